@@ -1,0 +1,42 @@
+# Everything runs in .venv, made on first use and again when the dependencies change.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test check format bench clean
+
+help:
+	@echo "make demo    show the three forms agreeing, time them, draw build/demo/*.png"
+	@echo "make test    run the tests"
+	@echo "make check   lint, formatting and types"
+	@echo "make format  apply the formatter and safe lint fixes"
+	@echo "make bench   time and memory of the chunked form against length (CPU, minutes)"
+	@echo "make clean   remove $(VENV) and build/"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+# One thread each: two workers with their own thread pools would fight over the cores.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/length_scaling.py
+
+clean:
+	rm -rf $(VENV) build

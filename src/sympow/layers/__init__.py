@@ -1,0 +1,7 @@
+"""Attention layers, and the gates and rotations they are built from."""
+
+from sympow.layers.gates import GATES, make_gate
+from sympow.layers.mixers import ConformalAttention, Mixer, SoftmaxAttention
+from sympow.layers.rotations import ROTATIONS, make_rotation
+
+__all__ = ["GATES", "ROTATIONS", "ConformalAttention", "Mixer", "SoftmaxAttention", "make_gate", "make_rotation"]

@@ -1,0 +1,111 @@
+"""Gates: from a layer's input to log γ, how much of the state each step keeps (paper §3.1 and its conclusion).
+
+Every gate maps x (b, t, width) to log γ (b, t, h_kv), or (b, t, h_kv, d/2) for a gate per rotated pair, in float32 or
+better, or to None for no gating.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from sympow.layers.constants import ConstantTable
+from sympow.layers.projection import FloatLinear
+from sympow.ops.validation import check_choice
+
+# σ(6.906768) ≈ 0.999: where the authors' gates start. A state then half forgets in about 700 tokens.
+INITIAL_LOGIT = 6.906768
+
+
+class Gate(nn.Module, ABC):
+    """What all gates have in common: x (b, t, width) → log γ, or None."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor | None: ...
+
+
+class NoGate(Gate):
+    """γ = 1."""
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        return None
+
+
+class FixedGate(Gate):
+    """One constant γ per head, log γ = −m, with slopes m in geometric steps: short memories beside long ones.
+
+    By default m = 2^(−8 i / heads), i = 1 … heads: ALiBi's slopes, from 2^(−8/heads) down to 2^(−8).
+
+    Args:
+        heads: h_kv.
+        steepest: largest slope, of the head that forgets fastest.
+        flattest: smallest slope.
+    """
+
+    def __init__(self, heads: int, steepest: float | None = None, flattest: float = 2.0**-8) -> None:
+        super().__init__()
+        steepest = 2.0 ** (-8 / heads) if steepest is None else steepest
+        if not steepest >= flattest > 0:
+            raise ValueError(f"slopes must satisfy steepest ≥ flattest > 0, got {steepest} and {flattest}")
+        logs = torch.linspace(math.log(steepest), math.log(flattest), heads, dtype=torch.float64)
+        self.slopes = ConstantTable(logs.exp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        log_gamma = -self.slopes()
+        return log_gamma.expand(*x.shape[:2], -1)
+
+
+class LearnedGate(Gate):
+    """One learned γ = σ(logit) per head, the same for every input."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.logit = nn.Parameter(torch.full((heads,), INITIAL_LOGIT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logit = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))
+        return logsigmoid(logit).expand(*x.shape[:2], -1)
+
+
+class ScalarGate(Gate):
+    """γ_i = σ(W_γ x_i), one per head and token: the paper's gate (§3.1)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.gamma_proj = FloatLinear(width, heads, bias=INITIAL_LOGIT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(self.gamma_proj(x))
+
+
+class VectorGate(Gate):
+    """γ_i = σ(W_γ x_i) for every rotated pair of every head: the "vector gating" of the paper's conclusion."""
+
+    def __init__(self, width: int, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.gamma_proj = FloatLinear(width, heads * (head_dim // 2), bias=INITIAL_LOGIT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return logsigmoid(self.gamma_proj(x)).unflatten(-1, (self.heads, -1))
+
+
+_MAKERS: dict[str, Callable[[int, int, int], Gate]] = {
+    "none": lambda width, heads, head_dim: NoGate(),
+    "fixed": lambda width, heads, head_dim: FixedGate(heads),
+    "learned": lambda width, heads, head_dim: LearnedGate(heads),
+    "scalar": lambda width, heads, head_dim: ScalarGate(width, heads),
+    "vector": VectorGate,
+}
+GATES = tuple(_MAKERS)
+
+
+def make_gate(kind: str, width: int, heads: int, head_dim: int) -> Gate:
+    """The gate called `kind`: one of GATES."""
+    check_choice("gating", kind, GATES)
+    return _MAKERS[kind](width, heads, head_dim)

@@ -1,0 +1,144 @@
+"""Attention layers behind one interface: x (b, t, width) in, y (b, t, width) and, if asked for, a state out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+
+from sympow.layers.gates import make_gate
+from sympow.layers.heads import HeadShape, acts_on_pairs
+from sympow.layers.rotations import make_rotation
+from sympow.ops.operator import Backend, Form, attention
+from sympow.ops.softmax import KeyValueState, softmax_attention
+from sympow.ops.state import State
+from sympow.ops.validation import check_power
+
+LayerState = State | KeyValueState
+
+
+class Mixer(nn.Module, ABC):
+    """Projections, gate and rotation around an attention operator that subclasses supply.
+
+    Args:
+        width: size of x and y.
+        heads: query heads h.
+        key_value_heads: h_kv, a divisor of heads; None: as many as heads.
+        head_dim: size of queries, keys and values; None: width / heads.
+        gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector" (`sympow.layers.gates`).
+        rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs" (`sympow.layers.rotations`).
+        max_document: N of the rotation rates, the longest document expected.
+        bias: whether the projections to queries, keys, values and back have biases.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        gating: str = "scalar",
+        rotary: str = "scale",
+        max_document: int = 65_536,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
+        self.heads, self.key_value_heads, self.head_dim = shape.heads, shape.key_value_heads, shape.head_dim
+        self.qkv_proj = nn.Linear(width, (heads + 2 * self.key_value_heads) * self.head_dim, bias=bias)
+        self.out_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        self.gate = make_gate(gating, width, self.key_value_heads, self.head_dim)
+        self.rotation = make_rotation(rotary, width, self.key_value_heads, self.head_dim, max_document)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: LayerState | None = None,
+        *,
+        return_state: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState | None]:
+        """Mixes x along time.
+
+        Args:
+            x: (b, t, width).
+            state: what came before, from an earlier call; None: nothing.
+            return_state: whether to return the state after x; None: if a state was given.
+            cu_seqlens: offsets of packed documents, as in `sympow.attention`.
+
+        Returns:
+            y (b, t, width) and the state, or None in its place.
+        """
+        return_state = state is not None if return_state is None else return_state
+        projected = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
+        theta, beta = self.rotation(x)
+        y, after = self._attend(
+            q,
+            k,
+            v,
+            log_gamma=self.gate(x),
+            beta=beta,
+            theta=theta,
+            cu_seqlens=cu_seqlens,
+            initial_state=state,
+            return_state=return_state,
+        )
+        return self.out_proj(y.flatten(2)), after
+
+    @abstractmethod
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Any
+    ) -> tuple[Tensor, LayerState | None]:
+        """The operator itself: y (b, t, h, d), and the state if asked for."""
+
+
+class ConformalAttention(Mixer):
+    """Symmetric power attention with learned gating and rotation: conformal-sympow (paper §3.3).
+
+    Args:
+        power: p, even.
+        form, backend, chunk_size: how to compute it, as in `sympow.attention`.
+        others: as in `Mixer`.
+
+    Example:
+        >>> layer = ConformalAttention(width=64, heads=4, power=2)
+        >>> y, state = layer(torch.randn(1, 100, 64), return_state=True)
+        >>> y, state = layer(torch.randn(1, 1, 64), state)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        *,
+        power: int = 2,
+        form: Form = "auto",
+        backend: Backend = "auto",
+        chunk_size: int | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(width, heads, **others)
+        check_power(power)
+        self.power, self.form, self.backend, self.chunk_size = power, form, backend, chunk_size
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Any
+    ) -> tuple[Tensor, LayerState | None]:
+        how: dict[str, Any] = {"form": self.form, "backend": self.backend, "chunk_size": self.chunk_size}
+        if return_state:
+            return attention(q, k, v, self.power, return_state=True, **how, **options)
+        return attention(q, k, v, self.power, **how, **options), None
+
+
+class SoftmaxAttention(Mixer):
+    """The softmax baseline, with the same gates and rotations. With gating="fixed" it is ALiBi (paper app. A.1)."""
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Any
+    ) -> tuple[Tensor, LayerState | None]:
+        if return_state:
+            return softmax_attention(q, k, v, return_state=True, **options)
+        return softmax_attention(q, k, v, **options), None

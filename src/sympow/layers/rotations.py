@@ -1,0 +1,97 @@
+"""Rotations: from a layer's input to the rates θ and scales β that turn queries and keys (paper §2.2 and §3.2).
+
+Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
+not apply, in float32 or better.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from sympow.layers.constants import ConstantTable
+from sympow.layers.projection import FloatLinear
+from sympow.ops.rotary import rotary_rates
+from sympow.ops.validation import check_choice
+
+RatesAndScales = tuple[Tensor | None, Tensor | None]
+
+
+class Rotation(nn.Module, ABC):
+    """What all rotations have in common: x (b, t, width) → (θ, β)."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> RatesAndScales: ...
+
+
+class NoRotation(Rotation):
+    """Nothing turns."""
+
+    def forward(self, x: Tensor) -> RatesAndScales:
+        return None, None
+
+
+class FixedRotation(Rotation):
+    """θ_i = 2π / N^(2(i-1)/d) at every step: rotary embeddings (§2.2)."""
+
+    def __init__(self, head_dim: int, max_document: int) -> None:
+        super().__init__()
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document))
+
+    def forward(self, x: Tensor) -> RatesAndScales:
+        return self.rates(), None
+
+
+class LearnedRotation(Rotation):
+    """θ learned, starting from the fixed rates, the same for every input."""
+
+    def __init__(self, head_dim: int, max_document: int) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(rotary_rates(head_dim, max_document, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> RatesAndScales:
+        return self.theta.to(torch.promote_types(self.theta.dtype, torch.float32)), None
+
+
+class ScaledRotation(Rotation):
+    """β_i = 1 + tanh(W_β x_i), one per head and token: the paper's rotation (§3.2). W_β = 0 is fixed rotary."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
+        super().__init__()
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document))
+        self.beta_proj = FloatLinear(width, heads)
+
+    def forward(self, x: Tensor) -> RatesAndScales:
+        return self.rates(), 1 + self.beta_proj(x).tanh()
+
+
+class PairRotation(Rotation):
+    """β_i = 1 + tanh(W_β x_i) for every rotated pair of every head (§3.2: "independently … each pair")."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document))
+        self.beta_proj = FloatLinear(width, heads * (head_dim // 2))
+
+    def forward(self, x: Tensor) -> RatesAndScales:
+        return self.rates(), 1 + self.beta_proj(x).tanh().unflatten(-1, (self.heads, -1))
+
+
+_MAKERS: dict[str, Callable[[int, int, int, int], Rotation]] = {
+    "none": lambda width, heads, head_dim, max_document: NoRotation(),
+    "fixed": lambda width, heads, head_dim, max_document: FixedRotation(head_dim, max_document),
+    "learned": lambda width, heads, head_dim, max_document: LearnedRotation(head_dim, max_document),
+    "scale": ScaledRotation,
+    "pairs": PairRotation,
+}
+ROTATIONS = tuple(_MAKERS)
+
+
+def make_rotation(kind: str, width: int, heads: int, head_dim: int, max_document: int) -> Rotation:
+    """The rotation called `kind`: one of ROTATIONS."""
+    check_choice("rotary", kind, ROTATIONS)
+    return _MAKERS[kind](width, heads, head_dim, max_document)

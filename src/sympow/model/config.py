@@ -1,0 +1,105 @@
+"""What a model is: one frozen, checked record, and the ones that have names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from sympow.layers.gates import GATES
+from sympow.layers.heads import HeadShape, acts_on_pairs
+from sympow.layers.rotations import ROTATIONS
+from sympow.ops.operator import Backend, Form
+from sympow.ops.validation import BACKENDS, FORMS, check_choice, check_chunk_size, check_power
+
+MIXERS = ("sympow", "softmax")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """A decoder-only transformer with symmetric power or softmax attention (paper §4).
+
+    Attributes:
+        vocab_size: number of tokens.
+        layers: number of blocks.
+        width: size of the residual stream.
+        heads: query heads of a layer.
+        key_value_heads: key/value heads of a layer, a divisor of heads; None: as many as heads.
+        head_dim: size of a query, key and value; None: width / heads.
+        mlp_ratio: hidden size of the MLP over width.
+        mixer: "sympow" or "softmax".
+        power: p of the sympow mixer; even.
+        gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector".
+        rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs".
+        max_document: N of the rotation rates, the longest document expected.
+        bias: whether linear maps have biases, as in GPT-2.
+        form, backend, chunk_size: how the sympow mixer computes, as in `sympow.attention`.
+    """
+
+    vocab_size: int = 50_257
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    key_value_heads: int | None = None
+    head_dim: int | None = None
+    mlp_ratio: int = 4
+    mixer: Literal["sympow", "softmax"] = "sympow"
+    power: int = 2
+    gating: Literal["none", "fixed", "learned", "scalar", "vector"] = "scalar"
+    rotary: Literal["none", "fixed", "learned", "scale", "pairs"] = "scale"
+    max_document: int = 65_536
+    bias: bool = True
+    form: Form = "auto"
+    backend: Backend = "auto"
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "layers", "width", "heads", "mlp_ratio", "max_document"):
+            _check_positive(name, getattr(self, name))
+        for name in ("key_value_heads", "head_dim"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        check_choice("mixer", self.mixer, MIXERS)
+        check_choice("gating", self.gating, GATES)
+        check_choice("rotary", self.rotary, ROTATIONS)
+        check_choice("form", self.form, FORMS)
+        check_choice("backend", self.backend, BACKENDS)
+        check_power(self.power)
+        check_chunk_size(self.chunk_size, self.form)
+        self.head_shape  # noqa: B018  (resolving it checks it)
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """Query heads, key/value heads and head dim, defaults filled in."""
+        in_pairs = acts_on_pairs(self.gating, self.rotary)
+        return HeadShape.resolve(self.width, self.heads, self.key_value_heads, self.head_dim, in_pairs=in_pairs)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> GPTConfig:
+        """The model called `name` (one of `PRESETS`), with some fields changed.
+
+        Example:
+            >>> GPTConfig.preset("gpt2-124m", power=4, gating="none").power
+            4
+        """
+        if name not in PRESETS:
+            raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
+        unknown = set(changes) - {field.name for field in fields(cls)}
+        if unknown:
+            raise TypeError(f"GPTConfig has no field {', '.join(map(repr, sorted(unknown)))}")
+        return replace(PRESETS[name], **changes)
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+PRESETS: dict[str, GPTConfig] = {
+    # The paper's model (§4): GPT-2 small with rotary positions and a LayerNorm after the embedding.
+    "gpt2-124m": GPTConfig(),
+    # Byte-level models for a laptop or a quick look: about 11M and 0.4M parameters.
+    "byte-11m": GPTConfig(vocab_size=256, layers=6, width=384, heads=6),
+    "byte-400k": GPTConfig(vocab_size=256, layers=2, width=128, heads=4),
+}

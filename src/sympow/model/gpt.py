@@ -1,0 +1,153 @@
+"""GPT-2 with symmetric power attention (paper §4): pre-norm blocks, GELU, tied embeddings, no learned positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, linear
+
+from sympow.layers.mixers import ConformalAttention, LayerState, Mixer, SoftmaxAttention
+from sympow.model.config import GPTConfig
+
+ModelState = tuple[LayerState, ...]
+
+
+class Mlp(nn.Module):
+    """Two linear maps with a GELU between them, GPT-2's tanh approximation of it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        hidden = config.mlp_ratio * config.width
+        self.up_proj = nn.Linear(config.width, hidden, bias=config.bias)
+        self.out_proj = nn.Linear(hidden, config.width, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(gelu(self.up_proj(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.mixer_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mixer = make_mixer(config)
+        self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.mlp = Mlp(config)
+
+    def forward(
+        self, x: Tensor, state: LayerState | None, return_state: bool, cu_seqlens: Tensor | None
+    ) -> tuple[Tensor, LayerState | None]:
+        mixed, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, cu_seqlens=cu_seqlens)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class GPT(nn.Module):
+    """A language model that carries what it has read in an explicit state.
+
+    Example:
+        >>> model = GPT(GPTConfig.preset("byte-400k"))
+        >>> logits, state = model(torch.randint(256, (1, 100)), return_state=True)
+        >>> logits, state = model(torch.randint(256, (1, 1)), state)  # goes on where the first call stopped
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.embedding_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """GPT-2's initialisation: normal with deviation 0.02, maps into the residual stream smaller by √(2 layers)."""
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        for name, module in self.blocks.named_modules():
+            if isinstance(module, nn.Linear):
+                into_residual = name.endswith("out_proj")
+                nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: Sequence[LayerState] | None = None,
+        *,
+        return_state: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState | None]:
+        """Logits of the token after each of `tokens`.
+
+        Args:
+            tokens: (b, t) integers below vocab_size.
+            state: what came before, one entry per layer, from an earlier call; None: nothing.
+            return_state: whether to return the state after the tokens; None: if a state was given. Training has no use
+                for it, and making it costs as much as folding every token into it.
+            cu_seqlens: offsets of packed documents, as in `sympow.attention`; batch 1.
+
+        Returns:
+            logits (b, t, vocab_size) and the state, or None in its place.
+        """
+        x, after = self.features(tokens, state, return_state=return_state, cu_seqlens=cu_seqlens)
+        return linear(x, self.embedding.weight), after
+
+    def features(
+        self,
+        tokens: Tensor,
+        state: Sequence[LayerState] | None = None,
+        *,
+        return_state: bool | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, ModelState | None]:
+        """As `forward`, with (b, t, width) in place of logits: what the tied embedding turns into them."""
+        self._check(tokens, state)
+        return_state = state is not None if return_state is None else return_state
+        x = self.embedding_norm(self.embedding(tokens))
+        after: list[LayerState] = []
+        for layer, block in enumerate(self.blocks):
+            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens)
+            if layer_state is not None:
+                after.append(layer_state)
+        return self.final_norm(x), tuple(after) if return_state else None
+
+    def count_parameters(self) -> int:
+        """Learned numbers, the tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def _check(self, tokens: Tensor, state: Sequence[LayerState] | None) -> None:
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be (batch, time), got shape {tuple(tokens.shape)}")
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(f"state must have an entry for each of {len(self.blocks)} layers, got {len(state)}")
+
+
+def make_mixer(config: GPTConfig) -> Mixer:
+    """The attention layer a config asks for."""
+    shape: dict[str, Any] = {
+        "key_value_heads": config.key_value_heads,
+        "head_dim": config.head_dim,
+        "gating": config.gating,
+        "rotary": config.rotary,
+        "max_document": config.max_document,
+        "bias": config.bias,
+    }
+    if config.mixer == "softmax":
+        return SoftmaxAttention(config.width, config.heads, **shape)
+    return ConformalAttention(
+        config.width,
+        config.heads,
+        power=config.power,
+        form=config.form,
+        backend=config.backend,
+        chunk_size=config.chunk_size,
+        **shape,
+    )

@@ -1,0 +1,16 @@
+"""The operator and its mathematics, as functions of tensors."""
+
+from sympow.ops.operator import attention
+from sympow.ops.rotary import rotary_rates, rotate
+from sympow.ops.state import State
+from sympow.ops.symmetric import symmetric_dim, symmetric_power, symmetric_power_of_matrix
+
+__all__ = [
+    "State",
+    "attention",
+    "rotary_rates",
+    "rotate",
+    "symmetric_dim",
+    "symmetric_power",
+    "symmetric_power_of_matrix",
+]

@@ -1,0 +1,163 @@
+"""The three products every form is made of: attend to keys, query a state, update a state.
+
+All work on head-major tensors, h_kv = n key heads each serving g query heads:
+    q (b, n, g, t, d)    k (b, n, t, d)    v (b, n, t, e)    kv (b, n, D, e)    normalizer (b, n, D)
+and on running sums of log γ^(1/p), `decay` (b, n, t, 1 or d/2) in float64, or None without gates.
+Each returns numerator (b, n, g, t, e) and denominator (b, n, g, t) apart, so that contributions from several blocks
+add before the one division.
+
+Nothing of size t × t or t × D outlives its block: blocks are bounded by `BLOCK_ELEMENTS`, and when gradients are
+needed a block is computed again in the backward pass instead of being kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from sympow.ops.decay import apply_decay, feature_decay
+from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power_rows
+
+# Scores or features that may exist at once, over batch and heads. 16 Mi elements are 64 MiB in float32: large enough
+# that a block's products dwarf what it costs to launch them, small beside any state worth chunking for.
+BLOCK_ELEMENTS = 1 << 24
+# Rows whose pairwise decays are formed one by one when every pair of entries has its own gate.
+PAIRWISE_ROWS = 16
+MAX_ROWS = 256
+
+Sums = tuple[Tensor, Tensor]
+Result = TypeVar("Result")
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, power: int) -> Sums:
+    """Σ_{j≤i} B_ij V_j and Σ_{j≤i} B_ij with B_ij = b_ij (q_i · k_j)^p (paper §3.1), in tiles of rows."""
+    length = k.shape[2]
+    widest = BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * length)
+    rows = min(MAX_ROWS, max(PAIRWISE_ROWS, widest))
+    return _causal_in_tiles(q, k, v, decay, power, rows)
+
+
+def query_state(q: Tensor, decay: Tensor | None, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
+    """φ(q_i) S and φ(q_i) Z for a state that has decayed by `decay` since it was left (paper §2.1)."""
+    if decay is not None:
+        q = apply_decay(q, decay.unsqueeze(2))
+    parts = [recompute(_query_block, q[:, :, :, rows], kv, normalizer, power) for rows in _feature_blocks(q, power)]
+    numerators, denominators = zip(*parts, strict=True)
+    return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
+
+
+def update_state(
+    k: Tensor, v: Tensor, decay: Tensor | None, kv: Tensor | None, normalizer: Tensor | None, power: int
+) -> Sums:
+    """S ← γ_1⋯γ_t S + Σ_j γ_{j+1}⋯γ_t φ(k_j) v_jᵀ, and Z likewise (paper eq. conformal_in_practice).
+
+    Returns a new kv and normalizer; those given (None: zero) are left as they are.
+    """
+    if decay is not None:
+        total = decay[:, :, -1:]
+        k = apply_decay(k, total - decay)
+        if kv is not None and normalizer is not None:
+            feature = feature_decay(total.squeeze(2), power, kv.dtype)
+            kv, normalizer = kv * feature.unsqueeze(-1), normalizer * feature
+    for rows in _feature_blocks(k.unsqueeze(2), power):
+        added_kv, added_normalizer = recompute(_update_block, k[:, :, rows], v[:, :, rows], power)
+        if kv is None or normalizer is None:
+            kv, normalizer = added_kv, added_normalizer
+        else:
+            kv, normalizer = kv + added_kv, normalizer + added_normalizer
+    assert kv is not None, "no rows to fold"
+    assert normalizer is not None
+    return kv, normalizer
+
+
+def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, power: int, tile: int) -> Sums:
+    numerators, denominators = [], []
+    length = k.shape[2]
+    per_pair = decay is not None and decay.shape[-1] > 1
+    for start in range(0, length, tile):
+        stop = min(start + tile, length)
+        rows = slice(start, stop)
+        row_decay = None if decay is None else decay[:, :, rows]
+        diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], row_decay, power)
+        if per_pair and tile > PAIRWISE_ROWS:
+            numerator, denominator = _causal_in_tiles(*diagonal, PAIRWISE_ROWS)
+        else:
+            numerator, denominator = recompute(_diagonal_tile, *diagonal)
+        if start:
+            column_decay = None if decay is None else decay[:, :, :start]
+            past = recompute(
+                _past_tile, q[:, :, :, rows], k[:, :, :start], v[:, :, :start], row_decay, column_decay, power
+            )
+            numerator, denominator = numerator + past[0], denominator + past[1]
+        numerators.append(numerator)
+        denominators.append(denominator)
+    return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
+
+
+def _past_tile(
+    q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor | None, column_decay: Tensor | None, power: int
+) -> Sums:
+    """Rows against columns that all lie before them."""
+    if row_decay is not None and column_decay is not None:
+        reference = row_decay[:, :, :1]  # between every column and every row, so both exponents are ≤ 0
+        q = apply_decay(q, (row_decay - reference).unsqueeze(2))
+        k = apply_decay(k, reference - column_decay)
+    weights = even_power(_scores(q, k), power)
+    return _weighted_sums(weights, v)
+
+
+def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, power: int) -> Sums:
+    """Rows against themselves: the only place where decays are formed element by element, and a mask is needed."""
+    rows = k.shape[2]
+    future = torch.ones(rows, rows, dtype=torch.bool, device=k.device).triu(1)
+    if decay is None:
+        scores = _scores(q, k).masked_fill(future, 0.0)
+    else:
+        between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
+        factor = between.to(q.dtype).exp().unsqueeze(2)  # (b, n, 1, rows, columns, 1 or d/2)
+        if decay.shape[-1] == 1:
+            scores = _scores(q, k) * factor.squeeze(-1)
+        else:
+            q_pairs, k_pairs = q.unflatten(-1, (-1, 2)), k.unflatten(-1, (-1, 2))
+            per_pair = torch.einsum("bngimc,bnjmc->bngijm", q_pairs, k_pairs)
+            scores = (per_pair * factor).sum(-1)
+    return _weighted_sums(even_power(scores, power), v)
+
+
+def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
+    features = symmetric_power_rows(q.flatten(2, 3).mT, power)  # (b, n, D, g · t)
+    numerator = features.mT @ kv
+    denominator = (normalizer.unsqueeze(2) @ features).squeeze(2)
+    return numerator.unflatten(2, q.shape[2:4]), denominator.unflatten(2, q.shape[2:4])
+
+
+def _update_block(k: Tensor, v: Tensor, power: int) -> Sums:
+    features = symmetric_power_rows(k.mT, power)  # (b, n, D, t)
+    return features @ v, features.sum(-1)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q_i · k_j: (b, n, g, rows, columns), the g query heads of a key head as one tall product."""
+    return (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
+
+
+def _weighted_sums(weights: Tensor, v: Tensor) -> Sums:
+    return (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4]), weights.sum(-1)
+
+
+def _feature_blocks(x: Tensor, power: int) -> Iterator[slice]:
+    """Slices of the time axis of x (b, n, g, t, d) whose features fit in one block."""
+    per_row = x.shape[0] * x.shape[1] * x.shape[2] * symmetric_dim(x.shape[-1], power)
+    rows = max(1, BLOCK_ELEMENTS // max(1, per_row))
+    return (slice(start, start + rows) for start in range(0, x.shape[3], rows))
+
+
+def recompute(block: Callable[..., Result], *args: Any) -> Result:
+    """Runs a block; if a gradient is needed, keeps only its inputs and runs it again in the backward pass."""
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
+    return block(*args)

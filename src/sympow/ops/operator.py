@@ -1,0 +1,193 @@
+"""`sympow.attention`: the one operator, in every form, on every backend."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from sympow.ops.chunked import chunked_form
+from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
+from sympow.ops.documents import run_documents
+from sympow.ops.recurrent import recurrent_form
+from sympow.ops.sequence import Sequence
+from sympow.ops.state import State
+from sympow.ops.validation import (
+    BACKENDS,
+    FORMS,
+    check_choice,
+    check_chunk_size,
+    check_documents,
+    check_power,
+    check_state,
+    check_tensors,
+)
+
+Form = Literal["auto", "attention", "chunked", "recurrent"]
+Backend = Literal["auto", "torch", "triton"]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    power: int = 2,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: State | None = None,
+    return_state: Literal[False] = False,
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int | None = None,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    power: int = 2,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: State | None = None,
+    *,
+    return_state: Literal[True],
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int | None = None,
+) -> tuple[Tensor, State]: ...
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    power: int = 2,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, State]:
+    """Causal symmetric power attention with gating and rotation (paper §3.3, "conformal-sympow").
+
+        Y_i = Σ_{j≤i} B_ij V_j / Σ_{j≤i} B_ij,    B_ij = b_ij (Q_i · R(c_ij θ)ᵀ K_j)^p,
+        b_ij = ∏_{k=j+1..i} γ_k,    c_ij = Σ_{k=j+1..i} β_k.
+
+    A call of any length continues a sequence: passing the state returned by one call as the `initial_state` of the next
+    equals one call over both, whatever their forms, gradients included.
+
+    Args:
+        q: queries (b, t, h, d), float64, float32, bfloat16 or float16.
+        k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i reads key head i // (h / h_kv).
+        v: values (b, t, h_kv, e).
+        power: p, even and at least 2.
+        log_gamma: log of the gates γ, none positive, −inf allowed; float32 or float64. (b, t, h_kv), or
+            (b, t, h_kv, d/2) for a gate per rotated pair, each scaling its pair of every key by γ^(1/p) a step.
+            None: no gating.
+        beta: scales of the rotation, (b, t, h_kv) or (b, t, h_kv, d/2), float32 or float64. Needs `theta`.
+        theta: rotation rates (d/2,) in radians a token, float32 or float64 (`rotary_rates`). Alone: fixed rotary.
+            None: no rotation.
+        cu_seqlens: offsets of packed documents, (n + 1,) int32 or int64 from 0 to t, for batch 1. Neither attention,
+            state nor phase crosses from one document to the next; states then have one batch entry per document.
+        initial_state: what came before; None: nothing.
+        return_state: whether to return (y, state) instead of y.
+        form: "attention" (quadratic in t), "chunked" (linear in t), "recurrent" (token by token), or "auto": the
+            cheaper of the first two (`sympow.ops.cost`). All give the same numbers.
+        backend: "torch", "triton" or "auto".
+        chunk_size: tokens per chunk of the chunked form; None: chosen by cost.
+
+    Returns:
+        y (b, t, h, e) in the dtype of q; with `return_state` also the `State` after the last token.
+        A row whose scores are all zero gives 0.
+
+    Raises:
+        ValueError, TypeError: where an argument does not fit; the message names it.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 100, 2, 16)
+        >>> y = attention(q, k, v, theta=rotary_rates(16, max_document=1024))
+        >>> head, state = attention(q[:, :60], k[:, :60], v[:, :60], return_state=True)
+        >>> tail = attention(q[:, 60:], k[:, 60:], v[:, 60:], initial_state=state)
+    """
+    check_power(power)
+    check_choice("form", form, FORMS)
+    check_choice("backend", backend, BACKENDS)
+    check_chunk_size(chunk_size, form)
+    check_tensors(q, k, v, log_gamma, beta, theta)
+    if cu_seqlens is not None:
+        check_documents(cu_seqlens, q)
+    if initial_state is not None:
+        documents = None if cu_seqlens is None else len(cu_seqlens) - 1
+        check_state(initial_state, q, k, v, power, theta is not None, documents)
+    if backend == "triton":
+        raise ValueError("backend='triton' is not available: this version has no Triton kernels; use 'torch' or 'auto'")
+
+    sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
+    # Under autocast the products below would silently run in half precision, states included.
+    with torch.autocast(device_type=q.device.type, enabled=False):
+        run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size)
+        if cu_seqlens is None:
+            y, state = run(sequence, initial_state)
+        else:
+            y, state = run_documents(sequence, cu_seqlens, initial_state, run)
+    if not return_state:
+        return y
+    assert state is not None
+    return y, state
+
+
+def _run(
+    sequence: Sequence, initial_state: State | None, return_state: bool, form: Form, chunk_size: int | None
+) -> tuple[Tensor, State | None]:
+    if sequence.length == 0:
+        return _run_nothing(sequence, initial_state, return_state)
+    needs_grad = sequence.needs_grad or (initial_state is not None and initial_state.requires_grad)
+    if form == "recurrent":
+        return recurrent_form(sequence, initial_state, return_state, needs_grad)
+    work = Workload(
+        length=sequence.length,
+        key_dim=sequence.key_dim,
+        value_dim=sequence.value_dim,
+        power=sequence.power,
+        group=sequence.group,
+        parallel=sequence.batch * sequence.key_heads,
+        initial_state=initial_state is not None,
+        return_state=return_state,
+    )
+    machine = CPU if sequence.q.device.type == "cpu" else GPU
+    if form == "auto":
+        form = "chunked" if chunk_size is not None else cheaper_form(work, machine)
+    size = sequence.length if form == "attention" else chunk_size or best_chunk_size(work, machine)
+    return chunked_form(sequence, initial_state, return_state, size, needs_grad)
+
+
+def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
+    """No tokens: an empty output, and the state as it was."""
+    y = sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
+    if not return_state:
+        return y, None
+    if initial_state is None:
+        initial_state = State.zeros(
+            sequence.batch,
+            sequence.key_heads,
+            sequence.key_dim,
+            sequence.value_dim,
+            sequence.power,
+            rotated=sequence.rotated,
+            dtype=sequence.compute_dtype,
+            device=sequence.q.device,
+        )
+    return y, initial_state

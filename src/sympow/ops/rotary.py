@@ -1,0 +1,98 @@
+"""Rotary embeddings with an accumulated, possibly data-dependent, phase (paper §2.2 and §3.2).
+
+Phases accumulate in float64: θ_1 = 2π radians a token, so in float32 one rounding step of the running sum is already
+0.05 rad after 65,536 tokens. What leaves this module is an angle reduced to within half a turn of zero, which any
+dtype can hold.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rotary_rates(
+    dim: int,
+    max_document: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """θ_i = 2π / N^(2(i-1)/d), one rate per pair of entries (paper §2.2): (dim / 2,).
+
+    Args:
+        dim: head dim d, even.
+        max_document: N, the length of the longest document expected.
+        dtype: float64 unless asked otherwise: a rate is multiplied by the position, and so is its rounding.
+    """
+    if dim < 2 or dim % 2:
+        raise ValueError(f"dim must be even and positive: rotation turns pairs of entries; got {dim}")
+    if max_document < 1:
+        raise ValueError(f"max_document must be at least 1, got {max_document}")
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    return (2 * math.pi / float(max_document) ** exponents).to(dtype)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """R(angles) x: turns the pair (x[2j], x[2j+1]) by angles[j] (paper §2.2): (..., d), (..., d/2) → (..., d).
+
+    Angles are taken as given: reduce large ones in float64 first (`wrap_angle`), since float32 cannot hold them.
+    """
+    if x.shape[-1] % 2:
+        raise ValueError(f"x must have an even last axis to be rotated in pairs, got {x.shape[-1]}")
+    if angles.shape[-1] != x.shape[-1] // 2:
+        raise ValueError(
+            f"angles must hold one angle per pair, so {x.shape[-1] // 2} on the last axis; got {angles.shape[-1]}"
+        )
+    angles = angles.to(x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return turned.flatten(-2).to(x.dtype)
+
+
+def wrap_angle(angle: Tensor) -> Tensor:
+    """The same angle within half a turn of zero; its gradient passes through unchanged."""
+    turns = (angle.detach() / (2 * math.pi)).round()
+    return angle - turns * (2 * math.pi)
+
+
+def accumulate_phase(
+    theta: Tensor,
+    beta: Tensor | None,
+    initial_phase: Tensor | None,
+    length: int,
+) -> Tensor:
+    """μ_i = μ_{i-1} + β_i θ for i = 1 … length (paper §3.2), wrapped, in float64.
+
+    Args:
+        theta: (d/2,) rates.
+        beta: (b, t, h_kv) or (b, t, h_kv, d/2); None means β = 1 throughout, fixed rotary.
+        initial_phase: μ_0, (b, h_kv, d/2); None means zero.
+        length: t.
+
+    Returns:
+        (b, t, h_kv, d/2); axes b and h_kv are 1 where nothing distinguishes batch entries or heads.
+    """
+    rates = theta.to(torch.float64)
+    if beta is None:
+        steps = torch.arange(1, length + 1, dtype=torch.float64, device=theta.device)
+        phase = steps[None, :, None, None] * rates
+    elif beta.ndim == 3:
+        phase = beta.to(torch.float64).cumsum(1).unsqueeze(-1) * rates
+    else:
+        phase = beta.to(torch.float64).cumsum(1) * rates
+    if initial_phase is not None:
+        phase = phase + initial_phase.to(torch.float64).unsqueeze(1)
+    return wrap_angle(phase)
+
+
+def last_phase(phases: Tensor, initial_phase: Tensor | None, batch: int, heads: int) -> Tensor:
+    """μ after the last of the phases from `accumulate_phase`, for every sequence and head: (b, h_kv, d/2)."""
+    if phases.shape[1]:
+        return phases[:, -1].expand(batch, heads, -1)
+    if initial_phase is not None:
+        return initial_phase
+    return phases.new_zeros(batch, heads, phases.shape[-1])

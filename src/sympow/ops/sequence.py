@@ -1,0 +1,133 @@
+"""The inputs of one call as one thing, and their way from the public layout to what the blocks compute with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from sympow.ops.decay import log_gate_root
+from sympow.ops.rotary import accumulate_phase, last_phase, rotate
+from sympow.ops.scaling import power_of_two, unit_length
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Checked inputs of `sympow.attention` for a batch of sequences of one length, time on the second axis."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_gamma: Tensor | None
+    beta: Tensor | None
+    theta: Tensor | None
+    power: int
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def key_heads(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def key_dim(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.q.shape[2] // self.key_heads
+
+    @property
+    def rotated(self) -> bool:
+        return self.theta is not None
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What the portable paths compute and keep states in."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    @property
+    def needs_grad(self) -> bool:
+        members = (getattr(self, field.name) for field in fields(self))
+        return torch.is_grad_enabled() and any(isinstance(m, Tensor) and m.requires_grad for m in members)
+
+    def __getitem__(self, time: slice) -> Sequence:
+        return Sequence(
+            q=self.q[:, time],
+            k=self.k[:, time],
+            v=self.v[:, time],
+            log_gamma=None if self.log_gamma is None else self.log_gamma[:, time],
+            beta=None if self.beta is None else self.beta[:, time],
+            theta=self.theta,
+            power=self.power,
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A stretch of a sequence, rotated, scaled and head-major, as `sympow.ops.blocks` takes it.
+
+    Attributes:
+        q: (b, h_kv, g, t, d), unit length.
+        k: (b, h_kv, t, d), at most unit length.
+        v: (b, h_kv, t, e).
+        decay: running sum of log γ^(1/p) since the stretch began, (b, h_kv, t, 1 or d/2) float64, or None.
+        phase: μ after the stretch, (b, h_kv, d/2) float64, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    phase: Tensor | None
+
+
+def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
+    """Brings a stretch of inputs into the form the blocks need.
+
+    Args:
+        part: the stretch.
+        phase: μ before it, (b, h_kv, d/2), or None for zero.
+        exponent: keys are divided by 2^exponent, (b, h_kv) (`key_exponent`).
+    """
+    dtype = part.compute_dtype
+    q = unit_length(part.q.to(dtype)).unflatten(2, (part.key_heads, part.group))
+    k = part.k.to(dtype) * power_of_two(-exponent, dtype)[:, None, :, None]
+    if part.theta is not None:
+        angles = accumulate_phase(part.theta, part.beta, phase, part.length)
+        q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
+        phase = last_phase(angles, phase, part.batch, part.key_heads)
+    decay = None
+    if part.log_gamma is not None:
+        decay = log_gate_root(part.log_gamma, part.power).cumsum(2)
+    return Prepared(
+        q=q.permute(0, 2, 3, 1, 4),
+        k=k.transpose(1, 2),
+        v=part.v.to(dtype).transpose(1, 2),
+        decay=decay,
+        phase=phase,
+    )
+
+
+def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor:
+    """Y = numerator / denominator in the public layout, 0 where all scores of a row are 0: (b, t, h, e).
+
+    Args:
+        numerator: (b, h_kv, g, t, e).
+        denominator: (b, h_kv, g, t).
+    """
+    positive = denominator > 0
+    y = torch.where(positive.unsqueeze(-1), numerator, 0.0) / torch.where(positive, denominator, 1.0).unsqueeze(-1)
+    return y.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)

@@ -1,0 +1,175 @@
+"""Checks of what a caller passes to `sympow.attention`, with messages that say what came and what was expected.
+
+Shapes, dtypes and devices are always checked. Values (the sign of log_gamma, the order of cu_seqlens) are checked where
+reading them costs nothing: on the CPU. On an accelerator each look would wait for the device, so there it happens only
+with the environment variable SYMPOW_CHECK_VALUES=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sympow.ops.state import State
+
+FORMS = ("auto", "attention", "chunked", "recurrent")
+BACKENDS = ("auto", "torch", "triton")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_power(power: int) -> None:
+    if not isinstance(power, int) or isinstance(power, bool):
+        raise TypeError(f"power must be an int, got {type(power).__name__}")
+    if power < 2 or power % 2:
+        raise ValueError(
+            f"power must be even and at least 2, got {power}: only even powers make every score non-negative, "
+            "and so the weights of a row a distribution"
+        )
+
+
+def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def check_chunk_size(chunk_size: int | None, form: str) -> None:
+    if chunk_size is None:
+        return
+    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
+        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if form not in ("auto", "chunked"):
+        raise ValueError(f"chunk_size is for form='chunked' (or 'auto', which then means it); got form={form!r}")
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, beta: Tensor | None, theta: Tensor | None
+) -> None:
+    _check_qkv(q, k, v)
+    batch, length, heads, dim = k.shape
+    pairs = dim // 2
+    if theta is None and beta is not None:
+        raise ValueError("beta scales the rotation rates theta, but theta is None; pass theta (see rotary_rates) too")
+    if theta is not None:
+        if dim % 2:
+            raise ValueError(f"theta rotates pairs of entries, so q and k need an even head dim; got {dim}")
+        _check_side_input("theta", theta, q.device)
+        if theta.shape != (pairs,):
+            raise ValueError(f"theta must have shape ({pairs},), a rate per pair of entries; got {tuple(theta.shape)}")
+    for name, tensor in (("log_gamma", log_gamma), ("beta", beta)):
+        if tensor is None:
+            continue
+        _check_side_input(name, tensor, q.device)
+        shapes: list[tuple[int, ...]] = [(batch, length, heads)]
+        if dim % 2 == 0:
+            shapes.append((batch, length, heads, pairs))
+        if tuple(tensor.shape) not in shapes:
+            raise ValueError(
+                f"{name} must have shape {' or '.join(map(str, shapes))}, like k without or with its last axis in "
+                f"pairs; got {tuple(tensor.shape)}"
+            )
+    if log_gamma is not None and _values_readable(log_gamma) and bool((log_gamma > 0).any()):
+        raise ValueError(
+            "log_gamma must not be positive: gates lie between 0 and 1, and are given as logarithms; "
+            f"got a maximum of {log_gamma.max().item():.6g}"
+        )
+
+
+def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2:
+        raise ValueError(
+            "cu_seqlens must be one axis of at least two offsets, (documents + 1,); "
+            f"got shape {tuple(cu_seqlens.shape)}"
+        )
+    if q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1; got {q.shape[0]}")
+    if not _values_readable(cu_seqlens):
+        return
+    offsets = cu_seqlens.tolist()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
+    if offsets[-1] != q.shape[1]:
+        raise ValueError(f"cu_seqlens must end at the length, {q.shape[1]}; got {offsets[-1]}")
+    for before, after in pairwise(offsets):
+        if after <= before:
+            raise ValueError(f"cu_seqlens must increase from each document to the next, got {after} after {before}")
+
+
+def check_state(
+    state: State, q: Tensor, k: Tensor, v: Tensor, power: int, rotated: bool, documents: int | None
+) -> None:
+    if not isinstance(state, State):
+        raise TypeError(f"initial_state must be a sympow.State, got {type(state).__name__}")
+    batch = q.shape[0] if documents is None else documents
+    counted = "the batch" if documents is None else "the number of documents"
+    expectations = (
+        ("power", state.power, power, "power"),
+        ("key dim", state.key_dim, k.shape[3], "the head dim of k"),
+        ("value dim", state.value_dim, v.shape[3], "the head dim of v"),
+        ("heads", state.heads, k.shape[2], "the heads of k"),
+        ("batch", state.batch, batch, counted),
+    )
+    for what, came, expected, source in expectations:
+        if came != expected:
+            raise ValueError(f"initial_state has {what} {came}, but {source} is {expected}")
+    if state.kv.device != q.device:
+        raise ValueError(f"initial_state is on {state.kv.device}, but q is on {q.device}")
+    if rotated and state.phase is None:
+        raise ValueError("initial_state has no phase, so it was made without rotation; but theta is given")
+    if not rotated and state.phase is not None:
+        raise ValueError("initial_state has a phase, so it was made with rotation; but theta is None")
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            raise ValueError(f"{name} must be (batch, time, heads, dim), got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16; got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"q, k and v must share a dtype; q is {q.dtype}, but {name} is {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"q, k and v must share a device; q is on {q.device}, but {name} is on {tensor.device}")
+        if tensor.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                f"q, k and v must share batch and time; q has {tuple(q.shape[:2])}, but {name} has "
+                f"{tuple(tensor.shape[:2])}"
+            )
+        if 0 in (tensor.shape[0], *tensor.shape[2:]):
+            raise ValueError(f"{name} must not be empty in batch, heads or dim; got shape {tuple(tensor.shape)}")
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k and v must have the same heads; got {k.shape[2]} and {v.shape[2]}")
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"the heads of q must be a multiple of those of k, each key head serving as many query heads; "
+            f"got {q.shape[2]} and {k.shape[2]}"
+        )
+
+
+def _check_side_input(name: str, tensor: Tensor, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name} must be float32 or float64, since it is summed over the sequence; got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on the device of q, {device}; got {tensor.device}")
+
+
+def _values_readable(tensor: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" or os.environ.get("SYMPOW_CHECK_VALUES") == "1"

@@ -1,0 +1,135 @@
+"""Inputs and comparisons that tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sympow
+from sympow.ops import reference
+
+FORMS = ("attention", "chunked", "recurrent")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of `sympow.attention`, one batch of sequences."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_gamma: Tensor | None = None
+    beta: Tensor | None = None
+    theta: Tensor | None = None
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (getattr(self, f.name) for f in fields(self)) if t is not None]
+
+    def map(self, function: Any) -> Inputs:
+        members = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Inputs(**{name: None if t is None else function(t) for name, t in members.items()})
+
+    def requires_grad(self) -> Inputs:
+        return self.map(lambda t: t.detach().clone().requires_grad_())
+
+    def time(self, start: int, stop: int | None = None) -> Inputs:
+        cut = self.map(lambda t: t[:, start:stop] if t.ndim > 1 else t)
+        return replace(cut, theta=self.theta)
+
+    def arguments(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def with_all_heads(self) -> Inputs:
+        """As many key heads as query heads, as the reference wants them."""
+        group = self.q.shape[2] // self.k.shape[2]
+        repeated = self.map(lambda t: t.repeat_interleave(group, dim=2) if t.ndim > 1 else t)
+        return replace(repeated, q=self.q)
+
+
+def random_inputs(
+    seed: int,
+    *,
+    batch: int = 1,
+    length: int = 9,
+    heads: int = 2,
+    key_heads: int | None = None,
+    dim: int = 4,
+    value_dim: int = 3,
+    gate: str = "scalar",
+    rotation: str = "scale",
+    dtype: torch.dtype = torch.float64,
+) -> Inputs:
+    """Random inputs for which every form is well conditioned.
+
+    Queries and keys share a common direction. Without it, a row may have nothing but tiny scores, and a state then gives
+    them as small differences of large numbers, whose rounding no implementation can avoid.
+
+    Args:
+        gate: "none", "scalar" or "vector".
+        rotation: "none", "fixed", "scale" or "pairs".
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    key_heads = key_heads or heads
+    pairs = (dim // 2,)
+    log_gamma = beta = theta = None
+    if gate != "none":
+        log_gamma = -uniform(batch, length, key_heads, *(pairs if gate == "vector" else ()))
+    if rotation != "none":
+        theta = 0.2 * uniform(*pairs)
+    if rotation in ("scale", "pairs"):
+        beta = 2 * uniform(batch, length, key_heads, *(pairs if rotation == "pairs" else ()))
+    inputs = Inputs(
+        q=1 + 0.4 * normal(batch, length, heads, dim),
+        k=1 + 0.4 * normal(batch, length, key_heads, dim),
+        v=normal(batch, length, key_heads, value_dim),
+        log_gamma=log_gamma,
+        beta=beta,
+        theta=theta,
+    )
+    return inputs.map(lambda t: t.to(dtype))
+
+
+def run(inputs: Inputs, power: int, form: str, **options: Any) -> Any:
+    """`sympow.attention`; the chunked form in chunks small enough to matter at test sizes."""
+    if form == "chunked":
+        options.setdefault("chunk_size", 4)
+    return sympow.attention(**inputs.arguments(), power=power, form=form, **options)
+
+
+def run_reference(inputs: Inputs, power: int) -> Tensor:
+    return reference.attention(**inputs.with_all_heads().arguments(), power=power)
+
+
+def gradients(y: Tensor, inputs: Inputs, seed: int = 0) -> list[Tensor]:
+    """Gradients of a fixed random combination of the outputs with respect to every input."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    return list(torch.autograd.grad(y, inputs.tensors(), weights))
+
+
+def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "tensor") -> None:
+    """Largest difference within tolerance, relative to the largest expected entry where that exceeds 1."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    assert torch.isfinite(actual).all(), f"{what} is not finite"
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    error = (actual.double() - expected.double()).abs().max().item() / scale if expected.numel() else 0.0
+    assert error <= tolerance, f"{what} is off by {error:.2e}, more than {tolerance:.0e}"
+
+
+def assert_states_close(actual: sympow.State, expected: sympow.State, tolerance: float) -> None:
+    assert_close(actual.kv, expected.kv, tolerance, "kv")
+    assert_close(actual.normalizer, expected.normalizer, tolerance, "normalizer")
+    assert (actual.phase is None) == (expected.phase is None)
+    if actual.phase is not None and expected.phase is not None:
+        assert_close(torch.exp(1j * actual.phase).real, torch.exp(1j * expected.phase).real, tolerance, "phase")
+        assert_close(torch.exp(1j * actual.phase).imag, torch.exp(1j * expected.phase).imag, tolerance, "phase")
