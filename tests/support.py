@@ -64,8 +64,8 @@ def random_inputs(
 ) -> Inputs:
     """Random inputs for which every form is well conditioned.
 
-    Queries and keys share a common direction. Without it, a row may have nothing but tiny scores, and a state then gives
-    them as small differences of large numbers, whose rounding no implementation can avoid.
+    Queries and keys share a common direction. Without it, a row may have nothing but tiny scores, and a state then
+    gives them as small differences of large numbers, whose rounding no implementation can avoid.
 
     Args:
         gate: "none", "scalar" or "vector".
@@ -110,11 +110,29 @@ def run_reference(inputs: Inputs, power: int) -> Tensor:
     return reference.attention(**inputs.with_all_heads().arguments(), power=power)
 
 
+def run_plain(inputs: Inputs, power: int) -> Tensor:
+    """The attention form as anyone would write it in PyTorch, whole matrices in the dtype of the inputs.
+
+    Its error is the measure for that of a fast path. Scalar gates and equal numbers of heads only.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    if inputs.theta is not None and inputs.beta is not None:
+        phase = inputs.beta.double().cumsum(1).transpose(1, 2).unsqueeze(-1) * inputs.theta.double()
+        q, k = sympow.rotate(q, phase.remainder(2 * torch.pi)), sympow.rotate(k, phase.remainder(2 * torch.pi))
+    scores = (q @ k.mT) ** power
+    if inputs.log_gamma is not None:
+        total = inputs.log_gamma.double().cumsum(1).transpose(1, 2)
+        scores = scores * (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().to(scores.dtype)
+    scores = scores.tril()
+    return ((scores / scores.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+
+
 def gradients(y: Tensor, inputs: Inputs, seed: int = 0) -> list[Tensor]:
     """Gradients of a fixed random combination of the outputs with respect to every input."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
-    return list(torch.autograd.grad(y, inputs.tensors(), weights))
+    # An input may have no part in an output, such as a rotation in that of a single token: its gradient is zero.
+    return list(torch.autograd.grad(y, inputs.tensors(), weights, materialize_grads=True))
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float, what: str = "tensor") -> None:

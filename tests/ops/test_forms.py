@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import FORMS, Inputs, assert_close, gradients, random_inputs, run, run_reference
 
 import sympow
+from support import FORMS, Inputs, assert_close, gradients, random_inputs, run, run_reference
 from sympow.ops import blocks, reference
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import random_inputs
 
 import sympow
+from support import random_inputs
 from sympow.ops import reference
 from sympow.ops.softmax import softmax_attention
 

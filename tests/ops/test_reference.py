@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import random_inputs
 
+from support import random_inputs
 from sympow.ops import reference
 
 

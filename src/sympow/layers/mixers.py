@@ -13,7 +13,7 @@ from sympow.layers.rotations import make_rotation
 from sympow.ops.operator import Backend, Form, attention
 from sympow.ops.softmax import KeyValueState, softmax_attention
 from sympow.ops.state import State
-from sympow.ops.validation import check_power
+from sympow.ops.validation import BACKENDS, FORMS, check_choice, check_chunk_size, check_power
 
 LayerState = State | KeyValueState
 
@@ -122,6 +122,9 @@ class ConformalAttention(Mixer):
     ) -> None:
         super().__init__(width, heads, **others)
         check_power(power)
+        check_choice("form", form, FORMS)
+        check_choice("backend", backend, BACKENDS)
+        check_chunk_size(chunk_size, form)
         self.power, self.form, self.backend, self.chunk_size = power, form, backend, chunk_size
 
     def _attend(

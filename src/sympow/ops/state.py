@@ -134,7 +134,8 @@ class State:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the state to a file that `State.load` reads."""
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self._tensors().items()}
+        # Copies, since torch.save writes all of the memory that a slice of a batch points into.
+        tensors = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
         torch.save({"format": _FORMAT, "power": self.power, "key_dim": self.key_dim, **tensors}, path)
 
     @classmethod

@@ -1,0 +1,90 @@
+"""Time per token and peak memory of the chunked form against length, beside the attention form and softmax.
+
+    python benchmarks/length_scaling.py --out benchmarks/results/length_scaling_cpu.json
+
+Forward, p = 2, gated and rotated, no gradients. The claim is about the chunked form alone: time per token and memory
+beyond inputs and outputs do not depend on the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import sympow
+from sympow.ops.softmax import softmax_attention
+from sympow.report.memory import PeakMemory
+from sympow.report.timing import environment, measure
+
+LENGTHS = (4_096, 8_192, 16_384, 32_768)
+
+
+def measure_length(length: int, arguments: argparse.Namespace, methods: tuple[str, ...]) -> list[dict[str, Any]]:
+    """One row per method at one length."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = torch.randn(3, 1, length, arguments.heads, arguments.dim, generator=generator)
+    log_gamma = torch.full((1, length, arguments.heads), 0.999).log()
+    beta = 2 * torch.rand(1, length, arguments.heads, generator=generator)
+    theta = sympow.rotary_rates(arguments.dim, 65_536)
+    calls = {
+        "chunked": lambda: sympow.attention(q, k, v, 2, log_gamma, beta, theta, form="chunked"),
+        "attention": lambda: sympow.attention(q, k, v, 2, log_gamma, beta, theta, form="attention"),
+        "softmax": lambda: softmax_attention(q, k, v, beta=beta, theta=theta),
+    }
+    rows = []
+    for method in methods:
+        with torch.no_grad():
+            timing = measure(calls[method], runs=arguments.runs)
+            with PeakMemory() as memory:
+                y = calls[method]()
+        rows.append(
+            {
+                "method": method,
+                "length": length,
+                "microseconds_per_token": 1e6 * timing.median / length,
+                "spread": timing.spread,
+                "runs": timing.runs,
+                "peak_bytes_beyond_inputs_and_outputs": memory.peak - y.nbytes,
+            }
+        )
+        print(
+            f"{method:>10} {length:>7,} tokens  {rows[-1]['microseconds_per_token']:7.2f} µs/token  "
+            f"± {100 * timing.spread / 2:4.1f} %  {rows[-1]['peak_bytes_beyond_inputs_and_outputs'] / 1e6:8.2f} MB",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--longest-quadratic", type=int, default=8_192, help="longest length for the other two methods")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for length in LENGTHS:
+        quadratic = length <= arguments.longest_quadratic
+        rows += measure_length(length, arguments, ("chunked", "attention", "softmax") if quadratic else ("chunked",))
+    chunked = [row for row in rows if row["method"] == "chunked"]
+    times = [row["microseconds_per_token"] for row in chunked]
+    peaks = [row["peak_bytes_beyond_inputs_and_outputs"] for row in chunked]
+    summary = {
+        "time_per_token_largest_over_smallest": max(times) / min(times),
+        "peak_bytes_longest_over_shortest": peaks[-1] / peaks[0],
+    }
+    print(json.dumps(summary))
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        shape = {"power": 2, "heads": arguments.heads, "dim": arguments.dim, "dtype": "float32"}
+        content = {"environment": environment(), "shape": shape, "rows": rows, "summary": summary}
+        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

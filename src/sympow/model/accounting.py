@@ -1,0 +1,108 @@
+"""What a model weighs and computes: parameters, state, operations. Counted from its config, taking no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import GPT
+from sympow.ops.cost import GPU, Workload, attention_cost, best_chunk_size, chunked_cost, crossover_length
+from sympow.ops.symmetric import symmetric_dim
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of a model, and of the same model without its gates, or its gates and data-dependent rotation.
+
+    Attributes:
+        base: no gating, fixed rotary (or none, if the config has none).
+        gated: the config's gating, rotary as in base.
+        total: the config as it is.
+    """
+
+    base: int
+    gated: int
+    total: int
+
+    @property
+    def gating_overhead(self) -> float:
+        """What gating adds, as a fraction of base."""
+        return self.gated / self.base - 1
+
+    @property
+    def total_overhead(self) -> float:
+        """What gating and rotary add together, as a fraction of base."""
+        return self.total / self.base - 1
+
+
+def count_parameters(config: GPTConfig) -> ParameterCount:
+    """Counts on the meta device, so that no memory is taken."""
+    plain_rotary = replace(config, rotary="none" if config.rotary == "none" else "fixed")
+    variants = (replace(plain_rotary, gating="none"), plain_rotary, config)
+    with torch.device("meta"):
+        return ParameterCount(*(GPT(variant).count_parameters() for variant in variants))
+
+
+def state_elements(config: GPTConfig) -> int:
+    """Numbers in the state of one sequence, all layers: D (d + 1) per head, as the paper counts (§4.1)."""
+    shape = config.head_shape
+    return config.layers * shape.key_value_heads * symmetric_dim(shape.head_dim, config.power) * (shape.head_dim + 1)
+
+
+def key_value_elements(config: GPTConfig, context: int) -> int:
+    """Numbers in a key/value cache of one sequence at a context, all layers."""
+    shape = config.head_shape
+    return config.layers * shape.key_value_heads * context * 2 * shape.head_dim
+
+
+@dataclass(frozen=True)
+class MixingOperations:
+    """Operations per token of all attention layers, forward, averaged over a sequence of `context` tokens."""
+
+    context: int
+    attention: float
+    chunked: float
+    chunk_size: int
+    recurrent: float
+
+
+def mixing_operations(config: GPTConfig, context: int) -> MixingOperations:
+    """Operations of each form at a context; a multiplication and an addition count two.
+
+    The chunk size is the config's, or the one the cost model chooses for a GPU; it never exceeds the context.
+    """
+    shape = config.head_shape
+    work = Workload(
+        length=context,
+        key_dim=shape.head_dim,
+        value_dim=shape.head_dim,
+        power=config.power,
+        group=shape.heads // shape.key_value_heads,
+        parallel=shape.key_value_heads,
+    )
+    chunk_size = min(context, config.chunk_size or best_chunk_size(work, GPU))
+    # A recurrence queries and folds every token, in chunks of one.
+    recurrent = replace(work, initial_state=True, return_state=True)
+    per_token = config.layers * shape.key_value_heads / context
+    return MixingOperations(
+        context=context,
+        attention=attention_cost(work).operations * per_token,
+        chunked=chunked_cost(work, chunk_size).operations * per_token,
+        chunk_size=chunk_size,
+        recurrent=(recurrent.query(context) + recurrent.fold(context)).operations * per_token,
+    )
+
+
+def other_operations(config: GPTConfig) -> int:
+    """Operations per token outside the attention operator, forward: two for every weight a token is multiplied with."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
+
+
+def crossover(config: GPTConfig) -> int:
+    """The context from which a state takes fewer operations per token than attention does."""
+    shape = config.head_shape
+    return crossover_length(shape.head_dim, shape.head_dim, config.power, shape.heads // shape.key_value_heads)

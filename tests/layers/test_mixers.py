@@ -1,0 +1,110 @@
+import pytest
+import torch
+
+import sympow
+from support import assert_close
+from sympow.layers import GATES, ROTATIONS, ConformalAttention, SoftmaxAttention
+from sympow.ops import reference
+
+WIDTH = 16
+
+
+def make(kind, **options):
+    """A layer in float64 whose gates and rotations depend on the data."""
+    torch.manual_seed(0)
+    layer = kind(WIDTH, 4, **options).double()
+    for parameter in layer.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return layer
+
+
+def sample(length=12, batch=2):
+    return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+@pytest.mark.parametrize("gating", GATES)
+@pytest.mark.parametrize("rotary", ROTATIONS)
+def test_every_gate_and_rotation_trains_and_continues(kind, gating, rotary):
+    layer = make(kind, gating=gating, rotary=rotary, key_value_heads=2)
+    x = sample()
+    whole, none = layer(x)
+    assert none is None
+    assert whole.shape == x.shape
+    head, state = layer(x[:, :7], return_state=True)
+    tail, state = layer(x[:, 7:], state)
+    assert state is not None
+    assert_close(torch.cat([head, tail], dim=1), whole, 1e-9, "y")
+    whole.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+        assert parameter.grad.any(), f"{name} learns nothing"
+
+
+def test_the_layer_is_the_papers_equation():
+    layer = make(ConformalAttention, power=4, max_document=100)
+    x = sample()
+    q, k, v = layer.qkv_proj(x).unflatten(-1, (12, 4)).split(4, dim=2)
+    gamma = torch.sigmoid(x @ layer.gate.gamma_proj.weight.T + layer.gate.gamma_proj.bias)
+    beta = 1 + torch.tanh(x @ layer.rotation.beta_proj.weight.T)
+    theta = sympow.rotary_rates(4, 100)
+    expected = reference.attention(q, k, v, 4, gamma.log(), beta, theta)
+    actual, _ = layer(x)
+    assert_close(actual, layer.out_proj(expected.flatten(2)), 1e-9, "y")
+
+
+def test_a_fresh_conformal_layer_is_its_gated_rotary_self():
+    torch.manual_seed(0)
+    conformal = ConformalAttention(WIDTH, 4, gating="learned", rotary="scale")
+    fixed = ConformalAttention(WIDTH, 4, gating="learned", rotary="fixed")
+    fixed.load_state_dict(conformal.state_dict(), strict=False)
+    x = sample().float()
+    assert_close(conformal(x)[0], fixed(x)[0], 1e-6, "y")
+
+
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+def test_documents_do_not_see_each_other(kind):
+    layer = make(kind)
+    x = sample(batch=1)
+    packed, _ = layer(x, cu_seqlens=torch.tensor([0, 5, 12]))
+    assert_close(packed[:, 5:], layer(x[:, 5:])[0], 1e-9, "second document")
+
+
+def test_head_dims_may_differ_from_width_over_heads():
+    layer = make(ConformalAttention, head_dim=6, key_value_heads=1)
+    assert layer(sample())[0].shape == (2, 12, WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_layers_run_in_lower_precision(dtype):
+    layer = make(ConformalAttention).to(dtype)
+    y, state = layer(sample().to(dtype), return_state=True)
+    assert y.dtype == dtype
+    assert state.kv.dtype == torch.float32
+
+
+def test_autocast_changes_the_projections_but_not_the_state():
+    layer = make(ConformalAttention).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, state = layer(sample(length=4).float(), return_state=True)
+    assert y.dtype == torch.bfloat16
+    assert state.kv.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heads": 3}, ValueError, "width must be a multiple of heads"),
+        ({"heads": 4, "key_value_heads": 3}, ValueError, "multiple of key_value_heads"),
+        ({"heads": 4, "head_dim": 3}, ValueError, "head_dim must be even"),
+        ({"heads": 4, "power": 3}, ValueError, "power must be even"),
+        ({"heads": 4, "gating": "hard"}, ValueError, "gating must be one of"),
+        ({"heads": 4, "form": "quick"}, ValueError, "form must be one of"),
+        ({"heads": 4, "backend": "quick"}, ValueError, "backend must be one of"),
+        ({"heads": 4, "form": "recurrent", "chunk_size": 4}, ValueError, "chunk_size is for"),
+    ],
+)
+def test_mistakes_are_named_when_the_layer_is_made(options, error, message):
+    with pytest.raises(error, match=message):
+        ConformalAttention(WIDTH, **options)

@@ -1,0 +1,203 @@
+import pytest
+import torch
+
+from support import assert_close
+from sympow import GPT, GPTConfig
+from sympow.model.accounting import (
+    count_parameters,
+    crossover,
+    key_value_elements,
+    mixing_operations,
+    other_operations,
+    state_elements,
+)
+from sympow.model.config import PRESETS
+
+SMALL = {"vocab_size": 50, "layers": 2, "width": 16, "heads": 4, "max_document": 100}
+
+
+def make(**changes) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{**SMALL, **changes})).double()
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def tokens(batch=2, length=20):
+    return torch.randint(50, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("mixer", ["sympow", "softmax"])
+@pytest.mark.parametrize("power", [2, 4])
+def test_the_state_threads_through(mixer, power):
+    model, x = make(mixer=mixer, power=power), tokens()
+    whole, none = model(x)
+    assert none is None
+    assert whole.shape == (2, 20, 50)
+    head, state = model(x[:, :13], return_state=True)
+    outputs = [head]
+    for i in range(13, 20):
+        logits, state = model(x[:, i : i + 1], state)
+        outputs.append(logits)
+    assert_close(torch.cat(outputs, dim=1), whole, 1e-9, "logits")
+
+
+def test_every_parameter_learns():
+    model = make()
+    logits, _ = model(tokens())
+    logits.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), f"{name} learns nothing"
+
+
+def test_documents_do_not_see_each_other():
+    model, x = make(), tokens(batch=1)
+    packed, _ = model(x, cu_seqlens=torch.tensor([0, 8, 20]))
+    assert_close(packed[:, 8:], model(x[:, 8:])[0], 1e-9, "second document")
+
+
+def test_the_future_is_not_seen():
+    model, x = make(), tokens()
+    changed = x.clone()
+    changed[:, 10:] = 0
+    assert_close(model(x)[0][:, :10], model(changed)[0][:, :10], 1e-12, "logits")
+
+
+def test_logits_are_features_times_the_tied_embedding():
+    model, x = make(), tokens()
+    features, _ = model.features(x)
+    assert_close(features @ model.embedding.weight.T, model(x)[0], 1e-12, "logits")
+
+
+def test_a_model_learns_to_repeat():
+    """A period longer than a bigram can predict, learned through attention within a few steps."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=4, layers=2, width=32, heads=2, max_document=64))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(80):
+        pattern = torch.randint(4, (8, 5))
+        x = pattern.repeat(1, 6)
+        logits, _ = model(x[:, :-1])
+        # From the second period on every token is determined by what came before.
+        loss = torch.nn.functional.cross_entropy(logits[:, 9:].flatten(0, 1), x[:, 10:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 1.3
+    assert min(losses[-10:]) < 0.7
+
+
+def test_initialisation_follows_gpt2():
+    model = GPT(GPTConfig(vocab_size=256, layers=4, width=128, heads=4))
+    block = model.blocks[0]
+    assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mixer.qkv_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.mixer.out_proj.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert block.mlp.out_proj.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.05)
+    assert not block.mixer.rotation.beta_proj.weight.any()
+    assert not block.mixer.qkv_proj.bias.any()
+
+
+def test_a_state_dict_holds_parameters_alone():
+    model = make()
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+class TestTheNumbersOfThePaper:
+    """Design numbers: parameters, state sizes and overheads of the 124M model."""
+
+    def test_parameters_of_gpt2_124m(self):
+        count = count_parameters(GPTConfig.preset("gpt2-124m"))
+        gpt2_without_positions = 124_439_808 - 1024 * 768
+        assert count.base == gpt2_without_positions + 2 * 768  # the LayerNorm after the embedding
+
+    def test_overheads_of_gating_and_rotary(self):
+        count = count_parameters(GPTConfig.preset("gpt2-124m"))
+        assert round(100 * count.gating_overhead, 2) == 0.09
+        assert round(100 * count.total_overhead, 2) == 0.18
+
+    @pytest.mark.parametrize(("power", "size"), [(2, 39e6), (4, 14e9)])
+    def test_state_sizes(self, power, size):
+        config = GPTConfig.preset("gpt2-124m", power=power)
+        assert 2 * state_elements(config) == pytest.approx(size, rel=0.03)
+
+    def test_the_state_counted_is_the_state_made(self):
+        model = make()
+        _, state = model(tokens(batch=1), return_state=True)
+        made = sum(layer.kv.numel() + layer.normalizer.numel() for layer in state)
+        assert made == state_elements(model.config)
+
+    def test_the_cache_counted_is_the_cache_made(self):
+        model = make(mixer="softmax", gating="none")
+        _, state = model(tokens(batch=1), return_state=True)
+        assert sum(layer.k.numel() + layer.v.numel() for layer in state) == key_value_elements(model.config, 20)
+
+    def test_operations_cross_where_said(self):
+        config = GPTConfig.preset("gpt2-124m")
+        at = crossover(config)
+        below, above = mixing_operations(config, at // 2), mixing_operations(config, 2 * at)
+        assert below.attention < below.recurrent
+        assert above.attention > above.recurrent
+        assert mixing_operations(config, at).attention == pytest.approx(
+            mixing_operations(config, at).recurrent, rel=0.01
+        )
+
+    def test_operations_outside_attention_are_two_per_weight(self):
+        assert other_operations(GPTConfig.preset("gpt2-124m")) == pytest.approx(2 * 123.8e6, rel=0.01)
+
+
+class TestConfig:
+    def test_presets_build_what_their_names_say(self):
+        for name, size in (("gpt2-124m", 124e6), ("byte-11m", 11e6), ("byte-400k", 0.4e6)):
+            assert count_parameters(PRESETS[name]).total == pytest.approx(size, rel=0.1)
+
+    def test_presets_take_changes(self):
+        assert GPTConfig.preset("byte-400k", power=4).power == 4
+
+    def test_a_config_is_frozen(self):
+        with pytest.raises(AttributeError):
+            GPTConfig().power = 4
+
+    @pytest.mark.parametrize(
+        ("changes", "error", "message"),
+        [
+            ({"power": 5}, ValueError, "power must be even"),
+            ({"layers": 0}, ValueError, "layers must be at least 1, got 0"),
+            ({"width": 7.5}, TypeError, "width must be an int, got float"),
+            ({"heads": True}, TypeError, "heads must be an int, got bool"),
+            ({"heads": 5}, ValueError, "width must be a multiple of heads"),
+            ({"heads": 4, "key_value_heads": 3}, ValueError, "multiple of key_value_heads"),
+            ({"head_dim": 5}, ValueError, "head_dim must be even"),
+            ({"mixer": "linear"}, ValueError, "mixer must be one of 'sympow', 'softmax'; got 'linear'"),
+            ({"gating": "on"}, ValueError, "gating must be one of"),
+            ({"rotary": "on"}, ValueError, "rotary must be one of"),
+            ({"form": "fast"}, ValueError, "form must be one of"),
+            ({"backend": "fast"}, ValueError, "backend must be one of"),
+            ({"form": "attention", "chunk_size": 4}, ValueError, "chunk_size is for"),
+        ],
+    )
+    def test_mistakes_are_named(self, changes, error, message):
+        with pytest.raises(error, match=message):
+            GPTConfig(**{**SMALL, **changes})
+
+    def test_an_unknown_preset_or_field_is_named(self):
+        with pytest.raises(ValueError, match=r"name must be one of 'gpt2-124m'.*got 'gpt3'"):
+            GPTConfig.preset("gpt3")
+        with pytest.raises(TypeError, match="no field 'depth'"):
+            GPTConfig.preset("byte-400k", depth=3)
+
+    @pytest.mark.parametrize(
+        ("call", "error", "message"),
+        [
+            (lambda m: m(torch.zeros(3, dtype=torch.int64)), ValueError, r"tokens must be \(batch, time\)"),
+            (lambda m: m(torch.zeros(1, 3)), TypeError, "tokens must be int32 or int64, got torch.float32"),
+            (lambda m: m(torch.zeros(1, 3, dtype=torch.int64), ()), ValueError, "each of 2 layers, got 0"),
+        ],
+    )
+    def test_bad_tokens_and_states_are_named(self, call, error, message):
+        with pytest.raises(error, match=message):
+            call(make())

@@ -1,0 +1,160 @@
+"""Inputs at the edge of what numbers can hold: finite, right against float64, with finite gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support import FORMS, Inputs, assert_close, gradients, random_inputs, run, run_plain
+
+LENGTH = 37  # odd, and no multiple of the chunk
+
+
+def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float = 0.9) -> Inputs:
+    inputs = random_inputs(seed, length=length, dim=dim, value_dim=dim, dtype=torch.float32)
+    return replace(inputs, log_gamma=torch.full((1, length, 2), gamma).log())
+
+
+def check(inputs: Inputs, power: int, form: str, tolerance: float = 1e-4, **options) -> torch.Tensor:
+    """Output and gradients in float32 against the attention form in float64.
+
+    Gradients are compared in units of their own size, but at least of what a change of the whole input would do.
+    """
+    exact = inputs.map(lambda t: t.double()).requires_grad()
+    expected = run(exact, power, "attention")
+    inputs = inputs.requires_grad()
+    actual = run(inputs, power, form, **options)
+    assert_close(actual, expected, tolerance, "y")
+    for x, got, want in zip(inputs.tensors(), gradients(actual, inputs), gradients(expected, exact), strict=True):
+        unit = x.detach().double().nan_to_num(neginf=0).square().mean().sqrt().clamp(1e-30, 1e30)
+        assert_close(got * unit, want * unit, tolerance, "gradient")
+    return actual.detach()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 16, 17])
+def test_short_and_odd_lengths(form, length):
+    check(float_inputs(length), 2, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("query_scale", [1e-15, 1e15])
+@pytest.mark.parametrize("key_scale", [1e-4, 1e4])
+def test_scaled_queries_and_keys(form, power, query_scale, key_scale):
+    inputs = float_inputs()
+    scaled = replace(inputs, q=inputs.q * query_scale, k=inputs.k * key_scale)
+    unscaled = run(inputs, power, form)
+    actual = check(scaled, power, form)
+    # Invariance, up to float32 rounding of the scale factors themselves.
+    assert_close(actual, unscaled, 1e-4, "y")
+
+
+@pytest.mark.parametrize("power", [6, 8, 12])
+@pytest.mark.parametrize("key_scale", [1e-4, 1e4])
+def test_scaled_keys_at_high_powers(power, key_scale):
+    inputs = float_inputs(dim=4)
+    scaled = replace(inputs, k=inputs.k * key_scale)
+    check(scaled, power, "attention")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_of_large_keys_meets_small_ones_and_the_other_way_round(form):
+    first, second = float_inputs(seed=1), float_inputs(seed=2)
+    for scales in ((1e4, 1e-4), (1e-4, 1e4)):
+        inputs = Inputs(
+            *(torch.cat(pair, dim=1) for pair in (
+                (first.q, second.q), (first.k * scales[0], second.k * scales[1]), (first.v, second.v),
+                (first.log_gamma, second.log_gamma), (first.beta, second.beta),
+            )), first.theta,
+        )  # fmt: skip
+        expected = run(inputs.map(lambda t: t.double()), 2, "attention")
+        head, state = run(inputs.time(0, LENGTH), 2, form, return_state=True)
+        tail = run(inputs.time(LENGTH), 2, form, initial_state=state)
+        assert_close(torch.cat([head, tail], dim=1), expected, 1e-4, "y")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("vector", [False, True])
+def test_a_gate_of_exactly_zero_erases_the_past(form, vector):
+    inputs = float_inputs()
+    log_gamma = inputs.log_gamma.clone()
+    log_gamma[:, 10] = -torch.inf
+    log_gamma[:, 20:22] = -torch.inf
+    if vector:
+        log_gamma = log_gamma.unsqueeze(-1).expand(*log_gamma.shape, 4).clone()
+    closed = replace(inputs, log_gamma=log_gamma)
+    y = check(closed, 2, form)
+    for start, stop in ((0, 10), (10, 20), (20, 21), (21, LENGTH)):
+        assert_close(y[:, start:stop], run(closed.time(start, stop), 2, "attention"), 1e-4, "y after a closed gate")
+    assert_close(y[:, 20], inputs.v[:, 20], 1e-6, "the closed gate's own token, which sees only itself")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_of_exactly_one_is_no_gate(form):
+    inputs = float_inputs(gamma=1.0)
+    open_gate = check(inputs, 2, form)
+    without = replace(inputs, log_gamma=None)
+    assert_close(open_gate, run(without, 2, form), 1e-6, "y")
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_a_gate_of_one_half_held_for_4096_tokens(form):
+    inputs = float_inputs(4096, gamma=0.5)
+    exact = inputs.map(lambda t: t.double()).requires_grad()
+    expected = run_plain(exact, 2)
+    inputs = inputs.requires_grad()
+    plain = run_plain(inputs, 2)
+    actual = run(inputs, 2, form, **({"chunk_size": 256} if form == "chunked" else {}))
+    assert_close(actual, expected, 1e-6, "y")
+    for got, same, want in zip(
+        *(gradients(y, x) for y, x in ((actual, inputs), (plain, inputs), (expected, exact))), strict=True
+    ):
+        measured = (same.double() - want).abs().max().item() / max(1.0, want.abs().max().item())
+        assert_close(got, want, max(2 * measured, 1e-6), "gradient")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_zero_queries_give_zero(form):
+    inputs = float_inputs()
+    q = inputs.q.clone()
+    q[:, ::3] = 0
+    inputs = replace(inputs, q=q).requires_grad()
+    y = run(inputs, 2, form)
+    assert torch.equal(y[:, ::3], torch.zeros_like(y[:, ::3]))
+    assert all(torch.isfinite(g).all() for g in gradients(y, inputs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_zero_keys_are_not_attended_to(form):
+    inputs = float_inputs()
+    k = inputs.k.clone()
+    k[:, :5] = 0
+    k[:, 30:] = 0
+    inputs = replace(inputs, k=k).requires_grad()
+    y = run(inputs, 2, form)
+    assert torch.equal(y[:, :5], torch.zeros_like(y[:, :5]))
+    assert all(torch.isfinite(g).all() for g in gradients(y, inputs))
+    expected = run(inputs.map(lambda t: t.detach().double()), 2, "attention")
+    assert_close(y.detach(), expected, 1e-4, "y")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_keys_zero(form):
+    inputs = float_inputs()
+    inputs = replace(inputs, k=torch.zeros_like(inputs.k)).requires_grad()
+    y, state = run(inputs, 4, form, return_state=True)
+    assert not y.any()
+    assert not state.kv.any()
+    assert all(torch.isfinite(g).all() for g in gradients(y, inputs))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_tokens_at_all(form):
+    inputs = float_inputs()
+    y, state = run(inputs.time(0, 0), 2, form, return_state=True)
+    assert y.shape == (1, 0, 2, 8)
+    assert_close(run(inputs, 2, form, initial_state=state), run(inputs, 2, form), 1e-6, "y")
+    _, after = run(inputs, 2, form, return_state=True)
+    _, same = run(inputs.time(0, 0), 2, form, initial_state=after, return_state=True)
+    assert torch.equal(same.kv, after.kv)

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+import sympow
+from support import Inputs, assert_close, gradients, random_inputs
+from sympow.ops import softmax
+from sympow.ops.reference import rotation_matrix
+from sympow.ops.softmax import softmax_attention
+
+
+def expected_softmax(inputs: Inputs) -> torch.Tensor:
+    """Softmax attention with decays and rotations from their definitions."""
+    inputs = inputs.with_all_heads()
+    q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+    length = q.shape[2]
+    if inputs.theta is not None:
+        beta = torch.ones(1, length, 1, 1, dtype=q.dtype) if inputs.beta is None else inputs.beta
+        beta = beta.unsqueeze(-1) if beta.ndim == 3 else beta
+        matrices = rotation_matrix((beta.cumsum(1) * inputs.theta).transpose(1, 2))
+        q, k = (matrices @ q.unsqueeze(-1)).squeeze(-1), (matrices @ k.unsqueeze(-1)).squeeze(-1)
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    if inputs.log_gamma is not None:
+        log_gamma = inputs.log_gamma if inputs.log_gamma.ndim == 3 else inputs.log_gamma.mean(-1)
+        total = log_gamma.cumsum(1).transpose(1, 2)
+        logits = logits + total.unsqueeze(-1) - total.unsqueeze(-2)
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (logits.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(1, 2)
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
+@pytest.mark.parametrize("rows", [4, 256])
+def test_outputs_and_gradients_follow_the_definition(gate, rotation, rows, monkeypatch):
+    monkeypatch.setattr(softmax, "ROWS", rows)
+    inputs = random_inputs(0, batch=2, length=11, heads=4, key_heads=2, gate=gate, rotation=rotation).requires_grad()
+    actual, expected = softmax_attention(**inputs.arguments()), expected_softmax(inputs)
+    assert_close(actual, expected, 1e-12, "y")
+    for got, want in zip(gradients(actual, inputs), gradients(expected, inputs), strict=True):
+        assert_close(got, want, 1e-11, "gradient")
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar"])
+@pytest.mark.parametrize("cut", [0, 1, 5, 10, 11])
+def test_a_split_anywhere_equals_one_pass(gate, cut):
+    inputs = random_inputs(1, length=11, heads=4, key_heads=2, gate=gate)
+    expected = softmax_attention(**inputs.arguments())
+    head, state = softmax_attention(**inputs.time(0, cut).arguments(), return_state=True)
+    tail, state = softmax_attention(**inputs.time(cut).arguments(), initial_state=state, return_state=True)
+    assert_close(torch.cat([head, tail], dim=1), expected, 1e-12, "y")
+    assert state.length == 11
+    assert state.nbytes > 0
+
+
+def test_packed_documents_equal_separate_calls():
+    inputs = random_inputs(2, length=11)
+    y = softmax_attention(**inputs.arguments(), cu_seqlens=torch.tensor([0, 3, 11]))
+    for start, stop in ((0, 3), (3, 11)):
+        expected = softmax_attention(**inputs.time(start, stop).arguments())
+        assert_close(y[:, start:stop], expected, 1e-12, "document")
+
+
+def test_a_closed_gate_erases_the_past():
+    inputs = random_inputs(3, length=9)
+    inputs.log_gamma[:, 5] = -torch.inf
+    y = softmax_attention(**inputs.arguments())
+    assert_close(y[:, 5:], softmax_attention(**inputs.time(5).arguments()), 1e-12, "y")
+
+
+def test_equal_vector_gates_are_a_scalar_gate_as_in_sympow():
+    inputs = random_inputs(4, length=9)
+    vector = inputs.log_gamma.unsqueeze(-1).expand(1, 9, 2, 2)
+    for function in (softmax_attention, sympow.attention):
+        scalar = function(**inputs.arguments())
+        assert_close(function(**{**inputs.arguments(), "log_gamma": vector}), scalar, 1e-12, function.__name__)

@@ -1,0 +1,105 @@
+"""The package as a whole: who may import whom, and what an import needs."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import sympow
+
+SOURCE = Path(sympow.__file__).parent
+# Imports point one way: a part may import those before it. Parts on one line do not import each other.
+LAYERS = (
+    ("extras",),
+    ("kernels", "data"),
+    ("ops",),
+    ("layers",),
+    ("model",),
+    ("generate", "evaluate"),
+    ("train", "hf"),
+    ("report",),
+    ("cli",),
+)
+RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First-level parts of sympow that a source file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} uses a relative import"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    inside = {name.split(".")[1] for name in names if name.startswith("sympow.")}
+    return inside & RANK.keys()
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+SOURCES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_one_way(path):
+    part = part_of(path)
+    if part == "__init__":
+        return
+    assert part in RANK, f"{part} has no place in the order of imports"
+    for imported in imported_parts(path) - {part}:
+        assert RANK[imported] < RANK[part], f"{part} must not import {imported}"
+
+
+def test_the_reference_shares_no_code_with_what_it_checks():
+    assert imported_parts(SOURCE / "ops" / "reference.py") == set()
+
+
+def test_importing_sympow_needs_torch_alone():
+    code = """
+import sys
+class Refuse:
+    allowed = {"torch", "sympow"}
+    refused = {"triton", "transformers", "zarr", "matplotlib", "typer", "rich", "numpy", "safetensors", "tokenizers"}
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.refused - self.loaded:
+            raise ModuleNotFoundError(f"{name} was imported", name=name)
+import torch
+Refuse.loaded = {name.split(".")[0] for name in sys.modules}
+sys.meta_path.insert(0, Refuse())
+import sympow
+q = torch.randn(1, 8, 2, 4)
+sympow.attention(q, q, q)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_missing_extra_is_named():
+    code = """
+import sys
+sys.modules["matplotlib"] = None
+from sympow.extras import require
+try:
+    require("matplotlib.pyplot", "plot")
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert "pip install 'conformal-sympow[plot]'" in result.stdout
+
+
+def test_the_command_without_its_extra_says_so():
+    code = "import sys; sys.modules['typer'] = None; import sympow.cli"
+    result = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "pip install 'conformal-sympow[cli]'" in result.stderr
+
+
+def test_public_names_are_documented():
+    for name in sympow.__all__:
+        assert getattr(sympow, name).__doc__, f"{name} has no docstring"
