@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from enum import Enum
 from typing import Annotated, Any
 
 from sympow.layers.gates import GATES
@@ -18,10 +17,6 @@ except ModuleNotFoundError as error:
         "the command sympow needs typer and rich; they come with: pip install 'conformal-sympow[cli]'"
     ) from error
 
-Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)
-Mixer = Enum("Mixer", {name: name for name in MIXERS}, type=str)
-Gating = Enum("Gating", {name: name for name in GATES}, type=str)
-Rotary = Enum("Rotary", {name: name for name in ROTATIONS}, type=str)
 
 app = typer.Typer(
     help="Conformal symmetric power transformers.",
@@ -39,11 +34,11 @@ def root() -> None:
 
 @app.command()
 def info(
-    preset: Annotated[Preset, typer.Argument(help="Model to describe.")] = Preset["gpt2-124m"],
+    preset: Annotated[str, typer.Argument(help=f"Model to describe: {', '.join(PRESETS)}.")] = "gpt2-124m",
     power: Annotated[int | None, typer.Option(help="p, even.")] = None,
-    mixer: Annotated[Mixer | None, typer.Option(help="Attention operator.")] = None,
-    gating: Annotated[Gating | None, typer.Option(help="Kind of gate.")] = None,
-    rotary: Annotated[Rotary | None, typer.Option(help="Kind of rotation.")] = None,
+    mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
+    gating: Annotated[str | None, typer.Option(help=f"Kind of gate: {', '.join(GATES)}.")] = None,
+    rotary: Annotated[str | None, typer.Option(help=f"Kind of rotation: {', '.join(ROTATIONS)}.")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of blocks.")] = None,
     width: Annotated[int | None, typer.Option(help="Size of the residual stream.")] = None,
     heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
@@ -59,9 +54,9 @@ def info(
 
     changes: dict[str, Any] = {
         "power": power,
-        "mixer": mixer.value if mixer else None,
-        "gating": gating.value if gating else None,
-        "rotary": rotary.value if rotary else None,
+        "mixer": mixer,
+        "gating": gating,
+        "rotary": rotary,
         "layers": layers,
         "width": width,
         "heads": heads,
@@ -71,7 +66,7 @@ def info(
         "chunk_size": chunk_size,
     }
     try:
-        config = GPTConfig.preset(preset.value, **{k: v for k, v in changes.items() if v is not None})
+        config = GPTConfig.preset(preset, **{k: v for k, v in changes.items() if v is not None})
         if context and min(context) < 1:
             raise ValueError(f"context must be at least 1, got {min(context)}")
     except ValueError as error:
@@ -81,7 +76,7 @@ def info(
         json.dump(described, sys.stdout, indent=2)
         sys.stdout.write("\n")
     else:
-        print_info(described, title=preset.value)
+        print_info(described, title=preset)
 
 
 def main() -> None:

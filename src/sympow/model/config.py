@@ -82,7 +82,7 @@ class GPTConfig:
             4
         """
         if name not in PRESETS:
-            raise ValueError(f"name must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
+            raise ValueError(f"preset must be one of {', '.join(map(repr, PRESETS))}; got {name!r}")
         unknown = set(changes) - {field.name for field in fields(cls)}
         if unknown:
             raise TypeError(f"GPTConfig has no field {', '.join(map(repr, sorted(unknown)))}")

@@ -1,0 +1,48 @@
+"""Figures, drawn with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from sympow.extras import require
+from sympow.report.timing import Timing
+
+# One colour per method, the same in every figure; distinguishable without colour vision by lightness and marker too.
+STYLES = {
+    "softmax": {"color": "#444444", "marker": "s", "linestyle": "--"},
+    "attention form": {"color": "#d1752b", "marker": "o", "linestyle": "-"},
+    "chunked form": {"color": "#1764ab", "marker": "D", "linestyle": "-"},
+}
+
+
+def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:
+    """Milliseconds a call against context, one line per method, bars from the fastest to the slowest run.
+
+    Args:
+        timings: by method, then by context.
+        title: what was measured, on what.
+        path: PNG or SVG file to write; its folder is made.
+    """
+    require("matplotlib", "plot").use("agg")
+    pyplot = require("matplotlib.pyplot", "plot")
+    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    for method, by_context in timings.items():
+        contexts = sorted(by_context)
+        medians = [1e3 * by_context[c].median for c in contexts]
+        below = [1e3 * (by_context[c].median - by_context[c].fastest) for c in contexts]
+        above = [1e3 * (by_context[c].slowest - by_context[c].median) for c in contexts]
+        style = STYLES.get(method, {})
+        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, markersize=4, label=method, **style)
+        axes.annotate(method, (contexts[-1], medians[-1]), xytext=(6, 0), textcoords="offset points", va="center",
+                      color=style.get("color"))  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="time per call (ms)", title=title)
+    ticks = sorted({context for by_context in timings.values() for context in by_context})
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30, ha="right")
+    axes.minorticks_off()
+    axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 2.4)  # room for the labels at the ends of the lines
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
