@@ -39,6 +39,10 @@ class Inputs:
         cut = self.map(lambda t: t[:, start:stop] if t.ndim > 1 else t)
         return replace(cut, theta=self.theta)
 
+    def rounded(self, dtype: torch.dtype) -> Inputs:
+        """Queries, keys and values in another dtype; gates and rotations as they are."""
+        return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
+
     def arguments(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
