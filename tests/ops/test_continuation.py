@@ -94,7 +94,7 @@ def test_auto_takes_any_documents():
 
 def test_continuing_in_lower_precision_keeps_the_state_in_float32():
     inputs = random_inputs(5, length=LENGTH)
-    half = Inputs(*(t.bfloat16() for t in (inputs.q, inputs.k, inputs.v)), inputs.log_gamma, inputs.beta, inputs.theta)
+    half = inputs.rounded(torch.bfloat16)
     _, state = run(half, 2, "chunked", return_state=True)
     assert state.kv.dtype == state.normalizer.dtype == torch.float32
     assert state.phase.dtype == torch.float64

@@ -84,7 +84,7 @@ def test_tiles_smaller_than_the_sequence_change_nothing(gate, monkeypatch):
 def test_lower_precisions_are_as_good_as_rounding_allows(form, dtype):
     """Inside, half precision is computed in float32: what is left is the rounding of outputs and gradients."""
     exact = random_inputs(4, length=40, heads=4, key_heads=2, dim=8)
-    rounded = Inputs(*(t.to(dtype) for t in (exact.q, exact.k, exact.v)), exact.log_gamma, exact.beta, exact.theta)
+    rounded = exact.rounded(dtype)
     expected_inputs = rounded.map(lambda t: t.double()).requires_grad()
     expected = run(expected_inputs, 2, form, **({"chunk_size": 16} if form == "chunked" else {}))
     rounded = rounded.requires_grad()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sympow
-from support import FORMS, Inputs, assert_close, assert_states_close, random_inputs, run
+from support import FORMS, assert_close, assert_states_close, random_inputs, run
 from sympow.ops.softmax import softmax_attention
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def test_outputs_states_and_gradients_equal_the_cpus(form, power, gate, rotation
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precisions_are_as_good_as_rounding_allows(form, dtype):
     exact = random_inputs(1, length=300, heads=4, dim=16).map(torch.Tensor.cuda)
-    rounded = Inputs(*(t.to(dtype) for t in (exact.q, exact.k, exact.v)), exact.log_gamma, exact.beta, exact.theta)
+    rounded = exact.rounded(dtype)
     expected = run(rounded.map(torch.Tensor.double), 2, "attention")
     options = {"chunk_size": 64} if form == "chunked" else {}
     tolerance = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
@@ -74,9 +74,7 @@ def test_devices_that_do_not_match_are_named():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_softmax_equals_the_cpus(gate, dtype):
     inputs = random_inputs(6, length=50, heads=4, key_heads=2, dim=16, value_dim=16, gate=gate)
-    rounded = Inputs(
-        *(t.to(dtype) for t in (inputs.q, inputs.k, inputs.v)), inputs.log_gamma, inputs.beta, inputs.theta
-    )
+    rounded = inputs.rounded(dtype)
     expected = softmax_attention(**rounded.map(torch.Tensor.double).arguments())
     actual = softmax_attention(**rounded.map(torch.Tensor.cuda).arguments())
     assert_close(actual.cpu(), expected, 4 * torch.finfo(dtype).eps, "y")
