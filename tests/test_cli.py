@@ -27,7 +27,7 @@ def test_info_as_json_is_complete():
     assert info["features"] == 2080
     assert info["state_bytes"]["bfloat16"] == 12 * 12 * 2080 * 65 * 2
     assert info["crossover_context"] == 4192
-    rows = info["mixing_operations_per_token"]
+    rows = info["attention_flops_per_token"]
     assert [row["context"] for row in rows] == [1024, 65_536]
     assert rows[1]["chunked"] < rows[1]["attention"]
     assert info["config"]["gating"] == "scalar"

@@ -7,6 +7,7 @@ from sympow.layers import ConformalAttention
 from sympow.model import GPT, GPTConfig
 from sympow.ops import (
     State,
+    accumulate_phase,
     attention,
     rotary_rates,
     rotate,
@@ -22,6 +23,7 @@ __all__ = [
     "ConformalAttention",
     "GPTConfig",
     "State",
+    "accumulate_phase",
     "attention",
     "rotary_rates",
     "rotate",

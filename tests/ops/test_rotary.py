@@ -6,7 +6,7 @@ import torch
 
 import sympow
 from sympow.ops.reference import rotation_matrix
-from sympow.ops.rotary import accumulate_phase, wrap_angle
+from sympow.ops.rotary import wrap_angle
 
 
 def test_rates_follow_the_papers_formula():
@@ -59,15 +59,26 @@ def test_phase_after_a_million_tokens_is_within_a_ten_thousandth_of_a_radian(pie
     theta = sympow.rotary_rates(4, max_document=1_000_000, dtype=torch.float32)
     phase = None
     for part in beta.chunk(pieces, dim=1):
-        phase = accumulate_phase(theta, part, phase, part.shape[1])[:, -1]
+        phase = sympow.accumulate_phase(theta, part, phase, length=part.shape[1])[:, -1]
     for pair in range(2):
         error = abs(phase[0, 0, pair].item() - exact_phase(beta.flatten(), theta[pair].item()))
         assert min(error, 2 * math.pi - error) <= 1e-4
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_phases_are_running_sums(pairs):
+    theta = torch.tensor([0.3, 0.1], dtype=torch.float64)
+    beta = torch.rand(2, 6, 3, *([2] if pairs else []), dtype=torch.float64)
+    start = torch.rand(2, 3, 2, dtype=torch.float64)
+    expected = start.unsqueeze(1) + (beta if pairs else beta.unsqueeze(-1)).cumsum(1) * theta
+    phase = sympow.accumulate_phase(theta, beta, start, length=6)
+    torch.testing.assert_close(phase.cos(), expected.cos())
+    torch.testing.assert_close(phase.sin(), expected.sin())
+
+
 def test_fixed_rotary_after_a_million_tokens_is_a_whole_number_of_turns():
     theta = sympow.rotary_rates(2, max_document=1_000_000)
-    phase = accumulate_phase(theta, None, None, 1_000_000)[0, -1, 0, 0].item()
+    phase = sympow.accumulate_phase(theta, length=1_000_000)[0, -1, 0, 0].item()
     assert abs(phase) <= 1e-4
 
 
@@ -93,6 +104,8 @@ def test_the_operator_keeps_the_phase_bar_through_its_state():
         (lambda: sympow.rotary_rates(4, 0), "max_document"),
         (lambda: sympow.rotate(torch.ones(3), torch.ones(1)), "x"),
         (lambda: sympow.rotate(torch.ones(4), torch.ones(3)), "angles"),
+        (lambda: sympow.accumulate_phase(torch.ones(2, 2), length=3), "theta"),
+        (lambda: sympow.accumulate_phase(torch.ones(2), torch.ones(1, 4, 1), length=3), "beta"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

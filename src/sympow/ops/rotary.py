@@ -61,8 +61,9 @@ def wrap_angle(angle: Tensor) -> Tensor:
 
 def accumulate_phase(
     theta: Tensor,
-    beta: Tensor | None,
-    initial_phase: Tensor | None,
+    beta: Tensor | None = None,
+    initial_phase: Tensor | None = None,
+    *,
     length: int,
 ) -> Tensor:
     """μ_i = μ_{i-1} + β_i θ for i = 1 … length (paper §3.2), wrapped, in float64.
@@ -76,6 +77,12 @@ def accumulate_phase(
     Returns:
         (b, t, h_kv, d/2); axes b and h_kv are 1 where nothing distinguishes batch entries or heads.
     """
+    if theta.ndim != 1:
+        raise ValueError(f"theta must have one axis, a rate per pair of entries; got shape {tuple(theta.shape)}")
+    if beta is not None and (beta.ndim not in (3, 4) or beta.shape[1] != length):
+        raise ValueError(
+            f"beta must be (batch, {length}, heads) or (batch, {length}, heads, pairs), got shape {tuple(beta.shape)}"
+        )
     rates = theta.to(torch.float64)
     if beta is None:
         steps = torch.arange(1, length + 1, dtype=torch.float64, device=theta.device)

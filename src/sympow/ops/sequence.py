@@ -106,7 +106,7 @@ def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
     q = unit_length(part.q.to(dtype)).unflatten(2, (part.key_heads, part.group))
     k = part.k.to(dtype) * power_of_two(-exponent, dtype)[:, None, :, None]
     if part.theta is not None:
-        angles = accumulate_phase(part.theta, part.beta, phase, part.length)
+        angles = accumulate_phase(part.theta, part.beta, phase, length=part.length)
         q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
         phase = last_phase(angles, phase, part.batch, part.key_heads)
     decay = None

@@ -124,7 +124,7 @@ def _run(sequence: Sequence, past: KeyValueState | None) -> tuple[Tensor, KeyVal
     phase = None
     if sequence.theta is not None:
         start = None if past is None else past.phase
-        angles = accumulate_phase(sequence.theta, sequence.beta, start, sequence.length)
+        angles = accumulate_phase(sequence.theta, sequence.beta, start, length=sequence.length)
         q = rotate(q.unflatten(2, (sequence.key_heads, sequence.group)), angles.unsqueeze(3)).flatten(2, 3)
         k = rotate(k, angles)
         phase = last_phase(angles, start, sequence.batch, sequence.key_heads)

@@ -33,7 +33,7 @@ def model_info(config: GPTConfig, contexts: Sequence[int] = CONTEXTS) -> dict[st
             "gating_overhead_percent": 100 * parameters.gating_overhead,
             "gating_and_rotary_overhead_percent": 100 * parameters.total_overhead,
         },
-        "other_operations_per_token": other_operations(config),
+        "other_flops_per_token": other_operations(config),
         "key_value_cache_bytes": {
             context: {name: size * key_value_elements(config, context) for name, size in _DTYPE_BYTES.items()}
             for context in contexts
@@ -43,7 +43,7 @@ def model_info(config: GPTConfig, contexts: Sequence[int] = CONTEXTS) -> dict[st
         info["features"] = symmetric_dim(config.head_shape.head_dim, config.power)
         info["state_bytes"] = {name: size * state_elements(config) for name, size in _DTYPE_BYTES.items()}
         info["crossover_context"] = crossover(config)
-    info["mixing_operations_per_token"] = [asdict(mixing_operations(config, context)) for context in contexts]
+    info["attention_flops_per_token"] = [asdict(mixing_operations(config, context)) for context in contexts]
     return info
 
 
@@ -62,16 +62,16 @@ def print_info(info: dict[str, Any], title: str) -> None:
         facts.add_row("features D per head", f"{info['features']:,}")
         for dtype, size in info["state_bytes"].items():
             facts.add_row(f"state per sequence, {dtype}", format_bytes(size))
-        facts.add_row("crossover (operations)", f"{info['crossover_context']:,} tokens")
-    facts.add_row("operations per token outside attention", format_count(info["other_operations_per_token"]))
+        facts.add_row("crossover (FLOPs)", f"{info['crossover_context']:,} tokens")
+    facts.add_row("FLOPs per token outside attention", format_count(info["other_flops_per_token"]))
     console.print(facts)
 
-    costs = table(title="Operations per token in attention, forward, all layers", title_justify="left")
+    costs = table(title="FLOPs per token in attention, forward, all layers", title_justify="left")
     costs.add_column("context", justify="right")
     for name in ("attention form", "chunked form", "chunk", "recurrent form") if sympow else ("softmax",):
         costs.add_column(name, justify="right")
     costs.add_column("KV cache, bfloat16", justify="right")
-    for row in info["mixing_operations_per_token"]:
+    for row in info["attention_flops_per_token"]:
         cache = format_bytes(info["key_value_cache_bytes"][row["context"]]["bfloat16"])
         cells = [format_count(row["attention"])]
         if sympow:

@@ -1,0 +1,52 @@
+import pytest
+import torch
+
+from sympow.report.figures import plot_time_against_context
+from sympow.report.info import format_bytes, format_count
+from sympow.report.timing import Timing, environment, measure
+
+
+def test_measure_warms_up_and_reports_the_spread():
+    calls = []
+    timing = measure(lambda: calls.append(1), runs=4, warmup=2)
+    assert len(calls) == 6
+    assert timing.runs == 4
+    assert 0 <= timing.fastest <= timing.median <= timing.slowest
+    with pytest.raises(ValueError, match="runs must be at least 1"):
+        measure(lambda: None, runs=0)
+
+
+def test_spread_is_relative_to_the_median():
+    assert Timing(median=2.0, fastest=1.5, slowest=2.5, runs=3).spread == 0.5
+
+
+def test_environment_names_versions():
+    assert environment()["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_figure_is_written_where_asked(suffix, tmp_path):
+    timings = {
+        "softmax": {512: Timing(0.01, 0.009, 0.02, 3), 1024: Timing(0.04, 0.03, 0.05, 3)},
+        "chunked form": {512: Timing(0.02, 0.02, 0.02, 3), 1024: Timing(0.03, 0.03, 0.03, 3)},
+        "a method without a style": {512: Timing(0.01, 0.01, 0.01, 3)},
+    }
+    path = tmp_path / "new" / f"figure.{suffix}"
+    plot_time_against_context(timings, "title", path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    if suffix == "svg":
+        assert b"chunked form" in content
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(38_937_600, "39 MB"), (14_348_505_600, "14 GB"), (279_000, "279 kB"), (9_700_000, "9.7 MB"), (12, "12 B")],
+)
+def test_bytes_read_as_the_paper_writes_them(size, text):
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(("count", "text"), [(77_875_200, "77.9 M"), (1.2e12, "1.2 T"), (950, "950")])
+def test_counts_have_three_digits(count, text):
+    assert format_count(count) == text
