@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import sympow
-from support import assert_close, random_inputs, run
+from support import FORMS, assert_close, random_inputs, run
 
 
 @pytest.fixture
@@ -42,6 +42,15 @@ def test_saving_a_part_writes_only_that_part(state, tmp_path):
     state.select(slice(0, 1)).save(tmp_path / "one.pt")
     sizes = [(tmp_path / name).stat().st_size for name in ("one.pt", "all.pt")]
     assert sizes[0] < sizes[1]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_keeps_nothing_alive_but_itself(form):
+    inputs = random_inputs(0, length=100, heads=1)
+    _, state = run(inputs, 2, form, return_state=True)
+    for tensor in (state.kv, state.normalizer, state.phase):
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_another_file_is_refused(tmp_path):

@@ -99,7 +99,8 @@ def accumulate_phase(
 def last_phase(phases: Tensor, initial_phase: Tensor | None, batch: int, heads: int) -> Tensor:
     """μ after the last of the phases from `accumulate_phase`, for every sequence and head: (b, h_kv, d/2)."""
     if phases.shape[1]:
-        return phases[:, -1].expand(batch, heads, -1)
+        # A copy: a view would keep the phases of all tokens alive for as long as the state lives.
+        return phases[:, -1].expand(batch, heads, -1).clone(memory_format=torch.contiguous_format)
     if initial_phase is not None:
         return initial_phase
     return phases.new_zeros(batch, heads, phases.shape[-1])
