@@ -2,7 +2,7 @@
 
 All work on head-major tensors, h_kv = n key heads each serving g query heads:
     q (b, n, g, t, d)    k (b, n, t, d)    v (b, n, t, e)    kv (b, n, D, e)    normalizer (b, n, D)
-and on running sums of log γ^(1/p), `decay` (b, n, t, 1 or d/2) in float64, or None without gates.
+and on running sums of logarithms of decays, `decay` (b, n, t, 1 or d/2) in float64, as `prepare` makes them.
 Each returns numerator (b, n, g, t, e) and denominator (b, n, g, t) apart, so that contributions from several blocks
 add before the one division.
 
@@ -33,7 +33,7 @@ Sums = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, power: int) -> Sums:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
     """Σ_{j≤i} B_ij V_j and Σ_{j≤i} B_ij with B_ij = b_ij (q_i · k_j)^p (paper §3.1), in tiles of rows."""
     length = k.shape[2]
     widest = BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * length)
@@ -41,56 +41,73 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, powe
     return _causal_in_tiles(q, k, v, decay, power, rows)
 
 
-def query_state(q: Tensor, decay: Tensor | None, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
+def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     """φ(q_i) S and φ(q_i) Z for a state that has decayed by `decay` since it was left (paper §2.1)."""
-    if decay is not None:
-        q = apply_decay(q, decay.unsqueeze(2))
-    parts = [recompute(_query_block, q[:, :, :, rows], kv, normalizer, power) for rows in _feature_blocks(q, power)]
+    q = apply_decay(q, decay.unsqueeze(2))
+    parts = [
+        recompute(_query_block, q[:, :, :, rows], kv, normalizer, power)
+        for rows in _feature_blocks(q, kv.shape[-1], power)
+    ]
     numerators, denominators = zip(*parts, strict=True)
     return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
 
 
-def update_state(
-    k: Tensor, v: Tensor, decay: Tensor | None, kv: Tensor | None, normalizer: Tensor | None, power: int
-) -> Sums:
+def update_state(k: Tensor, v: Tensor, decay: Tensor, kv: Tensor | None, normalizer: Tensor | None, power: int) -> Sums:
     """S ← γ_1⋯γ_t S + Σ_j γ_{j+1}⋯γ_t φ(k_j) v_jᵀ, and Z likewise (paper eq. conformal_in_practice).
 
-    Returns a new kv and normalizer; those given (None: zero) are left as they are.
+    Without gradients the given kv and normalizer are changed in place, and returned.
     """
-    if decay is not None:
-        total = decay[:, :, -1:]
-        k = apply_decay(k, total - decay)
-        if kv is not None and normalizer is not None:
-            feature = feature_decay(total.squeeze(2), power, kv.dtype)
-            kv, normalizer = kv * feature.unsqueeze(-1), normalizer * feature
-    for rows in _feature_blocks(k.unsqueeze(2), power):
+    total = decay[:, :, -1:]
+    k = apply_decay(k, total - decay)
+    if kv is not None and normalizer is not None:
+        feature = feature_decay(total.squeeze(2), power, kv.dtype)
+        kv, normalizer = _multiply(kv, feature.unsqueeze(-1)), _multiply(normalizer, feature)
+    for rows in _feature_blocks(k.unsqueeze(2), v.shape[-1], power):
         added_kv, added_normalizer = recompute(_update_block, k[:, :, rows], v[:, :, rows], power)
         if kv is None or normalizer is None:
             kv, normalizer = added_kv, added_normalizer
         else:
-            kv, normalizer = kv + added_kv, normalizer + added_normalizer
+            kv, normalizer = _add(kv, added_kv), _add(normalizer, added_normalizer)
     assert kv is not None, "no rows to fold"
     assert normalizer is not None
     return kv, normalizer
 
 
-def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, power: int, tile: int) -> Sums:
+def drop_rounding(numerator: Tensor, denominator: Tensor, q: Tensor, normalizer: Tensor, power: int) -> Sums:
+    """Zero for what a state returns where it is nothing but rounding.
+
+    φ(q) Z is a sum of numbers of both signs. Where q is orthogonal to all keys it should vanish, and what is left is
+    noise of size ε |φ(q)| |Z|: dividing noise by noise would give outputs far outside the range of the values.
+
+    Args:
+        numerator: (b, n, g, t, e).
+        denominator: (b, n, g, t).
+        q: what was queried with, (b, n, g, t, d), |φ(q)| being |q|^p.
+        normalizer: (b, n, D).
+    """
+    with torch.no_grad():
+        noise = 4 * torch.finfo(q.dtype).eps * even_power(q.norm(dim=-1), power)
+        rounding = denominator < noise * normalizer.norm(dim=-1)[:, :, None, None]
+    return numerator.masked_fill(rounding.unsqueeze(-1), 0.0), denominator.masked_fill(rounding, 0.0)
+
+
+def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int, tile: int) -> Sums:
     numerators, denominators = [], []
     length = k.shape[2]
-    per_pair = decay is not None and decay.shape[-1] > 1
+    per_pair = decay.shape[-1] > 1
     for start in range(0, length, tile):
         stop = min(start + tile, length)
         rows = slice(start, stop)
-        row_decay = None if decay is None else decay[:, :, rows]
-        diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], row_decay, power)
+        diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], decay[:, :, rows], power)
         if per_pair and tile > PAIRWISE_ROWS:
             numerator, denominator = _causal_in_tiles(*diagonal, PAIRWISE_ROWS)
         else:
             numerator, denominator = recompute(_diagonal_tile, *diagonal)
         if start:
-            column_decay = None if decay is None else decay[:, :, :start]
+            columns = slice(start)
             past = recompute(
-                _past_tile, q[:, :, :, rows], k[:, :, :start], v[:, :, :start], row_decay, column_decay, power
+                _past_tile,
+                *(q[:, :, :, rows], k[:, :, columns], v[:, :, columns], decay[:, :, rows], decay[:, :, columns], power),
             )
             numerator, denominator = numerator + past[0], denominator + past[1]
         numerators.append(numerator)
@@ -98,33 +115,26 @@ def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, powe
     return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
 
 
-def _past_tile(
-    q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor | None, column_decay: Tensor | None, power: int
-) -> Sums:
+def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Sums:
     """Rows against columns that all lie before them."""
-    if row_decay is not None and column_decay is not None:
-        reference = row_decay[:, :, :1]  # between every column and every row, so both exponents are ≤ 0
-        q = apply_decay(q, (row_decay - reference).unsqueeze(2))
-        k = apply_decay(k, reference - column_decay)
-    weights = even_power(_scores(q, k), power)
-    return _weighted_sums(weights, v)
+    reference = row_decay[:, :, :1]  # between every column and every row, so both exponents are ≤ 0
+    q = apply_decay(q, (row_decay - reference).unsqueeze(2))
+    k = apply_decay(k, reference - column_decay)
+    return _weighted_sums(even_power(_scores(q, k), power), v)
 
 
-def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, power: int) -> Sums:
+def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
     """Rows against themselves: the only place where decays are formed element by element, and a mask is needed."""
     rows = k.shape[2]
     future = torch.ones(rows, rows, dtype=torch.bool, device=k.device).triu(1)
-    if decay is None:
-        scores = _scores(q, k).masked_fill(future, 0.0)
+    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
+    factor = between.to(q.dtype).exp().unsqueeze(2)  # (b, n, 1, rows, columns, 1 or d/2)
+    if decay.shape[-1] == 1:
+        scores = _scores(q, k) * factor.squeeze(-1)
     else:
-        between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
-        factor = between.to(q.dtype).exp().unsqueeze(2)  # (b, n, 1, rows, columns, 1 or d/2)
-        if decay.shape[-1] == 1:
-            scores = _scores(q, k) * factor.squeeze(-1)
-        else:
-            q_pairs, k_pairs = q.unflatten(-1, (-1, 2)), k.unflatten(-1, (-1, 2))
-            per_pair = torch.einsum("bngimc,bnjmc->bngijm", q_pairs, k_pairs)
-            scores = (per_pair * factor).sum(-1)
+        q_pairs, k_pairs = q.unflatten(-1, (-1, 2)), k.unflatten(-1, (-1, 2))
+        per_pair = torch.einsum("bngimc,bnjmc->bngijm", q_pairs, k_pairs)
+        scores = (per_pair * factor).sum(-1)
     return _weighted_sums(even_power(scores, power), v)
 
 
@@ -132,7 +142,8 @@ def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     features = symmetric_power_rows(q.flatten(2, 3).mT, power)  # (b, n, D, g · t)
     numerator = features.mT @ kv
     denominator = (normalizer.unsqueeze(2) @ features).squeeze(2)
-    return numerator.unflatten(2, q.shape[2:4]), denominator.unflatten(2, q.shape[2:4])
+    sums = numerator.unflatten(2, q.shape[2:4]), denominator.unflatten(2, q.shape[2:4])
+    return drop_rounding(*sums, q, normalizer, power)
 
 
 def _update_block(k: Tensor, v: Tensor, power: int) -> Sums:
@@ -149,15 +160,28 @@ def _weighted_sums(weights: Tensor, v: Tensor) -> Sums:
     return (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4]), weights.sum(-1)
 
 
-def _feature_blocks(x: Tensor, power: int) -> Iterator[slice]:
-    """Slices of the time axis of x (b, n, g, t, d) whose features fit in one block."""
+def _feature_blocks(x: Tensor, value_dim: int, power: int) -> Iterator[slice]:
+    """Slices of the time axis of x (b, n, g, t, d) whose features fit in one block, or are no larger than a state."""
     per_row = x.shape[0] * x.shape[1] * x.shape[2] * symmetric_dim(x.shape[-1], power)
-    rows = max(1, BLOCK_ELEMENTS // max(1, per_row))
+    rows = max(value_dim, BLOCK_ELEMENTS // max(1, per_row))
     return (slice(start, start + rows) for start in range(0, x.shape[3], rows))
+
+
+def _multiply(x: Tensor, factor: Tensor) -> Tensor:
+    return x * factor if _tracked(x, factor) else x.mul_(factor)
+
+
+def _add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y if _tracked(x, y) else x.add_(y)
+
+
+def _tracked(*tensors: Any) -> bool:
+    """Whether autograd would record an operation on these."""
+    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
 
 
 def recompute(block: Callable[..., Result], *args: Any) -> Result:
     """Runs a block; if a gradient is needed, keeps only its inputs and runs it again in the backward pass."""
-    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
+    if _tracked(*args):
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
     return block(*args)

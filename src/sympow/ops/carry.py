@@ -1,19 +1,25 @@
-"""What passes from token to token inside a call: a state whose keys carry the call's own scale."""
+"""What passes from token to token inside a call: a state whose keys are divided by a power of two."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from sympow.ops.scaling import key_exponent, power_of_two
+from sympow.ops.scaling import LEAST_EXPONENT, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 
 
 @dataclass
 class Carry:
-    """A state in units of keys divided by 2^exponent. Before the first token kv and normalizer may be None: zero."""
+    """A state in units of keys divided by 2^exponent. Before the first token kv and normalizer may be None: zero.
+
+    Attributes:
+        exponent: (b, h_kv) int32.
+        kv, normalizer, phase: as in `State`; owned by the call, so it may change them in place.
+    """
 
     exponent: Tensor
     kv: Tensor | None = None
@@ -22,33 +28,32 @@ class Carry:
 
 
 def enter(sequence: Sequence, state: State | None) -> Carry:
-    """The carry a call starts from; its tensors are never the given state's own."""
-    power, dtype = sequence.power, sequence.compute_dtype
-    normalizer = None if state is None else state.normalizer
-    exponent = key_exponent(sequence.k, normalizer, power, dtype)
+    """The carry a call starts from; its kv and normalizer are copies."""
     if state is None:
-        return Carry(exponent)
-    return Carry(
-        exponent,
-        kv=_scaled(state.kv.to(dtype), -power * exponent),
-        normalizer=_scaled(state.normalizer.to(dtype), -power * exponent),
-        phase=state.phase,
-    )
+        shape = (sequence.batch, sequence.key_heads)
+        return Carry(torch.full(shape, LEAST_EXPONENT, dtype=torch.int32, device=sequence.q.device))
+    normalizer = state.normalizer.to(sequence.compute_dtype)
+    exponent = state_exponents(normalizer, sequence.power)
+    kv = state.kv.to(sequence.compute_dtype)
+    down = -sequence.power * exponent
+    return Carry(exponent, kv * _factor(down, kv), normalizer * _factor(down, normalizer), state.phase)
 
 
 def leave(sequence: Sequence, carry: Carry) -> State:
-    """The state a call ends with."""
+    """The state a call ends with, in units of the keys themselves. Uses the carry up."""
     assert carry.kv is not None
     assert carry.normalizer is not None
-    return State(
-        kv=_scaled(carry.kv, sequence.power * carry.exponent),
-        normalizer=_scaled(carry.normalizer, sequence.power * carry.exponent),
-        phase=carry.phase,
-        power=sequence.power,
-        key_dim=sequence.key_dim,
-    )
+    exponent = sequence.power * carry.exponent
+    if not (carry.kv.requires_grad or carry.normalizer.requires_grad):
+        # In place: a second copy of a large state may not fit.
+        carry.kv.mul_(_factor(exponent, carry.kv))
+        carry.normalizer.mul_(_factor(exponent, carry.normalizer))
+    else:
+        carry.kv = carry.kv * _factor(exponent, carry.kv)
+        carry.normalizer = carry.normalizer * _factor(exponent, carry.normalizer)
+    return State(carry.kv, carry.normalizer, carry.phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
-def _scaled(x: Tensor, exponent: Tensor) -> Tensor:
-    """x · 2^exponent, one exponent per sequence and head: x is (b, h_kv, ...)."""
-    return x * power_of_two(exponent, x.dtype).reshape(*exponent.shape, *[1] * (x.ndim - 2))
+def _factor(exponent: Tensor, x: Tensor) -> Tensor:
+    """2^exponent, one per sequence and head, for x (b, h_kv, ...)."""
+    return power_of_two(exponent, x.dtype).reshape(*exponent.shape, *[1] * (x.ndim - 2))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.blocks import causal_attention, query_state, update_state
-from sympow.ops.carry import enter, leave
+from sympow.ops.carry import Carry, enter, leave
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
 
@@ -41,9 +41,9 @@ def chunked_form(
             parts.append(y)
         else:
             buffer[:, start:stop] = y
-        carry.phase = chunk.phase
         if return_state or stop < length:
-            carry.kv, carry.normalizer = update_state(chunk.k, chunk.v, chunk.decay, carry.kv, carry.normalizer, power)
+            kv, normalizer = update_state(chunk.k, chunk.v, chunk.decay, carry.kv, carry.normalizer, power)
+            carry = Carry(chunk.exponent, kv, normalizer, chunk.phase)
 
     y = torch.cat(parts, dim=1) if buffer is None else buffer
     return y, leave(sequence, carry) if return_state else None

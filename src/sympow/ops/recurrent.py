@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sympow.ops.carry import enter, leave
-from sympow.ops.decay import feature_decay, log_gate_root
+from sympow.ops.blocks import drop_rounding
+from sympow.ops.carry import Carry, enter, leave
+from sympow.ops.decay import feature_decay
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim, symmetric_power
@@ -20,11 +21,10 @@ def recurrent_form(
     sequence: Sequence, state: State | None, return_state: bool, needs_grad: bool
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e), and the state after the last token if asked for."""
-    power, dtype = sequence.power, sequence.compute_dtype
+    power = sequence.power
     carry = enter(sequence, state)
     tokens = prepare(sequence, carry.phase, carry.exponent)
-    carry.phase = tokens.phase
-    log_gates = None if sequence.log_gamma is None else log_gate_root(sequence.log_gamma, power)
+    steps = tokens.decay.diff(dim=2, prepend=torch.zeros_like(tokens.decay[:, :, :1]))
 
     heads = (sequence.batch, sequence.key_heads, symmetric_dim(sequence.key_dim, power))
     kv = carry.kv if carry.kv is not None else tokens.v.new_zeros(*heads, sequence.value_dim)
@@ -35,21 +35,18 @@ def recurrent_form(
         key = symmetric_power(tokens.k[:, :, i], power)  # (b, h_kv, D)
         query = symmetric_power(tokens.q[:, :, :, i], power)  # (b, h_kv, g, D)
         value = tokens.v[:, :, i]  # (b, h_kv, e)
-        gamma = None if log_gates is None else feature_decay(log_gates[:, :, i], power, dtype)
+        gamma = feature_decay(steps[:, :, i], power, sequence.compute_dtype)
         if needs_grad:
-            if gamma is not None:
-                kv, normalizer = kv * gamma.unsqueeze(-1), normalizer * gamma
-            kv = kv + key.unsqueeze(-1) * value.unsqueeze(-2)
-            normalizer = normalizer + key
+            kv = kv * gamma.unsqueeze(-1) + key.unsqueeze(-1) * value.unsqueeze(-2)
+            normalizer = normalizer * gamma + key
         else:
-            if gamma is not None:
-                kv.mul_(gamma.unsqueeze(-1))
-                normalizer.mul_(gamma)
-            kv.addcmul_(key.unsqueeze(-1), value.unsqueeze(-2))
-            normalizer.add_(key)
-        numerators.append(query @ kv)
-        denominators.append((query @ normalizer.unsqueeze(-1)).squeeze(-1))
+            kv.mul_(gamma.unsqueeze(-1)).addcmul_(key.unsqueeze(-1), value.unsqueeze(-2))
+            normalizer.mul_(gamma).add_(key)
+        sums = (query @ kv).unsqueeze(3), query @ normalizer.unsqueeze(-1)  # with a time axis of one
+        numerator, denominator = drop_rounding(*sums, tokens.q[:, :, :, i : i + 1], normalizer, power)
+        numerators.append(numerator)
+        denominators.append(denominator)
 
-    y = divide(torch.stack(numerators, dim=3), torch.stack(denominators, dim=3), sequence.q.dtype)
-    carry.kv, carry.normalizer = kv, normalizer
+    y = divide(torch.cat(numerators, dim=3), torch.cat(denominators, dim=3), sequence.q.dtype)
+    carry = Carry(tokens.exponent, kv, normalizer, tokens.phase)
     return y, leave(sequence, carry) if return_state else None

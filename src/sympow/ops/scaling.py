@@ -1,9 +1,11 @@
 """Scales that leave the output unchanged and keep every score within range.
 
 The output does not change when a query is scaled, nor when all keys of a head are scaled together with its state
-(by s, and by s^p). So queries are brought to unit length and the keys of a call to at most unit length; then no score
-exceeds 1, whatever the power. The scales are constants to autograd: for a function that does not depend on the scale
-of its argument, the gradient is exact without them.
+(by s, and by s^p). So a query is brought to unit length, and a key is divided by a power of two no less than the length
+of any key so far; then no score exceeds 1, whatever the power, and no row depends on what comes after it. Where a
+longer key raises that power of two, what came before shrinks by the same factor, exactly as under a gate, and is
+treated as one (`Prepared.decay`). The scales are constants to autograd: for a function that does not depend on the
+scale of its argument, the gradient is exact without them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import math
 
 import torch
 from torch import Tensor
+
+# Where a head starts before its first key other than zero; keys are not scaled up further than this.
+LEAST_EXPONENT = -120
 
 
 def unit_length(q: Tensor) -> Tensor:
@@ -22,27 +27,32 @@ def unit_length(q: Tensor) -> Tensor:
     return reduced / _or_one(reduced.detach().norm(dim=-1, keepdim=True))
 
 
-def key_exponent(k: Tensor, normalizer: Tensor | None, power: int, dtype: torch.dtype) -> Tensor:
-    """The power of two that bounds the length of every key of a head, past ones included: (b, h_kv) int.
+def running_key_exponents(k: Tensor, start: Tensor) -> Tensor:
+    """For each token the least power of two that bounds its key and all before it: (b, t, h_kv) int32.
 
     Args:
         k: (b, t, h_kv, d).
-        normalizer: (b, h_kv, D) of the state the call starts from. Its largest entry is about the largest past key
-            to the p-th power.
-        dtype: what the call computes in. It must hold 2^(±power · exponent), by which the state is scaled.
+        start: exponents before the first token, (b, h_kv).
     """
-    k = k.detach()
-    longest = torch.linalg.vector_norm(k, ord=math.inf, dim=(1, 3)).to(dtype) * math.sqrt(k.shape[-1])
-    if normalizer is not None:
-        past = torch.linalg.vector_norm(normalizer.detach().to(dtype), ord=math.inf, dim=-1)
-        longest = torch.maximum(longest, past.pow(1 / power))
-    limit = (960 if dtype == torch.float64 else 120) // power
-    exponent = torch.frexp(_or_one(longest)).exponent
-    return exponent.clamp(-limit, limit)
+    bound = torch.linalg.vector_norm(k.detach(), ord=math.inf, dim=-1) * math.sqrt(k.shape[-1])
+    exponents = torch.where(bound == 0, LEAST_EXPONENT, torch.frexp(bound).exponent)
+    return torch.maximum(exponents.cummax(dim=1).values, start.unsqueeze(1))
+
+
+def state_exponents(normalizer: Tensor, power: int) -> Tensor:
+    """The exponents at which a state of unscaled keys stands: (b, h_kv, D) → (b, h_kv) int32.
+
+    The largest entry of a normaliser is about the p-th power of the longest key. The result is such that scaling the
+    state by 2^(−power · exponent) takes a finite factor.
+    """
+    bound = torch.linalg.vector_norm(normalizer.detach(), ord=math.inf, dim=-1).pow(1 / power)
+    limit = -LEAST_EXPONENT // power
+    return torch.where(bound == 0, LEAST_EXPONENT, torch.frexp(bound).exponent).clamp(-limit, limit)
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent, exactly. (`torch.ldexp` of the scaled tensor itself has a wrong gradient for negative exponents.)"""
+    """2^exponent, exactly; 0 or infinity out of range."""
+    # Not `torch.ldexp` of whatever is scaled: its gradient is wrong for negative exponents.
     return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent)
 
 

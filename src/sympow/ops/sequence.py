@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from sympow.ops.decay import log_gate_root
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
-from sympow.ops.scaling import power_of_two, unit_length
+from sympow.ops.scaling import power_of_two, running_key_exponents, unit_length
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,18 @@ class Prepared:
         q: (b, h_kv, g, t, d), unit length.
         k: (b, h_kv, t, d), at most unit length.
         v: (b, h_kv, t, e).
-        decay: running sum of log γ^(1/p) since the stretch began, (b, h_kv, t, 1 or d/2) float64, or None.
+        decay: running sum since the stretch began of log γ^(1/p), and of what longer keys have shrunk earlier ones by
+            (`sympow.ops.scaling`), (b, h_kv, t, 1 or d/2) float64.
         phase: μ after the stretch, (b, h_kv, d/2) float64, or None.
+        exponent: keys of a state after the stretch are divided by 2^exponent, (b, h_kv).
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    decay: Tensor | None
+    decay: Tensor
     phase: Tensor | None
+    exponent: Tensor
 
 
 def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
@@ -100,24 +104,26 @@ def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
     Args:
         part: the stretch.
         phase: μ before it, (b, h_kv, d/2), or None for zero.
-        exponent: keys are divided by 2^exponent, (b, h_kv) (`key_exponent`).
+        exponent: keys before it are divided by 2^exponent, (b, h_kv).
     """
     dtype = part.compute_dtype
     q = unit_length(part.q.to(dtype)).unflatten(2, (part.key_heads, part.group))
-    k = part.k.to(dtype) * power_of_two(-exponent, dtype)[:, None, :, None]
+    exponents = running_key_exponents(part.k.to(dtype), exponent)
+    k = part.k.to(dtype) * power_of_two(-exponents, dtype).unsqueeze(-1)
     if part.theta is not None:
         angles = accumulate_phase(part.theta, part.beta, phase, length=part.length)
         q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
         phase = last_phase(angles, phase, part.batch, part.key_heads)
-    decay = None
+    decay = (exponent.unsqueeze(1) - exponents).to(torch.float64).mul(math.log(2)).transpose(1, 2).unsqueeze(-1)
     if part.log_gamma is not None:
-        decay = log_gate_root(part.log_gamma, part.power).cumsum(2)
+        decay = decay + log_gate_root(part.log_gamma, part.power).cumsum(2)
     return Prepared(
         q=q.permute(0, 2, 3, 1, 4),
         k=k.transpose(1, 2),
         v=part.v.to(dtype).transpose(1, 2),
         decay=decay,
         phase=phase,
+        exponent=exponents[:, -1],
     )
 
 
@@ -128,6 +134,6 @@ def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor
         numerator: (b, h_kv, g, t, e).
         denominator: (b, h_kv, g, t).
     """
-    positive = denominator > 0
-    y = torch.where(positive.unsqueeze(-1), numerator, 0.0) / torch.where(positive, denominator, 1.0).unsqueeze(-1)
+    weightless = denominator == 0  # and not `<= 0`, which would also turn NaN into 0
+    y = torch.where(weightless.unsqueeze(-1), 0.0, numerator) / torch.where(weightless, 1.0, denominator).unsqueeze(-1)
     return y.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
