@@ -28,10 +28,10 @@ def sample(length=12, batch=2):
 def test_every_gate_and_rotation_trains_and_continues(kind, gating, rotary):
     layer = make(kind, gating=gating, rotary=rotary, key_value_heads=2)
     x = sample()
-    whole, none = layer(x)
+    whole, none = layer(x, return_state=False)
     assert none is None
     assert whole.shape == x.shape
-    head, state = layer(x[:, :7], return_state=True)
+    head, state = layer(x[:, :7])
     tail, state = layer(x[:, 7:], state)
     assert state is not None
     assert_close(torch.cat([head, tail], dim=1), whole, 1e-9, "y")
@@ -67,7 +67,7 @@ def test_a_fresh_conformal_layer_is_its_gated_rotary_self():
 def test_documents_do_not_see_each_other(kind):
     layer = make(kind)
     x = sample(batch=1)
-    packed, _ = layer(x, cu_seqlens=torch.tensor([0, 5, 12]))
+    packed, _ = layer(x, cu_seqlens=torch.tensor([0, 5, 12]), return_state=False)
     assert_close(packed[:, 5:], layer(x[:, 5:])[0], 1e-9, "second document")
 
 
@@ -92,10 +92,21 @@ def test_autocast_changes_the_projections_but_not_the_state():
     assert state.kv.dtype == torch.float32
 
 
+@pytest.mark.parametrize("shape", [(3, WIDTH), (1, 3, WIDTH + 1)])
+def test_inputs_of_another_shape_are_named(shape):
+    with pytest.raises(ValueError, match=r"x must be \(batch, time, 16\)"):
+        make(ConformalAttention)(torch.randn(shape, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"heads": 3}, ValueError, "width must be a multiple of heads"),
+        ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
+        ({"heads": 2.0}, TypeError, "heads must be an int, got float"),
+        ({"heads": 4, "head_dim": 0}, ValueError, "head_dim must be at least 1"),
+        ({"heads": 4, "key_value_heads": 0}, ValueError, "key_value_heads must be at least 1"),
+        ({"heads": 4, "max_document": 0, "rotary": "none"}, ValueError, "max_document must be at least 1"),
         ({"heads": 4, "key_value_heads": 3}, ValueError, "multiple of key_value_heads"),
         ({"heads": 4, "head_dim": 3}, ValueError, "head_dim must be even"),
         ({"heads": 4, "power": 3}, ValueError, "power must be even"),

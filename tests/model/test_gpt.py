@@ -1,8 +1,11 @@
+import copy
+import pickle
+
 import pytest
 import torch
 
 from support import assert_close
-from sympow import GPT, GPTConfig
+from sympow import GPT, GPTConfig, rotary_rates
 from sympow.model.accounting import (
     count_parameters,
     crossover,
@@ -31,14 +34,13 @@ def tokens(batch=2, length=20):
 @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
 @pytest.mark.parametrize("power", [2, 4])
 def test_the_state_threads_through(mixer, power):
-    model, x = make(mixer=mixer, power=power), tokens()
-    whole, none = model(x)
+    model, x = make(mixer=mixer, **({"power": power} if mixer == "sympow" else {})), tokens()
+    whole, none = model(x, return_state=False)
     assert none is None
     assert whole.shape == (2, 20, 50)
-    head, state = model(x[:, :13], return_state=True)
-    outputs = [head]
-    for i in range(13, 20):
-        logits, state = model(x[:, i : i + 1], state)
+    outputs, state = [], None
+    for part in x.split([13, *[1] * 7], dim=1):
+        logits, state = model(part, state)
         outputs.append(logits)
     assert_close(torch.cat(outputs, dim=1), whole, 1e-9, "logits")
 
@@ -54,7 +56,7 @@ def test_every_parameter_learns():
 
 def test_documents_do_not_see_each_other():
     model, x = make(), tokens(batch=1)
-    packed, _ = model(x, cu_seqlens=torch.tensor([0, 8, 20]))
+    packed, _ = model(x, cu_seqlens=torch.tensor([0, 8, 20]), return_state=False)
     assert_close(packed[:, 8:], model(x[:, 8:])[0], 1e-9, "second document")
 
 
@@ -105,6 +107,57 @@ def test_initialisation_follows_gpt2():
 def test_a_state_dict_holds_parameters_alone():
     model = make()
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_model_made_on_the_meta_device_starts_like_any_other():
+    config = GPTConfig(**SMALL, gating="learned", rotary="learned")
+    with torch.device("meta"):
+        model = GPT(config)
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    gate, rotation = model.blocks[0].mixer.gate, model.blocks[0].mixer.rotation
+    torch.testing.assert_close(gate.logit.detach(), torch.full((4,), 6.906768))
+    torch.testing.assert_close(rotation.theta.detach(), rotary_rates(4, 100, dtype=torch.float32))
+    assert torch.equal(model.final_norm.weight, torch.ones(16))
+    assert torch.isfinite(model(tokens())[0]).all()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_weights_load_into_a_model_made_on_the_meta_device(assign):
+    config = GPTConfig(**SMALL, gating="fixed")
+    original = GPT(config)
+    with torch.device("meta"):
+        model = GPT(config)
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(original.state_dict(), assign=assign)
+    assert torch.equal(model(tokens())[0], original(tokens())[0])
+
+
+def test_constants_survive_copies_and_casts():
+    model = GPT(GPTConfig(**SMALL))
+    model(tokens())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).half().float()):
+        rates = other.blocks[0].mixer.rotation.rates(torch.device("cpu"))
+        assert torch.equal(rates, rotary_rates(4, 100))
+
+
+def test_shapes_can_be_found_without_numbers():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SMALL))
+        logits, state = model(torch.zeros(2, 7, dtype=torch.int64))
+    assert logits.shape == (2, 7, 50)
+    assert state[0].kv.shape == (2, 4, 10, 4)
+
+
+@pytest.mark.parametrize("form", ["auto", "attention", "chunked"])
+def test_a_model_compiles_into_one_graph(form):
+    model, x = make(form=form), tokens()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits, state = compiled(x)
+    expected, expected_state = model(x)
+    assert_close(logits, expected, 1e-12, "logits")
+    assert_close(state[1].kv, expected_state[1].kv, 1e-12, "state")
 
 
 class TestTheNumbersOfThePaper:
@@ -170,6 +223,10 @@ class TestConfig:
             ({"width": 7.5}, TypeError, "width must be an int, got float"),
             ({"heads": True}, TypeError, "heads must be an int, got bool"),
             ({"heads": 5}, ValueError, "width must be a multiple of heads"),
+            ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
+            ({"mixer": "softmax", "power": 4}, ValueError, "power is for mixer='sympow'; got 4"),
+            ({"mixer": "softmax", "form": "chunked"}, ValueError, "form is for mixer='sympow'"),
+            ({"mixer": "softmax", "chunk_size": 8}, ValueError, "chunk_size is for mixer='sympow'"),
             ({"heads": 4, "key_value_heads": 3}, ValueError, "multiple of key_value_heads"),
             ({"head_dim": 5}, ValueError, "head_dim must be even"),
             ({"mixer": "linear"}, ValueError, "mixer must be one of 'sympow', 'softmax'; got 'linear'"),
@@ -196,6 +253,11 @@ class TestConfig:
             (lambda m: m(torch.zeros(3, dtype=torch.int64)), ValueError, r"tokens must be \(batch, time\)"),
             (lambda m: m(torch.zeros(1, 3)), TypeError, "tokens must be int32 or int64, got torch.float32"),
             (lambda m: m(torch.zeros(1, 3, dtype=torch.int64), ()), ValueError, "each of 2 layers, got 0"),
+            (lambda m: m([1, 2]), TypeError, "tokens must be a tensor, got list"),
+            (lambda m: m(torch.tensor([[1, 50]])), ValueError, "tokens must lie between 0 and 49; got 50"),
+            (lambda m: m(torch.tensor([[1, -1]])), ValueError, "tokens must lie between 0 and 49; got -1"),
+            (lambda m: m(torch.zeros(1, 3, dtype=torch.int64), m(tokens())[1][0]), TypeError, "state must be a tuple"),
+            (lambda m: GPT(None), TypeError, "config must be a GPTConfig, got NoneType"),
         ],
     )
     def test_bad_tokens_and_states_are_named(self, call, error, message):

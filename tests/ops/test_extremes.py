@@ -58,6 +58,58 @@ def test_scaled_keys_at_high_powers(power, key_scale):
     check(scaled, power, "attention")
 
 
+@pytest.mark.parametrize("power", [2, 4, 6, 8])
+@pytest.mark.parametrize("key_scale", [1e-4, 1e4])
+def test_scaled_keys_through_a_state(power, key_scale):
+    inputs = float_inputs(dim=4)
+    scaled = replace(inputs, k=inputs.k * key_scale)
+    expected = run(scaled.map(lambda t: t.double()), power, "attention")
+    head, state = run(scaled.time(0, 20), power, "chunked", return_state=True)
+    tail = run(scaled.time(20), power, "recurrent", initial_state=state)
+    assert_close(torch.cat([head, tail], dim=1), expected, 1e-4, "y")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [6, 8, 12])
+@pytest.mark.parametrize("scales", [(1e-4, 1e4), (1e4, 1e-4), (1e-10, 1.0)])
+def test_keys_of_very_different_length_in_one_call(form, power, scales):
+    """What comes later does not change what came before, not even by pushing it out of range."""
+    inputs = float_inputs(dim=4)
+    k = inputs.k.clone()
+    k[:, :18] *= scales[0]
+    k[:, 18:] *= scales[1]
+    inputs = replace(inputs, k=k)
+    y = run(inputs, power, form)
+    assert_close(y, run(inputs.map(lambda t: t.double()), power, form), 1e-4, "y")
+    assert_close(y[:, :18], run(inputs.time(0, 18), power, form), 1e-6, "rows before the change")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [22, 30])
+def test_very_high_powers(form, power):
+    check(float_inputs(length=9, dim=2), power, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "log_gamma"])
+def test_nan_is_not_hidden(form, name):
+    inputs = float_inputs()
+    tensor = getattr(inputs, name).clone()
+    tensor[:, 20] = torch.nan
+    y = run(replace(inputs, **{name: tensor}), 2, form)
+    assert y[:, 20].isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_queries_orthogonal_to_all_keys_stay_within_the_range_of_the_values(form):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.rand(2, 1, 40, 1, 1, generator=generator) + 0.5
+    q, k = lengths[0] * torch.tensor([1.0, -1.0]), lengths[1] * torch.tensor([1.0, 1.0])
+    v = torch.randn(1, 40, 1, 3, generator=generator)
+    y = run(Inputs(q / 3, k / 3, v), 2, form)
+    assert y.abs().max() <= v.abs().max() + 1e-6
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_state_of_large_keys_meets_small_ones_and_the_other_way_round(form):
     first, second = float_inputs(seed=1), float_inputs(seed=2)
@@ -155,6 +207,9 @@ def test_no_tokens_at_all(form):
     y, state = run(inputs.time(0, 0), 2, form, return_state=True)
     assert y.shape == (1, 0, 2, 8)
     assert_close(run(inputs, 2, form, initial_state=state), run(inputs, 2, form), 1e-6, "y")
+    tracked = inputs.time(0, 0).requires_grad()
+    run(tracked, 2, form).sum().backward()
+    assert tracked.q.grad.shape == (1, 0, 2, 8)
     _, after = run(inputs, 2, form, return_state=True)
     _, same = run(inputs.time(0, 0), 2, form, initial_state=after, return_state=True)
     assert torch.equal(same.kv, after.kv)

@@ -1,5 +1,7 @@
 """Every form of the fast operator against the reference, forward and backward."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -48,6 +50,20 @@ def test_gradcheck_with_states_at_both_ends(form, gate):
         return y, after.kv, after.normalizer, after.phase
 
     assert torch.autograd.gradcheck(function, (*inputs.tensors(), *ends))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "log_gamma", "beta", "theta"])
+def test_one_input_alone_may_need_a_gradient(form, name):
+    inputs = random_inputs(3, length=10)
+    _, state = run(inputs, 2, "attention", return_state=True)
+    all_of_them = inputs.requires_grad()
+    y, after = run(all_of_them, 2, form, initial_state=state, return_state=True)
+    expected = torch.autograd.grad(y.sum() + after.kv.sum(), getattr(all_of_them, name))[0]
+    alone = getattr(inputs, name).clone().requires_grad_()
+    y, after = run(replace(inputs, **{name: alone}), 2, form, initial_state=state, return_state=True)
+    actual = torch.autograd.grad(y.sum() + after.kv.sum(), alone)[0]
+    assert_close(actual, expected, 1e-12, "gradient")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -59,7 +59,7 @@ def test_phase_after_a_million_tokens_is_within_a_ten_thousandth_of_a_radian(pie
     theta = sympow.rotary_rates(4, max_document=1_000_000, dtype=torch.float32)
     phase = None
     for part in beta.chunk(pieces, dim=1):
-        phase = sympow.accumulate_phase(theta, part, phase, length=part.shape[1])[:, -1]
+        phase = sympow.accumulate_phase(theta, part, phase)[:, -1]
     for pair in range(2):
         error = abs(phase[0, 0, pair].item() - exact_phase(beta.flatten(), theta[pair].item()))
         assert min(error, 2 * math.pi - error) <= 1e-4
@@ -71,7 +71,7 @@ def test_phases_are_running_sums(pairs):
     beta = torch.rand(2, 6, 3, *([2] if pairs else []), dtype=torch.float64)
     start = torch.rand(2, 3, 2, dtype=torch.float64)
     expected = start.unsqueeze(1) + (beta if pairs else beta.unsqueeze(-1)).cumsum(1) * theta
-    phase = sympow.accumulate_phase(theta, beta, start, length=6)
+    phase = sympow.accumulate_phase(theta, beta, start)
     torch.testing.assert_close(phase.cos(), expected.cos())
     torch.testing.assert_close(phase.sin(), expected.sin())
 
@@ -105,7 +105,9 @@ def test_the_operator_keeps_the_phase_bar_through_its_state():
         (lambda: sympow.rotate(torch.ones(3), torch.ones(1)), "x"),
         (lambda: sympow.rotate(torch.ones(4), torch.ones(3)), "angles"),
         (lambda: sympow.accumulate_phase(torch.ones(2, 2), length=3), "theta"),
-        (lambda: sympow.accumulate_phase(torch.ones(2), torch.ones(1, 4, 1), length=3), "beta"),
+        (lambda: sympow.accumulate_phase(torch.ones(2), torch.ones(1, 4, 1), length=3), "beta must have as many"),
+        (lambda: sympow.accumulate_phase(torch.ones(2), torch.ones(4)), "beta must be"),
+        (lambda: sympow.accumulate_phase(torch.ones(2)), "length must be given"),
     ],
 )
 def test_bad_arguments_are_named(call, message):

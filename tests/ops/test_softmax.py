@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import sympow
 from support import Inputs, assert_close, gradients, random_inputs
@@ -64,6 +65,27 @@ def test_a_closed_gate_erases_the_past():
     inputs.log_gamma[:, 5] = -torch.inf
     y = softmax_attention(**inputs.arguments())
     assert_close(y[:, 5:], softmax_attention(**inputs.time(5).arguments()), 1e-12, "y")
+
+
+def test_a_closed_gate_hides_even_the_largest_logits():
+    q = torch.full((1, 4, 1, 4), 60.0)
+    k = torch.tensor([60.0, 60.0, 0.1, 0.1]).reshape(1, 4, 1, 1).expand(1, 4, 1, 4)
+    v = torch.arange(4.0).reshape(1, 4, 1, 1)
+    log_gamma = torch.zeros(1, 4, 1)
+    log_gamma[:, 2] = -torch.inf
+    y = softmax_attention(q, k, v, log_gamma=log_gamma)
+    torch.testing.assert_close(y.flatten(), torch.tensor([0.0, 0.5, 2.0, 2.5]))
+
+
+def test_a_cache_is_a_record_like_a_state():
+    inputs = random_inputs(5, batch=2, length=4)
+    _, cache = softmax_attention(**inputs.arguments(), return_state=True)
+    swapped = cache.select(torch.tensor([1, 0]))
+    assert torch.equal(swapped.k[0], cache.k[1])
+    assert torch.equal(swapped.phase[1], cache.phase[0])
+    doubled = tree_map(lambda t: 2 * t, cache)
+    assert torch.equal(doubled.v, 2 * cache.v)
+    assert cache.clone().nbytes == cache.nbytes
 
 
 def test_equal_vector_gates_are_a_scalar_gate_as_in_sympow():

@@ -53,10 +53,14 @@ def test_a_state_keeps_nothing_alive_but_itself(form):
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_another_file_is_refused(tmp_path):
+def test_another_file_is_refused(state, tmp_path):
     torch.save({"kv": torch.ones(1)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"written by State\.save"):
-        sympow.State.load(tmp_path / "other.pt")
+    (tmp_path / "text.pt").write_text("not a state")
+    state.save(tmp_path / "whole.pt")
+    (tmp_path / "torn.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:1000])
+    for name in ("other.pt", "text.pt", "torn.pt"):
+        with pytest.raises(ValueError, match=rf"written by State\.save; .*{name}"):
+            sympow.State.load(tmp_path / name)
 
 
 def test_select_and_cat_are_each_others_inverse(state):
@@ -70,7 +74,7 @@ def test_select_and_cat_are_each_others_inverse(state):
 
 def test_states_that_do_not_belong_together_are_not_joined(state):
     other = sympow.State.zeros(1, 2, 4, 3, 4, rotated=True)
-    with pytest.raises(ValueError, match="agree in power"):
+    with pytest.raises(ValueError, match="must agree in"):
         sympow.State.cat([state, other])
     with pytest.raises(ValueError, match="at least one"):
         sympow.State.cat([])
@@ -80,7 +84,10 @@ def test_clone_and_detach_are_independent(state):
     copy = state.clone()
     copy.kv.zero_()
     assert state.kv.any()
-    assert not state.detach().kv.requires_grad
+    assert not state.requires_grad
+    state.kv.requires_grad_()
+    assert state.requires_grad
+    assert not state.detach().requires_grad
 
 
 def test_a_state_is_a_tree_to_torch(state):
@@ -99,10 +106,15 @@ def test_a_state_survives_pickling(state):
     [
         ({"kv": torch.zeros(1, 2, 9, 3)}, "kv must be"),
         ({"normalizer": torch.zeros(1, 2, 9)}, "normalizer must be"),
-        ({"phase": torch.zeros(1, 2, 3)}, "phase must be"),
+        ({"phase": torch.zeros(1, 2, 3, dtype=torch.float64)}, "phase must be"),
+        ({"phase": torch.zeros(1, 2, 2)}, "phase must be one of torch.float64; got torch.float32"),
+        ({"kv": torch.zeros(1, 2, 10, 3, dtype=torch.int64)}, "kv must be one of"),
+        ({"kv": [1.0]}, "kv must be a tensor, got list"),
+        ({"normalizer": torch.zeros(1, 2, 10, device="meta")}, "normalizer must be on the device of kv, cpu; got meta"),
     ],
 )
 def test_inconsistent_parts_are_refused(changes, message):
-    parts = {"kv": torch.zeros(1, 2, 10, 3), "normalizer": torch.zeros(1, 2, 10), "phase": torch.zeros(1, 2, 2)}
-    with pytest.raises(ValueError, match=message):
+    phase = torch.zeros(1, 2, 2, dtype=torch.float64)
+    parts = {"kv": torch.zeros(1, 2, 10, 3), "normalizer": torch.zeros(1, 2, 10), "phase": phase}
+    with pytest.raises((ValueError, TypeError), match=message):
         sympow.State(**{**parts, **changes}, power=2, key_dim=4)

@@ -81,6 +81,20 @@ def test_even_power_is_pow_with_a_finite_gradient_at_zero(power):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: sympow.symmetric_power(torch.tensor([1, 2]), 2), "x must be floating point"),
+        (lambda: sympow.symmetric_power(torch.ones(2), 2.0), "power must be an int, got float"),
+        (lambda: sympow.symmetric_power_of_matrix(torch.eye(2), True), "power must be an int, got bool"),
+        (lambda: sympow.rotate(torch.tensor([1, 2]), torch.ones(1)), "x must be floating point"),
+    ],
+)
+def test_arguments_of_another_type_are_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
         (lambda: sympow.symmetric_dim(0, 2), "dim"),
         (lambda: sympow.symmetric_dim(3, -1), "power"),
         (lambda: sympow.symmetric_power(torch.ones(3), 0), "power"),

@@ -31,6 +31,11 @@ CASES = {
     "unknown form": ({"form": "parallel"}, ValueError, r"form must be one of .*'chunked'.*got 'parallel'"),
     "unknown backend": ({"backend": "cuda"}, ValueError, r"backend must be one of .*'torch'.*got 'cuda'"),
     "unavailable backend": ({"backend": "triton"}, ValueError, r"backend='triton' is not available"),
+    "return_state of another type": (
+        {"return_state": "no"},
+        TypeError,
+        r"return_state must be True or False",
+    ),
     "zero chunk": ({"chunk_size": 0}, ValueError, r"chunk_size must be at least 1, got 0"),
     "chunk of another type": ({"chunk_size": 2.5}, TypeError, r"chunk_size must be an int, got float"),
     "chunk for another form": ({"chunk_size": 4, "form": "attention"}, ValueError, r"chunk_size.*form='attention'"),

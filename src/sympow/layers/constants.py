@@ -7,18 +7,23 @@ from torch import Tensor, nn
 
 
 class ConstantTable(nn.Module):
-    """A float64 tensor that follows its module between devices but not between dtypes.
+    """A float64 tensor, known from the configuration, on whatever device it is asked for.
 
-    A plain buffer would be rounded by `module.to(torch.bfloat16)`, and a rotation rate's rounding is multiplied by the
-    position. Casts leave integer buffers alone, so the bits are kept as int64. Not part of the state dict: what is
-    constant is known from the configuration.
+    Not a buffer: `module.to(torch.bfloat16)` would round a buffer, and a rotation rate's rounding is multiplied by the
+    position; and a module made on the meta device would find it uninitialised. The tensor is made again from plain
+    numbers when it is wanted on another device.
     """
-
-    _bits: Tensor
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
-        self.register_buffer("_bits", values.to(torch.float64).view(torch.int64), persistent=False)
+        if values.is_meta:
+            raise ValueError("values must hold numbers, got a tensor on the meta device")
+        self.values = tuple(values.tolist())
+        self._table: Tensor | None = None
 
-    def forward(self) -> Tensor:
-        return self._bits.view(torch.float64)
+    def forward(self, device: torch.device) -> Tensor:
+        if self._table is None or self._table.device != device:
+            # A tensor made in inference mode could not take part in a later backward pass.
+            with torch.inference_mode(False):
+                self._table = torch.tensor(self.values, dtype=torch.float64, device=device)
+        return self._table

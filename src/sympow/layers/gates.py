@@ -52,11 +52,11 @@ class FixedGate(Gate):
         steepest = 2.0 ** (-8 / heads) if steepest is None else steepest
         if not steepest >= flattest > 0:
             raise ValueError(f"slopes must satisfy steepest ≥ flattest > 0, got {steepest} and {flattest}")
-        logs = torch.linspace(math.log(steepest), math.log(flattest), heads, dtype=torch.float64)
+        logs = torch.linspace(math.log(steepest), math.log(flattest), heads, dtype=torch.float64, device="cpu")
         self.slopes = ConstantTable(logs.exp())
 
     def forward(self, x: Tensor) -> Tensor:
-        log_gamma = -self.slopes()
+        log_gamma = -self.slopes(x.device)
         return log_gamma.expand(*x.shape[:2], -1)
 
 
@@ -65,7 +65,12 @@ class LearnedGate(Gate):
 
     def __init__(self, heads: int) -> None:
         super().__init__()
-        self.logit = nn.Parameter(torch.full((heads,), INITIAL_LOGIT))
+        self.logit = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts at γ ≈ 0.999."""
+        nn.init.constant_(self.logit, INITIAL_LOGIT)
 
     def forward(self, x: Tensor) -> Tensor:
         logit = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))

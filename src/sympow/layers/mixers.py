@@ -13,7 +13,7 @@ from sympow.layers.rotations import make_rotation
 from sympow.ops.operator import Backend, Form, attention
 from sympow.ops.softmax import KeyValueState, softmax_attention
 from sympow.ops.state import State
-from sympow.ops.validation import BACKENDS, FORMS, check_choice, check_chunk_size, check_power
+from sympow.ops.validation import BACKENDS, FORMS, check_choice, check_chunk_size, check_positive, check_power
 
 LayerState = State | KeyValueState
 
@@ -45,6 +45,7 @@ class Mixer(nn.Module, ABC):
         bias: bool = True,
     ) -> None:
         super().__init__()
+        check_positive("max_document", max_document)
         shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
         self.heads, self.key_value_heads, self.head_dim = shape.heads, shape.key_value_heads, shape.head_dim
         self.qkv_proj = nn.Linear(width, (heads + 2 * self.key_value_heads) * self.head_dim, bias=bias)
@@ -57,7 +58,7 @@ class Mixer(nn.Module, ABC):
         x: Tensor,
         state: LayerState | None = None,
         *,
-        return_state: bool | None = None,
+        return_state: bool = True,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """Mixes x along time.
@@ -65,13 +66,17 @@ class Mixer(nn.Module, ABC):
         Args:
             x: (b, t, width).
             state: what came before, from an earlier call; None: nothing.
-            return_state: whether to return the state after x; None: if a state was given.
+            return_state: whether to return the state after x. In training pass False: making it costs as much as
+                folding every token into it.
             cu_seqlens: offsets of packed documents, as in `sympow.attention`.
 
         Returns:
             y (b, t, width) and the state, or None in its place.
         """
-        return_state = state is not None if return_state is None else return_state
+        if x.ndim != 3 or x.shape[-1] != self.qkv_proj.in_features:
+            raise ValueError(
+                f"x must be (batch, time, {self.qkv_proj.in_features}), the width of the layer; got {tuple(x.shape)}"
+            )
         projected = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
         theta, beta = self.rotation(x)
@@ -105,7 +110,7 @@ class ConformalAttention(Mixer):
 
     Example:
         >>> layer = ConformalAttention(width=64, heads=4, power=2)
-        >>> y, state = layer(torch.randn(1, 100, 64), return_state=True)
+        >>> y, state = layer(torch.randn(1, 100, 64))
         >>> y, state = layer(torch.randn(1, 1, 64), state)
     """
 

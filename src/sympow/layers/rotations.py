@@ -39,10 +39,10 @@ class FixedRotation(Rotation):
 
     def __init__(self, head_dim: int, max_document: int) -> None:
         super().__init__()
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document))
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
 
     def forward(self, x: Tensor) -> RatesAndScales:
-        return self.rates(), None
+        return self.rates(x.device), None
 
 
 class LearnedRotation(Rotation):
@@ -50,7 +50,15 @@ class LearnedRotation(Rotation):
 
     def __init__(self, head_dim: int, max_document: int) -> None:
         super().__init__()
-        self.theta = nn.Parameter(rotary_rates(head_dim, max_document, dtype=torch.float32))
+        self.initial = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
+        self.theta = nn.Parameter(torch.empty(head_dim // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts at the fixed rates."""
+        if not self.theta.is_meta:
+            with torch.no_grad():
+                self.theta.copy_(self.initial(self.theta.device))
 
     def forward(self, x: Tensor) -> RatesAndScales:
         return self.theta.to(torch.promote_types(self.theta.dtype, torch.float32)), None
@@ -61,11 +69,11 @@ class ScaledRotation(Rotation):
 
     def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
         super().__init__()
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document))
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
         self.beta_proj = FloatLinear(width, heads)
 
     def forward(self, x: Tensor) -> RatesAndScales:
-        return self.rates(), 1 + self.beta_proj(x).tanh()
+        return self.rates(x.device), 1 + self.beta_proj(x).tanh()
 
 
 class PairRotation(Rotation):
@@ -74,11 +82,11 @@ class PairRotation(Rotation):
     def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
         super().__init__()
         self.heads = heads
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document))
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
         self.beta_proj = FloatLinear(width, heads * (head_dim // 2))
 
     def forward(self, x: Tensor) -> RatesAndScales:
-        return self.rates(), 1 + self.beta_proj(x).tanh().unflatten(-1, (self.heads, -1))
+        return self.rates(x.device), 1 + self.beta_proj(x).tanh().unflatten(-1, (self.heads, -1))
 
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Rotation]] = {

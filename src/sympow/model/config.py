@@ -9,7 +9,15 @@ from sympow.layers.gates import GATES
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS
 from sympow.ops.operator import Backend, Form
-from sympow.ops.validation import BACKENDS, FORMS, check_choice, check_chunk_size, check_power
+from sympow.ops.validation import (
+    BACKENDS,
+    FORMS,
+    check_bool,
+    check_choice,
+    check_chunk_size,
+    check_positive,
+    check_power,
+)
 
 MIXERS = ("sympow", "softmax")
 
@@ -53,11 +61,9 @@ class GPTConfig:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "width", "heads", "mlp_ratio", "max_document"):
-            _check_positive(name, getattr(self, name))
-        for name in ("key_value_heads", "head_dim"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
+        for name in ("vocab_size", "layers", "mlp_ratio", "max_document"):
+            check_positive(name, getattr(self, name))
+        check_bool("bias", self.bias)
         check_choice("mixer", self.mixer, MIXERS)
         check_choice("gating", self.gating, GATES)
         check_choice("rotary", self.rotary, ROTATIONS)
@@ -65,6 +71,11 @@ class GPTConfig:
         check_choice("backend", self.backend, BACKENDS)
         check_power(self.power)
         check_chunk_size(self.chunk_size, self.form)
+        if self.mixer == "softmax":
+            for name in ("power", "form", "backend", "chunk_size"):
+                default = GPTConfig.__dataclass_fields__[name].default
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
         self.head_shape  # noqa: B018  (resolving it checks it)
 
     @property
@@ -87,13 +98,6 @@ class GPTConfig:
         if unknown:
             raise TypeError(f"GPTConfig has no field {', '.join(map(repr, sorted(unknown)))}")
         return replace(PRESETS[name], **changes)
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 PRESETS: dict[str, GPTConfig] = {

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import ConformalAttention, LayerState, Mixer, SoftmaxAttention
+from sympow.layers.projection import FloatLinear
+from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
 
 ModelState = tuple[LayerState, ...]
@@ -52,12 +55,14 @@ class GPT(nn.Module):
 
     Example:
         >>> model = GPT(GPTConfig.preset("byte-400k"))
-        >>> logits, state = model(torch.randint(256, (1, 100)), return_state=True)
+        >>> logits, state = model(torch.randint(256, (1, 100)))
         >>> logits, state = model(torch.randint(256, (1, 1)), state)  # goes on where the first call stopped
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if not isinstance(config, GPTConfig):
+            raise TypeError(f"config must be a GPTConfig, got {type(config).__name__}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=config.bias)
@@ -66,9 +71,15 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: normal with deviation 0.02, maps into the residual stream smaller by √(2 layers)."""
+        """GPT-2's initialisation: normal with deviation 0.02, maps into the residual stream smaller by √(2 layers).
+
+        Norms, gates and rotations start as they define it themselves. Also for a model made on the meta device, after
+        `to_empty`.
+        """
         nn.init.normal_(self.embedding.weight, std=0.02)
-        for name, module in self.blocks.named_modules():
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation):
+                module.reset_parameters()
             if isinstance(module, nn.Linear):
                 into_residual = name.endswith("out_proj")
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02)
@@ -80,7 +91,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         state: Sequence[LayerState] | None = None,
         *,
-        return_state: bool | None = None,
+        return_state: bool = True,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """Logits of the token after each of `tokens`.
@@ -88,8 +99,8 @@ class GPT(nn.Module):
         Args:
             tokens: (b, t) integers below vocab_size.
             state: what came before, one entry per layer, from an earlier call; None: nothing.
-            return_state: whether to return the state after the tokens; None: if a state was given. Training has no use
-                for it, and making it costs as much as folding every token into it.
+            return_state: whether to return the state after the tokens. In training pass False: making it costs as much
+                as folding every token into it.
             cu_seqlens: offsets of packed documents, as in `sympow.attention`; batch 1.
 
         Returns:
@@ -103,12 +114,11 @@ class GPT(nn.Module):
         tokens: Tensor,
         state: Sequence[LayerState] | None = None,
         *,
-        return_state: bool | None = None,
+        return_state: bool = True,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """As `forward`, with (b, t, width) in place of logits: what the tied embedding turns into them."""
         self._check(tokens, state)
-        return_state = state is not None if return_state is None else return_state
         x = self.embedding_norm(self.embedding(tokens))
         after: list[LayerState] = []
         for layer, block in enumerate(self.blocks):
@@ -122,12 +132,23 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def _check(self, tokens: Tensor, state: Sequence[LayerState] | None) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be (batch, time), got shape {tuple(tokens.shape)}")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
-        if state is not None and len(state) != len(self.blocks):
-            raise ValueError(f"state must have an entry for each of {len(self.blocks)} layers, got {len(state)}")
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = (x.item() for x in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens must lie between 0 and {self.config.vocab_size - 1}; got {low if low < 0 else high}"
+                )
+        if state is not None:
+            if not isinstance(state, tuple | list):
+                raise TypeError(f"state must be a tuple with an entry for each layer, got {type(state).__name__}")
+            if len(state) != len(self.blocks):
+                raise ValueError(f"state must have an entry for each of {len(self.blocks)} layers, got {len(state)}")
 
 
 def make_mixer(config: GPTConfig) -> Mixer:

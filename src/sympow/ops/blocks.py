@@ -52,25 +52,44 @@ def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power:
     return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
 
 
-def update_state(k: Tensor, v: Tensor, decay: Tensor, kv: Tensor | None, normalizer: Tensor | None, power: int) -> Sums:
+def update_state(
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    kv: Tensor | None,
+    normalizer: Tensor | None,
+    power: int,
+    *,
+    in_place: bool,
+) -> Sums:
     """S ← γ_1⋯γ_t S + Σ_j γ_{j+1}⋯γ_t φ(k_j) v_jᵀ, and Z likewise (paper eq. conformal_in_practice).
 
-    Without gradients the given kv and normalizer are changed in place, and returned.
+    Args:
+        kv, normalizer: what came before; None: zero.
+        in_place: whether to change them instead of making new ones; not where autograd may still need them.
     """
     total = decay[:, :, -1:]
     k = apply_decay(k, total - decay)
     if kv is not None and normalizer is not None:
         feature = feature_decay(total.squeeze(2), power, kv.dtype)
-        kv, normalizer = _multiply(kv, feature.unsqueeze(-1)), _multiply(normalizer, feature)
+        kv = multiply(kv, feature.unsqueeze(-1), in_place=in_place)
+        normalizer = multiply(normalizer, feature, in_place=in_place)
     for rows in _feature_blocks(k.unsqueeze(2), v.shape[-1], power):
         added_kv, added_normalizer = recompute(_update_block, k[:, :, rows], v[:, :, rows], power)
         if kv is None or normalizer is None:
             kv, normalizer = added_kv, added_normalizer
+        elif in_place:
+            kv.add_(added_kv)
+            normalizer.add_(added_normalizer)
         else:
-            kv, normalizer = _add(kv, added_kv), _add(normalizer, added_normalizer)
+            kv, normalizer = kv + added_kv, normalizer + added_normalizer
     assert kv is not None, "no rows to fold"
     assert normalizer is not None
     return kv, normalizer
+
+
+def multiply(x: Tensor, factor: Tensor, *, in_place: bool) -> Tensor:
+    return x.mul_(factor) if in_place else x * factor
 
 
 def drop_rounding(numerator: Tensor, denominator: Tensor, q: Tensor, normalizer: Tensor, power: int) -> Sums:
@@ -167,21 +186,8 @@ def _feature_blocks(x: Tensor, value_dim: int, power: int) -> Iterator[slice]:
     return (slice(start, start + rows) for start in range(0, x.shape[3], rows))
 
 
-def _multiply(x: Tensor, factor: Tensor) -> Tensor:
-    return x * factor if _tracked(x, factor) else x.mul_(factor)
-
-
-def _add(x: Tensor, y: Tensor) -> Tensor:
-    return x + y if _tracked(x, y) else x.add_(y)
-
-
-def _tracked(*tensors: Any) -> bool:
-    """Whether autograd would record an operation on these."""
-    return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tensors)
-
-
 def recompute(block: Callable[..., Result], *args: Any) -> Result:
     """Runs a block; if a gradient is needed, keeps only its inputs and runs it again in the backward pass."""
-    if _tracked(*args):
+    if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
     return block(*args)

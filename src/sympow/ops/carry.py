@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sympow.ops.blocks import multiply
 from sympow.ops.scaling import LEAST_EXPONENT, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
@@ -39,19 +40,21 @@ def enter(sequence: Sequence, state: State | None) -> Carry:
     return Carry(exponent, kv * _factor(down, kv), normalizer * _factor(down, normalizer), state.phase)
 
 
-def leave(sequence: Sequence, carry: Carry) -> State:
-    """The state a call ends with, in units of the keys themselves. Uses the carry up."""
+def leave(sequence: Sequence, carry: Carry, *, in_place: bool) -> State:
+    """The state a call ends with, in units of the keys themselves.
+
+    Args:
+        in_place: whether the carry may be used up for it; a second copy of a large state may not fit.
+    """
     assert carry.kv is not None
     assert carry.normalizer is not None
+    kv, normalizer = carry.kv, carry.normalizer
     exponent = sequence.power * carry.exponent
-    if not (carry.kv.requires_grad or carry.normalizer.requires_grad):
-        # In place: a second copy of a large state may not fit.
-        carry.kv.mul_(_factor(exponent, carry.kv))
-        carry.normalizer.mul_(_factor(exponent, carry.normalizer))
-    else:
-        carry.kv = carry.kv * _factor(exponent, carry.kv)
-        carry.normalizer = carry.normalizer * _factor(exponent, carry.normalizer)
-    return State(carry.kv, carry.normalizer, carry.phase, power=sequence.power, key_dim=sequence.key_dim)
+    # In two factors, since one may overflow where the product does not.
+    for part in (exponent // 2, exponent - exponent // 2):
+        kv = multiply(kv, _factor(part, kv), in_place=in_place)
+        normalizer = multiply(normalizer, _factor(part, normalizer), in_place=in_place)
+    return State(kv, normalizer, carry.phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
 def _factor(exponent: Tensor, x: Tensor) -> Tensor:

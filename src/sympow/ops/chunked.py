@@ -42,8 +42,10 @@ def chunked_form(
         else:
             buffer[:, start:stop] = y
         if return_state or stop < length:
-            kv, normalizer = update_state(chunk.k, chunk.v, chunk.decay, carry.kv, carry.normalizer, power)
+            kv, normalizer = update_state(
+                chunk.k, chunk.v, chunk.decay, carry.kv, carry.normalizer, power, in_place=not needs_grad
+            )
             carry = Carry(chunk.exponent, kv, normalizer, chunk.phase)
 
     y = torch.cat(parts, dim=1) if buffer is None else buffer
-    return y, leave(sequence, carry) if return_state else None
+    return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None

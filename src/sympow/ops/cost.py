@@ -10,9 +10,9 @@ The attention form is one chunk of t tokens; it touches a state only where one i
 queries in every chunk but the first, and folds in every chunk but the last (a state given or asked for adds those).
 
 Operations alone would favour tiny chunks. What speaks for larger ones is the rest of a machine's time, which `Machine`
-expresses in operations too: every score and feature passes through memory `PASSES` times (made, multiplied, weighted,
-used), every chunk reads and writes the state it carries twice (decay, sum), and every chunk is some hundred calls,
-shared by all sequences and heads of the batch.
+expresses in operations too: scores and features pass through memory several times (made, multiplied, weighted, used),
+every chunk reads and writes the state it carries twice (decay, sum), and every chunk is some hundred calls, shared by
+all sequences and heads of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Literal
 
 from sympow.ops.symmetric import symmetric_dim
 
-PASSES = 6
+PASSES_PER_SCORE = 6
+PASSES_PER_FEATURE = 10
 SMALLEST_CHUNK = 64
 LARGEST_CHUNK = 1 << 16
 
@@ -80,7 +81,7 @@ class Workload:
 
     def attend(self, tokens: int) -> Cost:
         scores = self.group * tokens * tokens / 2
-        return Cost(2 * scores * (self.key_dim + self.value_dim + 1), PASSES * scores)
+        return Cost(2 * scores * (self.key_dim + self.value_dim + 1), PASSES_PER_SCORE * scores)
 
     def query(self, tokens: int) -> Cost:
         return self._features_with_state(self.group * tokens)
@@ -92,7 +93,7 @@ class Workload:
         return Cost(0, 4 * self.features * (self.value_dim + 1))
 
     def _features_with_state(self, rows: int) -> Cost:
-        return Cost(2 * rows * self.features * (self.value_dim + 1), PASSES * rows * self.features)
+        return Cost(2 * rows * self.features * (self.value_dim + 1), PASSES_PER_FEATURE * rows * self.features)
 
 
 def attention_cost(work: Workload) -> Cost:
@@ -115,8 +116,13 @@ def chunked_cost(work: Workload, chunk_size: int) -> Cost:
 
 def best_chunk_size(work: Workload, machine: Machine) -> int:
     """The power of two with the least cost, between SMALLEST_CHUNK and LARGEST_CHUNK."""
-    candidates = [1 << n for n in range(SMALLEST_CHUNK.bit_length() - 1, LARGEST_CHUNK.bit_length())]
-    return min(candidates, key=lambda size: chunked_cost(work, size).on(machine))
+    best = SMALLEST_CHUNK
+    size = 2 * best
+    while size <= LARGEST_CHUNK:
+        if chunked_cost(work, size).on(machine) < chunked_cost(work, best).on(machine):
+            best = size
+        size *= 2
+    return best
 
 
 def cheaper_form(work: Workload, machine: Machine) -> Literal["attention", "chunked"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,7 @@ from sympow.ops.state import State
 
 def run_documents(
     sequence: Sequence,
-    cu_seqlens: Tensor,
+    offsets: Sequence_[int],
     initial_state: State | None,
     run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
 ) -> tuple[Tensor, State | None]:
@@ -22,11 +23,10 @@ def run_documents(
 
     Args:
         sequence: batch 1, all documents along time.
-        cu_seqlens: (documents + 1,) offsets.
+        offsets: where documents begin and, last, where they end.
         initial_state: one batch entry per document, or None.
         run: takes a document and its initial state, returns y and, if it makes one, the final state.
     """
-    offsets = cu_seqlens.tolist()
     outputs, states = [], []
     for document, (start, stop) in enumerate(pairwise(offsets)):
         before = None if initial_state is None else initial_state.select(slice(document, document + 1))

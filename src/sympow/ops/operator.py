@@ -11,18 +11,20 @@ from torch import Tensor
 from sympow.ops.chunked import chunked_form
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
 from sympow.ops.documents import run_documents
+from sympow.ops.precision import without_autocast
 from sympow.ops.recurrent import recurrent_form
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.validation import (
     BACKENDS,
     FORMS,
+    check_bool,
     check_choice,
     check_chunk_size,
-    check_documents,
     check_power,
     check_state,
     check_tensors,
+    document_offsets,
 )
 
 Form = Literal["auto", "attention", "chunked", "recurrent"]
@@ -126,23 +128,23 @@ def attention(
     check_choice("form", form, FORMS)
     check_choice("backend", backend, BACKENDS)
     check_chunk_size(chunk_size, form)
+    check_bool("return_state", return_state)
     check_tensors(q, k, v, log_gamma, beta, theta)
-    if cu_seqlens is not None:
-        check_documents(cu_seqlens, q)
+    offsets = None if cu_seqlens is None else document_offsets(cu_seqlens, q)
     if initial_state is not None:
-        documents = None if cu_seqlens is None else len(cu_seqlens) - 1
+        documents = None if offsets is None else len(offsets) - 1
         check_state(initial_state, q, k, v, power, theta is not None, documents)
     if backend == "triton":
         raise ValueError("backend='triton' is not available: this version has no Triton kernels; use 'torch' or 'auto'")
 
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
     # Under autocast the products below would silently run in half precision, states included.
-    with torch.autocast(device_type=q.device.type, enabled=False):
+    with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size)
-        if cu_seqlens is None:
+        if offsets is None:
             y, state = run(sequence, initial_state)
         else:
-            y, state = run_documents(sequence, cu_seqlens, initial_state, run)
+            y, state = run_documents(sequence, offsets, initial_state, run)
     if not return_state:
         return y
     assert state is not None
@@ -154,7 +156,9 @@ def _run(
 ) -> tuple[Tensor, State | None]:
     if sequence.length == 0:
         return _run_nothing(sequence, initial_state, return_state)
-    needs_grad = sequence.needs_grad or (initial_state is not None and initial_state.requires_grad)
+    needs_grad = sequence.needs_grad or (
+        torch.is_grad_enabled() and initial_state is not None and initial_state.requires_grad
+    )
     if form == "recurrent":
         return recurrent_form(sequence, initial_state, return_state, needs_grad)
     work = Workload(
@@ -176,7 +180,8 @@ def _run(
 
 def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
     """No tokens: an empty output, and the state as it was."""
-    y = sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
+    # Made from q rather than anew, so that a graph through it does not break.
+    y = sequence.q[..., :1].expand(*sequence.q.shape[:3], sequence.value_dim).clone()
     if not return_state:
         return y, None
     if initial_state is None:

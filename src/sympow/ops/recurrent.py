@@ -49,4 +49,4 @@ def recurrent_form(
 
     y = divide(torch.cat(numerators, dim=3), torch.cat(denominators, dim=3), sequence.q.dtype)
     carry = Carry(tokens.exponent, kv, normalizer, tokens.phase)
-    return y, leave(sequence, carry) if return_state else None
+    return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None

@@ -40,6 +40,8 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
     Angles are taken as given: reduce large ones in float64 first (`wrap_angle`), since float32 cannot hold them.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
     if x.shape[-1] % 2:
         raise ValueError(f"x must have an even last axis to be rotated in pairs, got {x.shape[-1]}")
     if angles.shape[-1] != x.shape[-1] // 2:
@@ -64,7 +66,7 @@ def accumulate_phase(
     beta: Tensor | None = None,
     initial_phase: Tensor | None = None,
     *,
-    length: int,
+    length: int | None = None,
 ) -> Tensor:
     """μ_i = μ_{i-1} + β_i θ for i = 1 … length (paper §3.2), wrapped, in float64.
 
@@ -72,17 +74,23 @@ def accumulate_phase(
         theta: (d/2,) rates.
         beta: (b, t, h_kv) or (b, t, h_kv, d/2); None means β = 1 throughout, fixed rotary.
         initial_phase: μ_0, (b, h_kv, d/2); None means zero.
-        length: t.
+        length: t; needed without beta, which otherwise says it.
 
     Returns:
         (b, t, h_kv, d/2); axes b and h_kv are 1 where nothing distinguishes batch entries or heads.
     """
     if theta.ndim != 1:
         raise ValueError(f"theta must have one axis, a rate per pair of entries; got shape {tuple(theta.shape)}")
-    if beta is not None and (beta.ndim not in (3, 4) or beta.shape[1] != length):
+    if beta is not None and beta.ndim not in (3, 4):
         raise ValueError(
-            f"beta must be (batch, {length}, heads) or (batch, {length}, heads, pairs), got shape {tuple(beta.shape)}"
+            f"beta must be (batch, time, heads) or (batch, time, heads, pairs), got shape {tuple(beta.shape)}"
         )
+    if length is None:
+        if beta is None:
+            raise ValueError("length must be given where beta is not")
+        length = beta.shape[1]
+    if beta is not None and beta.shape[1] != length:
+        raise ValueError(f"beta must have as many tokens as length says, {length}; got {beta.shape[1]}")
     rates = theta.to(torch.float64)
     if beta is None:
         steps = torch.arange(1, length + 1, dtype=torch.float64, device=theta.device)

@@ -17,18 +17,20 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.ops.blocks import recompute
-from sympow.ops.decay import log_gate_root
 from sympow.ops.documents import run_documents
+from sympow.ops.record import TensorRecord, register_as_tree
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
 from sympow.ops.sequence import Sequence
-from sympow.ops.validation import check_documents, check_tensors
+from sympow.ops.validation import check_tensors, document_offsets
 
 # Rows whose biases are formed at once where gates or a cache ask for an explicit bias.
 ROWS = 256
+# A decay this strong hides a key altogether, whatever its logit: so γ = 0, or enough smaller gates, erase the past.
+CLOSED_GATE = -1e5
 
 
 @dataclass(frozen=True, eq=False)
-class KeyValueState:
+class KeyValueState(TensorRecord):
     """The keys and values of all tokens so far: what softmax keeps where sympow keeps a `State`. It grows with time.
 
     Attributes:
@@ -47,10 +49,8 @@ class KeyValueState:
     def length(self) -> int:
         return self.k.shape[1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(x.nbytes for x in (self.k, self.v, self.decay, self.phase) if x is not None)
+
+register_as_tree(KeyValueState)
 
 
 @overload
@@ -102,7 +102,7 @@ def softmax_attention(
     """
     check_tensors(q, k, v, log_gamma, beta, theta)
     if cu_seqlens is not None:
-        check_documents(cu_seqlens, q)
+        offsets = document_offsets(cu_seqlens, q)
         if initial_state is not None or return_state:
             raise ValueError(
                 "cu_seqlens cannot go with initial_state or return_state in softmax attention: documents of different "
@@ -114,7 +114,7 @@ def softmax_attention(
         log_gamma = log_gamma.mean(-1)
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
     if cu_seqlens is not None:
-        return run_documents(sequence, cu_seqlens, None, lambda document, _: (_run(document, None)[0], None))[0]
+        return run_documents(sequence, offsets, None, lambda document, _: (_run(document, None)[0], None))[0]
     y, state = _run(sequence, initial_state)
     return (y, state) if return_state else y
 
@@ -130,7 +130,7 @@ def _run(sequence: Sequence, past: KeyValueState | None) -> tuple[Tensor, KeyVal
         phase = last_phase(angles, start, sequence.batch, sequence.key_heads)
     decay = None
     if sequence.log_gamma is not None:
-        decay = log_gate_root(sequence.log_gamma, 1).squeeze(-1).mT.cumsum(1)  # (b, t, h_kv)
+        decay = sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)  # (b, t, h_kv)
     if past is not None:
         k, v = torch.cat([past.k, k], dim=1), torch.cat([past.v, v], dim=1)
         if decay is not None and past.decay is not None:
@@ -168,7 +168,8 @@ def _attend_rows(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor | None, colu
         bias = torch.zeros(rows, columns, dtype=q.dtype, device=q.device).masked_fill(future, float("-inf"))
     else:
         between = row_decay.mT.unsqueeze(-1) - column_decay.mT.unsqueeze(-2)  # (b, h_kv, rows, columns)
-        bias = between.to(q.dtype).masked_fill(future, float("-inf"))
+        hidden = future | (between <= CLOSED_GATE)
+        bias = between.to(q.dtype).masked_fill(hidden, float("-inf"))
         bias = bias.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
     y = scaled_dot_product_attention(
         q.transpose(1, 2),

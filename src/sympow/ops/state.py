@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
+from sympow.ops.record import TensorRecord, check_tensor_member, register_as_tree
 from sympow.ops.symmetric import symmetric_dim
 
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMAT = "sympow-state-1"
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class State(TensorRecord):
     """S, Z and μ after some tokens, for every sequence of a batch and every key/value head.
 
     The same state serves every form and backend. With packed documents the batch axis counts documents.
+
+    Entries are p-th powers of keys, so keys must stay where those have room: within about 1e±4 for p = 8 in float32,
+    more widely for lower powers. Beyond, a state overflows to infinity or fades to zero; calls without states do not
+    have this limit.
 
     Attributes:
         kv: Sᵀ = Σ_j b_j φ(k_j) v_jᵀ, (b, h_kv, D, e); float32, or float64 from float64 inputs.
@@ -37,6 +42,10 @@ class State:
     key_dim: int
 
     def __post_init__(self) -> None:
+        for name in ("kv", "normalizer"):
+            check_tensor_member(name, getattr(self, name), FLOAT_DTYPES)
+        if self.phase is not None:
+            check_tensor_member("phase", self.phase, (torch.float64,))
         dim = symmetric_dim(self.key_dim, self.power)
         if self.kv.ndim != 4 or self.kv.shape[2] != dim:
             raise ValueError(
@@ -51,6 +60,9 @@ class State:
             raise ValueError(
                 f"phase must be {(*self.kv.shape[:2], self.key_dim // 2)} to match kv, got {tuple(self.phase.shape)}"
             )
+        for name, tensor in self._tensors().items():
+            if tensor.device != self.kv.device:
+                raise ValueError(f"{name} must be on the device of kv, {self.kv.device}; got {tensor.device}")
 
     @classmethod
     def zeros(
@@ -88,42 +100,22 @@ class State:
     def value_dim(self) -> int:
         return self.kv.shape[3]
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether autograd would follow any of the tensors now."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in self._tensors().values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
         """The state on another device or in another dtype; `phase` stays float64, since it must not be rounded."""
         phase = None if self.phase is None else self.phase.to(device=device)
-        moved = self._map(lambda x: x.to(device=device, dtype=dtype))
-        return replace(moved, phase=phase)
-
-    def detach(self) -> State:
-        """The state cut from the graph that made it."""
-        return self._map(Tensor.detach)
-
-    def clone(self) -> State:
-        """A copy that shares no memory with this one."""
-        return self._map(Tensor.clone)
-
-    def select(self, index: slice | Tensor) -> State:
-        """Some sequences of the batch, by a slice or an integer tensor (which may repeat and reorder them)."""
-        return self._map(lambda x: x[index])
+        kv, normalizer = (x.to(device=device, dtype=dtype) for x in (self.kv, self.normalizer))
+        return replace(self, kv=kv, normalizer=normalizer, phase=phase)
 
     @classmethod
     def cat(cls, states: Sequence[State]) -> State:
         """Several states as one batch."""
         if not states:
             raise ValueError("states must hold at least one state, got none")
-        kinds = {(s.power, s.key_dim, s.phase is None) for s in states}
+        kinds = sorted({(s.power, s.key_dim, s.heads, s.value_dim, s.phase is not None) for s in states})
         if len(kinds) > 1:
-            raise ValueError(f"states must agree in power, key dim and rotation to be joined, got {sorted(kinds)}")
+            raise ValueError(
+                f"states to be joined must agree in (power, key dim, heads, value dim, rotated); got {kinds}"
+            )
         phases = [s.phase for s in states if s.phase is not None]
         return replace(
             states[0],
@@ -141,32 +133,13 @@ class State:
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str | None = None) -> State:
         """Reads a state written by `save`."""
-        content = torch.load(path, map_location=device, weights_only=True)
+        try:
+            content = torch.load(path, map_location=device, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+            raise ValueError(f"path must name a file written by State.save; {path} cannot be read as one") from error
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise ValueError(f"path must name a file written by State.save; {path} is something else")
         return cls(phase=content.pop("phase", None), **content)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> State:
-        changes: dict[str, Any] = {name: function(tensor) for name, tensor in self._tensors().items()}
-        return replace(self, **changes)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without a missing phase."""
-        members = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: member for name, member in members.items() if isinstance(member, Tensor)}
-
-
-def _flatten(state: State) -> tuple[list[Any], tuple[int, int]]:
-    return [state.kv, state.normalizer, state.phase], (state.power, state.key_dim)
-
-
-def _unflatten(children: Any, context: tuple[int, int]) -> State:
-    # Without __init__: tree_map may put anything in place of the tensors, which the checks would refuse.
-    state = object.__new__(State)
-    for name, value in zip(("kv", "normalizer", "phase", "power", "key_dim"), (*children, *context), strict=True):
-        object.__setattr__(state, name, value)
-    return state
-
-
-# torch.compile, checkpointing and torch.func walk arguments as trees; without this a State would be a leaf to them.
-_pytree.register_pytree_node(State, _flatten, _unflatten, serialized_type_name="sympow.State")
+register_as_tree(State, "power", "key_dim")

@@ -44,10 +44,11 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
         >>> bool(torch.isclose(symmetric_power(x, 4) @ symmetric_power(y, 4), (x @ y) ** 4))
         True
     """
-    if power < 1:
-        raise ValueError(f"power must be at least 1, got {power}")
+    _check_power(power)
     if x.ndim < 1:
         raise ValueError("x must have at least one axis, got a scalar tensor")
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, since features carry square roots; got {x.dtype}")
     if x.ndim == 1:
         return symmetric_power_rows(x.unsqueeze(-1), power).squeeze(-1)
     return symmetric_power_rows(x.mT, power).mT
@@ -84,8 +85,7 @@ def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     """
     if matrix.ndim != 2:
         raise ValueError(f"matrix must have two axes, got shape {tuple(matrix.shape)}")
-    if power < 1:
-        raise ValueError(f"power must be at least 1, got {power}")
+    _check_power(power)
     rows, columns = matrix.shape
     # Column by column: (P x)_{α_1} ⋯ (P x)_{α_p} is a polynomial in x, and its coefficients are collected by
     # multiplying one linear factor in at a time.
@@ -118,14 +118,21 @@ def even_power(x: Tensor, power: int) -> Tensor:
     return result
 
 
+def _check_power(power: int) -> None:
+    if not isinstance(power, int) or isinstance(power, bool):
+        raise TypeError(f"power must be an int, got {type(power).__name__}")
+    if power < 1:
+        raise ValueError(f"power must be at least 1, got {power}")
+
+
 def _factors(dim: int, degree: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
     """Each monomial of `degree` as x[first] times a monomial of the degree below: (D,) and (D,) int64."""
     below = symmetric_dim(dim, degree - 1)
     # Those with first index at least i are a suffix of the degree below, since the order is lexicographic.
     starts = [below - symmetric_dim(dim - i, degree - 1) for i in range(dim)]
     rest = torch.cat([torch.arange(start, below, device=device) for start in starts])
-    lengths = torch.tensor([below - start for start in starts], device=device)
-    return torch.arange(dim, device=device).repeat_interleave(lengths), rest
+    first = torch.cat([torch.full((below - start,), i, device=device) for i, start in enumerate(starts)])
+    return first, rest
 
 
 def _multinomial_weights(dim: int, power: int, device: torch.device | None) -> Tensor:
@@ -137,7 +144,7 @@ def _multinomial_weights(dim: int, power: int, device: torch.device | None) -> T
         same = indices[:, slot] == indices[:, slot - 1]
         position = torch.where(same, position + 1, 1.0)
         repeats = repeats * position
-    return (math.factorial(power) / repeats).sqrt()
+    return (float(math.factorial(power)) / repeats).sqrt()
 
 
 _tables: dict[tuple[str, int, int, torch.device], Any] = {}

@@ -1,8 +1,8 @@
-"""Checks of what a caller passes to `sympow.attention`, with messages that say what came and what was expected.
+"""Checks of what a caller passes, with messages that say what came and what was expected.
 
-Shapes, dtypes and devices are always checked. Values (the sign of log_gamma, the order of cu_seqlens) are checked where
-reading them costs nothing: on the CPU. On an accelerator each look would wait for the device, so there it happens only
-with the environment variable SYMPOW_CHECK_VALUES=1.
+Shapes, dtypes and devices are always checked. The values of log_gamma are checked too, except while torch.compile
+traces or a CUDA graph is captured, where they cannot be read. On a GPU that waits for the device at each call: the
+environment variable SYMPOW_CHECK_VALUES=0 turns it off.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sympow.ops.state import State
+from sympow.ops.state import FLOAT_DTYPES, State
 
 FORMS = ("auto", "attention", "chunked", "recurrent")
 BACKENDS = ("auto", "torch", "triton")
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_power(power: int) -> None:
@@ -37,13 +36,22 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
+def check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_positive(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def check_chunk_size(chunk_size: int | None, form: str) -> None:
     if chunk_size is None:
         return
-    if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
-        raise TypeError(f"chunk_size must be an int, got {type(chunk_size).__name__}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    check_positive("chunk_size", chunk_size)
     if form not in ("auto", "chunked"):
         raise ValueError(f"chunk_size is for form='chunked' (or 'auto', which then means it); got form={form!r}")
 
@@ -81,7 +89,8 @@ def check_tensors(
         )
 
 
-def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
+def document_offsets(cu_seqlens: Tensor, q: Tensor) -> list[int]:
+    """The offsets of packed documents as numbers, checked."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -93,9 +102,7 @@ def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
         )
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1; got {q.shape[0]}")
-    if not _values_readable(cu_seqlens):
-        return
-    offsets = cu_seqlens.tolist()
+    offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
     if offsets[-1] != q.shape[1]:
@@ -103,6 +110,7 @@ def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
     for before, after in pairwise(offsets):
         if after <= before:
             raise ValueError(f"cu_seqlens must increase from each document to the next, got {after} after {before}")
+    return offsets
 
 
 def check_state(
@@ -136,7 +144,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
         if tensor.ndim != 4:
             raise ValueError(f"{name} must be (batch, time, heads, dim), got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in FLOAT_DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16; got {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise TypeError(f"q, k and v must share a dtype; q is {q.dtype}, but {name} is {tensor.dtype}")
@@ -170,6 +178,6 @@ def _check_side_input(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _values_readable(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or tensor.is_meta or os.environ.get("SYMPOW_CHECK_VALUES") == "0":
         return False
-    return tensor.device.type == "cpu" or os.environ.get("SYMPOW_CHECK_VALUES") == "1"
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,15 @@
+"""Keeping to the dtype a computation was written for."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast leaves dtypes alone; on devices that have no autocast, no context at all."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device_type=device.type, enabled=False)
