@@ -36,7 +36,7 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 bench: $(INSTALLED)
-	$(BIN)/python benchmarks/length_scaling.py
+	$(BIN)/python benchmarks/length_scaling.py --out build/length_scaling_cpu.json
 
 clean:
 	rm -rf $(VENV) build

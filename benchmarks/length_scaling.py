@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from sympow.report.memory import PeakMemory
 from sympow.report.timing import environment, measure
 
 LENGTHS = (4_096, 8_192, 16_384, 32_768)
+LARGEST_RATIO = 1.2
 
 
 def measure_length(length: int, arguments: argparse.Namespace, methods: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -59,13 +61,16 @@ def measure_length(length: int, arguments: argparse.Namespace, methods: tuple[st
     return rows
 
 
-def main() -> None:
+def main() -> int:
+    """Returns 1 if the chunked form's time per token depends on the length by more than LARGEST_RATIO."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--longest-quadratic", type=int, default=8_192, help="longest length for the other two methods")
+    parser.add_argument(
+        "--longest-quadratic", type=int, default=16_384, help="longest length for the other two methods"
+    )
     arguments = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for length in LENGTHS:
@@ -79,12 +84,15 @@ def main() -> None:
         "peak_bytes_longest_over_shortest": peaks[-1] / peaks[0],
     }
     print(json.dumps(summary))
+    if summary["time_per_token_largest_over_smallest"] > LARGEST_RATIO:
+        print(f"time per token varies by more than {LARGEST_RATIO:g}: was the machine busy?", file=sys.stderr)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {"power": 2, "heads": arguments.heads, "dim": arguments.dim, "dtype": "float32"}
         content = {"environment": environment(), "shape": shape, "rows": rows, "summary": summary}
         arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+    return int(summary["time_per_token_largest_over_smallest"] > LARGEST_RATIO)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
