@@ -117,15 +117,16 @@ def run_reference(inputs: Inputs, power: int) -> Tensor:
 def run_plain(inputs: Inputs, power: int) -> Tensor:
     """The attention form as anyone would write it in PyTorch, whole matrices in the dtype of the inputs.
 
-    Its error is the measure for that of a fast path. Scalar gates and equal numbers of heads only.
+    Its error is the measure for that of a fast path. Scalar gates only.
     """
+    inputs = inputs.with_all_heads()
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     if inputs.theta is not None and inputs.beta is not None:
         phase = inputs.beta.double().cumsum(1).transpose(1, 2).unsqueeze(-1) * inputs.theta.double()
         q, k = sympow.rotate(q, phase.remainder(2 * torch.pi)), sympow.rotate(k, phase.remainder(2 * torch.pi))
     scores = (q @ k.mT) ** power
     if inputs.log_gamma is not None:
-        total = inputs.log_gamma.double().cumsum(1).transpose(1, 2)
+        total = inputs.log_gamma.double().clamp(min=-1000.0).cumsum(1).transpose(1, 2)
         scores = scores * (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().to(scores.dtype)
     scores = scores.tril()
     return ((scores / scores.sum(-1, keepdim=True)) @ v).transpose(1, 2)
@@ -134,7 +135,7 @@ def run_plain(inputs: Inputs, power: int) -> Tensor:
 def gradients(y: Tensor, inputs: Inputs, seed: int = 0) -> list[Tensor]:
     """Gradients of a fixed random combination of the outputs with respect to every input."""
     generator = torch.Generator().manual_seed(seed)
-    weights = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    weights = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
     # An input may have no part in an output, such as a rotation in that of a single token: its gradient is zero.
     return list(torch.autograd.grad(y, inputs.tensors(), weights, materialize_grads=True))
 

@@ -61,3 +61,42 @@ def test_mistakes_are_explained_without_a_traceback(arguments, message):
     assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
+
+
+def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
+    out = tmp_path / "result.json"
+    arguments = ["--tokens", "64", "--context", "32", "--context", "64", "--heads", "1", "--dim", "4", "--runs", "2"]
+    result = runner.invoke(
+        app, ["bench", *arguments, "--dtype", "float32", "--device", "cpu", "--backend", "torch", "--out", str(out)]
+    )
+    assert result.exit_code == 0, result.output
+    content = json.loads(out.read_text())
+    assert content["setting"] == {
+        "tokens": 64, "heads": 1, "dim": 4, "power": 2, "dtype": "float32", "device": "cpu"
+    }  # fmt: skip
+    assert content["environment"]["torch"]
+    methods = {(row["method"], row["context"]) for row in content["rows"]}
+    assert methods == {
+        (method, context)
+        for method in ("softmax", "attention form, torch", "chunked form, torch")
+        for context in (32, 64)
+    }
+    for row in content["rows"]:
+        assert 0 < row["forward"]["fastest"] <= row["forward"]["median"] <= row["forward"]["slowest"]
+        assert row["forward_and_backward"]["median"] > 0
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--context", "100", "--tokens", "64"), "contexts must divide tokens, 64; got 100"),
+        (("--power", "3"), "power must be even"),
+        (("--dtype", "int8"), "dtype must be one of"),
+        (("--backend", "cuda"), "backend must be one of"),
+    ],
+)
+def test_bench_explains_mistakes(arguments, message):
+    result = runner.invoke(app, ["bench", "--device", "cpu", *arguments])
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
 from sympow.model.config import MIXERS, PRESETS, GPTConfig
+from sympow.ops.validation import BACKENDS, check_choice, check_power
 
 try:
     import typer
@@ -77,6 +79,55 @@ def info(
         sys.stdout.write("\n")
     else:
         print_info(described, title=preset)
+
+
+@app.command()
+def bench(
+    context: Annotated[list[int] | None, typer.Option(help="Sequence length; repeat for more.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens a call, in as many sequences as fit.")] = 65_536,
+    heads: Annotated[int, typer.Option(help="Heads.")] = 12,
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    power: Annotated[int, typer.Option(help="p, even.")] = 2,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="torch, triton or auto; repeat for more.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Time only methods with this in their name.")] = None,
+    backward: Annotated[bool, typer.Option(help="Time forward and backward together, too.")] = True,
+    runs: Annotated[int, typer.Option(help="Calls per measurement.")] = 20,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure goes beside it.")] = None,
+) -> None:
+    """Times forms and backends beside softmax, and beside retention and fla where they are installed."""
+    import torch
+
+    from sympow.report.bench import Setting, print_rows, run_bench, save_rows
+    from sympow.report.figures import plot_time_against_context
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    contexts = context or [1_024, 4_096, 16_384, 65_536]
+    backends: list[Any] = backend or ["auto"]
+    try:
+        check_power(power)
+        check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
+        check_choice("device", device, ("cuda", "cpu"))
+        for name in backends:
+            check_choice("backend", name, BACKENDS)
+        setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
+        rows = []
+        for row in run_bench(setting, contexts, backends, backward=backward, runs=runs, only=only or ()):
+            rows.append(row)
+            typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    title = f"{tokens:,} tokens a call, {heads} heads of {dim}, p = {power}, {dtype}"
+    print_rows(rows, title)
+    if out is not None:
+        save_rows(rows, setting, "sympow " + " ".join(sys.argv[1:]), out)
+        timings: dict[str, dict[int, Any]] = {}
+        for row in rows:
+            timings.setdefault(row.method, {})[row.context] = row.forward_and_backward or row.forward
+        what = "forward and backward" if backward else "forward"
+        plot_time_against_context(timings, f"{what}, {title}", out.with_suffix(".png"))
+        typer.echo(f"wrote {out} and {out.with_suffix('.png')}", err=True)
 
 
 def main() -> None:

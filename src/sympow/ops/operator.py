@@ -8,9 +8,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
 from sympow.ops.chunked import chunked_form
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
 from sympow.ops.documents import run_documents
+from sympow.ops.fused import fused_form, fused_step
 from sympow.ops.precision import without_autocast
 from sympow.ops.recurrent import recurrent_form
 from sympow.ops.sequence import Sequence
@@ -108,7 +110,8 @@ def attention(
         return_state: whether to return (y, state) instead of y.
         form: "attention" (quadratic in t), "chunked" (linear in t), "recurrent" (token by token), or "auto": the
             cheaper of the first two (`sympow.ops.cost`). All give the same numbers.
-        backend: "torch", "triton" or "auto".
+        backend: "torch" (anywhere), "triton" (fused kernels; raises where they cannot serve the call), or "auto": the
+            kernels on a GPU wherever they can.
         chunk_size: tokens per chunk of the chunked form; None: chosen by cost.
 
     Returns:
@@ -134,13 +137,10 @@ def attention(
     if initial_state is not None:
         documents = None if offsets is None else len(offsets) - 1
         check_state(initial_state, q, k, v, power, theta is not None, documents)
-    if backend == "triton":
-        raise ValueError("backend='triton' is not available: this version has no Triton kernels; use 'torch' or 'auto'")
-
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
     # Under autocast the products below would silently run in half precision, states included.
     with without_autocast(q.device):
-        run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size)
+        run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
         if offsets is None:
             y, state = run(sequence, initial_state)
         else:
@@ -152,13 +152,49 @@ def attention(
 
 
 def _run(
-    sequence: Sequence, initial_state: State | None, return_state: bool, form: Form, chunk_size: int | None
+    sequence: Sequence,
+    initial_state: State | None,
+    return_state: bool,
+    form: Form,
+    chunk_size: int | None,
+    backend: Backend,
 ) -> tuple[Tensor, State | None]:
+    """One batch of sequences, in the form and on the backend asked for."""
     if sequence.length == 0:
         return _run_nothing(sequence, initial_state, return_state)
     needs_grad = sequence.needs_grad or (
         torch.is_grad_enabled() and initial_state is not None and initial_state.requires_grad
     )
+    step = sequence.length == 1 and initial_state is not None and not needs_grad
+    request = Request(
+        device=sequence.q.device.type,
+        dtype=sequence.q.dtype,
+        power=sequence.power,
+        key_dim=sequence.key_dim,
+        value_dim=sequence.value_dim,
+        form=form,
+        chunk_size=chunk_size,
+        vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
+        states=return_state or initial_state is not None,
+        step=step,
+    )
+    chosen = choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
+    if chosen == "triton" and step and initial_state is not None:
+        return fused_step(sequence, initial_state, return_state)
+    if chosen == "triton":
+        return fused_form(sequence, form, chunk_size, needs_grad), None
+    return _run_portable(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+
+
+def _run_portable(
+    sequence: Sequence,
+    initial_state: State | None,
+    return_state: bool,
+    form: Form,
+    chunk_size: int | None,
+    needs_grad: bool,
+) -> tuple[Tensor, State | None]:
+    """In plain PyTorch."""
     if form == "recurrent":
         return recurrent_form(sequence, initial_state, return_state, needs_grad)
     work = Workload(

@@ -36,6 +36,11 @@ def multi_indices(dim: int, power: int, device: torch.device | None = None) -> T
     return indices
 
 
+def feature_indices(dim: int, power: int, device: torch.device) -> Tensor:
+    """`multi_indices` as kernels read them, kept from call to call: (D, power) int16."""
+    return _cached(_short_indices, dim, power, device)
+
+
 def symmetric_power(x: Tensor, power: int) -> Tensor:
     """φ^p(x), with φ^p(x) · φ^p(y) = (x · y)^p (paper §2.1): (..., d) → (..., D).
 
@@ -133,6 +138,10 @@ def _factors(dim: int, degree: int, device: torch.device | None) -> tuple[Tensor
     rest = torch.cat([torch.arange(start, below, device=device) for start in starts])
     first = torch.cat([torch.full((below - start,), i, device=device) for i, start in enumerate(starts)])
     return first, rest
+
+
+def _short_indices(dim: int, power: int, device: torch.device) -> Tensor:
+    return multi_indices(dim, power, device).to(torch.int16)
 
 
 def _multinomial_weights(dim: int, power: int, device: torch.device | None) -> Tensor:

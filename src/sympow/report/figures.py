@@ -13,6 +13,8 @@ STYLES = {
     "softmax": {"color": "#444444", "marker": "s", "linestyle": "--"},
     "attention form": {"color": "#d1752b", "marker": "o", "linestyle": "-"},
     "chunked form": {"color": "#1764ab", "marker": "D", "linestyle": "-"},
+    "retention": {"color": "#7a4fa3", "marker": "^", "linestyle": "--"},
+    "fla": {"color": "#3d8b4f", "marker": "v", "linestyle": "--"},
 }
 
 
@@ -32,7 +34,7 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
         medians = [1e3 * by_context[c].median for c in contexts]
         below = [1e3 * (by_context[c].median - by_context[c].fastest) for c in contexts]
         above = [1e3 * (by_context[c].slowest - by_context[c].median) for c in contexts]
-        style = STYLES.get(method, {})
+        style = STYLES.get(method.partition(",")[0], {})
         axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, markersize=4, label=method, **style)
         axes.annotate(method, (contexts[-1], medians[-1]), xytext=(6, 0), textcoords="offset points", va="center",
                       color=style.get("color"))  # fmt: skip

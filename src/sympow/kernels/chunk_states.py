@@ -1,0 +1,218 @@
+"""States at the ends of chunks, p = 2, and the sums over later queries that their gradients need.
+
+After a chunk that ends at R, with every key decayed to R,
+    S_ia = Σ_{j≤R} exp(G_R − G_j) k_i k_a v_j      Z_ia = Σ_{j≤R} exp(G_R − G_j) k_i k_a,
+which is found in three steps:
+1. `fold_kernel` writes the keys times exp(G_R − G_j), transposed, and sums Z for each chunk alone;
+2. `update_kernel` sums S for each chunk alone: for each entry i of the key a product (v * k_i)ᵀ k, its left operand
+   made in registers;
+3. `scan_kernel` runs over the chunks, decaying what came before.
+The gradient of S is the same sum with queries for keys, output gradients for values, and time reversed:
+    D_ia = Σ_{t>R} exp(G_t − G_R) q_i q_a dy_t.
+
+S is symmetric in (i, a). Half of the entries, i ≥ d/2, are kept apart (`high`): unless gradients need all of it, their
+a < d/2 is neither computed nor kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sympow.kernels.common import divide_steps, dot_precision, head_major, settle
+
+FOLD_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ChunkStates:
+    """States between chunks, one slot for each boundary.
+
+    Attributes:
+        low: S_i for i < d/2, (b, h_kv, slots, d/2, e, d), in the dtype of the inputs.
+        high: S_i for i ≥ d/2, (b, h_kv, slots, d/2, e, d), or (…, d/2) for a ≥ d/2 only.
+        normalizer: Z, (b, h_kv, slots, d, d).
+        chunk: tokens between two boundaries.
+    """
+
+    low: Tensor
+    high: Tensor
+    normalizer: Tensor
+    chunk: int
+
+
+@triton.jit
+def fold_kernel(
+    x_desc, sums_ptr, factor_ptr, transposed_ptr, normalizer_ptr, length, padded, factor_padded, kv_heads, slots, chunk,
+    GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Decayed, transposed tokens of a chunk, and Z of the chunk alone.
+
+    REVERSE: tokens are queries, decayed back to the end of the chunk before; Z carries a further factor per token.
+    """
+    slot, kv_sequence = tl.program_id(0), tl.program_id(1)
+    batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
+    chunk_start = (slot + REVERSE) * chunk
+    tiles = chunk // TOKENS
+    if GATED:
+        sums_ptr += kv_sequence.to(tl.int64) * length
+        boundary = chunk_start - 1 if REVERSE else chunk_start + chunk - 1
+        reference = tl.load(sums_ptr + boundary)
+    dims = tl.arange(0, D)
+    normalizer = tl.zeros((D, D), tl.float32)
+    for step in tl.range(0, GROUP * tiles):
+        member, tile = divide_steps(step, tiles, GROUP)
+        head = kv_head * GROUP + member
+        start = chunk_start + tile * TOKENS
+        tokens = start + tl.arange(0, TOKENS)
+        sequence = (batch * kv_heads * GROUP + head).to(tl.int64)
+        x = x_desc.load([batch, head, start, 0]).reshape(TOKENS, D)
+        decay = tl.full((TOKENS,), 1.0, tl.float32)
+        if GATED:
+            sums = tl.load(sums_ptr + tokens, mask=tokens < length, other=0.0)
+            log_decay = sums - reference if REVERSE else reference - sums
+            decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
+        decayed = (x * decay[:, None]).to(x.dtype)
+        weighted = decayed
+        if REVERSE:
+            factor = tl.load(factor_ptr + sequence * factor_padded + tokens, mask=tokens < length, other=0.0)
+            weighted = (x * (decay * factor)[:, None]).to(x.dtype)
+        offsets = (sequence * D + dims[:, None]) * padded + tokens[None, :]
+        tl.store(transposed_ptr + offsets, decayed.T)
+        normalizer = settle(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
+    out = normalizer_ptr + (kv_sequence * slots + slot).to(tl.int64) * D * D
+    tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
+
+
+@triton.jit
+def update_kernel(
+    x_desc, y_desc, transposed_desc, out_desc, kv_heads, slots, chunk, first_entry, first_column,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """S_iᵀ = Σ (y * x_i)ᵀ x over the tokens of a chunk for ENTRIES entries i: (e, COLUMNS) each."""
+    group, slot, kv_sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
+    entry = first_entry + group * ENTRIES
+    chunk_start = (slot + REVERSE) * chunk
+    tiles = chunk // TOKENS
+    accs = (tl.zeros((E, COLUMNS), tl.float32),) * ENTRIES
+    for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
+        member, tile = divide_steps(step, tiles, GROUP)
+        head = kv_head * GROUP + member
+        start = chunk_start + tile * TOKENS
+        row = (batch * kv_heads * GROUP + head) * D + entry
+        y = y_desc.load([batch, head, start, 0]).reshape(TOKENS, E).T
+        x = x_desc.load([batch, head, start, first_column]).reshape(TOKENS, COLUMNS)
+        sums = ()
+        for n in tl.static_range(ENTRIES):
+            x_entry = transposed_desc.load([row + n, start]).reshape(TOKENS)
+            product = tl.dot(y * x_entry[None, :], x, accs[n], input_precision=PRECISION)
+            # To wait for the last product is to wait for all.
+            sums = sums + (settle(product) if n == ENTRIES - 1 else product,)
+        accs = sums
+    for n in tl.static_range(ENTRIES):
+        out = accs[n].to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
+        out_desc.store([kv_sequence * slots + slot, group * ENTRIES + n, 0, 0], out)
+
+
+@triton.jit
+def scan_kernel(
+    x_ptr, out_ptr, sums_ptr, length, slots, chunk, size,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """state_s = x_s + exp(G_{R_s} − G_{R_{s−1}}) state_{s−1} over the slots; REVERSE: from the last slot backwards."""
+    block, kv_sequence = tl.program_id(0), tl.program_id(1)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    base = kv_sequence.to(tl.int64) * slots * size
+    state = tl.zeros((BLOCK,), tl.float32)
+    for step in tl.range(0, slots, num_stages=4):
+        slot = slots - 1 - step if REVERSE else step
+        if GATED:
+            # Between this boundary and the one visited before; the first visit has nothing to decay.
+            earlier = slot if REVERSE else slot - 1
+            known = (earlier >= 0) & (earlier + 1 < slots)
+            ends = sums_ptr + kv_sequence.to(tl.int64) * length + (earlier + 1) * chunk - 1
+            log_decay = tl.load(ends + chunk, mask=known, other=0.0) - tl.load(ends, mask=known, other=0.0)
+            state *= tl.exp(log_decay.to(tl.float32))
+        state += tl.load(x_ptr + base + slot.to(tl.int64) * size + offsets).to(tl.float32)
+        tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
+
+
+def _scan(x: Tensor, out: Tensor, sums: Tensor | None, length: int, chunk: int, reverse: bool) -> None:
+    batch, heads, slots = x.shape[:3]
+    size = x[0, 0, 0].numel()
+    block = min(1024, size)
+    scan_kernel[(size // block, batch * heads)](
+        x, out, sums, length, slots, chunk, size, GATED=sums is not None, REVERSE=reverse, BLOCK=block, num_warps=4
+    )
+
+
+def chunk_states(
+    x: Tensor,
+    y: Tensor,
+    kv_heads: int,
+    sums: Tensor | None,
+    chunk: int,
+    *,
+    full: bool = False,
+    factor: Tensor | None = None,
+    reverse: bool = False,
+    entries: int = 2,
+    tokens: int = 64,
+    warps: int = 4,
+    stages: int = 3,
+    registers: int | None = None,
+) -> ChunkStates | None:
+    """States at all boundaries between chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e).
+
+    Args:
+        full: also compute what symmetry makes redundant.
+        factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
+        reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
+
+    Returns None if one chunk holds all tokens.
+    """
+    batch, length, heads, dim = x.shape
+    value_dim = y.shape[-1]
+    slots = triton.cdiv(length, chunk) - 1
+    if slots == 0:
+        return None
+    half = dim // 2
+    padded = (slots + 1) * chunk
+    group = heads // kv_heads
+    columns_high = dim if full else half
+    transposed = x.new_empty(batch, heads, dim, padded)
+    sums_z = x.new_empty(batch, kv_heads, slots, dim, dim, dtype=torch.float32)
+    normalizer = torch.empty_like(sums_z, dtype=x.dtype)
+    low = x.new_empty(batch, kv_heads, slots, half, value_dim, dim)
+    high = x.new_empty(batch, kv_heads, slots, half, value_dim, columns_high)
+    precision = dot_precision(x.dtype)
+    fold_kernel[(slots, batch * kv_heads)](
+        head_major(x, (FOLD_TOKENS, dim)), sums, factor, transposed, sums_z, length, padded,
+        0 if factor is None else factor.shape[-1], kv_heads, slots, chunk,
+        GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=FOLD_TOKENS,
+        num_warps=4,
+    )  # fmt: skip
+    y_desc = head_major(y, (tokens, value_dim))
+    transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 2), [1, tokens])
+    for out, first_entry in ((low, 0), (high, half)):
+        columns = out.shape[-1]
+        together = entries * dim // columns  # as many as the registers hold
+        flat = out.view(-1, half, value_dim, columns)
+        update_kernel[(half // together, slots, batch * kv_heads)](
+            head_major(x, (tokens, columns)), y_desc, transposed_desc,
+            TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
+            kv_heads, slots, chunk, first_entry, dim - columns,
+            GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, REVERSE=reverse, PRECISION=precision,
+            TOKENS=tokens, STAGES=stages, num_warps=warps, maxnreg=registers,
+        )  # fmt: skip
+    for sums_x, out in ((sums_z, normalizer), (low, low), (high, high)):
+        _scan(sums_x, out, sums, length, chunk, reverse)
+    return ChunkStates(low, high, normalizer, chunk)

@@ -1,0 +1,119 @@
+"""What every kernel shares: powers, decays, and descriptors of head-major views."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def even_power(s, POWER: tl.constexpr):
+    """s^POWER for POWER in 2, 4, 6, 8."""
+    square = s * s
+    if POWER == 2:
+        return square
+    elif POWER == 4:
+        return square * square
+    elif POWER == 6:
+        return square * square * square
+    else:
+        fourth = square * square
+        return fourth * fourth
+
+
+@triton.jit
+def odd_power(s, EXPONENT: tl.constexpr):
+    """s^EXPONENT for EXPONENT in 1, 3, 5, 7."""
+    if EXPONENT == 1:
+        return s
+    else:
+        return even_power(s, EXPONENT - 1) * s
+
+
+@triton.jit
+def split_sum(sums, reference):
+    """(sums − reference) / log 2 as an integer part and a remainder, both float32: differences of two such pairs are
+    exact where the differences of two float32 sums would not be (strong gates make the sums of a tile large)."""
+    relative = (sums - reference) * LOG2_E
+    whole = tl.floor(relative)
+    return whole.to(tl.float32), (relative - whole).to(tl.float32)
+
+
+@triton.jit
+def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal):
+    """exp(G_i − G_j) where `causal`, else 0, from the parts that `split_sum` gives."""
+    log_decay = (row_whole[:, None] - column_whole[None, :]) + (row_rest[:, None] - column_rest[None, :])
+    return tl.exp2(tl.where(causal, log_decay, float("-inf")))
+
+
+@triton.jit
+def settle(acc):
+    """acc, finished. Costs no instruction, but is a use that the compiler has to wait for.
+
+    Needed in loops whose products take a left operand just made in registers: Triton (3.6) leaves such products in
+    flight into the next iteration, where the next operand overwrites the registers that they still read.
+    """
+    if INTERPRETED:
+        return acc
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def divide_steps(step, tiles, GROUP: tl.constexpr):
+    """step // tiles and step % tiles, for steps over GROUP heads of `tiles` tiles each; one head needs no division."""
+    if GROUP == 1:
+        return 0, step
+    else:
+        return step // tiles, step % tiles
+
+
+@triton.jit
+def round_to(x, dtype: tl.constexpr):
+    """x ≥ 0 in float32, rounded to what `dtype` can hold; for bfloat16 by integer arithmetic, which is faster here."""
+    if dtype == tl.bfloat16:
+        return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def or_one(x):
+    """x, or 1 where x is 0: a divisor for rows without weight."""
+    return tl.where(x == 0, 1.0, x)
+
+
+def head_major(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
+    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); what lies outside reads as 0.
+
+    The copy engine needs strides and base in units of 16 bytes; other tensors are copied first.
+    """
+    item = x.element_size()
+    if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * item % 16 for s in x.stride()[:-1]):
+        x = empty_aligned(x, *x.shape).copy_(x)
+    view = x.transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, *block])
+
+
+def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised tensor whose rows start at multiples of 16 bytes, as the copy engine wants them."""
+    dtype = dtype or like.dtype
+    unit = 16 // dtype.itemsize
+    columns = triton.cdiv(shape[-1], unit) * unit
+    return like.new_empty(*shape[:-1], columns, dtype=dtype)[..., : shape[-1]]
+
+
+def block_dim(dim: int) -> int:
+    """The power of two, at least 16, that holds a head dimension."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How float32 operands are multiplied: in full. Half precision operands know only one way."""
+    return "ieee" if dtype == torch.float32 else "tf32"

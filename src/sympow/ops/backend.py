@@ -1,0 +1,110 @@
+"""Which backend a call runs on: a pure function of device, dtype and shapes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+# What the fused kernels are built for.
+KERNEL_POWERS = (2, 4, 6, 8)
+LARGEST_DIM = 128
+LARGEST_CHUNKED_DIM = 64
+CHUNK_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Request:
+    """A call as far as the choice of a backend is concerned.
+
+    Attributes:
+        device: type of the device, such as "cuda".
+        dtype: of queries, keys and values.
+        power: p.
+        key_dim, value_dim: d and e.
+        form: as asked for, "auto" included.
+        chunk_size: as asked for, or None.
+        vector_gate: whether every rotated pair has its own gate.
+        states: whether a state is given or asked for.
+        step: whether it is one token from a given state, without gradients.
+    """
+
+    device: str
+    dtype: torch.dtype
+    power: int
+    key_dim: int
+    value_dim: int
+    form: str = "auto"
+    chunk_size: int | None = None
+    vector_gate: bool = False
+    states: bool = False
+    step: bool = False
+
+
+# Constants to torch.compile, which could not trace what they do.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def triton_available() -> bool:
+    """Whether Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def triton_interpreted() -> bool:
+    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1): slow, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
+    """Why the fused kernels cannot serve a call, as half a sentence; None: they can."""
+    dtype = torch.float32 if interpreted else torch.bfloat16  # the interpreter gets bfloat16 wrong
+    largest = max(request.key_dim, request.value_dim)
+    recurrent = request.form == "recurrent"
+    chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
+    obstacles = {
+        f"kernels need a CUDA device, and q is on {request.device}": request.device != "cuda" and not interpreted,
+        f"kernels take bfloat16, not {request.dtype}": request.dtype != dtype,
+        f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
+        f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
+        "kernels take one gate per head, not one per rotated pair": request.vector_gate,
+        "kernels take states only for one token at a time, without gradients": request.states and not request.step,
+        "the recurrent form has a kernel for one token at a time only": recurrent and not request.step,
+        f"the chunked kernels are for power 2, not {request.power}": chunked and request.power != 2,
+        f"the chunked kernels take head dims up to {LARGEST_CHUNKED_DIM}": chunked and largest > LARGEST_CHUNKED_DIM,
+        f"the chunked kernels take chunks that are multiples of {CHUNK_MULTIPLE}, not {request.chunk_size}": (
+            request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE != 0
+        ),
+    }
+    return next((reason for reason, present in obstacles.items() if present), None)
+
+
+def choose_backend(
+    backend: str, request: Request, *, available: Callable[[], bool], interpreted: bool
+) -> Literal["torch", "triton"]:
+    """The backend to use.
+
+    Args:
+        backend: "torch", "triton" or "auto": the kernels on a GPU wherever they can serve the call.
+        request: the call.
+        available: tells whether Triton can be imported; asked only where that matters.
+        interpreted: whether Triton runs kernels on the CPU.
+
+    Raises:
+        ValueError: "triton" was asked for and cannot serve the call.
+    """
+    if backend == "torch":
+        return "torch"
+    # Powers above 4 are for those who ask: keys far from unit length could leave the range of float32 in the kernels.
+    if backend == "auto" and not (request.device == "cuda" and request.power <= 4):
+        return "torch"
+    obstacle = obstacle_to_triton(request, interpreted=interpreted)
+    if obstacle is None and not available():
+        obstacle = "Triton is not installed (pip install 'conformal-sympow[triton]')"
+    if obstacle is None:
+        return "triton"
+    if backend == "auto":
+        return "torch"
+    raise ValueError(f"backend='triton' cannot serve this call: {obstacle}")

@@ -1,0 +1,209 @@
+"""What `sympow bench` measures: forms and backends beside what one would use instead, in one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sympow.extras import require
+from sympow.ops.operator import Backend, Form, attention
+from sympow.report.timing import Timing, environment, measure
+
+BASELINE = "softmax, cuDNN"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One call to time: `tokens` tokens in sequences of `context`, gated, already rotated."""
+
+    tokens: int = 65_536
+    heads: int = 12
+    dim: int = 64
+    power: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    def inputs(self, context: int, grad: bool) -> dict[str, Tensor]:
+        """Random q, k, v (b, t, h, d) and log γ near 0.999."""
+        generator = torch.Generator(self.device).manual_seed(context)
+        shape = (self.tokens // context, context, self.heads, self.dim)
+        made = {name: torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype) for name in "qkv"}
+        logits = torch.randn(shape[:3], generator=generator, device=self.device) + 6.9
+        made["log_gamma"] = torch.nn.functional.logsigmoid(logits)
+        return {name: x.requires_grad_(grad) for name, x in made.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    method: str
+    context: int
+    forward: Timing
+    forward_and_backward: Timing | None
+    peak_bytes: int | None
+
+
+Call = Callable[[], Tensor]
+# From a setting, a context and inputs: what to call, and what to differentiate with respect to.
+Method = Callable[[Setting, int, dict[str, Tensor]], tuple[Call, list[Tensor]]]
+
+
+def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
+    """All that can be timed here, by name."""
+    found: dict[str, Method] = {}
+    if setting.device == "cuda":
+        found[BASELINE] = partial(_softmax, SDPBackend.CUDNN_ATTENTION)
+        found["softmax, flash"] = partial(_softmax, SDPBackend.FLASH_ATTENTION)
+    else:
+        found["softmax"] = partial(_softmax, None)
+    for backend in backends:
+        found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
+        if setting.power == 2 or backend == "torch":
+            found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
+    if find_spec("retention") is not None and setting.device == "cuda":
+        found["retention, chunked"] = _retention
+    if find_spec("fla") is not None and setting.device == "cuda":
+        found["fla, simple GLA (p = 1)"] = _simple_gla
+    return found
+
+
+def run_bench(
+    setting: Setting,
+    contexts: Sequence[int],
+    backends: Sequence[Backend],
+    *,
+    backward: bool = True,
+    runs: int = 20,
+    only: Sequence[str] = (),
+) -> Iterator[Row]:
+    """Times every method at every context, one row at a time.
+
+    Args:
+        setting: what to time.
+        contexts: sequence lengths, each a divisor of setting.tokens.
+        backends: of `sympow.attention`.
+        backward: whether to time forward and backward together too.
+        runs: calls per measurement.
+        only: names of methods, or parts of them; empty: all.
+    """
+    for context in contexts:
+        if setting.tokens % context:
+            raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
+    for context in contexts:
+        for name, method in methods(setting, backends).items():
+            if not only or any(part in name for part in only):
+                yield _measure_method(name, method, setting, context, backward, runs)
+
+
+def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
+    """Writes rows as JSON, with device, versions and the command that made them."""
+    versions = environment(setting.device)
+    if find_spec("triton") is not None:
+        versions["triton"] = import_module("triton").__version__
+    described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
+    content = {"command": command, "environment": versions, "setting": described, "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def print_rows(rows: Sequence[Row], title: str) -> None:
+    """A table of milliseconds, half the range of the runs, and speed relative to the baseline at the same context."""
+    console = require("rich.console", "cli").Console()
+    table = require("rich.table", "cli").Table(title=title, title_justify="left")
+    for column in ("context", "method", "forward, ms", "speed", "forward + backward, ms", "speed", "peak extra"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    baseline = {row.context: row for row in rows if row.method in (BASELINE, "softmax")}
+    for row in rows:
+        base = baseline.get(row.context)
+        base_forward, base_both = (base.forward, base.forward_and_backward) if base else (None, None)
+        table.add_row(
+            f"{row.context:,}",
+            row.method,
+            _milliseconds(row.forward),
+            _speed(base_forward, row.forward),
+            _milliseconds(row.forward_and_backward),
+            _speed(base_both, row.forward_and_backward),
+            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f} GiB",
+        )
+    console.print(table)
+
+
+def _measure_method(name: str, method: Method, setting: Setting, context: int, backward: bool, runs: int) -> Row:
+    timed = partial(measure, runs=runs, warmup=3, device=setting.device)
+    inputs = setting.inputs(context, grad=False)
+    with torch.no_grad():
+        forward = timed(method(setting, context, inputs)[0])
+    if not backward:
+        return Row(name, context, forward, None, None)
+    inputs = setting.inputs(context, grad=True)
+    call, leaves = method(setting, context, inputs)
+    gradient = torch.randn_like(call())
+
+    def both() -> None:
+        torch.autograd.grad(call(), leaves, gradient)
+
+    both_timing = timed(both)
+    peak = None
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        both()
+        peak = torch.cuda.max_memory_allocated() - before
+    return Row(name, context, forward, both_timing, peak)
+
+
+def _softmax(
+    kernel: SDPBackend | None, setting: Setting, context: int, inputs: dict[str, Tensor]
+) -> tuple[Call, list[Tensor]]:
+    # Contiguous per head, the layout these kernels are fastest in.
+    q, k, v = (
+        inputs[name].detach().transpose(1, 2).contiguous().requires_grad_(inputs[name].requires_grad) for name in "qkv"
+    )
+
+    def call() -> Tensor:
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return call, [q, k, v]
+
+
+def _sympow(
+    form: Form, backend: Backend, setting: Setting, context: int, inputs: dict[str, Tensor]
+) -> tuple[Call, list[Tensor]]:
+    arguments: dict[str, Any] = {**inputs, "power": setting.power, "form": form, "backend": backend}
+    return partial(attention, **arguments), list(inputs.values())
+
+
+def _retention(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tuple[Call, list[Tensor]]:
+    power_retention = import_module("retention").power_retention
+    names = {"Q": "q", "K": "k", "V": "v", "log_G": "log_gamma"}
+    arguments = {name: inputs[ours] for name, ours in names.items()}
+    options = {"deg": setting.power, "scale": setting.dim**-0.5, "chunk_size": min(1024, context)}
+    return partial(power_retention, **arguments, **options), list(inputs.values())
+
+
+def _simple_gla(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tuple[Call, list[Tensor]]:
+    chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
+    arguments = (inputs["q"], inputs["k"], inputs["v"], inputs["log_gamma"])
+    return lambda: chunk_simple_gla(*arguments)[0], list(inputs.values())
+
+
+def _milliseconds(timing: Timing | None) -> str:
+    return "" if timing is None else f"{1e3 * timing.median:.3f} ± {5e2 * (timing.slowest - timing.fastest):.3f}"
+
+
+def _speed(baseline: Timing | None, timing: Timing | None) -> str:
+    return "" if baseline is None or timing is None else f"{baseline.median / timing.median:.2f}×"

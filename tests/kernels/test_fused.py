@@ -1,0 +1,130 @@
+"""The fused kernels against float64: in float32 in Triton's interpreter, in bfloat16 on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import sympow
+from support import Inputs, assert_close, gradients, random_inputs, run
+
+library = pytest.importorskip("sympow.kernels.library", reason="needs Triton")
+
+# The interpreter knows float32, the kernels on a GPU are for bfloat16: what is below runs in one or the other.
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU"
+)
+
+
+def compare(inputs: Inputs, power: int, form: str, **options) -> None:
+    """Outputs and gradients of the kernels against float64, within twice the error of the portable path in float32."""
+    exact = inputs.map(lambda t: t.double()).requires_grad()
+    inputs = inputs.requires_grad()
+    expected = run(exact, power, "attention", backend="torch")
+    portable = run(inputs, power, form, backend="torch", **options)
+    actual = run(inputs, power, form, backend="triton", **options)
+    names = ["y", *(name for name, value in inputs.arguments().items() if value is not None)]
+    results = [[y.detach(), *gradients(y, x)] for y, x in ((actual, inputs), (portable, inputs), (expected, exact))]
+    for name, got, same, want in zip(names, *results, strict=True):
+        measured = (same - want).abs().max().item() / max(1.0, want.abs().max().item())
+        assert_close(got, want, max(2 * measured, 2e-6), name)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("power", "gate", "rotation", "group", "dim", "value_dim", "length"),
+    [
+        (2, "scalar", "scale", 2, 8, 5, 70),
+        (2, "none", "none", 1, 16, 16, 64),
+        (4, "scalar", "fixed", 1, 6, 3, 33),
+        (4, "none", "pairs", 3, 4, 20, 1),
+        (6, "scalar", "none", 1, 5, 7, 40),
+        (8, "scalar", "scale", 1, 32, 16, 130),
+    ],
+)
+def test_the_attention_form(power, gate, rotation, group, dim, value_dim, length):
+    inputs = random_inputs(0, batch=2, length=length, heads=2 * group, key_heads=2, dim=dim, value_dim=value_dim,
+                           gate=gate, rotation=rotation, dtype=torch.float32)  # fmt: skip
+    compare((inputs), power, "attention")
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("gate", "rotation", "group", "dim", "value_dim", "length"),
+    [
+        ("scalar", "scale", 2, 16, 16, 300),
+        ("none", "fixed", 1, 12, 20, 257),
+        ("scalar", "none", 1, 32, 32, 128),
+    ],
+)
+def test_the_chunked_form(gate, rotation, group, dim, value_dim, length):
+    inputs = random_inputs(1, batch=1, length=length, heads=group, key_heads=1, dim=dim, value_dim=value_dim,
+                           gate=gate, rotation=rotation, dtype=torch.float32)  # fmt: skip
+    compare((inputs), 2, "chunked", chunk_size=128)
+
+
+@interpreted
+@pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
+def test_closed_gates_zero_queries_and_zero_keys(form, options):
+    inputs = random_inputs(2, length=150, heads=2, dim=16, value_dim=16, dtype=torch.float32)
+    q, k, log_gamma = inputs.q.clone(), inputs.k.clone(), inputs.log_gamma.clone()
+    q[:, 5], k[:, :3] = 0, 0
+    log_gamma[:, [20, 128, 140]] = -torch.inf
+    inputs = (replace(inputs, q=q, k=k, log_gamma=log_gamma)).requires_grad()
+    y = run(inputs, 2, form, backend="triton", **options)
+    assert not y[:, 5].any()
+    assert not y[:, :3].any()
+    assert all(g.isfinite().all() for g in gradients(y, inputs))
+    expected = run(inputs.map(lambda t: t.detach().double()), 2, "attention", backend="torch")
+    assert_close(y.detach(), expected, 2e-6, "y")
+
+
+@interpreted
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
+@pytest.mark.parametrize("gate", ["none", "scalar"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_one_token_from_a_state(power, rotation, gate, group):
+    dim = 5 if rotation == "none" else 6
+    inputs = (random_inputs(3, batch=2, length=9, heads=2 * group, key_heads=2, dim=dim, value_dim=5,
+                                     gate=gate, rotation=rotation, dtype=torch.float32))  # fmt: skip
+    _, state = run(inputs.time(0, 8), power, "chunked", backend="torch", return_state=True)
+    expected, after = run(inputs.time(8), power, "recurrent", backend="torch", initial_state=state, return_state=True)
+    actual, found = run(inputs.time(8), power, "recurrent", backend="triton", initial_state=state, return_state=True)
+    assert_close(actual, expected, 2e-6, "y")
+    assert_close(found.kv, after.kv, 1e-6, "kv")
+    assert_close(found.normalizer, after.normalizer, 1e-6, "normalizer")
+    if rotation != "none":
+        assert_close(found.phase, after.phase, 1e-12, "phase")
+
+
+@interpreted
+def test_deterministic_algorithms_take_the_reproducible_backward_pass():
+    inputs = random_inputs(4, length=100, heads=2, key_heads=1, dim=16, dtype=torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        compare(inputs, 2, "attention")
+        tracked = inputs.requires_grad()
+        first, second = (gradients(run(tracked, 2, "attention", backend="triton"), tracked) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@interpreted
+def test_operators_pass_pytorchs_own_checks():
+    inputs = random_inputs(5, length=20, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)
+    inputs = inputs.requires_grad()
+    torch.library.opcheck(library._attend, (inputs.q, inputs.k, inputs.v, inputs.log_gamma, 2, 0, True))
+    torch.library.opcheck(library._rotate, (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None))
+
+
+@interpreted
+def test_a_compiled_call_is_one_graph():
+    inputs = random_inputs(6, length=40, heads=2, dim=16, value_dim=16, dtype=torch.float32)
+
+    def call(q, k, v, log_gamma, beta, theta):
+        return sympow.attention(q, k, v, 2, log_gamma, beta, theta, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert_close(compiled(*inputs.tensors()), call(*inputs.tensors()), 1e-6, "y")

@@ -1,0 +1,125 @@
+"""The fused kernels on a GPU, in bfloat16, against float64 on the same inputs."""
+
+import pytest
+import torch
+
+import sympow
+from support import Inputs, run_plain
+
+pytestmark = pytest.mark.gpu
+
+
+def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, batch=1, seed=0) -> Inputs:
+    """Normal queries, keys and values, as a fresh model would make them; `gamma` "closed" shuts some gates."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    shift = {"weak": 6.9, "strong": 0.0, "closed": 3.0}[gamma]
+    log_gamma = torch.nn.functional.logsigmoid(normal(batch, length, key_heads) + shift)
+    if gamma == "closed":
+        log_gamma[normal(batch, length, key_heads) > 2] = -torch.inf
+    return Inputs(
+        q=normal(batch, length, heads, dim).bfloat16(),
+        k=normal(batch, length, key_heads, dim).bfloat16(),
+        v=normal(batch, length, key_heads, value_dim).bfloat16(),
+        log_gamma=log_gamma,
+        beta=2 * torch.rand(batch, length, key_heads, device="cuda", generator=generator),
+        theta=sympow.rotary_rates(dim, 65_536, device="cuda"),
+    )
+
+
+def results(inputs: Inputs, call) -> dict[str, torch.Tensor]:
+    """Output and gradients by name."""
+    inputs = inputs.requires_grad()
+    y = call(inputs)
+    generator = torch.Generator("cuda").manual_seed(1)
+    weights = torch.randn(y.shape, device="cuda", generator=generator).bfloat16().to(y.dtype)
+    names = [name for name, value in inputs.arguments().items() if value is not None]
+    return {"y": y.detach(), **dict(zip(names, torch.autograd.grad(y, inputs.tensors(), weights), strict=True))}
+
+
+def error(x: torch.Tensor, reference: torch.Tensor) -> float:
+    return ((x.double() - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("form", "power", "length", "gamma", "heads", "key_heads", "dim", "value_dim"),
+    [
+        ("attention", 2, 2000, "weak", 2, 2, 64, 64),
+        ("attention", 4, 2000, "weak", 4, 2, 64, 64),
+        ("attention", 2, 1500, "strong", 2, 2, 64, 64),
+        ("attention", 2, 1000, "closed", 2, 2, 64, 64),
+        ("attention", 2, 777, "weak", 2, 1, 32, 32),
+        ("attention", 2, 700, "weak", 2, 2, 64, 24),
+        ("attention", 2, 700, "weak", 2, 2, 128, 128),
+        ("chunked", 2, 5000, "weak", 2, 2, 64, 64),
+        ("chunked", 2, 3000, "strong", 4, 2, 64, 64),
+        ("chunked", 2, 3000, "closed", 2, 2, 64, 64),
+        ("chunked", 2, 3000, "weak", 2, 2, 32, 20),
+    ],
+)
+def test_errors_are_within_twice_those_of_plain_pytorch(form, power, length, gamma, heads, key_heads, dim, value_dim):
+    """Beside the same formula in bfloat16 throughout."""
+    inputs = make_inputs(length, gamma, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim)
+    exact = inputs.map(torch.Tensor.double)
+    wanted = results(exact, lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"))
+    plain = results(inputs, lambda x: run_plain(x, power))
+    fused = results(inputs, lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"))
+    for name, want in wanted.items():
+        assert fused[name].isfinite().all(), name
+        ours, theirs = error(fused[name], want), error(plain[name], want)
+        assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_a_second_run_is_bitwise_the_same(form):
+    inputs = make_inputs(4096, "weak", heads=4, key_heads=2)
+    first, second = (
+        results(inputs, lambda x: sympow.attention(**x.arguments(), form=form, backend="triton")) for _ in range(2)
+    )
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+def test_auto_trains_on_the_kernels_and_agrees_with_the_portable_path():
+    inputs = make_inputs(512, "weak")
+    auto, kernels = (
+        results(inputs, lambda x, b=backend: sympow.attention(**x.arguments(), backend=b))
+        for backend in ("auto", "triton")
+    )
+    assert torch.equal(auto["y"], kernels["y"])
+
+
+@pytest.mark.parametrize(("power", "dim"), [(2, 64), (4, 16)])
+def test_a_decoding_step_can_be_captured_and_replayed(power, dim):
+    inputs = make_inputs(65, "weak", batch=3, heads=4, key_heads=2, dim=dim, value_dim=dim)
+    _, state = sympow.attention(**inputs.time(0, 64).arguments(), power=power, return_state=True, backend="torch")
+    token = inputs.time(64).arguments()
+    expected, after = sympow.attention(
+        **token, power=power, initial_state=state, return_state=True, form="recurrent", backend="torch"
+    )
+    with torch.no_grad():
+        sympow.attention(**token, power=power, initial_state=state, return_state=True)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, found = sympow.attention(**token, power=power, initial_state=state, return_state=True)
+        graph.replay()
+    assert error(y, expected.double()) <= 2**-8
+    assert error(found.kv, after.kv.double()) <= 1e-5
+    assert error(found.normalizer, after.normalizer.double()) <= 1e-5
+
+
+def test_a_compiled_training_step_is_one_graph():
+    inputs = make_inputs(256, "weak")
+
+    def call(q, k, v, log_gamma, beta, theta):
+        return sympow.attention(q, k, v, 2, log_gamma, beta, theta, backend="triton")
+
+    compiled = torch.compile(call, fullgraph=True)
+    eager = results(inputs, lambda x: call(*x.tensors()))
+    graph = results(inputs, lambda x: compiled(*x.tensors()))
+    for name, value in eager.items():
+        assert error(graph[name], value.double()) <= 1e-2, name

@@ -1,0 +1,35 @@
+"""Every bf16 kernel compiles for Hopper, uses its matrix instructions, and does not spill much."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+
+TOOL = Path(__file__).parent / "sm90.py"
+
+
+@pytest.fixture(scope="module")
+def table():
+    # A process of its own: where the interpreter is on, kernels cannot be compiled.
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    tool = subprocess.run([sys.executable, str(TOOL)], env=environment, capture_output=True, text=True, check=True)
+    return tool.stdout.splitlines()
+
+
+def test_no_product_is_serialised(table):
+    assert len(table) == 14
+    assert not [line for line in table if "SERIALISED" in line]
+
+
+def test_spills_are_few(table):
+    # The chunked forward kernel and the query gradient keep some values on the stack, outside their inner loops.
+    assert all(int(line.split("stack")[1].split()[0]) <= 128 for line in table)
+
+
+def test_products_use_the_matrix_units(table):
+    without = ("scan", "rotation", "decode")
+    assert all(int(line.split("wgmma")[1].split()[0]) > 0 for line in table if not line.startswith(without))

@@ -1,0 +1,68 @@
+"""The choice of a backend: a pure function, so every case can be asked for without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sympow.ops.backend import Request, choose_backend
+
+TYPICAL = Request(device="cuda", dtype=torch.bfloat16, power=2, key_dim=64, value_dim=64)
+
+
+def choose(backend: str, available: bool = True, interpreted: bool = False, **changes) -> str:
+    return choose_backend(backend, replace(TYPICAL, **changes), available=lambda: available, interpreted=interpreted)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"power": 4},
+        {"form": "attention"},
+        {"form": "chunked", "chunk_size": 256},
+        {"key_dim": 128, "value_dim": 16},
+        {"states": True, "step": True},
+        {"states": True, "step": True, "form": "recurrent"},
+        {"states": True, "step": True, "power": 4, "form": "chunked"},
+    ],
+)
+def test_auto_takes_the_kernels_on_a_gpu(changes):
+    assert choose("auto", **changes) == "triton"
+    assert choose("triton", **changes) == "triton"
+    assert choose("torch", **changes) == "torch"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"available": False}, "Triton is not installed"),
+        ({"device": "cpu"}, "kernels need a CUDA device, and q is on cpu"),
+        ({"dtype": torch.float64}, "not torch.float64"),
+        ({"dtype": torch.float16}, "not torch.float16"),
+        ({"dtype": torch.float32}, "not torch.float32"),
+        ({"form": "chunked", "key_dim": 128}, "chunked kernels take head dims up to 64"),
+        ({"power": 10}, "powers up to 8, not 10"),
+        ({"key_dim": 256}, "head dims up to 128"),
+        ({"value_dim": 200}, "head dims up to 128"),
+        ({"vector_gate": True}, "one gate per head"),
+        ({"states": True}, "states only for one token"),
+        ({"form": "recurrent"}, "one token at a time only"),
+        ({"form": "chunked", "power": 4}, "for power 2, not 4"),
+        ({"chunk_size": 100}, "multiples of 128, not 100"),
+    ],
+)
+def test_what_kernels_cannot_serve_goes_to_torch_or_is_refused_with_the_reason(changes, reason):
+    assert choose("auto", **changes) == "torch"
+    with pytest.raises(ValueError, match=rf"backend='triton' cannot serve this call: .*{reason}"):
+        choose("triton", **changes)
+
+
+def test_high_powers_take_the_kernels_only_when_asked():
+    assert choose("auto", power=6) == "torch"
+    assert choose("triton", power=6) == "triton"
+
+
+def test_the_interpreter_serves_those_who_ask_on_a_cpu():
+    assert choose("auto", device="cpu", dtype=torch.float32, interpreted=True) == "torch"
+    assert choose("triton", device="cpu", dtype=torch.float32, interpreted=True) == "triton"
