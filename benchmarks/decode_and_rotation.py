@@ -1,6 +1,6 @@
 """One decoding step beside softmax with a cache, and the rotation of queries and keys, on a GPU.
 
-    python benchmarks/decode_and_rotation.py --out benchmarks/results/decode_and_rotation_h200.json
+    python benchmarks/decode_and_rotation.py --out benchmarks/results/h200_decode_and_rotation.json
 
 A decoding step is timed by replaying a CUDA graph of it, as generation runs it, against `scaled_dot_product_attention`
 of one query with a cache, captured likewise. Bandwidth counts the state read once and written once, beside that of a

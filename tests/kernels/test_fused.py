@@ -99,6 +99,36 @@ def test_one_token_from_a_state(power, rotation, gate, group):
 
 
 @interpreted
+@pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
+@pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
+@pytest.mark.parametrize("gate", ["none", "scalar"])
+def test_states_at_both_ends(form, options, rotation, gate):
+    inputs = random_inputs(7, batch=1, length=230, heads=4, key_heads=2, dim=8, value_dim=5, gate=gate,
+                           rotation=rotation, dtype=torch.float32)  # fmt: skip
+    expected, after = run(inputs.map(lambda t: t.double()), 2, "attention", backend="torch", return_state=True)
+    head, state = run(inputs.time(0, 50), 2, "attention", backend="triton", return_state=True)
+    tail, state = run(inputs.time(50), 2, form, backend="triton", initial_state=state, return_state=True, **options)
+    assert_close(torch.cat([head, tail], dim=1), expected, 5e-6, "y")
+    assert_close(state.kv, after.kv, 5e-6, "kv")
+    assert_close(state.normalizer, after.normalizer, 5e-6, "normalizer")
+    if rotation != "none":
+        assert_close(state.phase.cos(), after.phase.cos(), 1e-6, "phase")
+        assert_close(state.phase.sin(), after.phase.sin(), 1e-6, "phase")
+
+
+@interpreted
+def test_a_state_that_is_returned_is_differentiable():
+    inputs = random_inputs(8, length=60, heads=2, dim=8, value_dim=5, dtype=torch.float32).requires_grad()
+    results = []
+    for backend in ("torch", "triton"):
+        y, state = run(inputs, 2, "attention", backend=backend, return_state=True)
+        total = y.sum() + state.kv.sum() + state.normalizer.sum() + state.phase.cos().sum()
+        results.append(torch.autograd.grad(total, inputs.tensors()))
+    for expected, actual in zip(*results, strict=True):
+        assert_close(actual, expected, 1e-5, "gradient")
+
+
+@interpreted
 def test_deterministic_algorithms_take_the_reproducible_backward_pass():
     inputs = random_inputs(4, length=100, heads=2, key_heads=1, dim=16, dtype=torch.float32)
     torch.use_deterministic_algorithms(True)

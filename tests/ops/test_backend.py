@@ -22,9 +22,9 @@ def choose(backend: str, available: bool = True, interpreted: bool = False, **ch
         {"form": "attention"},
         {"form": "chunked", "chunk_size": 256},
         {"key_dim": 128, "value_dim": 16},
-        {"states": True, "step": True},
-        {"states": True, "step": True, "form": "recurrent"},
-        {"states": True, "step": True, "power": 4, "form": "chunked"},
+        {"step": True},
+        {"step": True, "form": "recurrent"},
+        {"step": True, "power": 4, "form": "chunked"},
     ],
 )
 def test_auto_takes_the_kernels_on_a_gpu(changes):
@@ -46,7 +46,7 @@ def test_auto_takes_the_kernels_on_a_gpu(changes):
         ({"key_dim": 256}, "head dims up to 128"),
         ({"value_dim": 200}, "head dims up to 128"),
         ({"vector_gate": True}, "one gate per head"),
-        ({"states": True}, "states only for one token"),
+        ({"differentiable_state": True}, "initial state only without gradients"),
         ({"form": "recurrent"}, "one token at a time only"),
         ({"form": "chunked", "power": 4}, "for power 2, not 4"),
         ({"chunk_size": 100}, "multiples of 128, not 100"),

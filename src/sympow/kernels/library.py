@@ -145,9 +145,24 @@ _attend.register_autograd(_differentiate_attend, setup_context=_save_attend)
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int, *, train: bool
-) -> Tensor:
-    """y (b, t, h, e) for rotated queries and keys; chunk 0: the attention form."""
-    return _attend(q, k, v, log_gamma, power, chunk, train)[0]
+) -> tuple[Tensor, Tensor]:
+    """y (b, t, h, e) for rotated queries and keys, and the sums of weights (b, h, t); chunk 0: the attention form.
+
+    The weights are those of `scaled_queries`, and constants to autograd.
+    """
+    y, weight, *_ = _attend(q, k, v, log_gamma, power, chunk, train)
+    return y, weight
+
+
+@torch.library.custom_op("sympow::scaled_queries", mutates_args=())
+def scaled_queries(q: Tensor) -> Tensor:
+    """q times the power of two per row that the kernels scale it by: (b, t, h, d)."""
+    return scale_queries(q)[0].contiguous()
+
+
+@scaled_queries.register_fake
+def _(q: Tensor) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("sympow::rotate", mutates_args=())

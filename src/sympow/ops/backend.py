@@ -29,7 +29,7 @@ class Request:
         form: as asked for, "auto" included.
         chunk_size: as asked for, or None.
         vector_gate: whether every rotated pair has its own gate.
-        states: whether a state is given or asked for.
+        differentiable_state: whether a state is given and gradients are needed.
         step: whether it is one token from a given state, without gradients.
     """
 
@@ -41,7 +41,7 @@ class Request:
     form: str = "auto"
     chunk_size: int | None = None
     vector_gate: bool = False
-    states: bool = False
+    differentiable_state: bool = False
     step: bool = False
 
 
@@ -70,7 +70,7 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
         f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
         f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
         "kernels take one gate per head, not one per rotated pair": request.vector_gate,
-        "kernels take states only for one token at a time, without gradients": request.states and not request.step,
+        "kernels take an initial state only without gradients": request.differentiable_state,
         "the recurrent form has a kernel for one token at a time only": recurrent and not request.step,
         f"the chunked kernels are for power 2, not {request.power}": chunked and request.power != 2,
         f"the chunked kernels take head dims up to {LARGEST_CHUNKED_DIM}": chunked and largest > LARGEST_CHUNKED_DIM,

@@ -7,8 +7,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.ops.backend import LARGEST_CHUNKED_DIM
+from sympow.ops.blocks import query_state, update_state
 from sympow.ops.cost import crossover_length
-from sympow.ops.sequence import Sequence
+from sympow.ops.decay import log_gate_root
+from sympow.ops.rotary import phase_after
+from sympow.ops.sequence import Sequence, divide
 from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, multinomial_weights
 
@@ -20,11 +23,23 @@ CROSSOVER_FACTOR = 1.7
 SMALLEST_DIM = 32
 
 
-def fused_form(sequence: Sequence, form: str, chunk_size: int | None, needs_grad: bool) -> Tensor:
-    """y (b, t, h, e), from no state and to none.
+def fused_form(
+    sequence: Sequence,
+    state: State | None,
+    return_state: bool,
+    form: str,
+    chunk_size: int | None,
+    needs_grad: bool,
+) -> tuple[Tensor, State | None]:
+    """y (b, t, h, e), and the state after the last token if asked for.
+
+    The kernels attend within the call. A state given is queried, and one asked for is folded, in plain PyTorch: each
+    token once, so that long calls still spend most of their time in kernels.
 
     Args:
         sequence: with one gate per head, or none.
+        state: what came before; not together with gradients.
+        return_state: whether to return the state after the last token.
         form: "attention", "chunked" or "auto".
         chunk_size: None: CHUNK_SIZE.
         needs_grad: whether the backward pass will be run.
@@ -32,17 +47,63 @@ def fused_form(sequence: Sequence, form: str, chunk_size: int | None, needs_grad
     from sympow.kernels import library
 
     q, k, v = sequence.q, sequence.k, sequence.v
-    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
+    start = None if state is None else state.phase
     if sequence.theta is not None:
-        q, k = library.rotate(q, k, sequence.beta, sequence.theta, None)
+        q, k = library.rotate(q, k, sequence.beta, sequence.theta, start)
     if form == "auto":
         form = "chunked" if chunk_size is not None or _chunked_pays(sequence) else "attention"
+    chunk = (chunk_size or CHUNK_SIZE) if form == "chunked" else 0
     # One power of two for keys and values; zeros change nothing.
     dim = max(_block(sequence.key_dim), _block(sequence.value_dim))
-    q, k, v = (_padded(x, dim) for x in (q, k, v))
-    chunk = (chunk_size or CHUNK_SIZE) if form == "chunked" else 0
-    y = library.attention(q, k, v, log_gamma, sequence.power, chunk, train=needs_grad)
-    return y if dim == sequence.value_dim else y[..., : sequence.value_dim]
+    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
+    padded_q, padded_k, padded_v = (_padded(x, dim) for x in (q, k, v))
+    y, weight = library.attention(padded_q, padded_k, padded_v, log_gamma, sequence.power, chunk, train=needs_grad)
+    y = y if dim == sequence.value_dim else y[..., : sequence.value_dim]
+    if state is None and not return_state:
+        return y, None
+
+    decay = _decay(sequence)
+    if state is not None:
+        y = _add_past(y, weight, library.scaled_queries(q), decay, state, sequence)
+    return y, _fold(k, v, decay, state, sequence) if return_state else None
+
+
+def _decay(sequence: Sequence) -> Tensor:
+    """Running sums of log γ^(1/p), zero without gates: (b, h_kv, t, 1) float64."""
+    if sequence.log_gamma is None:
+        shape = (sequence.batch, sequence.key_heads, sequence.length, 1)
+        return torch.zeros(shape, dtype=torch.float64, device=sequence.q.device)
+    return log_gate_root(sequence.log_gamma, sequence.power).cumsum(2)
+
+
+def _add_past(y: Tensor, weight: Tensor, q: Tensor, decay: Tensor, state: State, sequence: Sequence) -> Tensor:
+    """y with what the state holds mixed in, in proportion to the weights of both.
+
+    Args:
+        y: what the call alone gives, (b, t, h, e).
+        weight: its sums of weights, (b, h, t) float32.
+        q: the queries in the scale of those weights, (b, t, h, d).
+    """
+    grouped = q.to(torch.float32).unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4)
+    kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
+    numerator, denominator = query_state(grouped, decay, kv, normalizer, sequence.power)
+    weight = weight.unflatten(1, (sequence.key_heads, sequence.group))
+    own = y.unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4) * weight.unsqueeze(-1)
+    return divide(own + numerator, weight + denominator, y.dtype)
+
+
+def _fold(k: Tensor, v: Tensor, decay: Tensor, state: State | None, sequence: Sequence) -> State:
+    """The state after the last token, from turned keys."""
+    keys, values = (x.to(torch.float32).transpose(1, 2) for x in (k, v))
+    kv = None if state is None else state.kv.to(torch.float32)
+    normalizer = None if state is None else state.normalizer.to(torch.float32)
+    # Not in place: what is given belongs to the caller.
+    kv, normalizer = update_state(keys, values, decay, kv, normalizer, sequence.power, in_place=False)
+    phase = None
+    if sequence.theta is not None:
+        start = None if state is None else state.phase
+        phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
+    return State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
 def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Tensor, State | None]:

@@ -175,14 +175,14 @@ def _run(
         form=form,
         chunk_size=chunk_size,
         vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
-        states=return_state or initial_state is not None,
+        differentiable_state=initial_state is not None and needs_grad,
         step=step,
     )
     chosen = choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
     if chosen == "triton" and step and initial_state is not None:
         return fused_step(sequence, initial_state, return_state)
     if chosen == "triton":
-        return fused_form(sequence, form, chunk_size, needs_grad), None
+        return fused_form(sequence, initial_state, return_state, form, chunk_size, needs_grad)
     return _run_portable(sequence, initial_state, return_state, form, chunk_size, needs_grad)
 
 

@@ -104,6 +104,21 @@ def accumulate_phase(
     return wrap_angle(phase)
 
 
+def phase_after(
+    theta: Tensor, beta: Tensor | None, initial_phase: Tensor | None, length: int, batch: int, heads: int
+) -> Tensor:
+    """μ after `length` tokens, without those in between: (b, h_kv, d/2) float64; arguments as in `accumulate_phase`."""
+    rates = theta.to(torch.float64)
+    if beta is None:
+        phase = length * rates
+    else:
+        total = beta.to(torch.float64).sum(1)
+        phase = (total.unsqueeze(-1) if beta.ndim == 3 else total) * rates
+    if initial_phase is not None:
+        phase = phase + initial_phase
+    return wrap_angle(phase).expand(batch, heads, -1).clone(memory_format=torch.contiguous_format)
+
+
 def last_phase(phases: Tensor, initial_phase: Tensor | None, batch: int, heads: int) -> Tensor:
     """μ after the last of the phases from `accumulate_phase`, for every sequence and head: (b, h_kv, d/2)."""
     if phases.shape[1]:

@@ -36,13 +36,14 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
         above = [1e3 * (by_context[c].slowest - by_context[c].median) for c in contexts]
         style = STYLES.get(method.partition(",")[0], {})
         axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, markersize=4, label=method, **style)
-        axes.annotate(method, (contexts[-1], medians[-1]), xytext=(6, 0), textcoords="offset points", va="center",
-                      color=style.get("color"))  # fmt: skip
     axes.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="time per call (ms)", title=title)
     ticks = sorted({context for by_context in timings.values() for context in by_context})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30, ha="right")
     axes.minorticks_off()
-    axes.set_xlim(ticks[0] / 1.2, ticks[-1] * 2.4)  # room for the labels at the ends of the lines
+    ticker = require("matplotlib.ticker", "plot")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes.legend(frameon=False)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
