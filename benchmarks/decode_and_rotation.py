@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import sympow
-from sympow.kernels import library
+from sympow.kernels.rotation_op import fused_rotation
 from sympow.report.timing import environment, measure
 
 BATCH, HEADS, DIM = 16, 12, 64
@@ -93,14 +93,14 @@ def rotation_rows(runs: int) -> list[dict[str, Any]]:
     q, k = torch.randn(2, 1, 65_536, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     beta = 2 * torch.rand(1, 65_536, HEADS, device="cuda")
     theta = sympow.rotary_rates(DIM, 65_536, device="cuda")
-    turned, _ = library.rotate(q, k, beta, theta, None)
+    turned, _ = fused_rotation(q, k, beta, theta, None)
     angles = sympow.accumulate_phase(theta, beta)
     expected = sympow.rotate(q.double(), angles)
     error = ((turned - expected).norm() / expected.norm()).item()
-    timing = measure(lambda: library.rotate(q, k, beta, theta, None), runs=runs, warmup=5, device="cuda")
+    timing = measure(lambda: fused_rotation(q, k, beta, theta, None), runs=runs, warmup=5, device="cuda")
     eager = {"what": "rotation, forward", "microseconds": 1e6 * timing.median, "spread": timing.spread, "error": error}
     print(json.dumps(eager), flush=True)
-    graph = time_graph("rotation, forward, in a graph", lambda: library.rotate(q, k, beta, theta, None), runs)
+    graph = time_graph("rotation, forward, in a graph", lambda: fused_rotation(q, k, beta, theta, None), runs)
     return [eager, graph]
 
 

@@ -117,3 +117,8 @@ def block_dim(dim: int) -> int:
 def dot_precision(dtype: torch.dtype) -> str:
     """How float32 operands are multiplied: in full. Half precision operands know only one way."""
     return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def rows_contiguous(x: Tensor) -> Tensor:
+    """x, or a copy of it whose last axis is contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

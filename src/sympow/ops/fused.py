@@ -44,12 +44,13 @@ def fused_form(
         chunk_size: None: CHUNK_SIZE.
         needs_grad: whether the backward pass will be run.
     """
-    from sympow.kernels import library
+    from sympow.kernels.attention_op import fused_attention, scaled_queries
+    from sympow.kernels.rotation_op import fused_rotation
 
     q, k, v = sequence.q, sequence.k, sequence.v
     start = None if state is None else state.phase
     if sequence.theta is not None:
-        q, k = library.rotate(q, k, sequence.beta, sequence.theta, start)
+        q, k = fused_rotation(q, k, sequence.beta, sequence.theta, start)
     if form == "auto":
         form = "chunked" if chunk_size is not None or _chunked_pays(sequence) else "attention"
     chunk = (chunk_size or CHUNK_SIZE) if form == "chunked" else 0
@@ -57,14 +58,14 @@ def fused_form(
     dim = max(_block(sequence.key_dim), _block(sequence.value_dim))
     log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
     padded_q, padded_k, padded_v = (_padded(x, dim) for x in (q, k, v))
-    y, weight = library.attention(padded_q, padded_k, padded_v, log_gamma, sequence.power, chunk, train=needs_grad)
+    y, weight = fused_attention(padded_q, padded_k, padded_v, log_gamma, sequence.power, chunk, train=needs_grad)
     y = y if dim == sequence.value_dim else y[..., : sequence.value_dim]
     if state is None and not return_state:
         return y, None
 
     decay = _decay(sequence)
     if state is not None:
-        y = _add_past(y, weight, library.scaled_queries(q), decay, state, sequence)
+        y = _add_past(y, weight, scaled_queries(q), decay, state, sequence)
     return y, _fold(k, v, decay, state, sequence) if return_state else None
 
 
@@ -108,9 +109,9 @@ def _fold(k: Tensor, v: Tensor, decay: Tensor, state: State | None, sequence: Se
 
 def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Tensor, State | None]:
     """One token from a state, without gradients: y (b, 1, h, e), and the state after it if asked for."""
-    from sympow.kernels import library
+    from sympow.kernels.decode_op import fused_decode
 
-    y, kv, normalizer, phase = library.decode(
+    y, kv, normalizer, phase = fused_decode(
         sequence.q.squeeze(1),
         sequence.k.squeeze(1),
         sequence.v.squeeze(1),

@@ -1,4 +1,4 @@
-"""The kernels as PyTorch operators: visible to autograd, torch.compile and torch.library.opcheck.
+"""Attention on the kernels as a PyTorch operator: visible to autograd, torch.compile and torch.library.opcheck.
 
 An operator's outputs are tensors and nothing else, so what is missing (gates, states) is an empty tensor here.
 """
@@ -11,11 +11,8 @@ from torch import Tensor
 from sympow.kernels.attention_backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention_forward import attend
 from sympow.kernels.chunk_states import ChunkStates, chunk_states
-from sympow.kernels.decode import decode_step
 from sympow.kernels.gates import SCAN_BLOCK, Gates, gate_gradient, running_sums
-from sympow.kernels.rotation import rotate_backward, rotate_forward
 from sympow.kernels.scaling import scale_queries
-from sympow.kernels.scan import running_sum
 from sympow.kernels.tiles import COLUMNS, tiles_for
 
 
@@ -143,7 +140,7 @@ def _differentiate_attend(ctx, dy, *_):
 _attend.register_autograd(_differentiate_attend, setup_context=_save_attend)
 
 
-def attention(
+def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int, *, train: bool
 ) -> tuple[Tensor, Tensor]:
     """y (b, t, h, e) for rotated queries and keys, and the sums of weights (b, h, t); chunk 0: the attention form.
@@ -163,154 +160,6 @@ def scaled_queries(q: Tensor) -> Tensor:
 @scaled_queries.register_fake
 def _(q: Tensor) -> Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-@torch.library.custom_op("sympow::rotate", mutates_args=())
-def _rotate(
-    q: Tensor, k: Tensor, beta: Tensor | None, theta: Tensor, start: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k turned by the phase, and the running sums of β (empty for β = 1)."""
-    sums = None if beta is None else running_sum(beta.flatten(2))
-    turned_q, turned_k = rotate_forward(q, k, sums, theta, start)
-    return turned_q, turned_k, q.new_empty(0, dtype=torch.float64) if sums is None else sums
-
-
-@_rotate.register_fake
-def _(q: Tensor, k: Tensor, beta: Tensor | None, theta: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    sums = (0,) if beta is None else (beta.shape[0], beta[0, 0].numel(), beta.shape[1])
-    return (
-        torch.empty_like(q, memory_format=contiguous),
-        torch.empty_like(k, memory_format=contiguous),
-        q.new_empty(sums, dtype=torch.float64),
-    )
-
-
-@torch.library.custom_op("sympow::rotate_backward", mutates_args=())
-def _rotate_backward(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, sums: Tensor, theta: Tensor, start: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, β (b, t, columns; empty for β = 1), θ and μ_0 (empty without), from the turned q and k."""
-    d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
-        q, k, _rows_contiguous(dq), _rows_contiguous(dk), sums if sums.numel() else None, theta, start
-    )
-    none = sums.new_empty(0)
-    d_beta = none if d_sums is None else running_sum(d_sums, reverse=True).transpose(1, 2).contiguous()
-    return d_q, d_k, d_beta, d_theta, none.clone() if d_start is None else d_start
-
-
-@_rotate_backward.register_fake
-def _(
-    dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, sums: Tensor, theta: Tensor, start: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    beta = (sums.shape[0], sums.shape[2], sums.shape[1]) if sums.numel() else (0,)
-    return (
-        torch.empty_like(q),
-        torch.empty_like(k),
-        sums.new_empty(beta),
-        theta.new_empty(theta.shape, dtype=torch.float64),
-        sums.new_empty((0,) if start is None else start.shape),
-    )
-
-
-def _save_rotate(ctx, inputs, output) -> None:
-    _, _, beta, theta, start = inputs
-    ctx.save_for_backward(*output, theta, start)
-    ctx.beta = None if beta is None else (beta.shape, beta.dtype)
-    ctx.mark_non_differentiable(output[2])
-
-
-def _differentiate_rotate(ctx, dq, dk, _):
-    q, k, sums, theta, start = ctx.saved_tensors
-    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, q, k, sums, theta, start)
-    beta_gradient = None
-    if ctx.beta is not None:
-        shape, dtype = ctx.beta
-        beta_gradient = d_beta.reshape(shape).to(dtype)
-    return d_q, d_k, beta_gradient, d_theta.to(theta.dtype), None if start is None else d_start
-
-
-_rotate.register_autograd(_differentiate_rotate, setup_context=_save_rotate)
-
-
-def rotate(q: Tensor, k: Tensor, beta: Tensor | None, theta: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q and k turned by μ_i = μ_0 + Σ_{j≤i} β_j θ."""
-    turned_q, turned_k, _ = _rotate(_rows_contiguous(q), _rows_contiguous(k), beta, theta, start)
-    return turned_q, turned_k
-
-
-@torch.library.custom_op("sympow::decode", mutates_args=())
-def _decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor,
-    normalizer: Tensor,
-    phase: Tensor | None,
-    index: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (b, h, e), and kv, normalizer and phase (empty without rotation) after one token."""
-    y, kv, normalizer, phase = decode_step(
-        _rows_contiguous(q),
-        _rows_contiguous(k),
-        _rows_contiguous(v),
-        None if log_gamma is None else log_gamma.contiguous(),
-        None if beta is None else beta.contiguous(),
-        theta,
-        kv,
-        normalizer,
-        phase,
-        index,
-        weight,
-    )
-    return y, kv, normalizer, y.new_empty(0, dtype=torch.float64) if phase is None else phase
-
-
-@_decode.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor,
-    normalizer: Tensor,
-    phase: Tensor | None,
-    index: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    phase_out = y.new_empty(0, dtype=torch.float64) if phase is None else torch.empty_like(phase)
-    return y, torch.empty_like(kv), torch.empty_like(normalizer), phase_out
-
-
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor,
-    normalizer: Tensor,
-    phase: Tensor | None,
-    index: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One token from a state of any float dtype and strides; shapes as in `decode_step`."""
-    kv, normalizer = (x.to(torch.float32).contiguous() for x in (kv, normalizer))
-    phase = None if phase is None else phase.contiguous()
-    y, kv, normalizer, phase_out = _decode(q, k, v, log_gamma, beta, theta, kv, normalizer, phase, index, weight)
-    return y, kv, normalizer, None if phase is None else phase_out
-
-
-def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _gate_tensors(gates: Gates | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
