@@ -99,6 +99,22 @@ def test_one_token_from_a_state(power, rotation, gate, group):
 
 
 @interpreted
+def test_one_token_that_nothing_answers_to():
+    inputs = random_inputs(9, length=9, dim=4, rotation="none", gate="none", dtype=torch.float32)
+    direction = torch.tensor([1.0, 1.0, 1.0, 1.0])
+    across = torch.tensor([1.0, -1.0, 1.0, -1.0])
+    inputs = replace(inputs, k=inputs.k[..., :1] * direction, q=inputs.q[..., :1] * across)
+    _, state = run(inputs.time(0, 8), 2, "attention", backend="torch", return_state=True)
+    token = inputs.time(8)
+    y = run(token, 2, "recurrent", backend="triton", initial_state=state)
+    assert y.abs().max() <= inputs.v.abs().max()
+    q = token.q.clone()
+    q[..., 0] = torch.nan
+    bad = replace(token, q=q)
+    assert run(bad, 2, "recurrent", backend="triton", initial_state=state).isnan().all()
+
+
+@interpreted
 @pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
 @pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
 @pytest.mark.parametrize("gate", ["none", "scalar"])

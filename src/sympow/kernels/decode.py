@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import or_one
+from sympow.kernels.common import even_power, or_one
 from sympow.kernels.gates import CLOSED_GATE
 from sympow.kernels.rotation import TURN, cos_sin
 from sympow.kernels.scaling import power_of_two_scale
+
+ROUNDING = tl.constexpr(4 * 2.0**-23)
 
 
 @triton.jit
@@ -83,6 +85,7 @@ def _decode_kernel(
 
     accs = (tl.zeros((ROWS, COLUMNS), tl.float32),) * GROUP
     weights = (tl.zeros((ROWS,), tl.float32),) * GROUP
+    squares = tl.zeros((ROWS,), tl.float32)
     for start in tl.range(0, features, ROWS):
         rows = start + tl.arange(0, ROWS)
         valid = rows < features
@@ -94,6 +97,7 @@ def _decode_kernel(
         phi_key = _features(key, index_ptr, weight, rows, valid, POWER)
         kv = kv * gamma + phi_key[:, None] * value[None, :]
         normalizer = normalizer * gamma + phi_key
+        squares += normalizer * normalizer
         tl.store(kv_out_ptr + block, kv, mask=mask)
         if slice_ == 0:
             tl.store(normalizer_out_ptr + sequence * features + rows, normalizer, mask=valid)
@@ -106,9 +110,13 @@ def _decode_kernel(
         accs = next_accs
         weights = next_weights
 
+    size = tl.sqrt(tl.sum(squares, axis=0))
     for member in tl.static_range(GROUP):
         total = tl.sum(weights[member], axis=0)
-        y = tl.where(total > 0, tl.sum(accs[member], axis=0) / or_one(total), 0.0)
+        # A weight of no more than its own rounding, 4 ε |φ(q)| |Z|, is none; NaN stays NaN.
+        length = tl.sqrt(tl.sum(queries[member] * queries[member], axis=0))
+        empty = total <= ROUNDING * even_power(length, POWER) * size
+        y = tl.where(empty, 0.0, tl.sum(accs[member], axis=0) / or_one(total))
         target = y_ptr + (sequence * GROUP + member) * value_dim + columns
         tl.store(target, y.to(y_ptr.dtype.element_ty), mask=inside)
 
