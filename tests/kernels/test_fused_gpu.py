@@ -112,6 +112,23 @@ def test_a_decoding_step_can_be_captured_and_replayed(power, dim):
     assert error(found.normalizer, after.normalizer.double()) <= 1e-5
 
 
+@torch.no_grad()
+def test_reading_in_pieces_equals_reading_at_once():
+    inputs = make_inputs(3000, "weak", heads=4, key_heads=2)
+    exact = inputs.map(torch.Tensor.double)
+    wanted, after = sympow.attention(**exact.arguments(), return_state=True, backend="torch")
+    outputs, state = [], None
+    for start, stop in ((0, 1000), (1000, 2999), (2999, 3000)):
+        y, state = sympow.attention(
+            **inputs.time(start, stop).arguments(), initial_state=state, return_state=True, backend="triton"
+        )
+        outputs.append(y)
+    assert error(torch.cat(outputs, dim=1), wanted) <= 2**-7
+    assert error(state.kv, after.kv) <= 2**-7
+    assert error(state.normalizer, after.normalizer) <= 2**-7
+    assert torch.allclose(state.phase.cos(), after.phase.cos(), atol=1e-9)
+
+
 def test_a_compiled_training_step_is_one_graph():
     inputs = make_inputs(256, "weak")
 
