@@ -3,9 +3,11 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import assert_close
 from sympow import GPT, GPTConfig, rotary_rates
+from sympow.layers.constants import ConstantTable
 from sympow.model.accounting import (
     count_parameters,
     crossover,
@@ -140,6 +142,13 @@ def test_constants_survive_copies_and_casts():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).half().float()):
         rates = other.blocks[0].mixer.rotation.rates(torch.device("cpu"))
         assert torch.equal(rates, rotary_rates(4, 100))
+
+
+def test_constants_do_not_outlive_a_trace():
+    table = ConstantTable(rotary_rates(4, 100))
+    with FakeTensorMode():
+        table(torch.device("cpu"))
+    assert type(table(torch.device("cpu"))) is torch.Tensor
 
 
 def test_shapes_can_be_found_without_numbers():

@@ -23,6 +23,7 @@ def choose(backend: str, available: bool = True, interpreted: bool = False, **ch
         {"form": "chunked", "chunk_size": 256},
         {"key_dim": 128, "value_dim": 16},
         {"step": True},
+        {"step": True, "form": "chunked", "chunk_size": 64},
         {"step": True, "form": "recurrent"},
         {"step": True, "power": 4, "form": "chunked"},
     ],

@@ -98,7 +98,10 @@ def test_tiles_smaller_than_the_sequence_change_nothing(gate, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precisions_are_as_good_as_rounding_allows(form, dtype):
-    """Inside, half precision is computed in float32: what is left is the rounding of outputs and gradients."""
+    """Inside, half precision is computed in float32: what is left is the rounding of outputs and gradients.
+
+    For float32 itself it is that of a running sum: about one rounding per token.
+    """
     exact = random_inputs(4, length=40, heads=4, key_heads=2, dim=8)
     rounded = exact.rounded(dtype)
     expected_inputs = rounded.map(lambda t: t.double()).requires_grad()
@@ -106,7 +109,7 @@ def test_lower_precisions_are_as_good_as_rounding_allows(form, dtype):
     rounded = rounded.requires_grad()
     actual = run(rounded, 2, form, **({"chunk_size": 16} if form == "chunked" else {}))
     assert actual.dtype == dtype
-    tolerance = torch.finfo(dtype).eps if dtype != torch.float32 else 20 * torch.finfo(dtype).eps
+    tolerance = torch.finfo(dtype).eps * (40 if dtype == torch.float32 else 1)
     assert_close(actual, expected, tolerance, "y")
     for got, want in zip(gradients(actual, rounded), gradients(expected, expected_inputs), strict=True):
         # The output is rounded once more on the way back, as the incoming gradient.

@@ -1,7 +1,7 @@
 """One token for every sequence of a batch: rotate, decay, update, query and normalise in one kernel.
 
 A program owns a slice of the value columns of one key/value head and walks once over the features: it reads each row of
-the state, decays it, adds φ(k) v, writes it and sums φ(q) S for every query head that reads this state. Slices of value
+the state, decays it, sums φ(q) S for every query head that reads this state, adds φ(k) v and writes it. Slices of value
 columns are independent, so nothing is added up across programs; each sums the normaliser for itself, which is small
 beside its slice. What moves is the state, read once and written once.
 """
@@ -18,7 +18,7 @@ from sympow.kernels.gates import CLOSED_GATE
 from sympow.kernels.rotation import TURN, cos_sin
 from sympow.kernels.scaling import power_of_two_scale
 
-ROUNDING = tl.constexpr(4 * 2.0**-23)
+EPSILON = tl.constexpr(2.0**-23)
 
 
 @triton.jit
@@ -85,38 +85,39 @@ def _decode_kernel(
 
     accs = (tl.zeros((ROWS, COLUMNS), tl.float32),) * GROUP
     weights = (tl.zeros((ROWS,), tl.float32),) * GROUP
-    squares = tl.zeros((ROWS,), tl.float32)
+    sizes = (tl.zeros((ROWS,), tl.float32),) * GROUP
     for start in tl.range(0, features, ROWS):
         rows = start + tl.arange(0, ROWS)
         valid = rows < features
         block = (sequence * features + rows)[:, None] * value_dim + columns[None, :]
         mask = valid[:, None] & inside[None, :]
-        kv = tl.load(kv_ptr + block, mask=mask, other=0.0)
-        normalizer = tl.load(normalizer_ptr + sequence * features + rows, mask=valid, other=0.0)
+        kv = tl.load(kv_ptr + block, mask=mask, other=0.0) * gamma
+        normalizer = tl.load(normalizer_ptr + sequence * features + rows, mask=valid, other=0.0) * gamma
         weight = tl.load(weight_ptr + rows, mask=valid, other=0.0)
-        phi_key = _features(key, index_ptr, weight, rows, valid, POWER)
-        kv = kv * gamma + phi_key[:, None] * value[None, :]
-        normalizer = normalizer * gamma + phi_key
-        squares += normalizer * normalizer
-        tl.store(kv_out_ptr + block, kv, mask=mask)
-        if slice_ == 0:
-            tl.store(normalizer_out_ptr + sequence * features + rows, normalizer, mask=valid)
         next_accs = ()
         next_weights = ()
+        next_sizes = ()
         for member in tl.static_range(GROUP):
             phi_query = _features(queries[member], index_ptr, weight, rows, valid, POWER)
             next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
             next_weights = next_weights + (weights[member] + phi_query * normalizer,)
+            next_sizes = next_sizes + (sizes[member] + tl.abs(phi_query * normalizer),)
         accs = next_accs
         weights = next_weights
+        sizes = next_sizes
+        phi_key = _features(key, index_ptr, weight, rows, valid, POWER)
+        tl.store(kv_out_ptr + block, kv + phi_key[:, None] * value[None, :], mask=mask)
+        if slice_ == 0:
+            tl.store(normalizer_out_ptr + sequence * features + rows, normalizer + phi_key, mask=valid)
 
-    size = tl.sqrt(tl.sum(squares, axis=0))
     for member in tl.static_range(GROUP):
-        total = tl.sum(weights[member], axis=0)
-        # A weight of no more than its own rounding, 4 ε |φ(q)| |Z|, is none; NaN stays NaN.
-        length = tl.sqrt(tl.sum(queries[member] * queries[member], axis=0))
-        empty = total <= ROUNDING * even_power(length, POWER) * size
-        y = tl.where(empty, 0.0, tl.sum(accs[member], axis=0) / or_one(total))
+        # The past through its state, unless that is nothing but rounding; the token itself by its score.
+        past = tl.sum(weights[member], axis=0)
+        rounding = past < EPSILON * tl.sum(sizes[member], axis=0)
+        score = even_power(tl.sum(queries[member] * key, axis=0), POWER)
+        total = tl.where(rounding, 0.0, past) + score
+        sums = tl.where(rounding, 0.0, tl.sum(accs[member], axis=0)) + score * value
+        y = tl.where(total == 0, 0.0, sums / or_one(total))
         target = y_ptr + (sequence * GROUP + member) * value_dim + columns
         tl.store(target, y.to(y_ptr.dtype.element_ty), mask=inside)
 

@@ -22,8 +22,11 @@ class ConstantTable(nn.Module):
         self._table: Tensor | None = None
 
     def forward(self, device: torch.device) -> Tensor:
-        if self._table is None or self._table.device != device:
-            # A tensor made in inference mode could not take part in a later backward pass.
-            with torch.inference_mode(False):
-                self._table = torch.tensor(self.values, dtype=torch.float64, device=device)
-        return self._table
+        if self._table is not None and self._table.device == device:
+            return self._table
+        # A tensor made in inference mode could not take part in a later backward pass.
+        with torch.inference_mode(False):
+            table = torch.tensor(self.values, dtype=torch.float64, device=device)
+        if type(table) is Tensor:  # not one of a tracer's stand-ins, which must not outlive the trace
+            self._table = table
+        return table

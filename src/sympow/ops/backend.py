@@ -75,7 +75,7 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
         f"the chunked kernels are for power 2, not {request.power}": chunked and request.power != 2,
         f"the chunked kernels take head dims up to {LARGEST_CHUNKED_DIM}": chunked and largest > LARGEST_CHUNKED_DIM,
         f"the chunked kernels take chunks that are multiples of {CHUNK_MULTIPLE}, not {request.chunk_size}": (
-            request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE != 0
+            chunked and request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE != 0
         ),
     }
     return next((reason for reason, present in obstacles.items() if present), None)

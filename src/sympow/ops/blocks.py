@@ -92,21 +92,18 @@ def multiply(x: Tensor, factor: Tensor, *, in_place: bool) -> Tensor:
     return x.mul_(factor) if in_place else x * factor
 
 
-def drop_rounding(numerator: Tensor, denominator: Tensor, q: Tensor, normalizer: Tensor, power: int) -> Sums:
+def drop_rounding(numerator: Tensor, denominator: Tensor, magnitude: Tensor) -> Sums:
     """Zero for what a state returns where it is nothing but rounding.
 
     φ(q) Z is a sum of numbers of both signs. Where q is orthogonal to all keys it should vanish, and what is left is
-    noise of size ε |φ(q)| |Z|: dividing noise by noise would give outputs far outside the range of the values.
+    rounding, of size ε Σ |φ(q)_i Z_i|: dividing rounding by rounding would give outputs of any size.
 
     Args:
-        numerator: (b, n, g, t, e).
-        denominator: (b, n, g, t).
-        q: what was queried with, (b, n, g, t, d), |φ(q)| being |q|^p.
-        normalizer: (b, n, D).
+        numerator: φ(q) S, (b, n, g, t, e).
+        denominator: φ(q) Z, (b, n, g, t).
+        magnitude: |φ(q)| |Z|, entry by entry, likewise.
     """
-    with torch.no_grad():
-        noise = 4 * torch.finfo(q.dtype).eps * even_power(q.norm(dim=-1), power)
-        rounding = denominator < noise * normalizer.norm(dim=-1)[:, :, None, None]
+    rounding = denominator.detach() < torch.finfo(magnitude.dtype).eps * magnitude.detach()
     return numerator.masked_fill(rounding.unsqueeze(-1), 0.0), denominator.masked_fill(rounding, 0.0)
 
 
@@ -161,8 +158,9 @@ def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     features = symmetric_power_rows(q.flatten(2, 3).mT, power)  # (b, n, D, g · t)
     numerator = features.mT @ kv
     denominator = (normalizer.unsqueeze(2) @ features).squeeze(2)
-    sums = numerator.unflatten(2, q.shape[2:4]), denominator.unflatten(2, q.shape[2:4])
-    return drop_rounding(*sums, q, normalizer, power)
+    with torch.no_grad():
+        magnitude = (normalizer.abs().unsqueeze(2) @ features.abs()).squeeze(2)
+    return drop_rounding(*(x.unflatten(2, q.shape[2:4]) for x in (numerator, denominator, magnitude)))
 
 
 def _update_block(k: Tensor, v: Tensor, power: int) -> Sums:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.blocks import multiply
-from sympow.ops.scaling import LEAST_EXPONENT, power_of_two, state_exponents
+from sympow.ops.scaling import least_exponent, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 
@@ -32,7 +32,9 @@ def enter(sequence: Sequence, state: State | None) -> Carry:
     """The carry a call starts from; its kv and normalizer are copies."""
     if state is None:
         shape = (sequence.batch, sequence.key_heads)
-        return Carry(torch.full(shape, LEAST_EXPONENT, dtype=torch.int32, device=sequence.q.device))
+        return Carry(
+            torch.full(shape, least_exponent(sequence.compute_dtype), dtype=torch.int32, device=sequence.q.device)
+        )
     normalizer = state.normalizer.to(sequence.compute_dtype)
     exponent = state_exponents(normalizer, sequence.power)
     kv = state.kv.to(sequence.compute_dtype)

@@ -14,7 +14,7 @@ from sympow.ops.carry import Carry, enter, leave
 from sympow.ops.decay import feature_decay
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
-from sympow.ops.symmetric import symmetric_dim, symmetric_power
+from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power
 
 
 def recurrent_form(
@@ -37,15 +37,23 @@ def recurrent_form(
         value = tokens.v[:, :, i]  # (b, h_kv, e)
         gamma = feature_decay(steps[:, :, i], power, sequence.compute_dtype)
         if needs_grad:
-            kv = kv * gamma.unsqueeze(-1) + key.unsqueeze(-1) * value.unsqueeze(-2)
-            normalizer = normalizer * gamma + key
+            kv, normalizer = kv * gamma.unsqueeze(-1), normalizer * gamma
         else:
-            kv.mul_(gamma.unsqueeze(-1)).addcmul_(key.unsqueeze(-1), value.unsqueeze(-2))
-            normalizer.mul_(gamma).add_(key)
-        sums = (query @ kv).unsqueeze(3), query @ normalizer.unsqueeze(-1)  # with a time axis of one
-        numerator, denominator = drop_rounding(*sums, tokens.q[:, :, :, i : i + 1], normalizer, power)
-        numerators.append(numerator)
-        denominators.append(denominator)
+            kv.mul_(gamma.unsqueeze(-1))
+            normalizer.mul_(gamma)
+        # The past through its state; the token itself by its score, which is exact where a difference of features
+        # is not. Everything with a time axis of one.
+        weights = normalizer.unsqueeze(-1)
+        past = drop_rounding((query @ kv).unsqueeze(3), query @ weights, query.detach().abs() @ weights.detach().abs())
+        score = even_power((tokens.q[:, :, :, i] * tokens.k[:, :, i].unsqueeze(2)).sum(-1), power).unsqueeze(-1)
+        numerators.append(past[0] + (score * value.unsqueeze(2)).unsqueeze(3))
+        denominators.append(past[1] + score)
+        if needs_grad:
+            kv = kv + key.unsqueeze(-1) * value.unsqueeze(-2)
+            normalizer = normalizer + key
+        else:
+            kv.addcmul_(key.unsqueeze(-1), value.unsqueeze(-2))
+            normalizer.add_(key)
 
     y = divide(torch.cat(numerators, dim=3), torch.cat(denominators, dim=3), sequence.q.dtype)
     carry = Carry(tokens.exponent, kv, normalizer, tokens.phase)

@@ -15,8 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-# Where a head starts before its first key other than zero; keys are not scaled up further than this.
-LEAST_EXPONENT = -120
+
+def least_exponent(dtype: torch.dtype) -> int:
+    """Where a head starts before its first key other than zero; keys are not scaled up further than this."""
+    return -1000 if dtype == torch.float64 else -120
 
 
 def unit_length(q: Tensor) -> Tensor:
@@ -34,8 +36,9 @@ def running_key_exponents(k: Tensor, start: Tensor) -> Tensor:
         k: (b, t, h_kv, d).
         start: exponents before the first token, (b, h_kv).
     """
-    bound = torch.linalg.vector_norm(k.detach(), ord=math.inf, dim=-1) * math.sqrt(k.shape[-1])
-    exponents = torch.where(bound == 0, LEAST_EXPONENT, torch.frexp(bound).exponent)
+    largest = torch.linalg.vector_norm(k.detach(), ord=math.inf, dim=-1)
+    root = math.ceil(math.log2(k.shape[-1]) / 2)  # |k| ≤ √d max |k_i|, as exponents: the product could overflow
+    exponents = torch.where(largest == 0, least_exponent(k.dtype), torch.frexp(largest).exponent + root)
     return torch.maximum(exponents.cummax(dim=1).values, start.unsqueeze(1))
 
 
@@ -46,8 +49,9 @@ def state_exponents(normalizer: Tensor, power: int) -> Tensor:
     state by 2^(−power · exponent) takes a finite factor.
     """
     bound = torch.linalg.vector_norm(normalizer.detach(), ord=math.inf, dim=-1).pow(1 / power)
-    limit = -LEAST_EXPONENT // power
-    return torch.where(bound == 0, LEAST_EXPONENT, torch.frexp(bound).exponent).clamp(-limit, limit)
+    least = least_exponent(normalizer.dtype)
+    limit = -least // power
+    return torch.where(bound == 0, least, torch.frexp(bound).exponent).clamp(-limit, limit)
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
