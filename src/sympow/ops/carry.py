@@ -13,7 +13,7 @@ from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 
 
-@dataclass
+@dataclass(frozen=True)
 class Carry:
     """A state in units of keys divided by 2^exponent. Before the first token kv and normalizer may be None: zero.
 

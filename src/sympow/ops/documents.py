@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Sequence_
 from itertools import pairwise
 
 import torch
@@ -15,7 +14,7 @@ from sympow.ops.state import State
 
 def run_documents(
     sequence: Sequence,
-    offsets: Sequence_[int],
+    offsets: list[int],
     initial_state: State | None,
     run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
 ) -> tuple[Tensor, State | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sympow.ops.blocks import drop_rounding
+from sympow.ops.blocks import drop_rounding, multiply
 from sympow.ops.carry import Carry, enter, leave
 from sympow.ops.decay import feature_decay
 from sympow.ops.sequence import Sequence, divide, prepare
@@ -36,11 +36,8 @@ def recurrent_form(
         query = symmetric_power(tokens.q[:, :, :, i], power)  # (b, h_kv, g, D)
         value = tokens.v[:, :, i]  # (b, h_kv, e)
         gamma = feature_decay(steps[:, :, i], power, sequence.compute_dtype)
-        if needs_grad:
-            kv, normalizer = kv * gamma.unsqueeze(-1), normalizer * gamma
-        else:
-            kv.mul_(gamma.unsqueeze(-1))
-            normalizer.mul_(gamma)
+        kv = multiply(kv, gamma.unsqueeze(-1), in_place=not needs_grad)
+        normalizer = multiply(normalizer, gamma, in_place=not needs_grad)
         # The past through its state; the token itself by its score, which is exact where a difference of features
         # is not. Everything with a time axis of one.
         weights = normalizer.unsqueeze(-1)

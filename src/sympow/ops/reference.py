@@ -52,9 +52,8 @@ def power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     tensor_power = matrix
     for _ in range(power - 1):
         tensor_power = torch.kron(tensor_power, matrix)
-    return (
-        symmetric_embedding(dim, power, matrix.dtype).T @ tensor_power @ symmetric_embedding(dim, power, matrix.dtype)
-    )
+    embedding = symmetric_embedding(dim, power, matrix.dtype)
+    return embedding.T @ tensor_power @ embedding
 
 
 def symmetric_embedding(dim: int, power: int, dtype: torch.dtype) -> Tensor:

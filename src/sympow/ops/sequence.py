@@ -108,8 +108,9 @@ def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
     """
     dtype = part.compute_dtype
     q = unit_length(part.q.to(dtype)).unflatten(2, (part.key_heads, part.group))
-    exponents = running_key_exponents(part.k.to(dtype), exponent)
-    k = part.k.to(dtype) * power_of_two(-exponents, dtype).unsqueeze(-1)
+    k = part.k.to(dtype)
+    exponents = running_key_exponents(k, exponent)
+    k = k * power_of_two(-exponents, dtype).unsqueeze(-1)
     if part.theta is not None:
         angles = accumulate_phase(part.theta, part.beta, phase, length=part.length)
         q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)

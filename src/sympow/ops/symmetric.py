@@ -78,7 +78,9 @@ def monomial_rows(x: Tensor, power: int) -> Tensor:
 
 def multinomial_weights(dim: int, power: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """√(p! / ∏ n_i!) for each feature, n_i being how often index i occurs in it: (D,)."""
-    return _cached(_multinomial_weights, dim, power, device).to(dtype)
+    # Kept in the two dtypes that states have: converting at each call would cost a decoding step a launch.
+    make = _multinomial_weights if dtype == torch.float64 else _single_weights
+    return _cached(make, dim, power, device).to(dtype)
 
 
 def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
@@ -138,6 +140,10 @@ def _factors(dim: int, degree: int, device: torch.device | None) -> tuple[Tensor
     rest = torch.cat([torch.arange(start, below, device=device) for start in starts])
     first = torch.cat([torch.full((below - start,), i, device=device) for i, start in enumerate(starts)])
     return first, rest
+
+
+def _single_weights(dim: int, power: int, device: torch.device) -> Tensor:
+    return _multinomial_weights(dim, power, device).to(torch.float32)
 
 
 def _short_indices(dim: int, power: int, device: torch.device) -> Tensor:
