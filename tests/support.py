@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import sympow
 from sympow.ops import reference
@@ -114,22 +115,37 @@ def run_reference(inputs: Inputs, power: int) -> Tensor:
     return reference.attention(**inputs.with_all_heads().arguments(), power=power)
 
 
-def run_plain(inputs: Inputs, power: int) -> Tensor:
+def run_plain(inputs: Inputs, power: int, rows: int | None = None) -> Tensor:
     """The attention form as anyone would write it in PyTorch, whole matrices in the dtype of the inputs.
 
-    Its error is the measure for that of a fast path. Scalar gates only.
+    Its error is the measure for that of a fast path. Scalar gates only. `rows`: as many rows of a matrix at a time, to
+    fit into memory.
     """
     inputs = inputs.with_all_heads()
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     if inputs.theta is not None and inputs.beta is not None:
         phase = inputs.beta.double().cumsum(1).transpose(1, 2).unsqueeze(-1) * inputs.theta.double()
         q, k = sympow.rotate(q, phase.remainder(2 * torch.pi)), sympow.rotate(k, phase.remainder(2 * torch.pi))
-    scores = (q @ k.mT) ** power
+    total = None
     if inputs.log_gamma is not None:
         total = inputs.log_gamma.double().clamp(min=-1000.0).cumsum(1).transpose(1, 2)
-        scores = scores * (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().to(scores.dtype)
-    scores = scores.tril()
-    return ((scores / scores.sum(-1, keepdim=True)) @ v).transpose(1, 2)
+    length = q.shape[2]
+    if rows is None or rows >= length:
+        return _plain_rows(q, k, v, total, power, 0, length).transpose(1, 2)
+    blocks = [
+        checkpoint(_plain_rows, q, k, v, total, power, start, min(start + rows, length), use_reentrant=False)
+        for start in range(0, length, rows)
+    ]
+    return torch.cat(blocks, dim=2).transpose(1, 2)
+
+
+def _plain_rows(q: Tensor, k: Tensor, v: Tensor, total: Tensor | None, power: int, start: int, stop: int) -> Tensor:
+    scores = (q[:, :, start:stop] @ k[:, :, :stop].mT) ** power
+    if total is not None:
+        decay = total[:, :, start:stop].unsqueeze(-1) - total[:, :, :stop].unsqueeze(-2)
+        scores = scores * decay.tril(start).exp().to(scores.dtype)
+    scores = scores.tril(start)
+    return (scores / scores.sum(-1, keepdim=True)) @ v[:, :, :stop]
 
 
 def gradients(y: Tensor, inputs: Inputs, seed: int = 0) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """The fused kernels against float64: in float32 in Triton's interpreter, in bfloat16 on a GPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -16,13 +17,13 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def compare(inputs: Inputs, power: int, form: str, **options) -> None:
+def compare(inputs: Inputs, power: int, form: str, *, cu_seqlens=None, **options) -> None:
     """Outputs and gradients of the kernels against float64, within twice the error of the portable path in float32."""
     exact = inputs.map(lambda t: t.double()).requires_grad()
     inputs = inputs.requires_grad()
-    expected = run(exact, power, "attention", backend="torch")
-    portable = run(inputs, power, form, backend="torch", **options)
-    actual = run(inputs, power, form, backend="triton", **options)
+    expected = run(exact, power, "attention", backend="torch", cu_seqlens=cu_seqlens)
+    portable = run(inputs, power, form, backend="torch", cu_seqlens=cu_seqlens, **options)
+    actual = run(inputs, power, form, backend="triton", cu_seqlens=cu_seqlens, **options)
     names = ["y", *(name for name, value in inputs.arguments().items() if value is not None)]
     results = [[y.detach(), *gradients(y, x)] for y, x in ((actual, inputs), (portable, inputs), (expected, exact))]
     for name, got, same, want in zip(names, *results, strict=True):
@@ -145,15 +146,54 @@ def test_states_at_both_ends(form, options, rotation, gate):
 
 
 @interpreted
-def test_a_state_that_is_returned_is_differentiable():
-    inputs = random_inputs(8, length=60, heads=2, dim=8, value_dim=5, dtype=torch.float32).requires_grad()
+@pytest.mark.parametrize("parts", [("y",), ("kv",), ("normalizer",), ("y", "kv", "normalizer")])
+@pytest.mark.parametrize(
+    ("power", "form", "options", "gate"),
+    [
+        (2, "chunked", {"chunk_size": 128}, "scalar"),
+        (2, "chunked", {"chunk_size": 128}, "none"),
+        (2, "attention", {}, "scalar"),
+        (4, "attention", {}, "scalar"),
+    ],
+)
+def test_states_at_both_ends_are_differentiable(power, form, options, gate, parts):
+    """With respect to the inputs and to the state before them, for losses that read only some of what comes out."""
+    inputs = random_inputs(8, length=170, heads=4, key_heads=2, dim=6, value_dim=5, gate=gate, dtype=torch.float32)
+    _, past = run(inputs.time(0, 30), power, "attention", backend="torch", return_state=True)
     results = []
-    for backend in ("torch", "triton"):
-        y, state = run(inputs, 2, "attention", backend=backend, return_state=True)
-        total = y.sum() + state.kv.sum() + state.normalizer.sum() + state.phase.cos().sum()
-        results.append(torch.autograd.grad(total, inputs.tensors()))
+    for backend, dtype in (("torch", torch.float64), ("triton", torch.float32)):
+        now = inputs.time(30).map(lambda t, dtype=dtype: t.to(dtype)).requires_grad()
+        state = replace(
+            past, kv=past.kv.to(dtype).requires_grad_(), normalizer=past.normalizer.to(dtype).requires_grad_()
+        )
+        extra = options if backend == "triton" else {}
+        chosen = form if backend == "triton" else "attention"
+        y, after = run(now, power, chosen, backend=backend, initial_state=state, return_state=True, **extra)
+        found = {"y": y, "kv": after.kv, "normalizer": after.normalizer}
+        total = sum((found[part] * weights_like(found[part])).sum() for part in parts)
+        leaves = [*now.tensors(), state.kv, state.normalizer]
+        results.append(torch.autograd.grad(total, leaves, materialize_grads=True))
     for expected, actual in zip(*results, strict=True):
-        assert_close(actual, expected, 1e-5, "gradient")
+        assert_close(actual, expected, 2e-5, "gradient")
+
+
+def weights_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(3)).to(x.dtype)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("power", "form", "options"),
+    [(2, "attention", {}), (4, "attention", {}), (2, "chunked", {"chunk_size": 128})],
+)
+@pytest.mark.parametrize(("gate", "rotation"), [("scalar", "scale"), ("none", "fixed"), ("scalar", "pairs")])
+def test_packed_documents_in_one_call(power, form, options, gate, rotation):
+    """Documents that begin and end in the same tile, fill several, and end on a border of tiles or chunks."""
+    lengths = [1, 40, 87, 200, 56, 16]
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    inputs = random_inputs(11, length=sum(lengths), heads=2, key_heads=1, dim=8, value_dim=5, gate=gate,
+                           rotation=rotation, dtype=torch.float32)  # fmt: skip
+    compare(inputs, power, form, cu_seqlens=offsets, **options)
 
 
 @interpreted
@@ -172,11 +212,19 @@ def test_deterministic_algorithms_take_the_reproducible_backward_pass():
 @interpreted
 def test_operators_pass_pytorchs_own_checks():
     from sympow.kernels import attention_op, rotation_op
+    from sympow.kernels.documents import locate
 
     inputs = random_inputs(5, length=20, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)
     inputs = inputs.requires_grad()
-    torch.library.opcheck(attention_op._attend, (inputs.q, inputs.k, inputs.v, inputs.log_gamma, 2, 0, True))
-    torch.library.opcheck(rotation_op._rotate, (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None))
+    qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
+    documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
+    state = (torch.randn(1, 1, 16, 16, 16, requires_grad=True), torch.randn(1, 1, 16, 16, requires_grad=True))
+    torch.library.opcheck(attention_op._attend, (*qkv, None, None, None, None, 2, 0, False, True, False))
+    torch.library.opcheck(attention_op._attend, (*qkv, *documents, None, None, 4, 0, False, True, False))
+    torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
+    rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
+    torch.library.opcheck(rotation_op._rotate, (*rotation, None, None))
+    torch.library.opcheck(rotation_op._rotate, (*rotation, *documents))
 
 
 @interpreted
@@ -188,3 +236,21 @@ def test_a_compiled_call_is_one_graph():
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert_close(compiled(*inputs.tensors()), call(*inputs.tensors()), 1e-6, "y")
+
+
+@interpreted
+def test_a_compiled_call_with_states_is_one_graph():
+    inputs = random_inputs(6, length=40, heads=2, dim=16, value_dim=16, dtype=torch.float32)
+    _, state = run(inputs, 2, "attention", backend="torch", return_state=True)
+
+    def call(kv, normalizer, phase, q, k, v, log_gamma, beta, theta):
+        before = sympow.State(kv, normalizer, phase, power=2, key_dim=16)
+        y, after = sympow.attention(
+            q, k, v, 2, log_gamma, beta, theta, initial_state=before, return_state=True, backend="triton"
+        )
+        return y, after.kv
+
+    arguments = (state.kv, state.normalizer, state.phase, *inputs.tensors())
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(*arguments), call(*arguments), strict=True):
+        assert_close(got, want, 1e-6, "output")

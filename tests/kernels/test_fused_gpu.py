@@ -1,5 +1,7 @@
 """The fused kernels on a GPU, in bfloat16, against float64 on the same inputs."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -58,19 +60,98 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> float:
         ("chunked", 2, 3000, "strong", 4, 2, 64, 64),
         ("chunked", 2, 3000, "closed", 2, 2, 64, 64),
         ("chunked", 2, 3000, "weak", 2, 2, 32, 20),
+        ("chunked", 2, 2500, "weak", 2, 1, 16, 16),
+        ("chunked", 2, 2500, "weak", 2, 2, 128, 128),
+        ("chunked", 2, 2500, "strong", 2, 1, 128, 64),
     ],
 )
 def test_errors_are_within_twice_those_of_plain_pytorch(form, power, length, gamma, heads, key_heads, dim, value_dim):
     """Beside the same formula in bfloat16 throughout."""
     inputs = make_inputs(length, gamma, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim)
-    exact = inputs.map(torch.Tensor.double)
-    wanted = results(exact, lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"))
-    plain = results(inputs, lambda x: run_plain(x, power))
-    fused = results(inputs, lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"))
-    for name, want in wanted.items():
-        assert fused[name].isfinite().all(), name
-        ours, theirs = error(fused[name], want), error(plain[name], want)
+    compare(
+        inputs,
+        wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
+        plain=lambda x: run_plain(x, power),
+        fused=lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"),
+    )
+
+
+def compare(inputs: Inputs, *, wanted, plain, fused) -> None:
+    """Errors of `fused` against `wanted` in float64, outputs and gradients: at most twice those of `plain`."""
+    expected = results(inputs.map(torch.Tensor.double), wanted)
+    simple, actual = results(inputs, plain), results(inputs, fused)
+    for name, want in expected.items():
+        assert actual[name].isfinite().all(), name
+        ours, theirs = error(actual[name], want), error(simple[name], want)
         assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
+
+
+@pytest.mark.parametrize("gamma", ["weak", "strong"])
+@pytest.mark.parametrize(("form", "power"), [("attention", 2), ("attention", 4), ("chunked", 2)])
+def test_long_contexts(form, power, gamma):
+    inputs = make_inputs(65_536, gamma, heads=1, key_heads=1)
+    compare(
+        inputs,
+        wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
+        plain=lambda x: run_plain(x, power, rows=2048),
+        fused=lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"),
+    )
+
+
+@pytest.mark.parametrize("gamma", ["weak", "strong"])
+@pytest.mark.parametrize(("form", "power"), [("attention", 2), ("attention", 4), ("chunked", 2)])
+def test_packed_documents(form, power, gamma):
+    lengths = [1, 700, 64, 2000, 3, 1280, 300]
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
+    inputs = make_inputs(sum(lengths), gamma, heads=2, key_heads=1)
+
+    def attend(x, form, backend):
+        return sympow.attention(**x.arguments(), power=power, cu_seqlens=offsets, form=form, backend=backend)
+
+    def plain(x):
+        documents = itertools.pairwise(offsets.tolist())
+        return torch.cat([run_plain(x.time(start, stop), power) for start, stop in documents], dim=1)
+
+    compare(
+        inputs,
+        wanted=lambda x: attend(x, "attention", "torch"),
+        plain=plain,
+        fused=lambda x: attend(x, form, "triton"),
+    )
+
+
+@pytest.mark.parametrize(("form", "power"), [("chunked", 2), ("attention", 4)])
+def test_gradients_through_states(form, power):
+    """Two calls with a state between them, beside one plain call over both."""
+    inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=64 if power == 2 else 16, value_dim=32)
+
+    def in_two(x):
+        head, state = sympow.attention(
+            **x.time(0, 1100).arguments(), power=power, form=form, backend="triton", return_state=True
+        )
+        tail = sympow.attention(
+            **x.time(1100).arguments(), power=power, form=form, backend="triton", initial_state=state
+        )
+        return torch.cat([head, tail], dim=1)
+
+    compare(
+        inputs,
+        wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
+        plain=lambda x: run_plain(x, power),
+        fused=in_two,
+    )
+
+
+def test_operators_pass_pytorchs_own_checks():
+    from sympow.kernels import attention_op, rotation_op
+
+    inputs = make_inputs(200, "weak").requires_grad()
+    qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
+    state = (torch.randn(1, 2, 64, 64, 64, device="cuda"), torch.randn(1, 2, 64, 64, device="cuda"))
+    torch.library.opcheck(attention_op._attend, (*qkv, None, None, None, None, 2, 0, False, True, False))
+    torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
+    rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None)
+    torch.library.opcheck(rotation_op._rotate, rotation)
 
 
 @pytest.mark.parametrize("form", ["attention", "chunked"])

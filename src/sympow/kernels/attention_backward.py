@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.chunk_states import ChunkStates
+from sympow.kernels.chunk_states import ChunkStates, sum_at
 from sympow.kernels.common import (
     block_dim,
     divide_steps,
@@ -33,14 +33,16 @@ from sympow.kernels.common import (
     settle,
     split_sum,
 )
+from sympow.kernels.documents import Documents
 from sympow.kernels.gates import Gates
 
 
 @triton.jit
 def prepare_kernel(
-    y_desc, dy_desc, weight_ptr, divided_desc, delta_ptr, length, padded, heads, E: tl.constexpr, ROWS: tl.constexpr
-):
-    """dy' and −δ for a tile of rows; −δ is 0 past the last token."""
+    y_desc, dy_desc, weight_ptr, d_weight_ptr, divided_desc, delta_ptr, length, padded, heads,
+    WEIGHTED: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dy' and −δ for a tile of rows; −δ is 0 past the last token. WEIGHTED: plus the gradient of the rows' weights."""
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
@@ -50,18 +52,20 @@ def prepare_kernel(
     divided = (dy / or_one(weight)[:, None]).to(dy.dtype)
     divided_desc.store([batch, head, first, 0], divided.reshape(1, 1, ROWS, E))
     y = y_desc.load([batch, head, first, 0]).reshape(ROWS, E)
-    delta = tl.sum(divided.to(tl.float32) * y.to(tl.float32), axis=1)
-    tl.store(delta_ptr + sequence.to(tl.int64) * padded + rows, -delta)
+    minus_delta = -tl.sum(divided.to(tl.float32) * y.to(tl.float32), axis=1)
+    if WEIGHTED:
+        minus_delta += tl.load(d_weight_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
+    tl.store(delta_ptr + sequence.to(tl.int64) * padded + rows, minus_delta)
 
 
 @triton.jit
 def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc,
-    length, padded, gates_padded, heads, chunk, slots,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, document_start_ptr,
+    length, padded, gates_padded, heads, chunk, slots, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -71,7 +75,9 @@ def query_gradient_kernel(
     kv_sequence = batch * (heads // GROUP) + kv_head
     first = tile * ROWS
     rows = first + tl.arange(0, ROWS)
-    chunk_start = first // chunk * chunk
+    boundary = first // chunk
+    chunk_start = boundary * chunk
+    document_start = tl.load(document_start_ptr + first) if DOCUMENTS else 0
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
         to_end_ptr += kv_sequence.to(tl.int64) * gates_padded
@@ -83,10 +89,10 @@ def query_gradient_kernel(
     dq = tl.zeros((ROWS, D), tl.float32)
 
     if WITH_STATE:
-        if chunk_start > 0:
+        if (boundary >= first_boundary) & (document_start <= chunk_start):
             # Σ_i q_i (dy' S_i − δ Z_i), the left operand dy' * q_i made in registers; two sums, as in the forward pass.
             other = tl.zeros_like(dq)
-            slot = kv_sequence * slots + first // chunk - 1
+            slot = kv_sequence * slots + boundary - first_boundary
             pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head * q_stride_h
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
             dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
@@ -105,8 +111,10 @@ def query_gradient_kernel(
             normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
             dq += other + tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
             if GATED:
-                dq *= tl.exp((reference - tl.load(sums_ptr + chunk_start - 1)).to(tl.float32))
+                dq *= tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
 
+    if DOCUMENTS:
+        chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
     if GATED:
         to_tile_end = tl.load(to_end_ptr + chunk_start + tl.arange(0, COLUMNS))
         tile_end = tl.load(sums_ptr + tl.minimum(chunk_start + COLUMNS, length) - 1)
@@ -152,11 +160,11 @@ def query_gradient_kernel(
 @triton.jit
 def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
-    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc,
-    length, padded, gates_padded, kv_heads, chunk, slots,
+    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr,
+    length, padded, gates_padded, kv_heads, chunk, slots, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
     and k_j · dk_j."""
@@ -164,8 +172,10 @@ def key_gradient_kernel(
     kv_sequence = tl.program_id(1)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     rows = first + tl.arange(0, ROWS)
-    chunk_end = tl.minimum((first // chunk + 1) * chunk, length)
+    boundary = first // chunk + 1
+    chunk_end = tl.minimum(boundary * chunk, length)
     last = tl.minimum(first + ROWS, length) - 1
+    document_end = tl.load(document_end_ptr + last) if DOCUMENTS else length
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
         from_start_ptr += kv_sequence.to(tl.int64) * gates_padded
@@ -177,9 +187,10 @@ def key_gradient_kernel(
     dv = tl.zeros((ROWS, E), tl.float32)
 
     if WITH_STATE:
-        if chunk_end < length:
+        # A document that ends in this chunk left no state that anyone reads.
+        if (boundary - first_boundary < slots) & (document_end >= chunk_end):
             # dv = Σ_i (k * k_i) D_iᵀ and dk = Σ_i (v * k_i) D_i + k Z', left operands made in registers.
-            slot = kv_sequence * slots + first // chunk
+            slot = kv_sequence * slots + boundary - first_boundary
             pointers = k_ptr + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
@@ -200,7 +211,7 @@ def key_gradient_kernel(
                 dk *= since_tile
                 dv *= since_tile
 
-    tiles = tl.maximum(tl.cdiv(chunk_end - first - ROWS, COLUMNS), 0)
+    tiles = tl.maximum(tl.cdiv(tl.minimum(chunk_end, document_end) - first - ROWS, COLUMNS), 0)
     sequence = (batch * kv_heads + kv_head).to(tl.int64) * GROUP
     offsets = tl.arange(0, COLUMNS)
     after = first + ROWS
@@ -264,53 +275,61 @@ def key_gradient_kernel(
     dv_desc.store([batch, kv_head, first, 0], dv.to(dv_desc.dtype).reshape(1, 1, ROWS, E))
 
 
-def prepare(y: Tensor, dy: Tensor, weight: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
-    """dy' (b, t, h, e), and −δ (b, h, ≥ t) float32, zero from t on and a multiple of `rows` long."""
+def prepare(
+    y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None = None, rows: int = 128
+) -> tuple[Tensor, Tensor]:
+    """dy' (b, t, h, e), and −δ (b, h, ≥ t) float32, zero from t on and a multiple of `rows` long.
+
+    Args:
+        y, dy: the output and its gradient, (b, t, h, e).
+        weight, d_weight: the rows' weights and their gradient (None: zero), (b, h, t) float32 contiguous.
+    """
     batch, length, heads, value_dim = y.shape
     tiles = triton.cdiv(length, rows)
     block = (rows, block_dim(value_dim))
     divided = empty_aligned(dy, *dy.shape)
     minus_delta = y.new_empty(batch, heads, tiles * rows, dtype=torch.float32)
     prepare_kernel[(tiles, batch * heads)](
-        head_major(y, block), head_major(dy, block), weight, head_major(divided, block), minus_delta,
-        length, tiles * rows, heads, E=block[1], ROWS=rows, num_warps=4,
+        head_major(y, block), head_major(dy, block), weight, d_weight, head_major(divided, block), minus_delta,
+        length, tiles * rows, heads, WEIGHTED=d_weight is not None, E=block[1], ROWS=rows, num_warps=4,
     )  # fmt: skip
     return divided, minus_delta
 
 
-def _state_arguments(x: Tensor, states: ChunkStates | None, length: int, d: int, e: int) -> tuple:
-    """x and its strides, descriptors of the states, and the chunk and number of slots they imply."""
+def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: int, d: int, e: int) -> tuple:
+    """x and its strides, descriptors of the states, and the chunk, number of slots and first boundary they imply."""
     if states is None:
-        return (x, x.stride(0), x.stride(1), x.stride(2), None, None, None), (2 * length + 4096, 0)
+        return (x, x.stride(0), x.stride(1), x.stride(2), None, None, None), (chunk or 2 * length + 4096, 0, 1)
     descriptors = (
         TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d]),
         TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d]),
         TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d]),
     )
-    return (x, x.stride(0), x.stride(1), x.stride(2), *descriptors), (states.chunk, states.low.shape[2])
+    return (x, x.stride(0), x.stride(1), x.stride(2), *descriptors), (states.chunk, states.low.shape[2], states.first)
 
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
-    *, rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3, registers: int | None = 128,
+    *, chunk: int = 0, documents: Documents | None = None,
+    rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3, registers: int | None = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; states in full."""
+    of `prepare`; states in full, or the attention form's `chunk`; documents as in the forward pass."""
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
-    state, (chunk, slots) = _state_arguments(q, states, length, d, e)
+    state, place = _state_arguments(q, states, chunk, length, d, e)
     query_gradient_kernel[(triton.cdiv(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
-        gates and gates.sums, gates and gates.to_end, *state,
-        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, chunk, slots,
+        gates and gates.sums, gates and gates.to_end, *state, documents and documents.start,
+        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *place,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
-        PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, num_warps=warps,
-        num_stages=stages, maxnreg=registers,
+        DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
+        num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return dq, row_term
 
@@ -318,23 +337,25 @@ def query_gradient(
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
-    *, rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
+    *, chunk: int = 0, documents: Documents | None = None,
+    rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full."""
+    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full, or `chunk`."""
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     k_desc = head_major(k, (rows, d))
-    state, (chunk, slots) = _state_arguments(k_desc.base.transpose(1, 2), states, length, d, e)
+    state, place = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
     key_gradient_kernel[(triton.cdiv(length, rows), batch * kv_heads)](
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
-        gates and gates.sums, gates and gates.from_start, *state,
-        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, chunk, slots,
+        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end,
+        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *place,
         GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
-        WITH_STATE=states is not None, PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
+        WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(k.dtype),
+        ROWS=rows, COLUMNS=columns, STAGES=stages,
         num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return dk, dv, column_term

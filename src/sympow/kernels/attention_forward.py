@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.chunk_states import ChunkStates
+from sympow.kernels.chunk_states import ChunkStates, sum_at
 from sympow.kernels.common import (
     block_dim,
     dot_precision,
@@ -31,6 +31,7 @@ from sympow.kernels.common import (
     settle,
     split_sum,
 )
+from sympow.kernels.documents import Documents
 from sympow.kernels.gates import Gates
 from sympow.kernels.scaling import power_of_two_scale
 
@@ -84,11 +85,11 @@ def _query_state(
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, y_desc, weight_ptr, sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc,
-    length, padded_length, heads, chunk, slots,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, document_start_ptr,
+    length, padded_length, heads, chunk, slots, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y_i for a tile of queries, and Σ_j B_ij."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys first: they would end last
@@ -108,25 +109,31 @@ def forward_kernel(
     acc = tl.zeros((ROWS, E), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
 
-    chunk_start = first // chunk * chunk
+    boundary = first // chunk
+    chunk_start = boundary * chunk
+    document_start = tl.load(document_start_ptr + first) if DOCUMENTS else 0
     if GATED:
         reference = tl.load(sums_ptr + first)
 
     if WITH_STATE:
-        if chunk_start > 0:
+        # A document that began in this chunk has nothing in the state.
+        if (boundary >= first_boundary) & (document_start <= chunk_start):
             # Read again, since here they are wanted in another register layout than q.
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             acc, weight = _query_state(
                 acc, weight, q, q_low, q_high, q_ptr + batch.to(tl.int64) * q_stride_b + head * q_stride_h, scale,
                 rows, length, q_stride_t, low_desc, high_desc, normalizer_desc,
-                kv_sequence * slots + first // chunk - 1, D, E, HIGH_COLUMN, PRECISION,
+                kv_sequence * slots + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
             )  # fmt: skip
             if GATED:
-                since_state = tl.exp((reference - tl.load(sums_ptr + chunk_start - 1)).to(tl.float32))
+                since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
                 acc *= since_state
                 weight *= since_state
 
+    if DOCUMENTS:
+        # Gates closed between documents would make these tiles zero; it is faster not to visit them.
+        chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
     if GATED:
         # One tile ahead in registers: through shared memory they would cost a barrier per tile.
         to_tile_end = tl.load(to_end_ptr + chunk_start + tl.arange(0, COLUMNS))
@@ -183,6 +190,8 @@ def attend(
     gates: Gates | None,
     states: ChunkStates | None = None,
     *,
+    chunk: int = 0,
+    documents: Documents | None = None,
     rows: int = 128,
     columns: int = 64,
     warps: int = 4,
@@ -193,7 +202,9 @@ def attend(
 
     Args:
         gates: from `running_sums` with tiles of `columns` tokens, or None.
-        states: what earlier chunks left, each chunk a multiple of `rows` tokens; None: attend to all keys.
+        states: what earlier chunks left, each chunk a multiple of `rows` tokens.
+        chunk: without states, how many tokens share a chunk, attending to none before it; 0: all.
+        documents: where documents begin and end, between which `gates` must be closed; None: one document.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
@@ -204,11 +215,12 @@ def attend(
     q_desc = head_major(q, (rows, d))
     q = q_desc.base.transpose(1, 2)
     if states is None:
-        chunk, slots, high_column = length + rows, 0, 0
+        chunk, slots, high_column, first_boundary = chunk or length + rows, 0, 0, 0
         q_half_desc = low_desc = high_desc = normalizer_desc = None
     else:
         assert dim == d and value_dim == e and power == 2 and states.chunk % rows == 0
         chunk, slots, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - d // 2
+        first_boundary = states.first
         q_half_desc = head_major(q, (rows, d // 2))
         low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d // 2])
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
@@ -216,10 +228,10 @@ def attend(
     forward_kernel[(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
-        q_half_desc, low_desc, high_desc, normalizer_desc,
-        length, gates.to_end.shape[-1] if gates else 0, heads, chunk, slots,
+        q_half_desc, low_desc, high_desc, normalizer_desc, documents and documents.start,
+        length, gates.to_end.shape[-1] if gates else 0, heads, chunk, slots, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
-        HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
-        num_warps=warps, num_stages=stages, maxnreg=registers,
+        DOCUMENTS=documents is not None, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype), ROWS=rows,
+        COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return y, weight

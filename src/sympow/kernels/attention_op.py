@@ -10,7 +10,8 @@ from torch import Tensor
 
 from sympow.kernels.attention_backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention_forward import attend
-from sympow.kernels.chunk_states import ChunkStates, chunk_states
+from sympow.kernels.chunk_states import ChunkStates, FullState, chunk_states
+from sympow.kernels.documents import Documents, sums_to_end
 from sympow.kernels.gates import SCAN_BLOCK, Gates, gate_gradient, running_sums
 from sympow.kernels.scaling import scale_queries
 from sympow.kernels.tiles import COLUMNS, tiles_for
@@ -18,52 +19,100 @@ from sympow.kernels.tiles import COLUMNS, tiles_for
 
 @torch.library.custom_op("sympow::attend", mutates_args=())
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int, train: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (b, t, h, e), the rows' weights, and what the backward pass reads: gates and states.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    initial_kv: Tensor | None,
+    initial_normalizer: Tensor | None,
+    power: int,
+    chunk: int,
+    with_states: bool,
+    train: bool,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """y (b, t, h, e), the rows' weights, the final state, and what the backward pass reads: gates and states.
 
     Args:
-        q, k, v, log_gamma: as in `sympow.attention`, already rotated; one gate per head.
+        q, k, v: as in `sympow.attention`, already rotated.
+        log_gamma: one gate per head, closed between documents, (b, t, h_kv) float32; or None.
+        document_start, document_end: as in `documents.Documents`, or None.
+        initial_kv, initial_normalizer: a `FullState`, only with states; or None.
         power: p.
-        chunk: tokens between two states of the chunked form; 0: the attention form.
+        chunk: tokens per chunk; 0: all in one.
+        with_states: whether chunks see those before them through states (p = 2).
         train: whether the backward pass will be run, which needs states in full.
+        final: whether to return the state after the last token; only with states.
     """
     tiles = tiles_for(q.shape[-1])
     gates = None if log_gamma is None else running_sums(log_gamma, COLUMNS)
-    states = None
-    if chunk:
-        sums = gates.sums if gates else None
-        states = chunk_states(k, v, k.shape[2], sums, chunk, full=train, **tiles.states)
-    y, weight = attend(q, k, v, power, gates, states, **tiles.forward)
-    return (y.contiguous(), weight, *_gate_tensors(gates, q), *_state_tensors(states, q))
+    documents = _documents(document_start, document_end)
+    states = end = None
+    if with_states:
+        initial = None
+        if initial_kv is not None and initial_normalizer is not None:
+            initial = FullState(initial_kv, initial_normalizer)
+        states, end = chunk_states(
+            k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
+            boundaries=_boundaries(k, chunk, initial is not None, final), start=initial, want_end=final,
+            **tiles.states,
+        )  # fmt: skip
+    y, weight = attend(
+        q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
+    )
+    rest = (*(end or (None, None)), *_gate_tensors(gates), *_state_tensors(states))
+    return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
 @_attend.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int, train: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    initial_kv: Tensor | None,
+    initial_normalizer: Tensor | None,
+    power: int,
+    chunk: int,
+    with_states: bool,
+    train: bool,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    sums = to_end = from_start = low = high = normalizer = None
+    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = None
     if log_gamma is not None:
         padded = -(-length // SCAN_BLOCK) * SCAN_BLOCK
         sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
         to_end = q.new_empty(batch, kv_heads, padded, dtype=torch.float32)
         from_start = torch.empty_like(to_end)
-    slots = -(-length // chunk) - 1 if chunk else 0
-    if slots:
-        low = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim)
-        high = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim if train else dim // 2)
-        normalizer = q.new_empty(batch, kv_heads, slots, dim, dim)
-    rest = (sums, to_end, from_start, low, high, normalizer)
+    if final:
+        end_kv = q.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32)
+        end_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
+    if with_states:
+        first, last = _boundaries(k, chunk, initial_kv is not None, final)
+        slots = last - first + 1
+        if slots:
+            full = train or final or initial_kv is not None
+            low = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim)
+            high = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim if full else dim // 2)
+            normalizer = q.new_empty(batch, kv_heads, slots, dim, dim)
+    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer)
     return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
 @torch.library.custom_op("sympow::attend_backward", mutates_args=())
 def _attend_backward(
     dy: Tensor,
+    d_weight: Tensor | None,
+    d_final_kv: Tensor | None,
+    d_final_normalizer: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -75,30 +124,57 @@ def _attend_backward(
     low: Tensor,
     high: Tensor,
     normalizer: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
     power: int,
     chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and d log γ (empty without gates), from what `sympow::attend` returned."""
+    with_states: bool,
+    initial: bool,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv, d log γ and the gradients of the initial state (each empty if there is none), from what
+    `sympow::attend` returned."""
     tiles = tiles_for(q.shape[-1])
     gates = Gates(sums, to_end, from_start, COLUMNS) if sums.numel() else None
-    states = ChunkStates(low, high, normalizer, chunk) if low.numel() else None
+    documents = _documents(document_start, document_end)
+    first, last = _boundaries(k, chunk, initial, final) if with_states else (1, 0)
+    states = ChunkStates(low, high, normalizer, chunk, first) if low.numel() else None
+    inner = 0 if with_states else chunk
     q, scale = scale_queries(q)
-    divided, minus_delta = prepare(y, dy, weight)
-    dq, rows = query_gradient(q, scale, k, v, divided, minus_delta, power, gates, states, **tiles.query)
-    reverse = None
+    divided, minus_delta = prepare(y, dy, weight, d_weight)
+    dq, rows = query_gradient(
+        q, scale, k, v, divided, minus_delta, power, gates, states, chunk=inner, documents=documents, **tiles.query
+    )
+    reverse = end = None
     if states is not None:
-        reverse = chunk_states(
-            q, divided, k.shape[2], gates.sums if gates else None, chunk,
-            full=True, factor=minus_delta, reverse=True, **tiles.states,
+        start = None
+        if final:
+            assert d_final_kv is not None
+            assert d_final_normalizer is not None
+            start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
+        reverse, end = chunk_states(
+            q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
+            reverse=True, boundaries=(first, last), start=start, want_end=initial, **tiles.states,
         )  # fmt: skip
-    dk, dv, columns = key_gradient(q, k, v, divided, minus_delta, power, gates, reverse, **tiles.key)
-    d_log_gamma = q.new_empty(0, dtype=torch.float32) if gates is None else gate_gradient(rows, columns, power)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_gamma
+    dk, dv, columns = key_gradient(
+        q, k, v, divided, minus_delta, power, gates, reverse, chunk=inner, documents=documents, **tiles.key
+    )
+    d_log_gamma = None
+    if gates is not None:
+        d_log_gamma = gate_gradient(rows, columns, power)
+        if documents is not None:
+            d_log_gamma = sums_to_end(d_log_gamma.transpose(1, 2), documents.end).transpose(1, 2).contiguous()
+    rest = (d_log_gamma, *(end or (None, None)))
+    none = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
+    return (dq.contiguous(), dk.contiguous(), dv.contiguous(), *none)  # type: ignore[return-value]
 
 
 @_attend_backward.register_fake
 def _(
     dy: Tensor,
+    d_weight: Tensor | None,
+    d_final_kv: Tensor | None,
+    d_final_normalizer: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -110,65 +186,137 @@ def _(
     low: Tensor,
     high: Tensor,
     normalizer: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
     power: int,
     chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    with_states: bool,
+    initial: bool,
+    final: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    batch, length, kv_heads, dim = k.shape
+    value_dim = v.shape[-1]
+    gates = (batch, length, kv_heads) if sums.numel() else (0,)
+    kv = (batch, kv_heads, dim, value_dim, dim) if initial else (0,)
+    normalizer_shape = (batch, kv_heads, dim, dim) if initial else (0,)
     contiguous = torch.contiguous_format
-    gates = (k.shape[0], k.shape[1], k.shape[2]) if sums.numel() else (0,)
     return (
         torch.empty_like(q, memory_format=contiguous),
         torch.empty_like(k, memory_format=contiguous),
         torch.empty_like(v, memory_format=contiguous),
         q.new_empty(gates, dtype=torch.float32),
+        q.new_empty(kv, dtype=torch.float32),
+        q.new_empty(normalizer_shape, dtype=torch.float32),
     )
 
 
 def _save_attend(ctx, inputs, output) -> None:
-    q, k, v, log_gamma, power, chunk, _ = inputs
-    y, weight, *rest = output
-    ctx.save_for_backward(q, k, v, y, weight, *rest)
-    ctx.power, ctx.chunk = power, chunk
-    ctx.gate_dtype = None if log_gamma is None else log_gamma.dtype
-    ctx.mark_non_differentiable(weight, *rest)
+    q, k, v, log_gamma, document_start, document_end, initial_kv, _, power, chunk, with_states, _, final = inputs
+    y, weight, end_kv, end_normalizer, *rest = output
+    ctx.save_for_backward(q, k, v, y, weight, *rest, document_start, document_end, end_kv, end_normalizer)
+    ctx.options = (power, chunk, with_states, initial_kv is not None, final)
+    ctx.gated = log_gamma is not None
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*rest, *(() if final else (end_kv, end_normalizer)))
 
 
-def _differentiate_attend(ctx, dy, *_):
-    dq, dk, dv, d_log_gamma = _attend_backward(dy, *ctx.saved_tensors, ctx.power, ctx.chunk)
-    return dq, dk, dv, None if ctx.gate_dtype is None else d_log_gamma.to(ctx.gate_dtype), None, None, None
+def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_):
+    *saved, final_kv, final_normalizer = ctx.saved_tensors
+    *_, initial, final = ctx.options
+    # A loss may depend on a part of the outputs only.
+    dy = torch.zeros_like(saved[3]) if dy is None else dy
+    d_weight = None if d_weight is None else d_weight.contiguous()
+    if final:
+        d_final_kv = torch.zeros_like(final_kv) if d_final_kv is None else d_final_kv
+        d_final_normalizer = torch.zeros_like(final_normalizer) if d_final_normalizer is None else d_final_normalizer
+    dq, dk, dv, d_log_gamma, d_kv, d_normalizer = _attend_backward(
+        dy, d_weight, d_final_kv, d_final_normalizer, *saved, *ctx.options
+    )
+    if final and ctx.gated:
+        # The final state is decayed to the last token: by every gate.
+        decayed = (d_final_kv * final_kv).sum((2, 3, 4)) + (d_final_normalizer * final_normalizer).sum((2, 3))
+        d_log_gamma = d_log_gamma + decayed.unsqueeze(1)
+    gradients = (dq, dk, dv, d_log_gamma if ctx.gated else None, None, None)
+    return (*gradients, *((d_kv, d_normalizer) if initial else (None, None)), None, None, None, None, None)
 
 
 _attend.register_autograd(_differentiate_attend, setup_context=_save_attend)
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int, *, train: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None,
+    power: int,
+    chunk: int = 0,
+    *,
+    documents: Documents | None = None,
+    train: bool,
 ) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) for rotated queries and keys, and the sums of weights (b, h, t); chunk 0: the attention form.
+    """y (b, t, h, e) for rotated queries and keys, and the sums of weights (b, h, t), queries scaled by `query_scales`.
 
-    The weights are those of `scaled_queries`, and constants to autograd.
+    Args:
+        chunk: tokens that share a chunk and see none before it; 0: all.
+        documents: packed documents, between which `log_gamma` is −inf (`documents.close_gates`).
+        train: whether the backward pass will be run.
     """
-    y, weight, *_ = _attend(q, k, v, log_gamma, power, chunk, train)
-    return y, weight
+    start, end = documents or (None, None)
+    outputs = _attend(q, k, v, log_gamma, start, end, None, None, power, chunk, False, train, False)
+    return outputs[0], outputs[1]
 
 
-@torch.library.custom_op("sympow::scaled_queries", mutates_args=())
-def scaled_queries(q: Tensor) -> Tensor:
-    """q times the power of two per row that the kernels scale it by: (b, t, h, d)."""
-    return scale_queries(q)[0].contiguous()
+def fused_chunked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None,
+    chunk: int,
+    *,
+    documents: Documents | None = None,
+    initial: FullState | None = None,
+    final: bool = False,
+    train: bool,
+) -> tuple[Tensor, FullState | None]:
+    """y (b, t, h, e) in the chunked form, p = 2, and the state after the last token if asked for.
+
+    Args:
+        chunk: tokens between two states.
+        documents: as in `fused_attention`; not together with states at either end.
+        initial: the state before the first token.
+    """
+    start, end = documents or (None, None)
+    kv, normalizer = initial or (None, None)
+    y, _, final_kv, final_normalizer, *_ = _attend(
+        q, k, v, log_gamma, start, end, kv, normalizer, 2, chunk, True, train, final
+    )
+    return y, FullState(final_kv, final_normalizer) if final else None
 
 
-@scaled_queries.register_fake
+@torch.library.custom_op("sympow::query_scales", mutates_args=())
+def query_scales(q: Tensor) -> Tensor:
+    """The powers of two that the kernels scale each query by: (b, h, t) float32."""
+    return scale_queries(q)[1]
+
+
+@query_scales.register_fake
 def _(q: Tensor) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
-def _gate_tensors(gates: Gates | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if gates is None:
-        return like.new_empty(0), like.new_empty(0), like.new_empty(0)
-    return gates.sums, gates.to_end, gates.from_start
+def _boundaries(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
+    """The first and last boundary that has a state."""
+    chunks = -(-k.shape[1] // chunk)
+    return (0 if initial else 1), (chunks if final else chunks - 1)
 
 
-def _state_tensors(states: ChunkStates | None, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    if states is None:
-        return like.new_empty(0), like.new_empty(0), like.new_empty(0)
-    return states.low, states.high, states.normalizer
+def _documents(start: Tensor | None, end: Tensor | None) -> Documents | None:
+    return None if start is None or end is None else Documents(start, end)
+
+
+def _gate_tensors(gates: Gates | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
+
+
+def _state_tensors(states: ChunkStates | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if states is None else (states.low, states.high, states.normalizer)

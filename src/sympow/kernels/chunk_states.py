@@ -9,6 +9,8 @@ which is found in three steps:
 3. `scan_kernel` runs over the chunks, decaying what came before.
 The gradient of S is the same sum with queries for keys, output gradients for values, and time reversed:
     D_ia = Σ_{t>R} exp(G_t − G_R) q_i q_a dy_t.
+A state from before the first token starts the sum at boundary 0, and the state after the last one ends it; in reverse,
+the gradient of the latter starts it and that of the former ends it.
 
 S is symmetric in (i, a). Half of the entries, i ≥ d/2, are kept apart (`high`): unless gradients need all of it, their
 a < d/2 is neither computed nor kept.
@@ -17,6 +19,7 @@ a < d/2 is neither computed nor kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,26 +32,43 @@ from sympow.kernels.common import divide_steps, dot_precision, head_major, settl
 FOLD_TOKENS = 64
 
 
+class FullState(NamedTuple):
+    """One state with all d² features: kv (b, h_kv, d, e, d) and normalizer (b, h_kv, d, d), float32."""
+
+    kv: Tensor
+    normalizer: Tensor
+
+
 @dataclass(frozen=True)
 class ChunkStates:
-    """States between chunks, one slot for each boundary.
+    """States at the boundaries of chunks, one slot for each. Boundary b lies after b chunks.
 
     Attributes:
         low: S_i for i < d/2, (b, h_kv, slots, d/2, e, d), in the dtype of the inputs.
         high: S_i for i ≥ d/2, (b, h_kv, slots, d/2, e, d), or (…, d/2) for a ≥ d/2 only.
         normalizer: Z, (b, h_kv, slots, d, d).
         chunk: tokens between two boundaries.
+        first: the boundary of the first slot: 0 if there is a state from before the first token, else 1.
     """
 
     low: Tensor
     high: Tensor
     normalizer: Tensor
     chunk: int
+    first: int = 1
+
+
+@triton.jit
+def sum_at(sums_ptr, boundary, chunk, length):
+    """G at the last token before a boundary, 0 if there is none."""
+    position = tl.minimum(boundary * chunk, length) - 1
+    return tl.load(sums_ptr + position, mask=position >= 0, other=0.0)
 
 
 @triton.jit
 def fold_kernel(
-    x_desc, sums_ptr, factor_ptr, transposed_ptr, normalizer_ptr, length, padded, factor_padded, kv_heads, slots, chunk,
+    x_desc, sums_ptr, factor_ptr, transposed_ptr, normalizer_ptr, length, padded, factor_padded, kv_heads,
+    slots, first_chunk, first_slot, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -56,14 +76,14 @@ def fold_kernel(
 
     REVERSE: tokens are queries, decayed back to the end of the chunk before; Z carries a further factor per token.
     """
-    slot, kv_sequence = tl.program_id(0), tl.program_id(1)
+    step_chunk, kv_sequence = tl.program_id(0), tl.program_id(1)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
-    chunk_start = (slot + REVERSE) * chunk
+    index, slot = step_chunk + first_chunk, step_chunk + first_slot
+    chunk_start = index * chunk
     tiles = chunk // TOKENS
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
-        boundary = chunk_start - 1 if REVERSE else chunk_start + chunk - 1
-        reference = tl.load(sums_ptr + boundary)
+        reference = sum_at(sums_ptr, index if REVERSE else index + 1, chunk, length)
     dims = tl.arange(0, D)
     normalizer = tl.zeros((D, D), tl.float32)
     for step in tl.range(0, GROUP * tiles):
@@ -92,15 +112,16 @@ def fold_kernel(
 
 @triton.jit
 def update_kernel(
-    x_desc, y_desc, transposed_desc, out_desc, kv_heads, slots, chunk, first_entry, first_column,
+    x_desc, y_desc, transposed_desc, out_desc, kv_heads, slots, first_chunk, first_slot, chunk,
+    first_entry, first_column,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S_iᵀ = Σ (y * x_i)ᵀ x over the tokens of a chunk for ENTRIES entries i: (e, COLUMNS) each."""
-    group, slot, kv_sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, step_chunk, kv_sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     entry = first_entry + group * ENTRIES
-    chunk_start = (slot + REVERSE) * chunk
+    chunk_start = (step_chunk + first_chunk) * chunk
     tiles = chunk // TOKENS
     accs = (tl.zeros((E, COLUMNS), tl.float32),) * ENTRIES
     for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
@@ -119,39 +140,55 @@ def update_kernel(
         accs = sums
     for n in tl.static_range(ENTRIES):
         out = accs[n].to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
-        out_desc.store([kv_sequence * slots + slot, group * ENTRIES + n, 0, 0], out)
+        out_desc.store([kv_sequence * slots + step_chunk + first_slot, group * ENTRIES + n, 0, 0], out)
 
 
 @triton.jit
 def scan_kernel(
-    x_ptr, out_ptr, sums_ptr, length, slots, chunk, size,
-    GATED: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, begin_ptr, end_ptr, sums_ptr, length, slots, first, chunk, size, stride_start, stride_end,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """state_s = x_s + exp(G_{R_s} − G_{R_{s−1}}) state_{s−1} over the slots; REVERSE: from the last slot backwards."""
+    """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the slots; REVERSE: from the last slot backwards.
+
+    STARTED: the first slot visited is given. ENDED: the last one visited is also stored in float32.
+    """
     block, kv_sequence = tl.program_id(0), tl.program_id(1)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     base = kv_sequence.to(tl.int64) * slots * size
-    state = tl.zeros((BLOCK,), tl.float32)
+    if GATED:
+        sums_ptr += kv_sequence.to(tl.int64) * length
+    if STARTED:
+        state = tl.load(begin_ptr + kv_sequence.to(tl.int64) * stride_start + offsets)
+    else:
+        state = tl.zeros((BLOCK,), tl.float32)
     for step in tl.range(0, slots, num_stages=4):
         slot = slots - 1 - step if REVERSE else step
         if GATED:
             # Between this boundary and the one visited before; the first visit has nothing to decay.
-            earlier = slot if REVERSE else slot - 1
-            known = (earlier >= 0) & (earlier + 1 < slots)
-            ends = sums_ptr + kv_sequence.to(tl.int64) * length + (earlier + 1) * chunk - 1
-            log_decay = tl.load(ends + chunk, mask=known, other=0.0) - tl.load(ends, mask=known, other=0.0)
-            state *= tl.exp(log_decay.to(tl.float32))
-        state += tl.load(x_ptr + base + slot.to(tl.int64) * size + offsets).to(tl.float32)
+            later = first + slot + REVERSE
+            log_decay = sum_at(sums_ptr, later, chunk, length) - sum_at(sums_ptr, later - 1, chunk, length)
+            state *= tl.where(step > 0, tl.exp(log_decay.to(tl.float32)), 1.0)
+        # The first slot of a scan with a start has nothing of its own.
+        own = tl.full((BLOCK,), step > 0, tl.int1) if STARTED else tl.full((BLOCK,), True, tl.int1)
+        state += tl.load(x_ptr + base + slot.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
         tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
+    if ENDED:
+        tl.store(end_ptr + kv_sequence.to(tl.int64) * stride_end + offsets, state)
 
 
-def _scan(x: Tensor, out: Tensor, sums: Tensor | None, length: int, chunk: int, reverse: bool) -> None:
+def _scan(
+    x: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, sums: Tensor | None, length: int, first: int,
+    chunk: int, reverse: bool,
+) -> None:  # fmt: skip
     batch, heads, slots = x.shape[:3]
     size = x[0, 0, 0].numel()
     block = min(1024, size)
     scan_kernel[(size // block, batch * heads)](
-        x, out, sums, length, slots, chunk, size, GATED=sums is not None, REVERSE=reverse, BLOCK=block, num_warps=4
-    )
+        x, out, start, end, sums, length, slots, first, chunk, size,
+        0 if start is None else start.stride(1), 0 if end is None else end.stride(1),
+        GATED=sums is not None, REVERSE=reverse, STARTED=start is not None, ENDED=end is not None, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def chunk_states(
@@ -164,55 +201,86 @@ def chunk_states(
     full: bool = False,
     factor: Tensor | None = None,
     reverse: bool = False,
+    boundaries: tuple[int, int] | None = None,
+    start: FullState | None = None,
+    want_end: bool = False,
     entries: int = 2,
     tokens: int = 64,
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
-) -> ChunkStates | None:
-    """States at all boundaries between chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e).
+) -> tuple[ChunkStates | None, FullState | None]:
+    """States at the boundaries of chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e), and the last one.
 
     Args:
-        full: also compute what symmetry makes redundant.
+        full: also compute what symmetry makes redundant; needed with `start` or `want_end`.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
         reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
+        boundaries: the first and the last to keep; None: those between chunks. The first is 0 or 1, the last that
+            between the last two chunks or that after the last one.
+        start: what the scan begins with: the state at boundary 0, or in reverse the gradient at the last one.
+        want_end: whether to return where the scan ends in float32: the state after the last token, or the gradient of
+            that before the first. Sums of chunks then stay in float32 until they are added up.
 
-    Returns None if one chunk holds all tokens.
+    Returns None for the states if there are no boundaries.
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
-    slots = triton.cdiv(length, chunk) - 1
+    chunks = triton.cdiv(length, chunk)
+    first, last = boundaries or (1, chunks - 1)
+    slots = last - first + 1
     if slots == 0:
-        return None
+        return None, None
+    assert full or not (start or want_end)
     half = dim // 2
-    padded = (slots + 1) * chunk
+    padded = chunks * chunk
     group = heads // kv_heads
     columns_high = dim if full else half
     transposed = x.new_empty(batch, heads, dim, padded)
-    sums_z = x.new_empty(batch, kv_heads, slots, dim, dim, dtype=torch.float32)
-    normalizer = torch.empty_like(sums_z, dtype=x.dtype)
+    normalizer = x.new_empty(batch, kv_heads, slots, dim, dim)
     low = x.new_empty(batch, kv_heads, slots, half, value_dim, dim)
     high = x.new_empty(batch, kv_heads, slots, half, value_dim, columns_high)
+    sums_z = torch.empty_like(normalizer, dtype=torch.float32)
+    sums_low, sums_high = (torch.empty_like(s, dtype=torch.float32) if want_end else s for s in (low, high))
     precision = dot_precision(x.dtype)
-    fold_kernel[(slots, batch * kv_heads)](
-        head_major(x, (FOLD_TOKENS, dim)), sums, factor, transposed, sums_z, length, padded,
-        0 if factor is None else factor.shape[-1], kv_heads, slots, chunk,
-        GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=FOLD_TOKENS,
-        num_warps=4,
-    )  # fmt: skip
-    y_desc = head_major(y, (tokens, value_dim))
-    transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 2), [1, tokens])
-    for out, first_entry in ((low, 0), (high, half)):
-        columns = out.shape[-1]
-        together = entries * dim // columns  # as many as the registers hold
-        flat = out.view(-1, half, value_dim, columns)
-        update_kernel[(half // together, slots, batch * kv_heads)](
-            head_major(x, (tokens, columns)), y_desc, transposed_desc,
-            TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
-            kv_heads, slots, chunk, first_entry, dim - columns,
-            GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, REVERSE=reverse, PRECISION=precision,
-            TOKENS=tokens, STAGES=stages, num_warps=warps, maxnreg=registers,
+    # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
+    count = chunks - first if reverse else last
+    where = (slots, first, 0, chunk) if reverse else (slots, 0, 1 - first, chunk)
+    if count:
+        fold_kernel[(count, batch * kv_heads)](
+            head_major(x, (FOLD_TOKENS, dim)), sums, factor, transposed, sums_z, length, padded,
+            0 if factor is None else factor.shape[-1], kv_heads, *where,
+            GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=FOLD_TOKENS,
+            num_warps=4,
         )  # fmt: skip
-    for sums_x, out in ((sums_z, normalizer), (low, low), (high, high)):
-        _scan(sums_x, out, sums, length, chunk, reverse)
-    return ChunkStates(low, high, normalizer, chunk)
+        y_desc = head_major(y, (tokens, value_dim))
+        transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 2), [1, tokens])
+        for out, first_entry in ((sums_low, 0), (sums_high, half)):
+            columns = out.shape[-1]
+            together = entries * dim // columns  # as many as the registers hold
+            flat = out.view(-1, half, value_dim, columns)
+            update_kernel[(half // together, count, batch * kv_heads)](
+                head_major(x, (tokens, columns)), y_desc, transposed_desc,
+                TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
+                kv_heads, *where, first_entry, dim - columns,
+                GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
+                TOKENS=tokens, STAGES=stages, num_warps=warps, maxnreg=registers,
+            )  # fmt: skip
+    end = None
+    if want_end:
+        end = FullState(
+            x.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32),
+            x.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32),
+        )
+    parts = zip((sums_z, sums_low, sums_high), (normalizer, low, high), _parts(start), _parts(end), strict=True)
+    for sums_x, out, start_part, end_part in parts:
+        _scan(sums_x, out, start_part, end_part, sums, length, first, chunk, reverse)
+    return ChunkStates(low, high, normalizer, chunk, first), end
+
+
+def _parts(state: FullState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Z, and S for the lower and for the upper half of the entries."""
+    if state is None:
+        return None, None, None
+    half = state.kv.shape[2] // 2
+    return state.normalizer, state.kv[:, :, :half], state.kv[:, :, half:]

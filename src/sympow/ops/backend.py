@@ -13,7 +13,7 @@ import torch
 # What the fused kernels are built for.
 KERNEL_POWERS = (2, 4, 6, 8)
 LARGEST_DIM = 128
-LARGEST_CHUNKED_DIM = 64
+LARGEST_CHUNKED_DIM = {2: 128}
 CHUNK_MULTIPLE = 128
 
 
@@ -29,7 +29,6 @@ class Request:
         form: as asked for, "auto" included.
         chunk_size: as asked for, or None.
         vector_gate: whether every rotated pair has its own gate.
-        differentiable_state: whether a state is given and gradients are needed.
         step: whether it is one token from a given state, without gradients.
     """
 
@@ -41,8 +40,16 @@ class Request:
     form: str = "auto"
     chunk_size: int | None = None
     vector_gate: bool = False
-    differentiable_state: bool = False
     step: bool = False
+
+
+def chunked_kernels_serve(power: int, key_dim: int, value_dim: int) -> bool:
+    """Whether there are chunked kernels for a power and head dims."""
+    return max(key_dim, value_dim) <= LARGEST_CHUNKED_DIM.get(power, 0)
+
+
+def _chunked_limits() -> str:
+    return " and ".join(f"power {power} with head dims up to {dim}" for power, dim in LARGEST_CHUNKED_DIM.items())
 
 
 # Constants to torch.compile, which could not trace what they do.
@@ -70,10 +77,10 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
         f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
         f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
         "kernels take one gate per head, not one per rotated pair": request.vector_gate,
-        "kernels take an initial state only without gradients": request.differentiable_state,
         "the recurrent form has a kernel for one token at a time only": recurrent and not request.step,
-        f"the chunked kernels are for power 2, not {request.power}": chunked and request.power != 2,
-        f"the chunked kernels take head dims up to {LARGEST_CHUNKED_DIM}": chunked and largest > LARGEST_CHUNKED_DIM,
+        f"the chunked kernels take {_chunked_limits()}, not power {request.power} and {largest}": (
+            chunked and not chunked_kernels_serve(request.power, request.key_dim, request.value_dim)
+        ),
         f"the chunked kernels take chunks that are multiples of {CHUNK_MULTIPLE}, not {request.chunk_size}": (
             chunked and request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE != 0
         ),

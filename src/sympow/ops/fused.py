@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.backend import LARGEST_CHUNKED_DIM
+from sympow.ops.backend import CHUNK_MULTIPLE, chunked_kernels_serve
 from sympow.ops.blocks import query_state, update_state
 from sympow.ops.cost import crossover_length
 from sympow.ops.decay import log_gate_root
+from sympow.ops.full_state import from_full, to_full
 from sympow.ops.rotary import phase_after
 from sympow.ops.sequence import Sequence, divide
 from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, multinomial_weights
+
+if TYPE_CHECKING:
+    from sympow.kernels.documents import Documents
 
 # Tokens between two states. Larger chunks spend more on scores, smaller ones on states passed through memory.
 CHUNK_SIZE = 1024
@@ -30,43 +38,102 @@ def fused_form(
     form: str,
     chunk_size: int | None,
     needs_grad: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State | None]:
     """y (b, t, h, e), and the state after the last token if asked for.
 
-    The kernels attend within the call. A state given is queried, and one asked for is folded, in plain PyTorch: each
-    token once, so that long calls still spend most of their time in kernels.
-
     Args:
         sequence: with one gate per head, or none.
-        state: what came before; not together with gradients.
+        state: what came before, or None.
         return_state: whether to return the state after the last token.
         form: "attention", "chunked" or "auto".
         chunk_size: None: CHUNK_SIZE.
         needs_grad: whether the backward pass will be run.
+        cu_seqlens: offsets of packed documents, without states at either end; or None.
     """
-    from sympow.kernels.attention_op import fused_attention, scaled_queries
+    from sympow.kernels.documents import close_gates, locate
     from sympow.kernels.rotation_op import fused_rotation
 
-    q, k, v = sequence.q, sequence.k, sequence.v
-    start = None if state is None else state.phase
+    documents = None if cu_seqlens is None else locate(cu_seqlens.to(sequence.q.device), sequence.length)
+    q, k = sequence.q, sequence.k
     if sequence.theta is not None:
-        q, k = fused_rotation(q, k, sequence.beta, sequence.theta, start)
-    if form == "auto":
-        form = "chunked" if chunk_size is not None or _chunked_pays(sequence) else "attention"
-    chunk = (chunk_size or CHUNK_SIZE) if form == "chunked" else 0
-    # One power of two for keys and values; zeros change nothing.
-    dim = max(_block(sequence.key_dim), _block(sequence.value_dim))
+        start = None if state is None else state.phase
+        q, k = fused_rotation(q, k, sequence.beta, sequence.theta, start, documents)
     log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
-    padded_q, padded_k, padded_v = (_padded(x, dim) for x in (q, k, v))
-    y, weight = fused_attention(padded_q, padded_k, padded_v, log_gamma, sequence.power, chunk, train=needs_grad)
-    y = y if dim == sequence.value_dim else y[..., : sequence.value_dim]
-    if state is None and not return_state:
+    if documents is not None:
+        log_gamma = close_gates(log_gamma, documents, sequence.key_heads)
+    turned = replace(sequence, q=q, k=k, log_gamma=log_gamma)
+    if form == "auto":
+        with_states = state is not None or return_state
+        form = "chunked" if chunk_size is not None or _chunked_pays(sequence, with_states) else "attention"
+    if form == "chunked" and sequence.power == 2:
+        chunk = chunk_size or min(CHUNK_SIZE, CHUNK_MULTIPLE * math.ceil(sequence.length / CHUNK_MULTIPLE))
+        y, kv, normalizer = _chunked(turned, state, return_state, chunk, needs_grad, documents)
+    else:
+        y, kv, normalizer = _attend(turned, state, return_state, needs_grad, documents)
+    if kv is None or normalizer is None:
         return y, None
+    phase = None
+    if sequence.theta is not None:
+        start = None if state is None else state.phase
+        phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
+    return y, State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim)
 
+
+def _chunked(
+    sequence: Sequence,
+    state: State | None,
+    return_state: bool,
+    chunk: int,
+    needs_grad: bool,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The chunked form, p = 2, for turned queries and keys: y, and S and Z after the last token if asked for."""
+    from sympow.kernels.attention_op import fused_chunked_attention
+    from sympow.kernels.chunk_states import FullState
+
+    dim = _common_dim(sequence)
+    initial = None
+    if state is not None:
+        kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
+        initial = FullState(*to_full(kv, normalizer, sequence.key_dim, dim))
+    q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
+    y, final = fused_chunked_attention(
+        q, k, v, sequence.log_gamma, chunk, documents=documents, initial=initial, final=return_state, train=needs_grad
+    )
+    y = y[..., : sequence.value_dim]
+    if final is None:
+        return y, None, None
+    return y, *from_full(*final, sequence.key_dim, sequence.value_dim)
+
+
+def _attend(
+    sequence: Sequence,
+    state: State | None,
+    return_state: bool,
+    needs_grad: bool,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The attention form for turned queries and keys: y, and S and Z after the last token if asked for.
+
+    The kernels attend within the call. A state given is queried, and one asked for is folded, in plain PyTorch.
+    """
+    from sympow.kernels.attention_op import fused_attention, query_scales
+
+    dim = _common_dim(sequence)
+    q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
+    y, weight = fused_attention(q, k, v, sequence.log_gamma, sequence.power, documents=documents, train=needs_grad)
+    y = y[..., : sequence.value_dim]
+    if state is None and not return_state:
+        return y, None, None
     decay = _decay(sequence)
     if state is not None:
-        y = _add_past(y, weight, scaled_queries(q), decay, state, sequence)
-    return y, _fold(k, v, decay, state, sequence) if return_state else None
+        # In the scale of the weights. A constant to autograd: y does not depend on it.
+        scale = query_scales(q.detach()).transpose(1, 2).unsqueeze(-1)
+        y = _add_past(y, weight, sequence.q * scale, decay, state, sequence)
+    if not return_state:
+        return y, None, None
+    return y, *_fold(sequence, decay, state)
 
 
 def _decay(sequence: Sequence) -> Tensor:
@@ -93,18 +160,13 @@ def _add_past(y: Tensor, weight: Tensor, q: Tensor, decay: Tensor, state: State,
     return divide(own + numerator, weight + denominator, y.dtype)
 
 
-def _fold(k: Tensor, v: Tensor, decay: Tensor, state: State | None, sequence: Sequence) -> State:
-    """The state after the last token, from turned keys."""
-    keys, values = (x.to(torch.float32).transpose(1, 2) for x in (k, v))
+def _fold(sequence: Sequence, decay: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
+    """S and Z after the last token, from turned keys."""
+    keys, values = (x.to(torch.float32).transpose(1, 2) for x in (sequence.k, sequence.v))
     kv = None if state is None else state.kv.to(torch.float32)
     normalizer = None if state is None else state.normalizer.to(torch.float32)
     # Not in place: what is given belongs to the caller.
-    kv, normalizer = update_state(keys, values, decay, kv, normalizer, sequence.power, in_place=False)
-    phase = None
-    if sequence.theta is not None:
-        start = None if state is None else state.phase
-        phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
-    return State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim)
+    return update_state(keys, values, decay, kv, normalizer, sequence.power, in_place=False)
 
 
 def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Tensor, State | None]:
@@ -128,11 +190,19 @@ def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Te
     return y.unsqueeze(1), after
 
 
-def _chunked_pays(sequence: Sequence) -> bool:
-    if sequence.power != 2 or max(sequence.key_dim, sequence.value_dim) > LARGEST_CHUNKED_DIM:
+def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
+    if not chunked_kernels_serve(sequence.power, sequence.key_dim, sequence.value_dim):
         return False
-    balance = crossover_length(sequence.key_dim, sequence.value_dim, 2, sequence.group)
+    # With p = 2 the kernels take states in and out; the attention form has them queried and folded outside.
+    if with_states and sequence.power == 2:
+        return True
+    balance = crossover_length(sequence.key_dim, sequence.value_dim, sequence.power, sequence.group)
     return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)
+
+
+def _common_dim(sequence: Sequence) -> int:
+    """One power of two for keys and values; zeros change nothing."""
+    return max(_block(sequence.key_dim), _block(sequence.value_dim))
 
 
 def _block(dim: int) -> int:

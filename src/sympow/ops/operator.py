@@ -23,6 +23,7 @@ from sympow.ops.validation import (
     check_bool,
     check_choice,
     check_chunk_size,
+    check_documents,
     check_power,
     check_state,
     check_tensors,
@@ -133,18 +134,22 @@ def attention(
     check_chunk_size(chunk_size, form)
     check_bool("return_state", return_state)
     check_tensors(q, k, v, log_gamma, beta, theta)
-    offsets = None if cu_seqlens is None else document_offsets(cu_seqlens, q)
+    if cu_seqlens is not None:
+        check_documents(cu_seqlens, q)
     if initial_state is not None:
-        documents = None if offsets is None else len(offsets) - 1
+        documents = None if cu_seqlens is None else len(cu_seqlens) - 1
         check_state(initial_state, q, k, v, power, theta is not None, documents)
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
     # Under autocast the products below would silently run in half precision, states included.
     with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
-        if offsets is None:
+        with_states = initial_state is not None or return_state
+        if cu_seqlens is None:
             y, state = run(sequence, initial_state)
+        elif not with_states and _choose(sequence, False, form, chunk_size, backend) == "triton":
+            y, state = fused_form(sequence, None, False, form, chunk_size, sequence.needs_grad, cu_seqlens)
         else:
-            y, state = run_documents(sequence, offsets, initial_state, run)
+            y, state = run_documents(sequence, document_offsets(cu_seqlens, q.shape[1]), initial_state, run)
     if not return_state:
         return y
     assert state is not None
@@ -166,6 +171,18 @@ def _run(
         torch.is_grad_enabled() and initial_state is not None and initial_state.requires_grad
     )
     step = sequence.length == 1 and initial_state is not None and not needs_grad
+    chosen = _choose(sequence, step, form, chunk_size, backend)
+    if chosen == "triton" and step and initial_state is not None:
+        return fused_step(sequence, initial_state, return_state)
+    if chosen == "triton":
+        return fused_form(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+    return _run_portable(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+
+
+def _choose(
+    sequence: Sequence, step: bool, form: Form, chunk_size: int | None, backend: Backend
+) -> Literal["torch", "triton"]:
+    """The backend for one call; `step`: it is one token from a state, without gradients."""
     request = Request(
         device=sequence.q.device.type,
         dtype=sequence.q.dtype,
@@ -175,15 +192,9 @@ def _run(
         form=form,
         chunk_size=chunk_size,
         vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
-        differentiable_state=initial_state is not None and needs_grad,
         step=step,
     )
-    chosen = choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
-    if chosen == "triton" and step and initial_state is not None:
-        return fused_step(sequence, initial_state, return_state)
-    if chosen == "triton":
-        return fused_form(sequence, initial_state, return_state, form, chunk_size, needs_grad)
-    return _run_portable(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+    return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
 
 
 def _run_portable(

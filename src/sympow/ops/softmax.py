@@ -21,7 +21,7 @@ from sympow.ops.documents import run_documents
 from sympow.ops.record import TensorRecord, register_as_tree
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
 from sympow.ops.sequence import Sequence
-from sympow.ops.validation import check_tensors, document_offsets
+from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
 # Rows whose biases are formed at once where gates or a cache ask for an explicit bias.
 ROWS = 256
@@ -102,7 +102,8 @@ def softmax_attention(
     """
     check_tensors(q, k, v, log_gamma, beta, theta)
     if cu_seqlens is not None:
-        offsets = document_offsets(cu_seqlens, q)
+        check_documents(cu_seqlens, q)
+        offsets = document_offsets(cu_seqlens, q.shape[1])
         if initial_state is not None or return_state:
             raise ValueError(
                 "cu_seqlens cannot go with initial_state or return_state in softmax attention: documents of different "

@@ -88,8 +88,8 @@ def check_tensors(
         )
 
 
-def document_offsets(cu_seqlens: Tensor, q: Tensor) -> list[int]:
-    """The offsets of packed documents as numbers, checked."""
+def check_documents(cu_seqlens: Tensor, q: Tensor) -> None:
+    """The offsets of packed documents, as far as that needs no wait for a device."""
     if not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
@@ -101,11 +101,17 @@ def document_offsets(cu_seqlens: Tensor, q: Tensor) -> list[int]:
         )
     if q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1; got {q.shape[0]}")
+    if _values_readable(cu_seqlens):
+        document_offsets(cu_seqlens, q.shape[1])
+
+
+def document_offsets(cu_seqlens: Tensor, length: int) -> list[int]:
+    """The offsets of packed documents as numbers, checked."""
     offsets: list[int] = cu_seqlens.tolist()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {offsets[0]}")
-    if offsets[-1] != q.shape[1]:
-        raise ValueError(f"cu_seqlens must end at the length, {q.shape[1]}; got {offsets[-1]}")
+    if offsets[-1] != length:
+        raise ValueError(f"cu_seqlens must end at the length, {length}; got {offsets[-1]}")
     for before, after in pairwise(offsets):
         if after <= before:
             raise ValueError(f"cu_seqlens must increase from each document to the next, got {after} after {before}")

@@ -47,13 +47,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement."""
+    """One measurement.
+
+    Attributes:
+        peak_bytes: what a forward and backward pass allocated at its peak, inputs apart.
+        extra_bytes: the same without the output and the gradients, which any method has to return.
+    """
 
     method: str
     context: int
     forward: Timing
     forward_and_backward: Timing | None
     peak_bytes: int | None
+    extra_bytes: int | None
 
 
 Call = Callable[[], Tensor]
@@ -136,7 +142,7 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
             _speed(base_forward, row.forward),
             _milliseconds(row.forward_and_backward),
             _speed(base_both, row.forward_and_backward),
-            "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.2f} GiB",
+            "" if row.extra_bytes is None else f"{row.extra_bytes / 2**30:.2f} GiB",
         )
     console.print(table)
 
@@ -147,22 +153,24 @@ def _measure_method(name: str, method: Method, setting: Setting, context: int, b
     with torch.no_grad():
         forward = timed(method(setting, context, inputs)[0])
     if not backward:
-        return Row(name, context, forward, None, None)
+        return Row(name, context, forward, None, None, None)
     inputs = setting.inputs(context, grad=True)
     call, leaves = method(setting, context, inputs)
     gradient = torch.randn_like(call())
 
-    def both() -> None:
-        torch.autograd.grad(call(), leaves, gradient)
+    def both() -> tuple[Tensor, ...]:
+        y = call()
+        return (y.detach(), *torch.autograd.grad(y, leaves, gradient))
 
     both_timing = timed(both)
-    peak = None
+    peak = extra = None
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        both()
+        results = both()
         peak = torch.cuda.max_memory_allocated() - before
-    return Row(name, context, forward, both_timing, peak)
+        extra = peak - sum(result.nbytes for result in results)
+    return Row(name, context, forward, both_timing, peak, extra)
 
 
 def _softmax(
