@@ -197,6 +197,20 @@ def test_packed_documents_in_one_call(power, form, options, gate, rotation):
 
 
 @interpreted
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gates_far_from_the_end(monkeypatch, group, packed):
+    """Their gradient is put right once per span; here spans are short."""
+    from sympow.kernels import attention_op
+
+    monkeypatch.setattr(attention_op, "SPAN", 128)
+    inputs = random_inputs(12, length=460, heads=group, key_heads=1, dim=8, value_dim=8, rotation="none",
+                           dtype=torch.float32)  # fmt: skip
+    offsets = torch.tensor([0, 100, 110, 400, 460]) if packed else None
+    compare(inputs, 2, "attention", cu_seqlens=offsets)
+
+
+@interpreted
 def test_deterministic_algorithms_take_the_reproducible_backward_pass():
     inputs = random_inputs(4, length=100, heads=2, key_heads=1, dim=16, dtype=torch.float32)
     torch.use_deterministic_algorithms(True)

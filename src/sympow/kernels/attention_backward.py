@@ -158,13 +158,46 @@ def query_gradient_kernel(
 
 
 @triton.jit
+def _visit_queries(
+    dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head, sequence,
+    padded, start, tiles, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what `tiles` tiles of queries from `start` on, all after the keys, give to dk and dv."""
+    offsets = tl.arange(0, COLUMNS)
+    # One tile ahead in registers, as in the forward pass.
+    next_delta = tl.load(minus_delta_ptr + sequence * padded + start + offsets)
+    if GATED:
+        next_decay = tl.load(from_start_ptr + start + offsets)
+        next_sum = tl.load(sums_ptr + start)
+    for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
+        member, tile = divide_steps(step, tiles, GROUP)
+        head = kv_head * GROUP + member
+        q = q_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, D)
+        dy = dy_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, E)
+        score = tl.dot(k, q.T, input_precision=PRECISION)
+        dp = tl.dot(v, dy.T, input_precision=PRECISION) + next_delta[None, :]
+        factor = odd_power(score, POWER - 1)
+        member, tile = divide_steps(tl.minimum(step + 1, GROUP * tiles - 1), tiles, GROUP)
+        next_start = start + tile * COLUMNS
+        next_delta = tl.load(minus_delta_ptr + (sequence + member) * padded + next_start + offsets)
+        if GATED:
+            factor *= (next_decay * tl.exp((next_sum - reference).to(tl.float32)))[None, :]
+            next_decay = tl.load(from_start_ptr + next_start + offsets)
+            next_sum = tl.load(sums_ptr + next_start)
+        dv = tl.dot((factor * score).to(dy.dtype), dy, dv, input_precision=PRECISION)
+        dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
 def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
-    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr,
-    length, padded, gates_padded, kv_heads, chunk, slots, first_boundary,
+    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr, spans_ptr,
+    length, padded, gates_padded, kv_heads, chunk, slots, first_boundary, span,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
     and k_j · dk_j."""
@@ -176,6 +209,7 @@ def key_gradient_kernel(
     chunk_end = tl.minimum(boundary * chunk, length)
     last = tl.minimum(first + ROWS, length) - 1
     document_end = tl.load(document_end_ptr + last) if DOCUMENTS else length
+    reference = 0.0
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
         from_start_ptr += kv_sequence.to(tl.int64) * gates_padded
@@ -211,34 +245,31 @@ def key_gradient_kernel(
                 dk *= since_tile
                 dv *= since_tile
 
-    tiles = tl.maximum(tl.cdiv(tl.minimum(chunk_end, document_end) - first - ROWS, COLUMNS), 0)
     sequence = (batch * kv_heads + kv_head).to(tl.int64) * GROUP
     offsets = tl.arange(0, COLUMNS)
     after = first + ROWS
-    if tiles > 0:
-        # One tile ahead in registers, as in the forward pass.
-        next_delta = tl.load(minus_delta_ptr + sequence * padded + after + offsets)
-        if GATED:
-            next_decay = tl.load(from_start_ptr + after + offsets)
-            next_sum = tl.load(sums_ptr + after)
-        for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
-            member, tile = divide_steps(step, tiles, GROUP)
-            head = kv_head * GROUP + member
-            start = after + tile * COLUMNS
-            q = q_desc.load([batch, head, start, 0]).reshape(COLUMNS, D)
-            dy = dy_desc.load([batch, head, start, 0]).reshape(COLUMNS, E)
-            score = tl.dot(k, q.T, input_precision=PRECISION)
-            dp = tl.dot(v, dy.T, input_precision=PRECISION) + next_delta[None, :]
-            factor = odd_power(score, POWER - 1)
-            member, tile = divide_steps(tl.minimum(step + 1, GROUP * tiles - 1), tiles, GROUP)
-            next_start = after + tile * COLUMNS
-            next_delta = tl.load(minus_delta_ptr + (sequence + member) * padded + next_start + offsets)
-            if GATED:
-                factor *= (next_decay * tl.exp((next_sum - reference).to(tl.float32)))[None, :]
-                next_decay = tl.load(from_start_ptr + next_start + offsets)
-                next_sum = tl.load(sums_ptr + next_start)
-            dv = tl.dot((factor * score).to(dy.dtype), dy, dv, input_precision=PRECISION)
-            dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
+    end = tl.minimum(chunk_end, document_end)
+    if SPANS:
+        # As below, in spans of queries, with what each adds to k_j · dk_j, up to a decay, left behind.
+        known = tl.zeros((ROWS,), tl.float32)
+        for index in tl.range(after // span, tl.cdiv(end, span)):
+            start = tl.maximum(after, index * span)
+            dk, dv = _visit_queries(
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
+                sequence, padded, start, tl.cdiv(tl.minimum(end, (index + 1) * span) - start, COLUMNS),
+                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
+            )  # fmt: skip
+            total = tl.sum(dk * k.to(tl.float32), axis=1)
+            target = spans_ptr + (kv_sequence.to(tl.int64) * tl.cdiv(length, span) + index) * length + rows
+            tl.store(target, total - known, mask=rows < length)
+            known = total
+    else:
+        tiles = tl.cdiv(end - after, COLUMNS)
+        if tiles > 0:
+            dk, dv = _visit_queries(
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
+                sequence, padded, after, tiles, GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
+            )  # fmt: skip
 
     if GATED:
         row_sums = tl.load(sums_ptr + tl.minimum(rows, length - 1))
@@ -337,10 +368,15 @@ def query_gradient(
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
-    *, chunk: int = 0, documents: Documents | None = None,
+    *, chunk: int = 0, documents: Documents | None = None, spans: Tensor | None = None, span: int = 0,
     rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full, or `chunk`."""
+    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full, or `chunk`.
+
+    Args:
+        spans: zeros (b, h_kv, ⌈t / span⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each span that lie
+            after the key's tile, decays counted from the end of that tile; None: not wanted. Without states only.
+    """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
@@ -351,11 +387,11 @@ def key_gradient(
     key_gradient_kernel[(triton.cdiv(length, rows), batch * kv_heads)](
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
-        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end,
-        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *place,
+        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, spans,
+        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *place, span,
         GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
-        WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(k.dtype),
-        ROWS=rows, COLUMNS=columns, STAGES=stages,
+        WITH_STATE=states is not None, DOCUMENTS=documents is not None, SPANS=spans is not None,
+        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
         num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
     return dk, dv, column_term

@@ -7,14 +7,18 @@ An operator's outputs are tensors and nothing else, so what is missing (gates, s
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sympow.kernels.attention_backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention_forward import attend
 from sympow.kernels.chunk_states import ChunkStates, FullState, chunk_states
 from sympow.kernels.documents import Documents, sums_to_end
-from sympow.kernels.gates import SCAN_BLOCK, Gates, gate_gradient, running_sums
+from sympow.kernels.gates import SCAN_BLOCK, Gates, anchored, gate_gradient, running_sums, span_anchors
 from sympow.kernels.scaling import scale_queries
 from sympow.kernels.tiles import COLUMNS, tiles_for
+
+# Queries between two places where the gates' gradient is put right in the attention form (`gates.anchored`).
+SPAN = 4096
 
 
 @torch.library.custom_op("sympow::attend", mutates_args=())
@@ -54,7 +58,7 @@ def _attend(
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
             initial = FullState(initial_kv, initial_normalizer)
-        states, end = chunk_states(
+        states, end, _ = chunk_states(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
             boundaries=_boundaries(k, chunk, initial is not None, final), start=initial, want_end=final,
             **tiles.states,
@@ -145,25 +149,38 @@ def _attend_backward(
     dq, rows = query_gradient(
         q, scale, k, v, divided, minus_delta, power, gates, states, chunk=inner, documents=documents, **tiles.query
     )
-    reverse = end = None
+    reverse = end = crossing = None
     if states is not None:
         start = None
         if final:
             assert d_final_kv is not None
             assert d_final_normalizer is not None
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
-        reverse, end = chunk_states(
+        reverse, end, crossing = chunk_states(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
-            reverse=True, boundaries=(first, last), start=start, want_end=initial, **tiles.states,
+            reverse=True, boundaries=(first, last), start=start, want_end=initial,
+            other=states if gates else None, **tiles.states,
         )  # fmt: skip
+    spans = None
+    if gates is not None and states is None and k.shape[1] > SPAN:
+        spans = k.new_zeros(*sums.shape[:2], -(-k.shape[1] // SPAN), k.shape[1], dtype=torch.float32)
     dk, dv, columns = key_gradient(
-        q, k, v, divided, minus_delta, power, gates, reverse, chunk=inner, documents=documents, **tiles.key
-    )
+        q, k, v, divided, minus_delta, power, gates, reverse,
+        chunk=inner, documents=documents, spans=spans, span=SPAN, **tiles.key,
+    )  # fmt: skip
     d_log_gamma = None
     if gates is not None:
-        d_log_gamma = gate_gradient(rows, columns, power)
-        if documents is not None:
-            d_log_gamma = sums_to_end(d_log_gamma.transpose(1, 2), documents.end).transpose(1, 2).contiguous()
+        suffix = gate_gradient(rows, columns, power)
+        if crossing is not None:
+            # Pairs across a boundary meet in its state. Where there is none, no pair lies across.
+            anchors, spacing = pad(crossing, (first, -(-k.shape[1] // chunk) - last)), chunk
+        elif spans is not None:
+            anchors, spacing = span_anchors(spans, to_end, SPAN), SPAN
+        else:
+            anchors, spacing = suffix.new_zeros(*suffix.shape[:2], 2), k.shape[1]
+        suffix = anchored(suffix, anchors, spacing)
+        suffix = suffix if documents is None else sums_to_end(suffix, documents.end)
+        d_log_gamma = suffix.transpose(1, 2).to(torch.float32).contiguous()
     rest = (d_log_gamma, *(end or (None, None)))
     none = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
     return (dq.contiguous(), dk.contiguous(), dv.contiguous(), *none)  # type: ignore[return-value]
@@ -213,29 +230,28 @@ def _(
 def _save_attend(ctx, inputs, output) -> None:
     q, k, v, log_gamma, document_start, document_end, initial_kv, _, power, chunk, with_states, _, final = inputs
     y, weight, end_kv, end_normalizer, *rest = output
-    ctx.save_for_backward(q, k, v, y, weight, *rest, document_start, document_end, end_kv, end_normalizer)
+    ctx.save_for_backward(q, k, v, y, weight, *rest, document_start, document_end)
     ctx.options = (power, chunk, with_states, initial_kv is not None, final)
     ctx.gated = log_gamma is not None
+    ctx.final_shapes = (end_kv.shape, end_normalizer.shape)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*rest, *(() if final else (end_kv, end_normalizer)))
 
 
 def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_):
-    *saved, final_kv, final_normalizer = ctx.saved_tensors
+    saved = ctx.saved_tensors
     *_, initial, final = ctx.options
     # A loss may depend on a part of the outputs only.
     dy = torch.zeros_like(saved[3]) if dy is None else dy
     d_weight = None if d_weight is None else d_weight.contiguous()
     if final:
-        d_final_kv = torch.zeros_like(final_kv) if d_final_kv is None else d_final_kv
-        d_final_normalizer = torch.zeros_like(final_normalizer) if d_final_normalizer is None else d_final_normalizer
+        d_final_kv, d_final_normalizer = (
+            saved[0].new_zeros(shape, dtype=torch.float32) if gradient is None else gradient
+            for gradient, shape in zip((d_final_kv, d_final_normalizer), ctx.final_shapes, strict=True)
+        )
     dq, dk, dv, d_log_gamma, d_kv, d_normalizer = _attend_backward(
         dy, d_weight, d_final_kv, d_final_normalizer, *saved, *ctx.options
     )
-    if final and ctx.gated:
-        # The final state is decayed to the last token: by every gate.
-        decayed = (d_final_kv * final_kv).sum((2, 3, 4)) + (d_final_normalizer * final_normalizer).sum((2, 3))
-        d_log_gamma = d_log_gamma + decayed.unsqueeze(1)
     gradients = (dq, dk, dv, d_log_gamma if ctx.gated else None, None, None)
     return (*gradients, *((d_kv, d_normalizer) if initial else (None, None)), None, None, None, None, None)
 

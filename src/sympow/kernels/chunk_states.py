@@ -145,12 +145,15 @@ def update_kernel(
 
 @triton.jit
 def scan_kernel(
-    x_ptr, out_ptr, begin_ptr, end_ptr, sums_ptr, length, slots, first, chunk, size, stride_start, stride_end,
-    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, sums_ptr, length, slots, first, chunk, size,
+    stride_start, stride_end, products,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, MULTIPLIED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the slots; REVERSE: from the last slot backwards.
 
-    STARTED: the first slot visited is given. ENDED: the last one visited is also stored in float32.
+    STARTED: the first slot visited is given. ENDED: the last one visited is also stored in float32. MULTIPLIED: leaves
+    each program's part of the inner products with other states, slot by slot.
     """
     block, kv_sequence = tl.program_id(0), tl.program_id(1)
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -172,23 +175,32 @@ def scan_kernel(
         own = tl.full((BLOCK,), step > 0, tl.int1) if STARTED else tl.full((BLOCK,), True, tl.int1)
         state += tl.load(x_ptr + base + slot.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
         tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
+        if MULTIPLIED:
+            other = tl.load(other_ptr + base + slot.to(tl.int64) * size + offsets).to(tl.float32)
+            target = product_ptr + (kv_sequence.to(tl.int64) * slots + slot) * products + block
+            tl.store(target, tl.sum(state * other, axis=0))
     if ENDED:
         tl.store(end_ptr + kv_sequence.to(tl.int64) * stride_end + offsets, state)
 
 
 def _scan(
-    x: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, sums: Tensor | None, length: int, first: int,
-    chunk: int, reverse: bool,
-) -> None:  # fmt: skip
+    x: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, other: Tensor | None, sums: Tensor | None,
+    length: int, first: int, chunk: int, reverse: bool,
+) -> Tensor | None:  # fmt: skip
+    """Inner products with `other`, if given, in parts: (b, h_kv, slots, parts)."""
     batch, heads, slots = x.shape[:3]
     size = x[0, 0, 0].numel()
     block = min(1024, size)
+    products = None
+    if other is not None:
+        products = x.new_empty(batch, heads, slots, size // block, dtype=torch.float32)
     scan_kernel[(size // block, batch * heads)](
-        x, out, start, end, sums, length, slots, first, chunk, size,
-        0 if start is None else start.stride(1), 0 if end is None else end.stride(1),
-        GATED=sums is not None, REVERSE=reverse, STARTED=start is not None, ENDED=end is not None, BLOCK=block,
-        num_warps=4,
+        x, out, start, end, other, products, sums, length, slots, first, chunk, size,
+        0 if start is None else start.stride(1), 0 if end is None else end.stride(1), size // block,
+        GATED=sums is not None, REVERSE=reverse, STARTED=start is not None, ENDED=end is not None,
+        MULTIPLIED=other is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
+    return products
 
 
 def chunk_states(
@@ -204,13 +216,14 @@ def chunk_states(
     boundaries: tuple[int, int] | None = None,
     start: FullState | None = None,
     want_end: bool = False,
+    other: ChunkStates | None = None,
     entries: int = 2,
     tokens: int = 64,
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
-) -> tuple[ChunkStates | None, FullState | None]:
-    """States at the boundaries of chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e), and the last one.
+) -> tuple[ChunkStates | None, FullState | None, Tensor | None]:
+    """States at the boundaries of chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e).
 
     Args:
         full: also compute what symmetry makes redundant; needed with `start` or `want_end`.
@@ -221,8 +234,11 @@ def chunk_states(
         start: what the scan begins with: the state at boundary 0, or in reverse the gradient at the last one.
         want_end: whether to return where the scan ends in float32: the state after the last token, or the gradient of
             that before the first. Sums of chunks then stay in float32 until they are added up.
+        other: states at the same boundaries and in full, to multiply these with.
 
-    Returns None for the states if there are no boundaries.
+    Returns:
+        the states, or None if there are no boundaries; the end if wanted; and the inner products of the states with
+        `other`, (b, h_kv, slots) float64, if given.
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
@@ -230,8 +246,8 @@ def chunk_states(
     first, last = boundaries or (1, chunks - 1)
     slots = last - first + 1
     if slots == 0:
-        return None, None
-    assert full or not (start or want_end)
+        return None, None, None
+    assert full or not (start or want_end or other)
     half = dim // 2
     padded = chunks * chunk
     group = heads // kv_heads
@@ -272,10 +288,11 @@ def chunk_states(
             x.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32),
             x.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32),
         )
-    parts = zip((sums_z, sums_low, sums_high), (normalizer, low, high), _parts(start), _parts(end), strict=True)
-    for sums_x, out, start_part, end_part in parts:
-        _scan(sums_x, out, start_part, end_part, sums, length, first, chunk, reverse)
-    return ChunkStates(low, high, normalizer, chunk, first), end
+    others = (other.normalizer, other.low, other.high) if other else (None, None, None)
+    parts = zip((sums_z, sums_low, sums_high), (normalizer, low, high), _parts(start), _parts(end), others, strict=True)
+    products = [_scan(*part, sums, length, first, chunk, reverse) for part in parts]
+    total = torch.cat(products, dim=-1).sum(-1, dtype=torch.float64) if other else None  # type: ignore[arg-type]
+    return ChunkStates(low, high, normalizer, chunk, first), end, total
 
 
 def _parts(state: FullState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -80,17 +80,13 @@ def _gate_gradient_kernel(
     totals_ptr,
     out_ptr,
     length,
-    heads,
     blocks,
-    stride_b,
-    stride_t,
-    stride_h,
     GROUP: tl.constexpr,
     POWER: tl.constexpr,
     BLOCK: tl.constexpr,
     TOTALS_ONLY: tl.constexpr,
 ):
-    """d log γ_m = Σ_{i≥m} dG_i with dG_i = (q_i · dq_i − k_i · dk_i) / p, summed over the query heads of a key head.
+    """Σ_{i≥m} dG_i with dG_i = (q_i · dq_i − k_i · dk_i) / p, summed over the query heads of a key head.
 
     B_ij is homogeneous of degree p in q_i and in k_j, so Σ_j B_ij dB_ij = q_i · dq_i / p, and likewise for columns.
     Analytically q_i · dq_i = 0 (rows are normalised); kept, it cancels the rounding of the columns' terms.
@@ -112,8 +108,7 @@ def _gate_gradient_kernel(
             after += tl.load(totals_ptr + sequence * blocks + index, mask=index < blocks, other=0.0)
         # Suffix sums from prefix sums: Σ_{i≥m} = total − Σ_{i<m}.
         suffix = tl.sum(terms, axis=0) - tl.cumsum(terms, axis=0) + terms + tl.sum(after, axis=0)
-        out = out_ptr + (sequence // heads).to(tl.int64) * stride_b + rows.to(tl.int64) * stride_t
-        tl.store(out + (sequence % heads) * stride_h, suffix.to(tl.float32), mask=mask)
+        tl.store(out_ptr + sequence.to(tl.int64) * length + rows, suffix, mask=mask)
 
 
 @dataclass(frozen=True)
@@ -152,25 +147,53 @@ def running_sums(log_gamma: Tensor, tile: int) -> Gates:
 
 
 def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor:
-    """d log γ (b, t, h_kv) float32 from q_i · dq_i (b, h, t) and k_j · dk_j (b, h_kv, t)."""
+    """Σ_{i≥m} dG_i (b, h_kv, t) float64 from q_i · dq_i (b, h, t) and k_j · dk_j (b, h_kv, t): d log γ_m, with all the
+    rounding of later rows and columns in it (`anchored` takes most of that out)."""
     batch, heads, length = column_terms.shape
     blocks = triton.cdiv(length, SCAN_BLOCK)
     totals = column_terms.new_empty(batch, heads, blocks, dtype=torch.float64)
-    out = column_terms.new_empty(batch, length, heads, dtype=torch.float32)
+    out = column_terms.new_empty(batch, heads, length, dtype=torch.float64)
     grid = (blocks, batch * heads)
     for totals_only in (True, False):
         _gate_gradient_kernel[grid](
-            row_terms,
-            column_terms,
-            totals,
-            out,
-            length,
-            heads,
-            blocks,
-            *out.stride(),
-            GROUP=row_terms.shape[1] // heads,
-            POWER=power,
-            BLOCK=SCAN_BLOCK,
-            TOTALS_ONLY=totals_only,
-        )
+            row_terms, column_terms, totals, out, length, blocks, GROUP=row_terms.shape[1] // heads, POWER=power,
+            BLOCK=SCAN_BLOCK, TOTALS_ONLY=totals_only,
+        )  # fmt: skip
     return out
+
+
+def anchored(suffix: Tensor, anchors: Tensor, spacing: int) -> Tensor:
+    """Suffix sums brought to values known at some positions; in between, by as much as a straight line says.
+
+    d log γ_m is a sum over the pairs that m lies between. As a difference of row and column sums over all later tokens,
+    it picks up the rounding of all of these, which grows with the root of their number. Where it is known otherwise,
+    the sums can be put right, and start anew.
+
+    Args:
+        suffix: Σ_{i≥m}, (b, h, t) float64.
+        anchors: the sums at the positions 0, spacing, 2 spacing, … and t, (b, h, ⌈t / spacing⌉ + 1) float64.
+    """
+    length = suffix.shape[-1]
+    positions = torch.arange(length, device=suffix.device)
+    before = positions // spacing
+    span = (length - before * spacing).clamp(max=spacing)
+    passed = (positions - before * spacing) / span
+    found = torch.nn.functional.pad(suffix[..., ::spacing], (0, 1))
+    missing = anchors - found
+    return suffix + torch.lerp(missing[..., before], missing[..., before + 1], passed.to(missing.dtype))
+
+
+def span_anchors(spans: Tensor, to_end: Tensor, span: int) -> Tensor:
+    """Σ B_ij dB_ij over the pairs on either side of 0, span, 2 span, … and t: (b, h, ⌈t / span⌉ + 1) float64.
+
+    Args:
+        spans: the sums over the queries of each span, key by key, decays counted from the end of the key's tile,
+            (b, h, ⌈t / span⌉, t) float32.
+        to_end: decays from a key to the end of its tile, (b, h, ≥ t) float32.
+    """
+    count, length = spans.shape[2:]
+    by_key = spans * to_end[:, :, None, :length]
+    padded = torch.nn.functional.pad(by_key, (0, count * span - length)).unflatten(-1, (count, span))
+    pairs = padded.sum(-1, dtype=torch.float64)  # (b, h, spans of queries, spans of keys)
+    later = torch.nn.functional.pad(pairs.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
+    return torch.nn.functional.pad(later.cumsum(3), (1, 0)).diagonal(dim1=2, dim2=3)
