@@ -2,28 +2,37 @@
 
     python benchmarks/decode_and_rotation.py --out benchmarks/results/h200_decode_and_rotation.json
 
-A decoding step is timed by replaying a CUDA graph of it, as generation runs it, against `scaled_dot_product_attention`
-of one query with a cache, captured likewise. Bandwidth counts the state read once and written once, beside that of a
-plain copy.
+Decoding is timed by replaying CUDA graphs, as generation runs it, against `scaled_dot_product_attention` of one query
+with a cache, captured likewise. There are two modes: a step that reads and writes the state, and a window, whose steps
+read it and whose folds, one after every `capacity` steps, read and write it; its time is that of all those steps and
+the fold, divided by the steps. Each graph goes around several states, as a model does around its layers, so that none
+stays in the cache. Bandwidth counts the bytes of states read and written, beside that of a plain copy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch.nn.functional import scaled_dot_product_attention
 
 import sympow
 from sympow.kernels.rotation_op import fused_rotation
+from sympow.ops.window import Window
 from sympow.report.timing import environment, measure
 
 BATCH, HEADS, DIM = 16, 12, 64
-STEPS_PER_REPLAY = 10
+# States that a graph goes around, and what each replay of it repeats.
+LAYERS = 3
+STEPS_PER_REPLAY = 12
+CAPACITIES = (32, 64, 128)
 
 
 def graph_of(function: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
@@ -41,40 +50,107 @@ def graph_of(function: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def time_graph(name: str, function: Callable[[], Any], runs: int, **facts: Any) -> dict[str, Any]:
-    graph = graph_of(function, STEPS_PER_REPLAY)
+def time_graph(
+    name: str, function: Callable[[], Any], runs: int, repeats: int = STEPS_PER_REPLAY, steps: int = 1, **facts: Any
+) -> dict[str, Any]:
+    """Microseconds for each of the `steps` that one call makes."""
+    graph = graph_of(function, repeats)
     timing = measure(graph.replay, runs=runs, warmup=5, device="cuda")
-    row = {"what": name, "microseconds": 1e6 * timing.median / STEPS_PER_REPLAY, "spread": timing.spread, **facts}
+    row = {"what": name, "microseconds": 1e6 * timing.median / repeats / steps, "spread": timing.spread, **facts}
+    if "bytes_moved" in facts:
+        row["terabytes_per_second"] = row["bytes_moved"] / row["microseconds"] / 1e6
     print(json.dumps(row), flush=True)
     return row
 
 
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual - expected).double().norm() / expected.double().norm()).item()
+
+
 @torch.no_grad()
 def decode_rows(power: int, dim: int, runs: int) -> list[dict[str, Any]]:
-    """A gated, data-dependently rotated step from a random state."""
-    q, k, v = torch.randn(3, BATCH, 1, HEADS, dim, device="cuda", dtype=torch.bfloat16)
-    log_gamma = torch.full((BATCH, 1, HEADS), -0.001, device="cuda")
-    beta = torch.rand(BATCH, 1, HEADS, device="cuda")
-    theta = sympow.rotary_rates(dim, 65_536, device="cuda")
+    """Gated, data-dependently rotated steps from states of random keys, in both modes."""
+    shape = (BATCH, 1, HEADS)
+    q, k, v = torch.randn(3, *shape, dim, device="cuda", dtype=torch.bfloat16)
+    token: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_gamma": torch.full(shape, -0.001, device="cuda"),
+        "beta": torch.rand(shape, device="cuda"),
+        "theta": sympow.rotary_rates(dim, 65_536, device="cuda"),
+    }
     keys, values = torch.randn(2, BATCH, 256, HEADS, dim, device="cuda", dtype=torch.bfloat16)
-    _, state = sympow.attention(keys, keys, values, power, theta=theta, return_state=True, backend="torch")
-    arguments: dict[str, Any] = {"log_gamma": log_gamma, "beta": beta, "theta": theta, "power": power}
-    expected = sympow.attention(q, k, v, **arguments, initial_state=state, form="recurrent", backend="torch")
-    actual = sympow.attention(q, k, v, **arguments, initial_state=state, backend="triton")
-    error = ((actual - expected).double().norm() / expected.double().norm()).item()
+    _, state = sympow.attention(keys, keys, values, power, theta=token["theta"], return_state=True, backend="torch")
+    expected = sympow.attention(**token, power=power, initial_state=state, form="recurrent", backend="torch")
+    states = [state.clone() for _ in range(LAYERS)]
+    label = f"p = {power}, d = {dim}"
 
-    def step() -> None:
-        sympow.attention(q, k, v, **arguments, initial_state=state, return_state=True, backend="triton")
+    sources, target = cycle(states), torch.empty_like(state.kv)
+    copy = time_graph(
+        f"copy of the state, {label}", lambda: target.copy_(next(sources).kv), runs, bytes_moved=2 * target.nbytes
+    )
 
-    size = state.kv.nbytes + state.normalizer.nbytes
-    source, target = torch.empty_like(state.kv), torch.empty_like(state.kv)
-    copy = time_graph("copy of the state", lambda: target.copy_(source), runs, bytes_moved=2 * target.nbytes)
-    row = time_graph(f"decode, p = {power}, d = {dim}", step, runs, bytes_moved=2 * size, error=error)
-    for measured in (copy, row):
-        measured["terabytes_per_second"] = measured["bytes_moved"] / measured["microseconds"] / 1e6
-    row["fraction_of_copy_bandwidth"] = row["terabytes_per_second"] / copy["terabytes_per_second"]
-    print(json.dumps(row), flush=True)
-    return [copy, row]
+    def step(before: sympow.State) -> torch.Tensor:
+        return sympow.attention(**token, power=power, initial_state=before, return_state=True, backend="triton")[0]
+
+    rows = [
+        time_graph(
+            f"decode, {label}",
+            lambda: step(next(sources)),
+            runs,
+            bytes_moved=2 * state_bytes(state),
+            error=relative_error(step(state), expected),
+        )
+    ]
+    rows += [window_row(states, token, expected, size, runs, f"window, {label}") for size in CAPACITIES]
+    for row in rows:
+        row["fraction_of_copy_bandwidth"] = row["terabytes_per_second"] / copy["terabytes_per_second"]
+        print(
+            row["what"], f"{row['microseconds']:.1f} µs, {row['fraction_of_copy_bandwidth']:.0%} of a copy", flush=True
+        )
+    return [copy, *rows]
+
+
+def state_bytes(state: sympow.State) -> int:
+    return state.kv.nbytes + state.normalizer.nbytes
+
+
+def window_row(
+    states: list[sympow.State], token: dict[str, Any], expected: torch.Tensor, capacity: int, runs: int, name: str
+) -> dict[str, Any]:
+    """A window filled and folded once in every layer; beside it, a fold alone."""
+    windows = [Window.open(state, capacity=capacity, dtype=torch.bfloat16) for state in states]
+    error = relative_error(windows[0].step(**token, backend="triton"), expected)
+    windows[0].fold("triton")
+
+    def fill_and_fold() -> None:
+        for _ in range(capacity):
+            for window in windows:
+                window.step(**token, backend="triton")
+        for window in windows:
+            window.fold("triton")
+
+    row = time_graph(
+        f"{name}, {capacity} tokens, folds included",
+        fill_and_fold,
+        runs,
+        repeats=1,
+        steps=capacity * LAYERS,
+        bytes_moved=state_bytes(states[0]) * (capacity + 2) / capacity,
+        capacity=capacity,
+        error=error,
+    )
+    around = cycle(windows)
+
+    def fold_a_full_window() -> None:
+        window = next(around)
+        window.count.fill_(capacity)
+        window.fold("triton")
+
+    fold = time_graph(f"{name}, {capacity} tokens, a fold alone", fold_a_full_window, runs)
+    row["microseconds_of_a_fold"] = fold["microseconds"]
+    return row
 
 
 @torch.no_grad()
@@ -114,7 +190,9 @@ def main() -> None:
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {"batch": BATCH, "heads": HEADS, "dim": DIM}
-        content = {"environment": environment("cuda"), "shape": shape, "rows": rows}
+        versions = {**environment("cuda"), "triton": triton.__version__}
+        command = "python " + " ".join(sys.argv)
+        content = {"command": command, "environment": versions, "shape": shape, "rows": rows}
         arguments.out.write_text(json.dumps(content, indent=2) + "\n")
 
 

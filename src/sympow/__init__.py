@@ -7,6 +7,7 @@ from sympow.layers import ConformalAttention
 from sympow.model import GPT, GPTConfig
 from sympow.ops import (
     State,
+    Window,
     accumulate_phase,
     attention,
     rotary_rates,
@@ -23,6 +24,7 @@ __all__ = [
     "ConformalAttention",
     "GPTConfig",
     "State",
+    "Window",
     "accumulate_phase",
     "attention",
     "rotary_rates",

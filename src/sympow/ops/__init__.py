@@ -4,9 +4,11 @@ from sympow.ops.operator import attention
 from sympow.ops.rotary import accumulate_phase, rotary_rates, rotate
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim, symmetric_power, symmetric_power_of_matrix
+from sympow.ops.window import Window
 
 __all__ = [
     "State",
+    "Window",
     "accumulate_phase",
     "attention",
     "rotary_rates",

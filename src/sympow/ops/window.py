@@ -1,0 +1,484 @@
+"""Decoding with a window: the last tokens as keys and values, folded into the state in blocks.
+
+A recurrent step reads and writes the whole state for one token. With a window of W tokens it only reads it: tokens
+since the last fold answer by their scores, as in the attention form, and every W tokens all of them are folded into the
+state at once, as at the end of a chunk. Before the first fold there may be no state at all: then a window is a cache of
+keys and values, which is smaller than a state until it has grown to about D tokens.
+
+    y, state = sympow.attention(q, k, v, ..., return_state=True)     # read the prompt
+    window = Window.open(state, dtype=q.dtype)
+    for ...:
+        y = window.step(q, k, v, log_gamma, beta, theta)             # one token each, (b, 1, h, d)
+    state = window.close()                                           # good in every form, as any state
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
+from sympow.ops.blocks import query_state, update_state
+from sympow.ops.decay import apply_decay, log_gate_root
+from sympow.ops.precision import without_autocast
+from sympow.ops.record import TensorRecord, register_as_tree
+from sympow.ops.rotary import accumulate_phase, last_phase, rotate
+from sympow.ops.scaling import (
+    least_exponent,
+    power_of_two,
+    running_key_exponents,
+    state_exponents,
+    unit_length,
+)
+from sympow.ops.sequence import Sequence, divide
+from sympow.ops.state import FLOAT_DTYPES, State
+from sympow.ops.symmetric import even_power, feature_indices, multinomial_weights, symmetric_dim
+from sympow.ops.validation import BACKENDS, check_choice, check_positive, check_power, check_tensors
+
+# Tokens between two folds. More make folds rarer, and steps score more keys: beside a state of thousands of features
+# both are small.
+CAPACITY = 64
+
+
+@dataclass(eq=False)
+class Window(TensorRecord):
+    """The last tokens of a batch of sequences, beside the state of all earlier ones. Steps change it in place.
+
+    Made by `open` from a state, or by `empty` without one. A step waits for nothing on the host: how many tokens the
+    window holds stands in `count`, on the device, so that one captured CUDA graph of a step, and one of a fold, can be
+    replayed at any filling. Eager steps fold by themselves when the window is full. Inside a capture or torch.compile
+    a step is the device's work alone: there the caller replays a fold after every `capacity` steps. A step for which
+    there is no room returns NaN.
+
+    Attributes:
+        keys: turned keys, (b, h_kv, d, W), those of a token in a column.
+        values: (b, h_kv, W, e).
+        decay: running sums of log γ^(1/p) since the last fold, (b, h_kv, W, 1 or d/2) float64.
+        count: tokens in the window, the same for all, (b, h_kv) int32.
+        arrivals: for the kernels, zero between calls, (b, h_kv) int32.
+        phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
+        kv, normalizer: the state at the last fold, as in `State`; None before there is one.
+        power: p.
+        tokens: `count` as the host knows it; what is replayed from a graph is for the caller to count.
+        workspace: for the kernels, made by the first step that uses them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    decay: Tensor
+    count: Tensor
+    arrivals: Tensor
+    phase: Tensor | None
+    kv: Tensor | None
+    normalizer: Tensor | None
+    power: int
+    tokens: int = 0
+    workspace: Tensor | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        power: int,
+        *,
+        rotated: bool,
+        capacity: int = CAPACITY,
+        dtype: torch.dtype = torch.float32,
+        key_dtype: torch.dtype | None = None,
+        gate_per_pair: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Window:
+        """A window before the first token, without a state until the first fold.
+
+        Args:
+            batch, heads, key_dim, value_dim: b, h_kv, d and e.
+            power: p.
+            rotated: whether steps will rotate.
+            capacity: W, tokens between two folds.
+            dtype: of the queries, keys and values to come.
+            key_dtype: what turned keys are kept in. None: float32, or float64 from float64 inputs, so that they are as
+                exact as in a state; half precision makes long windows smaller.
+            gate_per_pair: whether gates will be one per rotated pair.
+            device: where.
+        """
+        check_power(power)
+        check_positive("capacity", capacity)
+        for name, value in (("dtype", dtype), ("key_dtype", key_dtype)):
+            if value is not None and value not in FLOAT_DTYPES:
+                raise TypeError(f"{name} must be one of {', '.join(map(str, FLOAT_DTYPES))}; got {value}")
+        if (rotated or gate_per_pair) and key_dim % 2:
+            raise ValueError(f"key_dim must be even for pairs of entries to be rotated or gated, got {key_dim}")
+        key_dtype = key_dtype or _compute_dtype(dtype)
+        gates = key_dim // 2 if gate_per_pair else 1
+        # Zeros, not whatever is there: masked rows still take part in products, where NaN would spread.
+        return cls(
+            keys=torch.zeros(batch, heads, key_dim, capacity, dtype=key_dtype, device=device),
+            values=torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device),
+            decay=torch.zeros(batch, heads, capacity, gates, dtype=torch.float64, device=device),
+            count=torch.zeros(batch, heads, dtype=torch.int32, device=device),
+            arrivals=torch.zeros(batch, heads, dtype=torch.int32, device=device),
+            phase=torch.zeros(batch, heads, key_dim // 2, dtype=torch.float64, device=device) if rotated else None,
+            kv=None,
+            normalizer=None,
+            power=power,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        state: State,
+        *,
+        capacity: int = CAPACITY,
+        dtype: torch.dtype = torch.float32,
+        key_dtype: torch.dtype | None = None,
+        gate_per_pair: bool = False,
+        copy: bool = True,
+    ) -> Window:
+        """An empty window behind a state.
+
+        Args:
+            state: what came before.
+            capacity, dtype, key_dtype, gate_per_pair: as in `empty`.
+            copy: whether to copy the state; otherwise folds change it, for states too large to have twice.
+        """
+        if not isinstance(state, State):
+            raise TypeError(f"state must be a sympow.State, got {type(state).__name__}")
+        window = cls.empty(
+            state.batch,
+            state.heads,
+            state.key_dim,
+            state.value_dim,
+            state.power,
+            rotated=state.phase is not None,
+            capacity=capacity,
+            dtype=dtype,
+            key_dtype=key_dtype,
+            gate_per_pair=gate_per_pair,
+            device=state.kv.device,
+        )
+        kept = _compute_dtype(dtype)
+        window.kv, window.normalizer = (
+            x.detach().to(kept, copy=copy).contiguous() for x in (state.kv, state.normalizer)
+        )
+        if window.phase is not None and state.phase is not None:
+            window.phase.copy_(state.phase.detach())
+        return window
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def key_dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    def select(self, index: slice | Tensor) -> Window:
+        """Some sequences of the batch, as a window that shares no memory with this one."""
+        return self._map(lambda tensor: tensor[index].clone(memory_format=torch.contiguous_format))
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+        theta: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """y (b, 1, h, e) of one token, which the window then holds.
+
+        Args:
+            q, k, v, log_gamma, beta, theta: as in `sympow.attention`, one token long; without gradients.
+            backend: as in `sympow.attention`.
+
+        Raises:
+            ValueError, TypeError: where an argument does not fit; the message names it.
+        """
+        sequence = self._check(q, k, v, log_gamma, beta, theta)
+        if sequence.length != 1:
+            raise ValueError(f"q, k and v must be one token long, (b, 1, h, d); got {sequence.length}")
+        chosen = self._backend(backend, q.device.type, q.dtype)
+        if _on_host():
+            if self.tokens == self.capacity:
+                self.fold(backend)
+            self.tokens += 1
+        # Under autocast the products below would silently run in half precision.
+        with torch.no_grad(), without_autocast(q.device):
+            return self._fused_step(sequence) if chosen == "triton" else self._portable_step(sequence)
+
+    def extend(
+        self,
+        k: Tensor,
+        v: Tensor,
+        log_gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+        theta: Tensor | None = None,
+    ) -> None:
+        """Puts tokens into the window without asking anything: a prompt, where there is to be no state yet.
+
+        Args:
+            k, v, log_gamma, beta, theta: as in `sympow.attention`, any number of tokens for which there is room.
+        """
+        sequence = self._check(k, k, v, log_gamma, beta, theta)
+        if self.tokens + sequence.length > self.capacity:
+            raise ValueError(
+                f"k holds {sequence.length} tokens, but the window has room for {self.capacity - self.tokens} of its "
+                f"{self.capacity}"
+            )
+        if not sequence.length:
+            return
+        with torch.no_grad(), without_autocast(k.device):
+            _, key = self._turn(sequence)
+            self._put(key, sequence.v.transpose(1, 2), self._decay_through(sequence))
+        self.tokens += sequence.length
+
+    def fold(self, backend: str = "auto") -> None:
+        """Folds the window's tokens into the state, and empties it. Makes a state where there was none.
+
+        Args:
+            backend: as in `sympow.attention`.
+        """
+        chosen = self._backend(backend, self.keys.device.type, self.values.dtype)
+        with torch.no_grad(), without_autocast(self.keys.device):
+            if chosen == "triton":
+                self._fused_fold()
+            else:
+                self._portable_fold()
+        if _on_host():
+            self.tokens = 0
+
+    def close(self, backend: str = "auto") -> State:
+        """The exact state after the last token. It takes over the window's memory; to go on with both, `clone` first.
+
+        Args:
+            backend: as in `sympow.attention`.
+        """
+        self.fold(backend)
+        assert self.kv is not None
+        assert self.normalizer is not None
+        return State(self.kv, self.normalizer, self.phase, power=self.power, key_dim=self.key_dim)
+
+    def _check(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_gamma: Tensor | None,
+        beta: Tensor | None,
+        theta: Tensor | None,
+    ) -> Sequence:
+        check_tensors(q, k, v, log_gamma, beta, theta)
+        expectations = (
+            ("batch", k.shape[0], self.keys.shape[0]),
+            ("heads", k.shape[2], self.keys.shape[1]),
+            ("head dim", k.shape[3], self.key_dim),
+        )
+        for what, came, expected in expectations:
+            if came != expected:
+                raise ValueError(f"k has {what} {came}, but the window was made for {expected}")
+        if v.shape[3] != self.value_dim:
+            raise ValueError(f"v has head dim {v.shape[3]}, but the window was made for {self.value_dim}")
+        if v.dtype != self.values.dtype:
+            raise TypeError(f"v is in {v.dtype}, but the window was made for {self.values.dtype}")
+        if v.device != self.values.device:
+            raise ValueError(f"v is on {v.device}, but the window is on {self.values.device}")
+        if (theta is None) != (self.phase is None):
+            made, used = ("without", "with") if self.phase is None else ("with", "without")
+            raise ValueError(f"theta: the window was made {made} rotation, but is used {used}")
+        if log_gamma is not None and log_gamma.ndim == 4 and self.decay.shape[-1] == 1:
+            raise ValueError("log_gamma has a gate per rotated pair, but the window was made for one per head")
+        sequence = Sequence(q, k, v, log_gamma, beta, theta, self.power)
+        if sequence.needs_grad:
+            raise ValueError("q, k, v and what goes with them must not require gradients: steps of a window have none")
+        return sequence
+
+    def _backend(self, backend: str, device: str, dtype: torch.dtype) -> str:
+        check_choice("backend", backend, BACKENDS)
+        request = Request(
+            device=device,
+            dtype=dtype,
+            power=self.power,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            vector_gate=self.decay.shape[-1] > 1,
+            step=True,
+        )
+        return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
+
+    def _fused_step(self, sequence: Sequence) -> Tensor:
+        from sympow.kernels.window import window_workspace
+        from sympow.kernels.window_op import fused_window_step
+
+        index = weight = None
+        if self.kv is not None:
+            index, weight = self._feature_tables()
+        length = window_workspace(
+            sequence.batch,
+            sequence.key_heads,
+            sequence.group,
+            self.key_dim,
+            self.value_dim,
+            0 if weight is None else weight.shape[0],
+            self.capacity,
+            has_state=self.kv is not None,
+        )
+        if self.workspace is None or self.workspace.numel() < length:
+            batch = sequence.batch
+            self.workspace = self.decay.new_empty(batch, -(-length // batch), dtype=torch.float32)
+        y = fused_window_step(
+            sequence.q.squeeze(1),
+            sequence.k.squeeze(1),
+            sequence.v.squeeze(1),
+            None if sequence.log_gamma is None else sequence.log_gamma.squeeze(1),
+            None if sequence.beta is None else sequence.beta.squeeze(1),
+            sequence.theta,
+            self.kv,
+            self.normalizer,
+            self.keys,
+            self.values,
+            self.decay,
+            self.count,
+            self.phase,
+            self.arrivals,
+            self.workspace,
+            index,
+            weight,
+            self.power,
+        )
+        return y.unsqueeze(1)
+
+    def _fused_fold(self) -> None:
+        from sympow.kernels.window_op import fused_fold
+
+        if self.kv is None or self.normalizer is None:
+            if not _on_host():
+                raise ValueError(
+                    "a window's first state cannot be made inside a CUDA graph or torch.compile: call fold once before"
+                )
+            heads = (*self.keys.shape[:2], symmetric_dim(self.key_dim, self.power))
+            self.kv = self.decay.new_zeros(*heads, self.value_dim, dtype=torch.float32)
+            self.normalizer = self.decay.new_zeros(heads, dtype=torch.float32)
+        fused_fold(
+            self.kv,
+            self.normalizer,
+            self.keys,
+            self.values,
+            self.decay,
+            self.count,
+            self.arrivals,
+            *self._feature_tables(),
+        )
+
+    def _feature_tables(self) -> tuple[Tensor, Tensor]:
+        device = self.keys.device
+        index = feature_indices(self.key_dim, self.power, device)
+        return index, multinomial_weights(self.key_dim, self.power, torch.float32, device)
+
+    def _portable_step(self, sequence: Sequence) -> Tensor:
+        power, dtype = self.power, sequence.compute_dtype
+        query, key = self._turn(sequence)
+        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
+        decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
+        keys, values, held = self._held(dtype)
+        query = query * self._query_scale(keys, key)
+
+        between = (decay - self.decay).masked_fill(~held, float("-inf"))
+        scores = even_power(query @ apply_decay(keys, between).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
+        own = even_power((query * key.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
+        numerator = scores @ values.unsqueeze(2) + own * value.unsqueeze(2)
+        denominator = scores.sum(-1) + own.squeeze(-1)
+        if self.kv is not None and self.normalizer is not None:
+            past = query_state(query, decay, self.kv, self.normalizer, power)
+            numerator, denominator = numerator + past[0], denominator + past[1]
+        y = divide(numerator, denominator, sequence.q.dtype)
+
+        # As in the kernels: a token for which there is no room must not go unseen.
+        full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
+        self._put(key, value, decay)
+        return y.masked_fill(full[:, None, :, None], float("nan"))
+
+    def _portable_fold(self) -> None:
+        keys, values, held = self._held(_compute_dtype(self.values.dtype))
+        # Nothing decays after the last token; empty places hold no key, so their decay is of no account.
+        decay = torch.where(held, self.decay, self._decay_so_far())
+        self.kv, self.normalizer = update_state(
+            keys, values, decay, self.kv, self.normalizer, self.power, in_place=True
+        )
+        self.count.zero_()
+
+    def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (b, n, W, d) and values (b, n, W, e), zero where the window is empty; where it is not, (b, n, W, 1)."""
+        slots = torch.arange(self.capacity, device=self.count.device)
+        held = (slots < self.count.unsqueeze(-1)).unsqueeze(-1)
+        keys, values = (x.to(dtype).masked_fill(~held, 0.0) for x in (self.keys.mT, self.values))
+        return keys, values, held
+
+    def _decay_so_far(self) -> Tensor:
+        """The running sum of log γ^(1/p) up to the last token in the window: (b, n, 1, 1 or d/2)."""
+        slots = torch.arange(self.capacity, device=self.count.device)
+        empty = (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
+        return self.decay.masked_fill(empty, 0.0).amin(2, keepdim=True)  # the last is the least, since none grows
+
+    def _decay_through(self, sequence: Sequence) -> Tensor:
+        """The same up to each of the new tokens: (b, n, t, 1 or d/2)."""
+        so_far = self._decay_so_far()
+        if sequence.log_gamma is None:
+            return so_far.expand(-1, -1, sequence.length, -1)
+        return so_far + log_gate_root(sequence.log_gamma, self.power).cumsum(2)
+
+    def _turn(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """Queries of unit length (b, n, g, t, d) and keys (b, n, t, d), turned; the phase moves on."""
+        dtype = sequence.compute_dtype
+        q = unit_length(sequence.q.to(dtype)).unflatten(2, (sequence.key_heads, sequence.group))
+        k = sequence.k.to(dtype)
+        if sequence.theta is not None and self.phase is not None:
+            angles = accumulate_phase(sequence.theta, sequence.beta, self.phase, length=sequence.length)
+            q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
+            self.phase.copy_(last_phase(angles, self.phase, sequence.batch, sequence.key_heads))
+        return q.permute(0, 2, 3, 1, 4), k.transpose(1, 2)
+
+    def _query_scale(self, keys: Tensor, key: Tensor) -> Tensor:
+        """A power of two for queries of unit length that keeps every score within range: (b, n, 1, 1, 1)."""
+        exponents = torch.full_like(self.count, least_exponent(keys.dtype))
+        if self.normalizer is not None:
+            exponents = state_exponents(self.normalizer, self.power)
+        exponents = running_key_exponents(torch.cat([keys, key], dim=2).transpose(1, 2), exponents)[:, -1]
+        if self.normalizer is not None:
+            # No further up than the features of a query have room for.
+            exponents = exponents.clamp(min=least_exponent(keys.dtype) // self.power)
+        return power_of_two(-exponents, keys.dtype)[..., None, None, None]
+
+    def _put(self, key: Tensor, value: Tensor, decay: Tensor) -> None:
+        """Writes tokens behind those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""
+        new = torch.arange(key.shape[2], device=key.device)
+        slots = (self.count.unsqueeze(-1) + new).clamp(max=self.capacity - 1).unsqueeze(-1)  # (b, n, t, 1)
+        self.keys.mT.scatter_(2, slots.expand_as(key), key.to(self.keys.dtype))
+        self.values.scatter_(2, slots.expand_as(value), value.to(self.values.dtype))
+        self.decay.scatter_(
+            2, slots.expand(-1, -1, -1, self.decay.shape[-1]), decay.expand(-1, -1, -1, self.decay.shape[-1])
+        )
+        self.count.add_(key.shape[2]).clamp_(max=self.capacity)
+
+
+register_as_tree(Window, "power", "tokens")
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _on_host() -> bool:
+    """Whether a call runs now, rather than being traced or captured to run later and again."""
+    if torch.compiler.is_compiling():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

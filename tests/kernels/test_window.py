@@ -1,0 +1,169 @@
+"""The window's kernels against float64, in float32 in Triton's interpreter."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from support import Inputs, assert_close, assert_states_close, random_inputs, run
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from sympow.ops import window as window_module
+from sympow.ops.window import Window
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+PROMPT = 6
+
+
+def step_through(window: Window, inputs: Inputs, start: int, backend: str = "triton") -> torch.Tensor:
+    tokens = range(start, inputs.q.shape[1])
+    return torch.cat([window.step(**inputs.time(i, i + 1).arguments(), backend=backend) for i in tokens], dim=1)
+
+
+def exact(inputs: Inputs, power: int):
+    return run(inputs.map(torch.Tensor.double), power, "attention", backend="torch", return_state=True)
+
+
+def open_window(inputs: Inputs, power: int, capacity: int) -> Window:
+    _, state = run(inputs.time(0, PROMPT), power, "chunked", backend="torch", return_state=True)
+    return Window.open(state, capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("power", "rotation", "gate", "group"),
+    [
+        (2, "scale", "scalar", 1),
+        (2, "none", "none", 2),
+        (2, "pairs", "scalar", 3),
+        (4, "fixed", "scalar", 1),
+        (4, "scale", "none", 2),
+        (4, "none", "scalar", 1),
+    ],
+)
+def test_steps_and_folds_behind_a_state(power, rotation, gate, group):
+    dim = 5 if rotation == "none" else 6
+    inputs = random_inputs(0, batch=2, length=15, heads=2 * group, key_heads=2, dim=dim, value_dim=5, gate=gate,
+                           rotation=rotation, dtype=torch.float32)  # fmt: skip
+    expected, after = exact(inputs, power)
+    window = open_window(inputs, power, 4)
+    assert_close(step_through(window, inputs, PROMPT), expected[:, PROMPT:], 5e-6, "y")
+    assert not window.arrivals.any()
+    assert_states_close(window.close("triton"), after, 2e-6)
+
+
+@pytest.mark.parametrize("power", [2, 6])
+def test_steps_without_a_state_until_the_first_fold(power):
+    inputs = random_inputs(1, batch=2, length=14, heads=2, dim=4, value_dim=3, dtype=torch.float32)
+    expected, after = exact(inputs, power)
+    window = Window.empty(2, 2, 4, 3, power, rotated=True, capacity=12)
+    y = step_through(window, inputs, 0)
+    assert_close(y, expected, 5e-6, "y")
+    assert window.kv is not None
+    assert_states_close(window.close("triton"), after, 5e-6)
+
+
+def test_several_programs_share_a_state_and_a_window(monkeypatch):
+    from sympow.kernels import window as kernels
+
+    monkeypatch.setattr(kernels, "LEAST_KEYS_PER_PART", 32)
+    division = kernels.divide_window(1, 528, 8, 1, 50, has_state=True)
+    assert (division.state_parts, division.window_parts) == (3, 2)
+    inputs = random_inputs(2, length=50, heads=1, dim=32, value_dim=8, dtype=torch.float32)
+    expected, _ = exact(inputs, 2)
+    for start, window in (
+        (PROMPT, open_window(inputs, 2, 50)),
+        (0, Window.empty(1, 1, 32, 8, 2, rotated=True, capacity=50)),
+    ):
+        middle = inputs.time(start, 45).arguments()
+        del middle["q"]
+        window.extend(**middle)
+        assert_close(step_through(window, inputs, 45), expected[:, 45:], 5e-6, f"from {start}")
+
+
+def test_closed_gates_zero_queries_and_zero_keys():
+    inputs = random_inputs(3, length=20, heads=2, dim=8, value_dim=8, dtype=torch.float32)
+    q, k, log_gamma = inputs.q.clone(), inputs.k.clone(), inputs.log_gamma.clone()
+    q[:, 9], k[:, :3] = 0, 0
+    log_gamma[:, [8, 12, 15]] = -torch.inf
+    inputs = replace(inputs, q=q, k=k, log_gamma=log_gamma)
+    expected, after = exact(inputs, 2)
+    window = open_window(inputs, 2, 5)
+    y = step_through(window, inputs, PROMPT)
+    assert not y[:, 9 - PROMPT].any()
+    assert_close(y, expected[:, PROMPT:], 5e-6, "y")
+    assert_states_close(window.close("triton"), after, 5e-6)
+    y = step_through(Window.empty(1, 2, 8, 8, 2, rotated=True), inputs, 0)
+    assert not y[:, :3].any()
+    assert_close(y, expected, 5e-6, "y")
+
+
+def test_portable_and_fused_steps_take_turns():
+    inputs = random_inputs(4, length=24, heads=2, key_heads=1, dim=8, dtype=torch.float32)
+    expected, after = exact(inputs, 2)
+    window = open_window(inputs, 2, 5)
+    outputs = [
+        window.step(**inputs.time(i, i + 1).arguments(), backend="triton" if i % 2 else "torch")
+        for i in range(PROMPT, 24)
+    ]
+    assert_close(torch.cat(outputs, dim=1), expected[:, PROMPT:], 5e-6, "y")
+    assert_states_close(window.close(), after, 5e-6)
+
+
+def test_a_token_that_nothing_answers_to():
+    inputs = random_inputs(5, length=9, dim=4, rotation="none", gate="none", dtype=torch.float32)
+    direction, across = torch.tensor([1.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    inputs = replace(inputs, k=inputs.k[..., :1] * direction, q=inputs.q[..., :1] * across)
+    window = open_window(inputs, 2, 4)
+    assert step_through(window, inputs, PROMPT).abs().max() <= 2 * inputs.v.abs().max()
+
+
+def test_a_step_without_room_is_not_a_number(monkeypatch):
+    monkeypatch.setattr(window_module, "_on_host", lambda: False)
+    inputs = random_inputs(6, length=PROMPT + 6, dtype=torch.float32)
+    window = open_window(inputs, 2, 4)
+    y = step_through(window, inputs, PROMPT)
+    assert y[:, :4].isfinite().all()
+    assert y[:, 4:].isnan().all()
+    window.fold("triton")
+    assert window.step(**inputs.time(0, 1).arguments(), backend="triton").isfinite().all()
+    with pytest.raises(ValueError, match="first state cannot be made"):
+        Window.empty(1, 2, 4, 3, 2, rotated=True).fold("triton")
+
+
+def test_a_gate_per_pair_is_not_for_the_kernels():
+    window = Window.empty(1, 2, 4, 3, 2, rotated=True, gate_per_pair=True)
+    inputs = random_inputs(7, length=1, gate="vector", dtype=torch.float32)
+    with pytest.raises(ValueError, match="one gate per head"):
+        window.step(**inputs.arguments(), backend="triton")
+
+
+def test_operators_pass_pytorchs_own_checks():
+    from sympow.kernels import window_op
+
+    inputs = random_inputs(8, length=9, heads=2, key_heads=1, dim=4, dtype=torch.float32)
+    window = open_window(inputs, 2, 4)
+    step_through(window, inputs.time(0, 8), PROMPT)
+    token = [t.squeeze(1) for t in inputs.time(8).tensors()[:-1]]
+    tables = window._feature_tables()
+    held = (window.keys, window.values, window.decay, window.count)
+    torch.library.opcheck(
+        window_op.fused_window_step,
+        (*token, inputs.theta, window.kv, window.normalizer, *held, window.phase, window.arrivals, window.workspace,
+         *tables, 2),
+    )  # fmt: skip
+    torch.library.opcheck(window_op.fused_fold, (window.kv, window.normalizer, *held, window.arrivals, *tables))
+
+
+def test_compiled_steps_and_folds_are_one_graph_each():
+    inputs = random_inputs(9, length=PROMPT + 5, dtype=torch.float32)
+    expected, after = exact(inputs, 2)
+    window = open_window(inputs, 2, 8)
+    first = window.step(**inputs.time(PROMPT, PROMPT + 1).arguments(), backend="triton")
+    step = torch.compile(lambda **x: window.step(**x, backend="triton"), fullgraph=True, backend="aot_eager")
+    fold = torch.compile(lambda: window.fold("triton"), fullgraph=True, backend="aot_eager")
+    rest = [step(**inputs.time(i, i + 1).arguments()) for i in range(PROMPT + 1, PROMPT + 5)]
+    assert_close(torch.cat([first, *rest], dim=1), expected[:, PROMPT:], 5e-6, "y")
+    fold()
+    assert not window.count.any()
+    assert_states_close(window.close("triton"), after, 5e-6)
