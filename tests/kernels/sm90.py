@@ -22,8 +22,12 @@ from triton.compiler import ASTSource
 from sympow.kernels.attention_backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention_forward import forward_kernel
 from sympow.kernels.chunk_states import fold_kernel, scan_kernel, update_kernel
-from sympow.kernels.decode import _decode_kernel
+from sympow.kernels.decode import step_kernel
+from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
+from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
+from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
 from sympow.kernels.rotation import _rotate_backward_kernel, _rotate_kernel
+from sympow.kernels.window import fold_window_kernel
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Types of pointers other than to the inputs' own dtype.
@@ -43,7 +47,14 @@ POINTERS = {
             "normalizer_ptr",
             "normalizer_out_ptr",
             "log_gamma_ptr",
+            "begin_ptr",
+            "spans_ptr",
+            "end_ptr",
             "beta_ptr",
+            "keys_ptr",
+            "vectors_ptr",
+            "partial_ptr",
+            "totals_ptr",
         ],
         "*fp32",
     ),
@@ -61,9 +72,22 @@ POINTERS = {
         "*fp64",
     ),
     "index_ptr": "*i16",
+    **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
+    **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
 }
 # Counts that are no multiple of 16 in general; every other integer argument is one in the cases that matter.
-UNALIGNED = {"heads", "kv_heads", "slots", "first_entry"}
+UNALIGNED = {
+    "parts",
+    "window_parts",
+    "heads",
+    "kv_heads",
+    "slots",
+    "first_entry",
+    "first_boundary",
+    "first_chunk",
+    "first_slot",
+    "first",
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +143,9 @@ def _tile(rows, columns):
     return [1, 1, rows, columns]
 
 
-def attention_case(which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2):
+def attention_case(
+    which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False, spans=False
+):
     """Arguments of `compile_kernel` for a kernel that visits tiles of scores."""
     own, other = (rows, columns) if which in ("forward", "query") else (columns, rows)
     blocks = {
@@ -135,7 +161,7 @@ def attention_case(which, rows, columns, warps, stages, registers=None, state=Fa
         GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32", ROWS=rows, COLUMNS=columns, STAGES=stages
     )
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
-    optional = {"WITH_STATE": state, "HIGH_COLUMN": 0}
+    optional = {"WITH_STATE": state, "HIGH_COLUMN": 0, "DOCUMENTS": documents, "SPANS": spans}
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
     return kernel, blocks, constants, warps, stages, registers
 
@@ -146,15 +172,58 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
         "out_desc": _tile(e, columns),
     }  # fmt: skip
     constants = {
-        "GROUP": 1, "D": d, "E": e, "COLUMNS": columns, "ENTRIES": entries, "REVERSE": False, "PRECISION": "tf32",
+        "GROUP": 1, "D": d, "E": e, "COLUMNS": columns, "ENTRIES": entries, "PRECISION": "tf32",
         "TOKENS": tokens, "STAGES": stages,
     }  # fmt: skip
     return update_kernel, blocks, constants, 4, stages
 
 
-DECODE = dict(
-    GROUP=1, POWER=2, DIM=64, GATED=True, ROTATED=True, SCALED=True, PER_PAIR=False, ROWS=64, COLUMNS=32
-)  # fmt: skip
+def step_case(window, group=1, power=2, dim=64, rows=32, warps=4):
+    constants = dict(
+        GROUP=group, POWER=power, DIM=dim, COLUMNS=dim, GATED=True, ROTATED=True, SCALED=True, PER_PAIR=False,
+        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=32, PARTS=8,
+    )  # fmt: skip
+    absent = ["kv_out_ptr", "normalizer_out_ptr"] if window else ["keys_ptr", "values_ptr", "sums_ptr", "count_ptr"]
+    return step_kernel, {}, {**constants, **dict.fromkeys(absent)}, warps, 1
+
+
+# Of the kernels for p = 4.
+POINTERS |= dict.fromkeys(["result_ptr", "weights_ptr"], "*fp32") | dict.fromkeys(
+    [
+        "first_tile_ptr",
+        "column_ptr",
+        "block_ptr",
+        "tile_column_ptr",
+        "tile_block_ptr",
+        "block_tile_ptr",
+        "column_blocks_ptr",
+        "normalizer_block_tile_ptr",
+        "normalizer_column_blocks_ptr",
+    ],
+    "*i32",
+)
+UNALIGNED |= {"tiles"}
+
+
+def quartic_case(which, pairs, e, columns=32, warps=8, stages=3, rows=128, tokens=64):
+    """Arguments of `compile_kernel` for a kernel of p = 4, with `pairs` outer pairs and values of `e` in a product."""
+    constants = dict(GROUP=1, E=e, PAIRS=pairs, COLUMNS=columns, PRECISION="tf32", STAGES=stages)
+    blocks = {"inner_desc": [1, rows, columns], "states_desc": [1, columns, pairs * e]}
+    if which == "update":
+        blocks = {"inner_desc": [1, tokens, columns], "outer_desc": [1, pairs, tokens], "y_desc": [1, e, tokens]}
+        constants |= dict(TILE=32, TOKENS=tokens)
+        return quartic_update_kernel, blocks, constants, warps, stages
+    constants |= dict(ROWS=rows)
+    if which == "inner":
+        blocks |= {"normalizer_desc": [1, columns, 64]}
+        return inner_gradient_kernel, blocks, constants | dict(NORMALIZER_PAIRS=64), warps, stages
+    if which == "query":
+        blocks["states_desc"] = [1, columns * pairs, e]
+        return query_kernel, blocks, constants, warps, stages
+    constants |= dict(WITH_RESULT=True, WITH_GRADIENT=True, ADD=True)
+    return outer_gradient_kernel, blocks, constants, warps, stages
+
+
 ROTATION = dict(
     GROUP=1, PAIRS=32, BLOCK_PAIRS=32, PER_PAIR=False, FIXED=False, STARTED=False, TOKENS=32
 )  # fmt: skip
@@ -166,16 +235,44 @@ CASES = {
     "query gradient, chunked": attention_case("query", 128, 64, 8, 3, 128, state=True),
     "key gradient": attention_case("key", 64, 64, 4, 3),
     "key gradient, chunked": attention_case("key", 64, 64, 4, 3, state=True),
+    "chunked forward, documents": attention_case("forward", 128, 64, 4, 3, state=True, documents=True),
+    "query gradient, documents": attention_case("query", 128, 64, 8, 3, 128, documents=True),
+    "key gradient, documents": attention_case("key", 64, 64, 4, 3, documents=True),
+    "key gradient, spans": attention_case("key", 64, 64, 4, 3, spans=True),
+    "chunked forward, wide": attention_case("forward", 128, 64, 8, 2, state=True, d=128, e=128),
+    "query gradient, chunked, wide": attention_case("query", 64, 64, 4, 2, state=True, d=128, e=128),
+    "key gradient, chunked, wide": attention_case("key", 64, 64, 8, 2, state=True, d=128, e=128),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
+    "update, wide": update_case(1, 128, d=128, e=128, stages=2),
     "fold": (
         fold_kernel, {"x_desc": _tile(64, 64)},
         dict(GROUP=1, D=64, GATED=True, REVERSE=False, PRECISION="tf32", TOKENS=64), 4, 3,
     ),
-    "scan": (scan_kernel, {}, dict(GATED=True, REVERSE=False, BLOCK=1024), 4, 3),
+    "scan": (scan_kernel, {}, dict(GATED=True, REVERSE=False, STARTED=True, ENDED=True, BLOCK=1024), 4, 3),
+    "quartic query, d=16": quartic_case("query", 8, 16, warps=4),
+    "quartic query, d=32": quartic_case("query", 8, 32),
+    "quartic query, e=128": quartic_case("query", 1, 128),
+    "quartic outer, d=16": quartic_case("outer", 8, 16),
+    "quartic outer, d=32": quartic_case("outer", 8, 32),
+    "quartic outer, e=64": quartic_case("outer", 4, 64),
+    "quartic outer, e=128": quartic_case("outer", 1, 128),
+    "quartic outer, denominator": quartic_case("outer", 64, 1),
+    "quartic inner, d=16": quartic_case("inner", 8, 16, warps=4),
+    "quartic inner, d=32": quartic_case("inner", 8, 32),
+    "quartic inner, e=128": quartic_case("inner", 1, 128),
+    "quartic update, d=16": quartic_case("update", 8, 16, columns=64, warps=4),
+    "quartic update, d=32": quartic_case("update", 8, 32, columns=64, warps=4),
+    "quartic update, e=128": quartic_case("update", 1, 128, columns=64, warps=4),
+    "quartic update, denominator": quartic_case("update", 64, 1, columns=64, warps=4),
+    "scan, quartic": (quartic_scan_kernel, {}, dict(E=32, GATED=True, REVERSE=False, BLOCK=2048), 4, 3),
     "rotation": (_rotate_kernel, {}, ROTATION, 4, 3),
     "rotation, backward": (_rotate_backward_kernel, {}, ROTATION, 4, 3),
-    "decode": (_decode_kernel, {}, DECODE, 4, 3),
+    "decode": step_case(False, rows=16),
+    "decode, p=4, d=16": step_case(False, power=4, dim=16, rows=128),
+    "decode, window": step_case(True),
+    "decode, window, GQA": step_case(True, group=4, rows=16),
+    "window fold": (fold_window_kernel, {}, dict(POWER=2, COLUMNS=64, ROWS=64, TOKENS=32), 4, 1),
 }  # fmt: skip
 
 
@@ -200,5 +297,5 @@ if __name__ == "__main__":
     else:
         for name, case in CASES.items():
             r = compile_kernel(*case)
-            print(f"{name:26} registers {r.registers:3} stack {r.stack:4} shared {r.shared:6} wgmma {r.products:3}"
+            print(f"{name:30} registers {r.registers:3} stack {r.stack:4} shared {r.shared:6} wgmma {r.products:3}"
                   f"{'  SERIALISED' if r.serialised else ''}", flush=True)  # fmt: skip

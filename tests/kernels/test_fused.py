@@ -65,6 +65,17 @@ def test_the_chunked_form(gate, rotation, group, dim, value_dim, length):
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("gate", "group", "dim", "value_dim", "packed"), [("scalar", 2, 6, 5, True), ("none", 1, 16, 20, False)]
+)
+def test_the_chunked_form_of_power_four(gate, group, dim, value_dim, packed):
+    inputs = random_inputs(13, batch=1, length=300, heads=group, key_heads=1, dim=dim, value_dim=value_dim, gate=gate,
+                           dtype=torch.float32)  # fmt: skip
+    offsets = torch.tensor([0, 50, 190, 300]) if packed else None
+    compare(inputs, 4, "chunked", cu_seqlens=offsets, chunk_size=128)
+
+
+@interpreted
 @pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
 def test_closed_gates_zero_queries_and_zero_keys(form, options):
     inputs = random_inputs(2, length=150, heads=2, dim=16, value_dim=16, dtype=torch.float32)
@@ -154,6 +165,7 @@ def test_states_at_both_ends(form, options, rotation, gate):
         (2, "chunked", {"chunk_size": 128}, "none"),
         (2, "attention", {}, "scalar"),
         (4, "attention", {}, "scalar"),
+        (4, "chunked", {"chunk_size": 128}, "scalar"),
     ],
 )
 def test_states_at_both_ends_are_differentiable(power, form, options, gate, parts):
@@ -237,8 +249,8 @@ def test_operators_pass_pytorchs_own_checks():
     torch.library.opcheck(attention_op._attend, (*qkv, *documents, None, None, 4, 0, False, True, False))
     torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
-    torch.library.opcheck(rotation_op._rotate, (*rotation, None, None))
-    torch.library.opcheck(rotation_op._rotate, (*rotation, *documents))
+    torch.library.opcheck(rotation_op._rotate, (*rotation, None, None, True))
+    torch.library.opcheck(rotation_op._rotate, (*rotation, *documents, False))
 
 
 @interpreted

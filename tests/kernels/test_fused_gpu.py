@@ -150,7 +150,7 @@ def test_operators_pass_pytorchs_own_checks():
     state = (torch.randn(1, 2, 64, 64, 64, device="cuda"), torch.randn(1, 2, 64, 64, device="cuda"))
     torch.library.opcheck(attention_op._attend, (*qkv, None, None, None, None, 2, 0, False, True, False))
     torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
-    rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None)
+    rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None, True)
     torch.library.opcheck(rotation_op._rotate, rotation)
 
 

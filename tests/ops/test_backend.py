@@ -21,6 +21,8 @@ def choose(backend: str, available: bool = True, interpreted: bool = False, **ch
         {"power": 4},
         {"form": "attention"},
         {"form": "chunked", "chunk_size": 256},
+        {"form": "chunked", "power": 4, "key_dim": 32},
+        {"form": "chunked", "key_dim": 128, "value_dim": 128},
         {"key_dim": 128, "value_dim": 16},
         {"step": True},
         {"step": True, "form": "chunked", "chunk_size": 64},
@@ -48,6 +50,7 @@ def test_auto_takes_the_kernels_on_a_gpu(changes):
         ({"vector_gate": True}, "one gate per head"),
         ({"form": "recurrent"}, "one token at a time only"),
         ({"form": "chunked", "power": 6}, "not power 6 and 64"),
+        ({"form": "chunked", "power": 4}, "not power 4 and 64"),
         ({"chunk_size": 100}, "multiples of 128, not 100"),
     ],
 )

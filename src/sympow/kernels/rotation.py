@@ -48,10 +48,10 @@ def _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, mask
     else:
         offsets = sequence * length + tokens
         sums = tl.load(sums_ptr + offsets, mask=tokens < length, other=0.0)[:, None] + tl.zeros_like(rates)[None, :]
-    turns = sums * (rates / TURN)[None, :]
+    turns = sums * (rates * (1 / TURN))[None, :]
     if STARTED:
         start = tl.load(start_ptr + sequence * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)
-        turns += (start / TURN)[None, :]
+        turns += (start * (1 / TURN))[None, :]
     return sums, turns
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from sympow.kernels.common import rows_contiguous
 from sympow.kernels.documents import Documents, sums_from_start, sums_to_end
+from sympow.kernels.gates import anchored
 from sympow.kernels.rotation import rotate_backward, rotate_forward
 from sympow.kernels.scan import running_sum
 
@@ -20,8 +21,12 @@ def _rotate(
     start: Tensor | None,
     document_start: Tensor | None,
     document_end: Tensor | None,
+    relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k turned by the phase, and the running sums of β (empty for β = 1 without documents)."""
+    """q and k turned by the phase, and the running sums of β (empty for β = 1 without documents).
+
+    `relative`: what follows depends on differences of phases alone: to turn all tokens together changes nothing.
+    """
     sums = None if beta is None else running_sum(beta.flatten(2))
     if document_start is not None:
         if sums is None:
@@ -41,6 +46,7 @@ def _(
     start: Tensor | None,
     document_start: Tensor | None,
     document_end: Tensor | None,
+    relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     contiguous = torch.contiguous_format
     sums: tuple[int, ...] = (0,)
@@ -65,6 +71,7 @@ def _rotate_backward(
     theta: Tensor,
     start: Tensor | None,
     document_end: Tensor | None,
+    relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, β (b, t, columns; empty for β = 1), θ and μ_0 (empty without), from the turned q and k."""
     d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
@@ -73,6 +80,9 @@ def _rotate_backward(
     d_beta = sums.new_empty(0)
     if d_sums is not None:
         later = running_sum(d_sums, reverse=True)
+        if relative:
+            # The first β turns all tokens, and so nothing; the rounding in its place is spread over the others.
+            later = anchored(later, later.new_zeros(*later.shape[:2], 2), later.shape[2])
         later = later if document_end is None else sums_to_end(later, document_end)
         d_beta = later.transpose(1, 2).contiguous()
     return d_q, d_k, d_beta, d_theta, sums.new_empty(0) if d_start is None else d_start
@@ -88,6 +98,7 @@ def _(
     theta: Tensor,
     start: Tensor | None,
     document_end: Tensor | None,
+    relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     beta = (sums.shape[0], sums.shape[2], sums.shape[1]) if sums.numel() else (0,)
     return (
@@ -100,20 +111,21 @@ def _(
 
 
 def _save_rotate(ctx, inputs, output) -> None:
-    _, _, beta, theta, start, _, document_end = inputs
+    _, _, beta, theta, start, _, document_end, relative = inputs
     ctx.save_for_backward(*output, theta, start, document_end)
     ctx.beta = None if beta is None else (beta.shape, beta.dtype)
+    ctx.relative = relative
     ctx.mark_non_differentiable(output[2])
 
 
 def _differentiate_rotate(ctx, dq, dk, _):
-    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *ctx.saved_tensors)
+    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *ctx.saved_tensors, ctx.relative)
     *_, theta, start, _ = ctx.saved_tensors
     beta_gradient = None
     if ctx.beta is not None:
         shape, dtype = ctx.beta
         beta_gradient = d_beta.reshape(shape).to(dtype)
-    return d_q, d_k, beta_gradient, d_theta.to(theta.dtype), None if start is None else d_start, None, None
+    return d_q, d_k, beta_gradient, d_theta.to(theta.dtype), None if start is None else d_start, None, None, None
 
 
 _rotate.register_autograd(_differentiate_rotate, setup_context=_save_rotate)
@@ -126,8 +138,14 @@ def fused_rotation(
     theta: Tensor,
     start: Tensor | None,
     documents: Documents | None = None,
+    *,
+    relative: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by μ_i = μ_0 + Σ_{j≤i} β_j θ; with documents, summed over each document alone."""
+    """q and k turned by μ_i = μ_0 + Σ_{j≤i} β_j θ; with documents, summed over each document alone.
+
+    Args:
+        relative: no state comes before or after, so that only differences of phases matter.
+    """
     begin, end = documents or (None, None)
-    turned_q, turned_k, _ = _rotate(rows_contiguous(q), rows_contiguous(k), beta, theta, start, begin, end)
+    turned_q, turned_k, _ = _rotate(rows_contiguous(q), rows_contiguous(k), beta, theta, start, begin, end, relative)
     return turned_q, turned_k

@@ -13,7 +13,8 @@ import torch
 # What the fused kernels are built for.
 KERNEL_POWERS = (2, 4, 6, 8)
 LARGEST_DIM = 128
-LARGEST_CHUNKED_DIM = {2: 128}
+# By power: the largest key and value dims.
+LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
 
 
@@ -45,11 +46,13 @@ class Request:
 
 def chunked_kernels_serve(power: int, key_dim: int, value_dim: int) -> bool:
     """Whether there are chunked kernels for a power and head dims."""
-    return max(key_dim, value_dim) <= LARGEST_CHUNKED_DIM.get(power, 0)
+    largest_key, largest_value = LARGEST_CHUNKED_DIMS.get(power, (0, 0))
+    return key_dim <= largest_key and value_dim <= largest_value
 
 
 def _chunked_limits() -> str:
-    return " and ".join(f"power {power} with head dims up to {dim}" for power, dim in LARGEST_CHUNKED_DIM.items())
+    limits = (f"power {power} with keys up to {key}" for power, (key, _) in LARGEST_CHUNKED_DIMS.items())
+    return " and ".join(limits)
 
 
 # Constants to torch.compile, which could not trace what they do.
@@ -78,7 +81,7 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
         f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
         "kernels take one gate per head, not one per rotated pair": request.vector_gate,
         "the recurrent form has a kernel for one token at a time only": recurrent and not request.step,
-        f"the chunked kernels take {_chunked_limits()}, not power {request.power} and {largest}": (
+        f"the chunked kernels take {_chunked_limits()}, not power {request.power} and {request.key_dim}": (
             chunked and not chunked_kernels_serve(request.power, request.key_dim, request.value_dim)
         ),
         f"the chunked kernels take chunks that are multiples of {CHUNK_MULTIPLE}, not {request.chunk_size}": (

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 # Tokens between two states. Larger chunks spend more on scores, smaller ones on states passed through memory.
 CHUNK_SIZE = 1024
 # The kernels' features number about d², nearly twice the symmetric ones, and reach a smaller part of the peak than
-# scores do: the chunked form pays from this many times the context where operations balance.
+# scores do: the chunked form pays from this many times the context where operations balance (for p = 4 and heads of 16
+# from a little more).
 CROSSOVER_FACTOR = 1.7
 SMALLEST_DIM = 32
 
@@ -58,7 +59,8 @@ def fused_form(
     q, k = sequence.q, sequence.k
     if sequence.theta is not None:
         start = None if state is None else state.phase
-        q, k = fused_rotation(q, k, sequence.beta, sequence.theta, start, documents)
+        relative = state is None and not return_state
+        q, k = fused_rotation(q, k, sequence.beta, sequence.theta, start, documents, relative=relative)
     log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
     if documents is not None:
         log_gamma = close_gates(log_gamma, documents, sequence.key_heads)
@@ -70,7 +72,8 @@ def fused_form(
         chunk = chunk_size or min(CHUNK_SIZE, CHUNK_MULTIPLE * math.ceil(sequence.length / CHUNK_MULTIPLE))
         y, kv, normalizer = _chunked(turned, state, return_state, chunk, needs_grad, documents)
     else:
-        y, kv, normalizer = _attend(turned, state, return_state, needs_grad, documents)
+        chunk = (chunk_size or _quartic_chunk(sequence)) if form == "chunked" else 0
+        y, kv, normalizer = _attend(turned, state, return_state, chunk, needs_grad, documents)
     if kv is None or normalizer is None:
         return y, None
     phase = None
@@ -111,27 +114,39 @@ def _attend(
     sequence: Sequence,
     state: State | None,
     return_state: bool,
+    chunk: int,
     needs_grad: bool,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The attention form for turned queries and keys: y, and S and Z after the last token if asked for.
 
-    The kernels attend within the call. A state given is queried, and one asked for is folded, in plain PyTorch.
+    The kernels attend within the call, or within chunks, and for p = 4 to earlier chunks. A state given is queried, and
+    one asked for is folded, in plain PyTorch.
+
+    Args:
+        chunk: tokens of a chunk; 0: all.
     """
     from sympow.kernels.attention_op import fused_attention, query_scales
 
     dim = _common_dim(sequence)
     q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
-    y, weight = fused_attention(q, k, v, sequence.log_gamma, sequence.power, documents=documents, train=needs_grad)
+    chunk = chunk if chunk < sequence.length else 0
+    y, weight = fused_attention(
+        q, k, v, sequence.log_gamma, sequence.power, chunk, documents=documents, train=needs_grad
+    )
     y = y[..., : sequence.value_dim]
-    if state is None and not return_state:
-        return y, None, None
-    decay = _decay(sequence)
-    if state is not None:
+    decay = _decay(sequence) if state is not None or return_state else None
+    parts = []
+    if chunk or state is not None:
         # In the scale of the weights. A constant to autograd: y does not depend on it.
-        scale = query_scales(q.detach()).transpose(1, 2).unsqueeze(-1)
-        y = _add_past(y, weight, sequence.q * scale, decay, state, sequence)
-    if not return_state:
+        scale = query_scales(q.detach()).transpose(1, 2).unsqueeze(-1).to(q.dtype)
+        scaled = replace(sequence, q=sequence.q * scale)
+        if chunk:
+            parts.append(_query_chunks(scaled, chunk))
+        if state is not None and decay is not None:
+            parts.append(_query_past(scaled, decay, state))
+        y = _join(y, weight, parts, sequence)
+    if not return_state or decay is None:
         return y, None, None
     return y, *_fold(sequence, decay, state)
 
@@ -144,20 +159,43 @@ def _decay(sequence: Sequence) -> Tensor:
     return log_gate_root(sequence.log_gamma, sequence.power).cumsum(2)
 
 
-def _add_past(y: Tensor, weight: Tensor, q: Tensor, decay: Tensor, state: State, sequence: Sequence) -> Tensor:
-    """y with what the state holds mixed in, in proportion to the weights of both.
+def _query_chunks(sequence: Sequence, chunk: int) -> tuple[Tensor, Tensor]:
+    """What earlier chunks add to the sums of each token, p = 4: (b, h_kv, g, t, e) and (b, h_kv, g, t) float32."""
+    from sympow.kernels.quartic_op import DIMS, VALUE_DIMS, past_attention
+
+    dim = next(size for size in DIMS if size >= sequence.key_dim)
+    value_dim = next(size for size in VALUE_DIMS if size >= sequence.value_dim)
+    q, k = _padded(sequence.q, dim), _padded(sequence.k, dim)
+    v = _padded(sequence.v, value_dim)
+    numerator, denominator = past_attention(q, k, v, sequence.log_gamma, sequence.power, chunk)
+    by_group = denominator.unflatten(1, (sequence.key_heads, sequence.group))
+    return _by_head(numerator[..., : sequence.value_dim], sequence), by_group
+
+
+def _query_past(sequence: Sequence, decay: Tensor, state: State) -> tuple[Tensor, Tensor]:
+    """What a state adds to the sums of each token: (b, h_kv, g, t, e) and (b, h_kv, g, t) float32."""
+    kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
+    return query_state(_by_head(sequence.q.to(torch.float32), sequence), decay, kv, normalizer, sequence.power)
+
+
+def _join(y: Tensor, weight: Tensor, parts: list[tuple[Tensor, Tensor]], sequence: Sequence) -> Tensor:
+    """y with what else there is mixed in, in proportion to the weights.
 
     Args:
         y: what the call alone gives, (b, t, h, e).
         weight: its sums of weights, (b, h, t) float32.
-        q: the queries in the scale of those weights, (b, t, h, d).
+        parts: numerators (b, h_kv, g, t, e) and denominators (b, h_kv, g, t) to add.
     """
-    grouped = q.to(torch.float32).unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4)
-    kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
-    numerator, denominator = query_state(grouped, decay, kv, normalizer, sequence.power)
-    weight = weight.unflatten(1, (sequence.key_heads, sequence.group))
-    own = y.unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4) * weight.unsqueeze(-1)
-    return divide(own + numerator, weight + denominator, y.dtype)
+    denominator = weight.unflatten(1, (sequence.key_heads, sequence.group))
+    numerator = _by_head(y, sequence) * denominator.unsqueeze(-1)
+    for more, weights in parts:
+        numerator, denominator = numerator + more, denominator + weights
+    return divide(numerator, denominator, y.dtype)
+
+
+def _by_head(x: Tensor, sequence: Sequence) -> Tensor:
+    """(b, t, h, n) → (b, h_kv, g, t, n)."""
+    return x.unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4)
 
 
 def _fold(sequence: Sequence, decay: Tensor, state: State | None) -> tuple[Tensor, Tensor]:
@@ -198,6 +236,11 @@ def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
         return True
     balance = crossover_length(sequence.key_dim, sequence.value_dim, sequence.power, sequence.group)
     return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)
+
+
+def _quartic_chunk(sequence: Sequence) -> int:
+    """Tokens of a chunk for p = 4: the larger the state, the fewer of them."""
+    return 2048 if sequence.key_dim <= 16 else 4096
 
 
 def _common_dim(sequence: Sequence) -> int:
