@@ -19,6 +19,7 @@ except ModuleNotFoundError as error:
         "the command sympow needs typer and rich; they come with: pip install 'conformal-sympow[cli]'"
     ) from error
 
+from sympow.data.cli import app as data_app
 
 app = typer.Typer(
     help="Conformal symmetric power transformers.",
@@ -27,6 +28,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.add_typer(data_app, name="data")
 
 
 @app.callback()

@@ -1,0 +1,19 @@
+"""Documents in, token batches out.
+
+`open_dataset` opens what there is (the standard library, prepared text, LongCrawl64), `Loader` makes batches of it, and
+`prepare` turns text files into something to open. NumPy and torch are enough for reading; the extra `data` brings zarr,
+fsspec, pyarrow and tokenizers, each imported where it is used.
+"""
+
+from sympow.extras import require
+
+require("numpy", "data")
+
+from sympow.data.batch import Batch  # noqa: E402 - after the message about NumPy
+from sympow.data.dataset import TokenDataset  # noqa: E402
+from sympow.data.loader import Loader  # noqa: E402
+from sympow.data.opening import open_dataset  # noqa: E402
+from sympow.data.preparation import prepare  # noqa: E402
+from sympow.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
+
+__all__ = ["Batch", "Loader", "TokenDataset", "Tokenizer", "load_tokenizer", "open_dataset", "prepare"]

@@ -1,0 +1,58 @@
+"""What every set of tokenised documents offers, wherever it is kept."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from numpy import int64, unsignedinteger
+from numpy.typing import NDArray
+
+from sympow.data.tokenizer import Tokenizer
+
+Tokens = NDArray[unsignedinteger[Any]]
+
+
+class TokenDataset(Protocol):
+    """Documents as token ids, read in pieces.
+
+    A loader needs no more than this, so anything that has it can be trained on.
+
+    Attributes:
+        name: where it comes from, for messages.
+        lengths: tokens of every document, (documents,).
+        blocks: offsets into the documents, (blocks + 1,), from 0 to their number. Documents of one block are quick to
+            read together, so a shuffled reading takes a few blocks at a time.
+        vocab_size: every id is below this.
+        boundary: the id that stands before a document's first token.
+        fingerprint: changes when the data does; a position in one set means nothing in another.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lengths(self) -> NDArray[int64]: ...
+
+    @property
+    def blocks(self) -> NDArray[int64]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def boundary(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        """Tokens start to stop of a document, (stop - start,), not to be written to."""
+        ...
+
+    def document_name(self, document: int) -> str:
+        """The file or row a document comes from."""
+        ...
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids."""
+        ...

@@ -1,0 +1,26 @@
+"""Writing files so that a reader, or a run that goes on after an interruption, never sees half of one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+PARTIAL_ENDING = ".partial"
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """All of it under that name, or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The process id keeps two runs apart, should somebody start both.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_ENDING}")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

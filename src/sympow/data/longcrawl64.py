@@ -1,0 +1,172 @@
+"""LongCrawl64 as published: zarr arrays of GPT-2 ids, a row of 65,536 tokens per document.
+
+A chunk holds a stretch of columns for 2,048 rows, so one row cannot be read without decoding its 2,047 neighbours.
+Decoded chunks are therefore kept, and the rows of a chunk make a block: reading block after block, in any order inside,
+decodes every chunk once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sympow.data.checks import SPLITS, check_at_least, check_choice, check_range
+from sympow.data.dataset import Tokens
+from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.extras import require
+
+ENCODER = "tiktoken-gpt2"
+# As many tokens as a loader mixes by default: two rows of the published chunks.
+CACHE_BYTES = 2**29
+
+
+class LongCrawl64:
+    """One array of LongCrawl64, read lazily.
+
+    Args:
+        source: the folder or fsspec address with `train.zarr` and `heldout.zarr`, or one such array.
+        split: "train" or "heldout".
+        documents: use the first so many, as from a mirror of a part; by default all.
+        storage_options: for fsspec, such as {"token": "anon"}.
+        cache_bytes: decoded chunks to keep in memory; a shuffled reading needs two bytes for each of the loader's
+            `group_tokens`, or it decodes chunks again and again.
+    """
+
+    vocab_size = 50_257
+    boundary = 50_256
+
+    def __init__(
+        self,
+        source: Path | str,
+        split: str = "train",
+        *,
+        documents: int | None = None,
+        storage_options: dict[str, Any] | None = None,
+        cache_bytes: int = CACHE_BYTES,
+    ) -> None:
+        check_choice("split", split, SPLITS)
+        address = str(source).rstrip("/")
+        self.name = address if address.endswith(".zarr") else f"{address}/{split}.zarr"
+        self._array = _open_array(self.name, storage_options)
+        rows, row_length = self._array.shape
+        if documents is not None:
+            check_at_least("documents", documents, 1)
+            if documents > rows:
+                raise ValueError(f"documents must be at most the {rows:,} of {self.name}, got {documents:,}")
+            rows = documents
+        self._chunk_rows, self._chunk_columns = self._array.chunks
+        if "://" not in self.name:
+            self._refuse_missing_files(rows)
+        # One number, seen as many: there are millions of documents.
+        self.lengths: NDArray[np.int64] = np.broadcast_to(np.int64(row_length), (rows,))
+        self.blocks: NDArray[np.int64] = np.append(np.arange(0, rows, self._chunk_rows), rows)
+        described = json.dumps([rows, row_length, self._array.chunks, dict(self._array.attrs)], sort_keys=True)
+        self.fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
+        # All chunks of a row must fit, or reading its end would throw out its beginning.
+        self._largest_cache = max(cache_bytes, self._chunk_rows * row_length * self._array.dtype.itemsize)
+        self._cache: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
+        self._cached_bytes = 0
+        self._lock = threading.Lock()
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        check_range(f"document {document} of {self.name}", start, stop, self.lengths[document])
+        if start == stop:
+            return np.empty(0, np.uint16)
+        block, row = divmod(document, self._chunk_rows)
+        width = self._chunk_columns
+        columns = range(start // width, -(-stop // width))
+        pieces = []
+        for column, chunk in zip(columns, self._chunks(block, columns), strict=True):
+            left = column * width
+            pieces.append(chunk[row, max(start - left, 0) : stop - left])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def document_name(self, document: int) -> str:
+        return f"{self.name}, row {document:,}"
+
+    def load_tokenizer(self) -> Tokenizer:
+        return load_tokenizer("gpt2")
+
+    def _chunks(self, block: int, columns: range) -> list[Tokens]:
+        """Decoded chunks of a block, from the cache where they are in it."""
+        with self._lock:
+            missing = []
+            for column in columns:
+                if (block, column) in self._cache:
+                    # Young again, so that making room for the missing ones does not throw it out.
+                    self._cache.move_to_end((block, column))
+                else:
+                    missing.append(column)
+            if missing:
+                self._decode(block, missing[0], missing[-1] + 1)
+            return [self._cache[block, column] for column in columns]
+
+    def _decode(self, block: int, first: int, last: int) -> None:
+        """Puts a run of a block's chunks into the cache: in one call, since zarr then fetches them side by side."""
+        width = self._chunk_columns
+        top, bottom = self.blocks[block : block + 2].tolist()
+        try:
+            slab = self._array[top:bottom, first * width : last * width]
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"{self.name} cannot be decoded in chunks {block}.{first} to {block}.{last - 1}: {error}"
+            ) from error
+        for column in range(first, last):
+            if (block, column) in self._cache:
+                continue
+            left = (column - first) * width
+            # Copied, or a chunk that stays would keep all the slab in memory.
+            chunk = slab[:, left : left + width].copy()
+            self._refuse_filled(chunk, block, column)
+            self._cache[block, column] = chunk
+            self._cached_bytes += chunk.nbytes
+        while self._cached_bytes > self._largest_cache:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= oldest.nbytes
+
+    def _refuse_filled(self, chunk: Tokens, block: int, column: int) -> None:
+        """Zarr gives the fill value where a chunk is missing, without a word; no text is one token throughout."""
+        if (chunk == chunk.flat[0]).all() and chunk.size > 1:
+            raise ValueError(
+                f"{self.name}: chunk {block}.{column} is missing or empty, all of it reads as {chunk.flat[0]}; "
+                "this mirror is incomplete, fetch the chunk again"
+            )
+
+    def _refuse_missing_files(self, rows: int) -> None:
+        """On a disk the names of all chunks are quickly compared, before anything is trained on them."""
+        root = Path(self.name)
+        present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
+        blocks, columns = -(-rows // self._chunk_rows), -(-self._array.shape[1] // self._chunk_columns)
+        encode = self._array.metadata.encode_chunk_key
+        expected = [encode((block, column)) for block in range(blocks) for column in range(columns)]
+        missing = [key for key in expected if key not in present]
+        if missing:
+            raise ValueError(
+                f"{self.name}: {len(missing):,} of {len(expected):,} chunks are missing, first {missing[0]}; they "
+                "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
+            )
+
+
+def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
+    zarr = require("zarr", "data")
+    if "://" in address:
+        require("fsspec", "data")
+    try:
+        array = zarr.open_array(address, mode="r", storage_options=storage_options)
+    except FileNotFoundError as error:
+        raise ValueError(f"{address} is not a zarr array: {error}") from error
+    if array.ndim != 2 or array.dtype != np.uint16:
+        raise ValueError(f"{address} must be uint16 with a row per document, got {array.dtype} of shape {array.shape}")
+    if array.attrs.get("encoder") != ENCODER:
+        raise ValueError(
+            f"{address} must have the attribute encoder={ENCODER!r}, got {array.attrs.get('encoder')!r}: "
+            "ids of another tokenizer would be read as GPT-2's"
+        )
+    return array

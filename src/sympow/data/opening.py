@@ -1,0 +1,41 @@
+"""From a name, a folder or an address to documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sympow.data.dataset import TokenDataset
+from sympow.data.longcrawl64 import LongCrawl64
+from sympow.data.manifest import MANIFEST_FILE
+from sympow.data.portion import WORK_FOLDER
+from sympow.data.shards import ShardDataset
+from sympow.data.standard_library import StandardLibrary
+
+STANDARD_LIBRARY = "stdlib"
+
+
+def open_dataset(
+    source: Path | str = STANDARD_LIBRARY, split: str = "train", *, storage_options: dict[str, Any] | None = None
+) -> TokenDataset:
+    """Opens tokenised documents.
+
+    Args:
+        source: "stdlib" (this Python's standard library as bytes), a folder that `prepare` wrote, or LongCrawl64: the
+            folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays.
+        split: "train" or "heldout".
+        storage_options: for an address, what fsspec needs to open it.
+    """
+    if source == STANDARD_LIBRARY:
+        return StandardLibrary(split)
+    path = Path(source)
+    if (path / MANIFEST_FILE).is_file():
+        return ShardDataset(path, split)
+    if "://" in str(source) or path.suffix == ".zarr" or any(path.glob("*.zarr")):
+        return LongCrawl64(source, split, storage_options=storage_options)
+    if (path / WORK_FOLDER).is_dir():
+        raise ValueError(f"{source} is only partly prepared: run the same `sympow data prepare` again to finish it")
+    raise ValueError(
+        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}) or a folder or address of "
+        f"LongCrawl64 (with a {split}.zarr); got {str(source)!r}"
+    )

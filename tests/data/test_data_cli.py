@@ -1,0 +1,84 @@
+"""`sympow data`: the commands a user types."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from sympow.cli import app
+
+runner = CliRunner()
+
+
+def invoke(*arguments):
+    return runner.invoke(app, ["data", *map(str, arguments)], terminal_width=200)
+
+
+def test_prepare_then_info(corpus, tmp_path):
+    out = tmp_path / "out"
+    result = invoke("prepare", corpus, "--out", out, "--heldout", "0.3", "--workers", "1")
+    assert result.exit_code == 0, result.output
+    assert "42 documents" in result.output
+    assert "1 files that are no documents" in result.output
+    result = invoke("info", out, "--verify", "--tokens", "5")
+    assert result.exit_code == 0, result.output
+    assert "heldout" in result.output
+    assert "257 tokens, 256 between documents" in result.output
+
+
+def test_info_as_json_is_complete(corpus, tmp_path):
+    out = tmp_path / "out"
+    invoke("prepare", corpus, "--out", out, "--tokenizer", "bpe", "--vocab-size", "280", "--workers", "1")
+    described = json.loads(invoke("info", out, "--json", "--tokens", "4").output)
+    assert described["vocab_size"] == 280
+    assert described["counts"]["documents"] == described["splits"]["train"]["documents"] == 42
+    assert list(described["splits"]) == ["train"]
+    first = described["splits"]["train"]["beginnings"][0]
+    assert first["document"].endswith("a.txt")
+    assert len(first["tokens"]) == 4
+    assert "first document".startswith(first["text"])
+
+
+def test_info_describes_the_standard_library_by_default():
+    result = invoke("info")
+    assert result.exit_code == 0, result.output
+    assert "stdlib" in result.output
+    assert "heldout" in result.output
+
+
+def test_info_describes_longcrawl64(tmp_path):
+    zarr, numcodecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
+    options = {"chunks": (2, 2), "zarr_format": 2, "compressors": numcodecs.Blosc(cname="lz4")}
+    for name, rows in (("train.zarr", 3), ("heldout.zarr", 2)):
+        array = zarr.create_array(
+            str(tmp_path / name),
+            shape=(rows, 2),
+            dtype="uint16",
+            fill_value=0,
+            attributes={"encoder": "tiktoken-gpt2"},
+            **options,
+        )
+        array[:] = np.array([[15496, 995]] * rows)
+    described = json.loads(invoke("info", tmp_path, "--json").output)
+    assert {split: content["documents"] for split, content in described["splits"].items()} == {"train": 3, "heldout": 2}
+    assert described["splits"]["train"]["beginnings"][2]["text"] == "Hello world"
+    assert list(json.loads(invoke("info", tmp_path / "heldout.zarr", "--json").output)["splits"]) == ["heldout"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("prepare", "nowhere", "--out", "out"), "nowhere is neither a file nor a folder"),
+        (("prepare", "a.txt", "--out", "out", "--heldout", "2"), "heldout must be at least 0 and below 1"),
+        (("info", "nowhere"), "source must be 'stdlib'"),
+        (("info", "stdlib", "--verify"), "verify compares hashes of prepared shards"),
+    ],
+)
+def test_mistakes_are_explained_without_a_traceback(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert "Traceback" not in result.output

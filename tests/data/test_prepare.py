@@ -1,0 +1,333 @@
+"""Text to shards: what is written, that it is the same however it was interrupted, and which mistakes are named."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import sympow.data.preparation as module
+from sympow.data import load_tokenizer, open_dataset, prepare
+from sympow.data.manifest import MANIFEST_FILE
+from sympow.data.portion import WORK_FOLDER, run_portion
+from sympow.data.sources import extents_of, read_documents
+
+
+def texts_of(dataset):
+    """Every document, decoded, by the name of where it came from."""
+    tokenizer = dataset.load_tokenizer()
+    return {
+        dataset.document_name(n): tokenizer.decode(dataset.read(n, 0, int(length)))
+        for n, length in enumerate(dataset.lengths)
+    }
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def jsonl_texts(path: Path) -> list[str]:
+    return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+
+def test_every_document_comes_back_from_the_shards(corpus, tmp_path):
+    manifest = prepare([corpus], tmp_path / "out", workers=1)
+    texts = texts_of(open_dataset(tmp_path / "out"))
+    assert texts[str(corpus / "a.txt")] == "first document\n"
+    assert texts[str(corpus / "more" / "b.txt")] == "zweites Dokument: größer\n"
+    assert texts[f"{corpus / 'c.jsonl'}, line at byte 0"] == "line 0 "
+    assert [text for name, text in texts.items() if "jsonl" in name] == jsonl_texts(corpus / "c.jsonl")
+    assert manifest.counts["documents"] == len(texts) == 42
+    assert manifest.counts["files"] == 3
+    assert manifest.counts["files_ignored"] == [str(corpus / "readme.md")]
+    assert manifest.counts["tokens"] == sum(len(text.encode()) + 1 for text in texts.values())
+    assert manifest.counts["source_bytes"] == sum(p.stat().st_size for p in corpus.rglob("*.[tj]*"))
+
+
+def test_documents_end_in_the_boundary(corpus, tmp_path):
+    prepare([corpus / "a.txt"], tmp_path / "out", workers=1)
+    dataset = open_dataset(tmp_path / "out")
+    assert dataset.read(0, 0, 16).tolist() == [*b"first document\n", 256]
+    assert dataset.read(0, 6, 9).tolist() == [*b"doc"]
+    with pytest.raises(ValueError, match="has 16 tokens; tokens 10 to 17"):
+        dataset.read(0, 10, 17)
+
+
+def test_lines_are_neither_lost_nor_doubled_wherever_a_file_is_cut(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 12)))
+    for portion_bytes in range(1, path.stat().st_size + 1):
+        extents = extents_of(path, "train", portion_bytes)
+        documents = [document for extent in extents for document in read_documents(extent, "text")]
+        assert [document.text for document in documents] == jsonl_texts(path), portion_bytes
+
+
+def test_a_large_file_becomes_several_shards(corpus, tmp_path):
+    prepare([corpus / "c.jsonl"], tmp_path / "out", workers=1, portion_bytes=1000)
+    dataset = open_dataset(tmp_path / "out")
+    assert list(texts_of(dataset).values()) == jsonl_texts(corpus / "c.jsonl")
+    assert len(dataset.manifest.splits["train"]) > 4
+    assert dataset.blocks.tolist() == [0, 40]
+
+
+def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("sympow.data.shards.BLOCK_TOKENS", 2500)
+    prepare([corpus / "c.jsonl"], tmp_path / "out", workers=1, portion_bytes=1000)
+    dataset = open_dataset(tmp_path / "out")
+    ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()
+    assert 2 < len(dataset.blocks) <= len(ends)
+    assert set(dataset.blocks.tolist()) <= {0, *ends}
+    tokens = np.add.reduceat(dataset.lengths, dataset.blocks[:-1])
+    shard_tokens = [shard.tokens for shard in dataset.shards]
+    assert all(count <= 2500 or count in shard_tokens for count in tokens.tolist())
+
+
+def test_parquet_rows_are_documents(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    rows = [f"row {n} " * (n + 1) for n in range(30)]
+    pq.write_table(pa.table({"id": list(range(30)), "body": rows}), tmp_path / "t.parquet", row_group_size=7)
+    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", workers=1, portion_bytes=200)
+    texts = texts_of(open_dataset(tmp_path / "out"))
+    assert list(texts.values()) == rows
+    assert texts[f"{tmp_path / 't.parquet'}, row 29"] == rows[29]
+    with pytest.raises(ValueError, match=r"t\.parquet: no column 'text'; it has 'id', 'body'"):
+        prepare([tmp_path / "t.parquet"], tmp_path / "other", workers=1)
+
+
+def test_two_workers_write_what_one_does(corpus, tmp_path):
+    options = {"portion_bytes": 1000, "heldout": 0.3}
+    prepare([corpus], tmp_path / "one", workers=1, **options)
+    prepare([corpus], tmp_path / "two", workers=2, **options)
+    assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_interrupted_run_goes_on_and_gives_the_same_files(corpus, tmp_path, monkeypatch, tokenizer):
+    options = {"portion_bytes": 1000, "heldout": 0.3, "workers": 1, "tokenizer": tokenizer}
+    if tokenizer == "bpe":
+        options["vocab_size"] = 280
+    prepare([corpus], tmp_path / "whole", **options)
+    done = []
+
+    def stop_at_the_third(portion, number, *rest):
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(number)
+        return run_portion(portion, number, *rest)
+
+    out = tmp_path / "out"
+    monkeypatch.setattr(module, "run_portion", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([corpus], out, **options)
+    with pytest.raises(ValueError, match=r"partly prepared: run the same `sympow data prepare` again"):
+        open_dataset(out)
+    again = []
+    monkeypatch.setattr(module, "run_portion", lambda *a: again.append(a[1]) or run_portion(*a))
+    prepare([corpus], out, **options)
+    assert done == [0, 1, 2]
+    assert again[0] == 3
+    assert files_in(out) == files_in(tmp_path / "whole")
+
+
+def test_a_finished_run_is_not_repeated(corpus, tmp_path, monkeypatch):
+    first = prepare([corpus], tmp_path / "out", workers=1)
+    monkeypatch.setattr(module, "run_portion", lambda *a: pytest.fail("did the work again"))
+    assert prepare([corpus], tmp_path / "out", workers=1) == first
+
+
+def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_path):
+    out = tmp_path / "out"
+    prepare([corpus], out, workers=1)
+    (out / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="prepared from something else: heldout differ"):
+        prepare([corpus], out, heldout=0.5, workers=1)
+    (corpus / "a.txt").write_text("another document")
+    with pytest.raises(ValueError, match="prepared from something else: sources differ"):
+        prepare([corpus], out, workers=1)
+    prepare([corpus], out, workers=1, overwrite=True)
+    assert "another document" in texts_of(open_dataset(out)).values()
+    assert (out / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_with_other_things_is_refused_and_left_alone(corpus, tmp_path, overwrite):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("somebody's")
+    with pytest.raises(ValueError, match="must be a new or empty folder"):
+        prepare([corpus], tmp_path / "out", workers=1, overwrite=overwrite)
+    assert files_in(tmp_path / "out") == {"tokenizer.json": b"somebody's"}
+
+
+def test_held_out_documents_are_a_share_and_copies_stay_together(tmp_path):
+    lines = [json.dumps({"text": f"document {n % 500}"}) for n in range(1000)]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    prepare([tmp_path / "d.jsonl"], tmp_path / "out", heldout=0.2, workers=1)
+    train, heldout = (set(texts_of(open_dataset(tmp_path / "out", split)).values()) for split in ("train", "heldout"))
+    assert not train & heldout
+    assert len(train | heldout) == 500
+    assert 70 <= len(heldout) <= 130
+
+
+def test_held_out_sources_are_held_out(corpus, tmp_path):
+    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout_sources=[corpus / "a.txt"], workers=1)
+    assert list(texts_of(open_dataset(tmp_path / "out", "heldout")).values()) == ["first document\n"]
+    assert len(open_dataset(tmp_path / "out").lengths) == 40
+
+
+def test_no_split_may_be_empty(corpus, tmp_path):
+    with pytest.raises(ValueError, match="no document for the split 'heldout' out of 1, with heldout=1e-09"):
+        prepare([corpus / "a.txt"], tmp_path / "out", heldout=1e-9, workers=1)
+    prepare([corpus / "a.txt"], tmp_path / "all", workers=1)
+    with pytest.raises(ValueError, match="has no split 'heldout'"):
+        open_dataset(tmp_path / "all", "heldout")
+
+
+def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
+    prepare([corpus], tmp_path / "bpe", tokenizer="bpe", vocab_size=300, workers=1)
+    saved = load_tokenizer(tmp_path / "bpe")
+    assert saved.vocab_size == open_dataset(tmp_path / "bpe").vocab_size == 300
+    # And makes other data with the same ids.
+    prepare([corpus / "a.txt"], tmp_path / "other", tokenizer=str(tmp_path / "bpe"), workers=1)
+    dataset = open_dataset(tmp_path / "other")
+    assert dataset.read(0, 0, int(dataset.lengths[0]) - 1).tolist() == saved.encode("first document\n").tolist()
+
+
+def test_a_large_vocabulary_gets_wider_ids(corpus, tmp_path, monkeypatch):
+    class Wide:
+        kind, vocab_size, boundary = "bytes", 70_000, 69_999
+        encode = staticmethod(lambda text: np.full(len(text), 65_537, np.uint32))
+
+    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Wide)
+    monkeypatch.setattr(Wide, "save", lambda folder: None, raising=False)
+    manifest = prepare([corpus / "a.txt"], tmp_path / "out", workers=1)
+    assert manifest.dtype == "uint32"
+    assert open_dataset(tmp_path / "out").read(0, 14, 16).tolist() == [65_537, 69_999]
+
+
+def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path, monkeypatch):
+    class Broken:
+        kind, vocab_size, boundary = "bytes", 300, 256
+        encode = staticmethod(lambda text: np.array([300], np.uint32))
+
+    monkeypatch.setattr(module, "load_tokenizer", lambda *a: Broken)
+    monkeypatch.setattr(Broken, "save", lambda folder: None, raising=False)
+    with pytest.raises(ValueError, match=r"a\.txt: token id 300 is beyond the tokenizer's vocabulary of 300"):
+        prepare([corpus / "a.txt"], tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"", r"x\.txt is empty"),
+        ("x.jsonl", b"", r"x\.jsonl is empty"),
+        ("x.txt", b"\xff\xfe", r"x\.txt is not UTF-8"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": ""}\n', r"x\.jsonl, line at byte 14: the document is empty"),
+        ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line at byte 14: not JSON"),
+        ("x.jsonl", b'{"body": "a"}', r"x\.jsonl, line at byte 0: no field 'text'; it has 'body'"),
+        ("x.jsonl", b'{"text": 3}', r"field 'text' must be text, got int"),
+        ("x.jsonl", b"[1]", r"must be an object with a field 'text', got list"),
+        ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl, line at byte 0: not valid Unicode"),
+        ("x.parquet", b"PAR0", r"x\.parquet is not a readable \.parquet"),
+        ("x.csv", b"a,b", r"x\.csv must end in \.txt, \.jsonl, \.parquet"),
+    ],
+)
+def test_a_bad_source_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        prepare([tmp_path / name], tmp_path / "out", workers=1)
+
+
+def test_empty_documents_are_left_out_and_counted_when_asked(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n{"text": ""}\n')
+    (tmp_path / "y.txt").write_text("")
+    manifest = prepare([tmp_path / "x.jsonl", tmp_path / "y.txt"], tmp_path / "out", skip_empty=True, workers=1)
+    assert manifest.counts["documents"] == 1
+    assert manifest.counts["empty_documents_skipped"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        (["nowhere"], {}, "nowhere is neither a file nor a folder"),
+        (["empty"], {}, r"empty has no \.txt"),
+        (["a.txt", "a.txt"], {}, "twice"),
+        ([], {}, "at least one file or folder"),
+        (["a.txt"], {"heldout": 1.0}, "heldout must be at least 0 and below 1, got 1.0"),
+        (["a.txt"], {"heldout": 0.1, "heldout_sources": ["a.txt"]}, "give one of them"),
+        (["a.txt"], {"vocab_size": 300}, "vocab_size is for tokenizer='bpe'"),
+        (["a.txt"], {"workers": 0}, "workers must be at least 1"),
+        (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
+    ],
+)
+def test_mistakes_in_arguments_are_named(tmp_path, monkeypatch, sources, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=message):
+        prepare(sources, "out", **options)
+
+
+@pytest.fixture
+def prepared(corpus, tmp_path):
+    prepare([corpus], tmp_path / "out", workers=1)
+    return tmp_path / "out"
+
+
+def test_verify_finds_a_changed_token(prepared):
+    dataset = open_dataset(prepared)
+    dataset.verify()
+    path = prepared / "train-00000.tokens.npy"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train-00000\.tokens\.npy is damaged"):
+        open_dataset(prepared).verify()
+
+
+@pytest.mark.parametrize("kind", ["tokens", "index"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "replaced"])
+def test_an_unreadable_shard_is_named_on_opening(prepared, kind, damage):
+    path = prepared / f"train-00000.{kind}.npy"
+    if damage == "missing":
+        path.unlink()
+    elif damage == "replaced":
+        np.save(path, np.zeros(3))
+    else:
+        path.write_bytes(path.read_bytes()[: -10 if damage == "cut" else 0])
+    with pytest.raises(ValueError, match=rf"train-00000\.{kind}\.npy"):
+        open_dataset(prepared)
+
+
+def test_a_manifest_of_something_else_is_refused(prepared):
+    path = prepared / MANIFEST_FILE
+    content = json.loads(path.read_text())
+    for change, message in (({"version": 2}, "has version 2"), ({"format": "x"}, "is not a manifest of prepared data")):
+        path.write_text(json.dumps({**content, **change}))
+        with pytest.raises(ValueError, match=message):
+            open_dataset(prepared)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"manifest\.json is not a readable manifest"):
+        open_dataset(prepared)
+
+
+def test_the_fingerprint_follows_the_content(corpus, prepared, tmp_path):
+    prepare([corpus], tmp_path / "same", workers=1)
+    assert open_dataset(tmp_path / "same").fingerprint == open_dataset(prepared).fingerprint
+    (corpus / "a.txt").write_text("first document!")
+    prepare([corpus], tmp_path / "changed", workers=1)
+    assert open_dataset(tmp_path / "changed").fingerprint != open_dataset(prepared).fingerprint
+
+
+def test_nothing_of_the_work_is_left(prepared):
+    assert not (prepared / WORK_FOLDER).exists()
+    assert not [path for path in prepared.iterdir() if path.name.endswith(".partial")]
+
+
+def test_a_request_that_failed_before_its_first_shard_can_be_corrected(corpus, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="tokenizer must be"):
+        prepare([corpus], out, tokenizer="gpt5", workers=1)
+    with pytest.raises(ValueError, match="no field 'body'"):
+        prepare([corpus / "c.jsonl"], out, field="body", workers=1)
+    assert prepare([corpus], out, workers=1).counts["documents"] == 42
