@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from sympow.data.cli import app as data_app
+from sympow.train.cli import train
 
 app = typer.Typer(
     help="Conformal symmetric power transformers.",
@@ -29,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+app.command()(train)
 
 
 @app.callback()

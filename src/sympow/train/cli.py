@@ -1,0 +1,73 @@
+"""The command `sympow train`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sympow.model.config import PRESETS as MODELS
+from sympow.model.config import GPTConfig
+from sympow.train.config import PRESETS, TrainConfig
+from sympow.train.flags import with_config_flags
+
+RUNS = Path("runs")
+
+
+@with_config_flags
+def train(
+    preset: Annotated[str, typer.Option(help=f"What to start from: {', '.join(PRESETS)}.")] = "laptop",
+    model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.yaml to start from, as each run writes one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    **changes: Any,
+) -> None:
+    """Trains a model: one command from text to checkpoints, metrics and a model to use.
+
+    Every field of the run's config is a flag. Under torchrun, processes share the work:
+    torchrun --nproc-per-node 8 -m sympow.train --preset paper --data …
+    """
+    from sympow.train.trainer import CONFIG_FILE, NonFiniteLossError
+    from sympow.train.trainer import train as run
+
+    try:
+        if resume:
+            out = out or _latest()
+            config = config or out / CONFIG_FILE
+        if config is not None:
+            settings = TrainConfig.read(config)
+        elif preset in PRESETS:
+            settings = PRESETS[preset]()
+        else:
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
+        if model is not None:
+            settings = replace(settings, model=GPTConfig.preset(model))
+        settings = settings.changed(**changes)
+        folder = run(settings, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), resume=resume, device=device)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except NonFiniteLossError as error:
+        typer.echo(f"stopped: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"{folder}", err=False)
+
+
+def _latest() -> Path:
+    """The run that was last worked on."""
+    found = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"there is no run in {RUNS}/ to resume; name one with --out")
+    return found[-1].parent
+
+
+def main() -> None:
+    """As a program of its own, for torchrun."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(train)
+    app(prog_name=f"{Path(sys.executable).name} -m sympow.train")

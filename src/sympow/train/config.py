@@ -1,0 +1,242 @@
+"""What a training run is: one frozen record, checked, with presets as functions and YAML for a file form.
+
+A field's help text is its line under "Attributes"; the command makes a flag of every field (`sympow.train.flags`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from sympow.data.loader import SHORT
+from sympow.extras import require
+from sympow.model.config import GPTConfig
+from sympow.ops.validation import check_bool, check_choice, check_positive
+
+SCHEDULES = ("constant", "linear", "cosine")
+PRECISIONS = ("bf16", "fp32")
+PARALLEL = ("ddp", "fsdp")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to read.
+
+    Attributes:
+        data: "stdlib" (this Python's standard library), a folder of `sympow data prepare`, or LongCrawl64's address.
+        context: tokens of a training sequence.
+        short: what becomes of documents and tails shorter than the context: refuse, drop, join or pack.
+    """
+
+    data: str = "stdlib"
+    context: int = 1_024
+    short: Literal["refuse", "drop", "join", "pack"] = "join"
+
+    def __post_init__(self) -> None:
+        check_positive("context", self.context)
+        check_choice("short", self.short, SHORT)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Adam and its schedule.
+
+    Attributes:
+        learning_rate: the highest one.
+        rotation_rate: learning rate of the rotation's projection W_β, relative to the others'.
+        beta1: decay of Adam's mean of gradients.
+        beta2: decay of its mean of squares.
+        epsilon: Adam's.
+        weight_decay: of matrices (AdamW's); norms, biases and gates have none.
+        clip_norm: longest gradient, all parameters together; 0: no clipping.
+        warmup_steps: steps over which the learning rate rises from 0.
+        schedule: of the learning rate after that: constant, linear or cosine down to final_rate.
+        final_rate: what is left of the learning rate at the last step.
+    """
+
+    learning_rate: float = 6e-4
+    rotation_rate: float = 1.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 0.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
+        for name in ("learning_rate", "rotation_rate", "epsilon", "weight_decay", "clip_norm", "final_rate"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {value}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+
+    def rate_at(self, step: int, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of so many."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
+        if self.schedule == "constant":
+            return self.learning_rate
+        passed = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        left = 1 - passed if self.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * left)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How to run.
+
+    Attributes:
+        steps: updates of the parameters.
+        batch_tokens: tokens of an update, over all processes; a multiple of the context.
+        micro_batch_tokens: tokens a process computes at a time, at least one sequence; gradients add up to the batch.
+        seed: of parameters and of the order of the data.
+        precision: bf16 (mixed: parameters stay in float32) or fp32.
+        compile: whether to compile the model's blocks (torch.compile).
+        recompute: whether to keep only each block's input and compute the rest again in the backward pass.
+        loss_tokens: logits exist for so many tokens at a time.
+        parallel: for several processes, ddp (a copy of the model each) or fsdp (parameters shared out).
+        log_every: steps between lines of progress and metrics.
+        evaluate_every: steps between evaluations on held-out documents; 0: none.
+        evaluate_tokens: tokens of an evaluation, about.
+        save_every: steps between checkpoints; 0: only the last.
+        keep: checkpoints to keep.
+        tensorboard: whether to write TensorBoard events beside metrics.jsonl.
+        wandb: project to log to with Weights & Biases; empty: none.
+    """
+
+    steps: int = 1_000
+    batch_tokens: int = 65_536
+    micro_batch_tokens: int = 65_536
+    seed: int = 0
+    precision: Literal["bf16", "fp32"] = "fp32"
+    compile: bool = False
+    recompute: bool = False
+    loss_tokens: int = 8_192
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    log_every: int = 10
+    evaluate_every: int = 0
+    evaluate_tokens: int = 65_536
+    save_every: int = 100
+    keep: int = 3
+    tensorboard: bool = True
+    wandb: str = ""
+
+    def __post_init__(self) -> None:
+        counts = ("steps", "batch_tokens", "micro_batch_tokens", "loss_tokens", "log_every", "evaluate_tokens", "keep")
+        for name in counts:
+            check_positive(name, getattr(self, name))
+        for name in ("seed", "evaluate_every", "save_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("compile", "recompute", "tensorboard"):
+            check_bool(name, getattr(self, name))
+        check_choice("precision", self.precision, PRECISIONS)
+        check_choice("parallel", self.parallel, PARALLEL)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run.
+
+    Attributes:
+        model: what to train. Its vocabulary becomes the data's.
+        data: what to read.
+        optimizer: how to learn.
+        run: how to run.
+    """
+
+    model: GPTConfig = field(default_factory=lambda: GPTConfig.preset("byte-400k"))
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        if self.run.batch_tokens % self.data.context:
+            raise ValueError(
+                f"batch_tokens must be a multiple of the context, {self.data.context}; got {self.run.batch_tokens}"
+            )
+
+    @property
+    def batch_rows(self) -> int:
+        """Sequences of an update."""
+        return self.run.batch_tokens // self.data.context
+
+    def changed(self, **changes: Any) -> TrainConfig:
+        """With some fields of its parts changed, named without their part; no name occurs in two."""
+        sections = {part.name: getattr(self, part.name) for part in fields(self)}
+        grouped: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for name, value in changes.items():
+            owner = next((part for part, section in sections.items() if name in _names(section)), None)
+            if owner is None:
+                raise TypeError(f"no part of a TrainConfig has a field {name!r}")
+            grouped[owner][name] = value
+        return TrainConfig(**{part: replace(section, **grouped[part]) for part, section in sections.items()})
+
+    def to_yaml(self) -> str:
+        """As `from_yaml` reads it."""
+        return str(require("yaml", "train").safe_dump(asdict(self), sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, text: str) -> TrainConfig:
+        """From parts and fields; what is missing has its default, what is unknown is refused."""
+        content = require("yaml", "train").safe_load(text)
+        if not isinstance(content, Mapping):
+            raise ValueError(f"a config must map parts to fields, got {type(content).__name__}")
+        kinds: dict[str, Callable[..., Any]] = {
+            "model": GPTConfig,
+            "data": DataConfig,
+            "optimizer": OptimizerConfig,
+            "run": RunConfig,
+        }
+        parts = {}
+        for part, section in content.items():
+            if part not in kinds:
+                raise ValueError(f"a config has the parts {', '.join(kinds)}; got {part!r}")
+            unknown = set(section or {}) - _names(kinds[part])
+            if unknown:
+                raise ValueError(f"{part} has no field {', '.join(sorted(unknown))}")
+            parts[part] = kinds[part](**(section or {}))
+        return cls(**parts)
+
+    @classmethod
+    def read(cls, path: Path | str) -> TrainConfig:
+        """From a YAML file; messages name it."""
+        try:
+            return cls.from_yaml(Path(path).read_text())
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def laptop() -> TrainConfig:
+    """A small byte-level model that learns something within minutes on a CPU."""
+    return TrainConfig()
+
+
+def paper() -> TrainConfig:
+    """The paper's recipe (§4): GPT-2 124M on LongCrawl64, 524,288 tokens a batch, bf16, Adam, 6e-4, no schedule.
+
+    The data's address is the user's to give; everything else is the paper's.
+    """
+    return TrainConfig(
+        model=GPTConfig.preset("gpt2-124m"),
+        data=DataConfig(data="longcrawl64", context=4_096, short="refuse"),
+        optimizer=OptimizerConfig(learning_rate=6e-4),
+        run=RunConfig(steps=100_000, batch_tokens=524_288, precision="bf16", compile=True, save_every=1_000),
+    )
+
+
+PRESETS: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "paper": paper}
+
+
+def _names(section: Any) -> set[str]:
+    return {part.name for part in fields(section)}

@@ -1,0 +1,113 @@
+"""One process or many: where a process runs, how it talks to the others, and how they share a model.
+
+A run has a process group even if it is alone, so that nothing else needs to know.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from sympow.train.objective import Objective
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is among all.
+
+    Attributes:
+        rank: number of the process.
+        world_size: number of processes.
+        device: what it computes on.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether it is the one that prints and writes metrics."""
+        return self.rank == 0
+
+
+@contextmanager
+def process_group(device: str | None = None) -> Iterator[Place]:
+    """Joins the processes that torchrun started, or none; leaves them at the end.
+
+    Args:
+        device: "cpu" or "cuda"; None: a GPU if there is one.
+    """
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but there is no GPU that torch can use")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    where = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    # Gloo beside NCCL: checkpoints are exchanged on the CPU, while the GPU goes on.
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield Place(dist.get_rank(), dist.get_world_size(), where)
+    finally:
+        dist.destroy_process_group()
+
+
+def share(objective: Objective, place: Place, parallel: str) -> nn.Module:
+    """The objective as every process calls it: gradients averaged over all of them."""
+    if place.world_size == 1:
+        return objective
+    if parallel == "ddp":
+        on_gpu = place.device.type == "cuda"
+        return DistributedDataParallel(
+            objective, device_ids=[place.device.index] if on_gpu else None, gradient_as_bucket_view=True
+        )
+    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",))
+    for block in objective.model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
+    return objective
+
+
+@contextmanager
+def last_of_batch(shared: nn.Module, last: bool) -> Iterator[None]:
+    """Around each part of a batch: processes exchange gradients with the last one only."""
+    if isinstance(shared, DistributedDataParallel) and not last:
+        with shared.no_sync():
+            yield
+        return
+    if isinstance(shared, FSDPModule):
+        shared.set_requires_gradient_sync(last)
+    yield
+
+
+def mean_over_processes(value: Tensor, place: Place) -> Tensor:
+    """The mean of a number over all processes."""
+    if place.world_size == 1:
+        return value
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total / place.world_size
+
+
+def any_process(flag: bool, place: Place) -> bool:
+    """Whether the flag is set anywhere: all processes learn the same."""
+    if place.world_size == 1:
+        return flag
+    found = torch.tensor([float(flag)], device=place.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())

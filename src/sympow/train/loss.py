@@ -1,0 +1,109 @@
+"""Cross-entropy of a vocabulary without ever holding the logits of all tokens.
+
+The loss of a stretch of tokens is computed together with its gradients, while its logits exist: three products, none
+of them repeated, and memory for `tokens` rows of logits instead of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+# Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.
+ALIGNMENT = 64
+
+
+def linear_cross_entropy(
+    features: Tensor, weight: Tensor, targets: Tensor, *, tokens: int = 8_192, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Mean of −log softmax(features weightᵀ)[target]: a scalar, float32 or better.
+
+    Args:
+        features: (…, width).
+        weight: (vocabulary, width).
+        targets: (…,) integers below the vocabulary.
+        tokens: rows of logits that may exist at once.
+        dtype: of the products; None: that of the weight.
+    """
+    rows = features.reshape(-1, features.shape[-1])
+    if torch.is_grad_enabled() and (features.requires_grad or weight.requires_grad):
+        return _LinearCrossEntropy.apply(rows, weight, targets.reshape(-1), tokens, dtype or weight.dtype)
+    return token_losses(rows, weight, targets.reshape(-1), tokens=tokens, dtype=dtype).mean()
+
+
+def token_losses(
+    features: Tensor, weight: Tensor, targets: Tensor, *, tokens: int = 8_192, dtype: torch.dtype | None = None
+) -> Tensor:
+    """−log softmax(features weightᵀ)[target] of every token, without gradients: the shape of targets."""
+    with torch.no_grad():
+        rows = features.reshape(-1, features.shape[-1])
+        table = _aligned(weight, dtype or weight.dtype)
+        parts = [
+            _losses(part.to(table.dtype), table, of, weight.shape[0])
+            for part, of, _ in _stretches(rows, targets.reshape(-1), tokens)
+        ]
+        return torch.cat(parts).view(targets.shape)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+        table = _aligned(weight, dtype)
+        d_features = torch.empty_like(features)
+        d_table = torch.zeros_like(table, dtype=weight.dtype)
+        total = features.new_zeros((), dtype=torch.promote_types(features.dtype, torch.float32))
+        step = _compiled_step() if features.is_cuda else _step
+        for part, of, rows in _stretches(features, targets, tokens):
+            operand = part.to(dtype)
+            loss, d_logits = step(operand @ table.mT, of, weight.shape[0], 1 / len(targets))
+            total += loss
+            d_features[rows] = d_logits @ table
+            d_table += d_logits.mT @ operand
+        ctx.save_for_backward(d_features, d_table[: weight.shape[0]])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        d_features, d_weight = ctx.saved_tensors
+        return d_features * d_loss, d_weight * d_loss, None, None, None
+
+
+def _step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tuple[Tensor, Tensor]:
+    """scale · Σ loss, and its gradient with respect to the logits, in their dtype."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    column = torch.arange(logits.shape[1], device=logits.device)
+    precise = precise.masked_fill(column >= vocabulary, -torch.inf)
+    normalizer = precise.logsumexp(dim=1, keepdim=True)
+    chosen = precise.gather(1, targets.unsqueeze(1))
+    gradient = (precise - normalizer).exp() - (column == targets.unsqueeze(1)).to(precise.dtype)
+    return (normalizer - chosen).sum() * scale, (gradient * scale).to(logits.dtype)
+
+
+@cache
+def _compiled_step() -> Any:
+    """As `_step`, in two passes over the logits instead of a dozen."""
+    return torch.compile(_step, dynamic=False)
+
+
+def _losses(features: Tensor, table: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+    logits = (features @ table.mT)[:, :vocabulary]
+    return torch.nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets,
+                                             reduction="none")  # fmt: skip
+
+
+def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in a dtype, with rows of zeros up to a multiple that products are fast for."""
+    weight = weight.detach().to(dtype)
+    beyond = -weight.shape[0] % ALIGNMENT
+    return pad(weight, (0, 0, 0, beyond)) if weight.is_cuda and beyond else weight
+
+
+def _stretches(features: Tensor, targets: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    for start in range(0, len(targets), tokens):
+        rows = slice(start, start + tokens)
+        yield features[rows], targets[rows], rows

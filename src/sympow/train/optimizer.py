@@ -1,0 +1,46 @@
+"""Adam with a learning rate per group of parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from sympow.train.config import OptimizerConfig
+
+RELATIVE_RATE = "relative_rate"
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over three groups: matrices, which decay; the rotation's projection; and all else.
+
+    The embedding counts as a matrix. Fused on a GPU.
+    """
+    rotation, matrices, others = [], [], []
+    for name, parameter in model.named_parameters():
+        if "rotation." in name:
+            rotation.append(parameter)
+        elif parameter.ndim >= 2 and "gate." not in name:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": config.weight_decay, RELATIVE_RATE: 1.0},
+        {"params": rotation, "weight_decay": 0.0, RELATIVE_RATE: config.rotation_rate},
+        {"params": others, "weight_decay": 0.0, RELATIVE_RATE: 1.0},
+    ]
+    on_gpu = any(parameter.is_cuda for parameter in model.parameters())
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=on_gpu or None,
+    )
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Sets the learning rate, each group's in proportion."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group[RELATIVE_RATE]

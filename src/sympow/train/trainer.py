@@ -1,0 +1,274 @@
+"""The training loop, to be read from top to bottom: `train` sets a run up, `_Run.step` makes one update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sympow.data.batch import Batch
+from sympow.data.dataset import TokenDataset
+from sympow.data.loader import Loader
+from sympow.data.opening import open_dataset
+from sympow.model.gpt import GPT
+from sympow.model.storage import save_model
+from sympow.train.checkpoint import Checkpoints
+from sympow.train.config import TrainConfig
+from sympow.train.distributed import Place, any_process, last_of_batch, mean_over_processes, process_group, share
+from sympow.train.interrupt import StopRequest, stop_on_signals
+from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics
+from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
+from sympow.train.objective import Objective, compile_blocks, recompute_blocks
+from sympow.train.optimizer import make_optimizer, set_rate
+from sympow.train.progress import Progress
+from sympow.train.throughput import Clock, peak_operations, training_operations
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+EXPORT = "model"
+# Tokens to look at gates and rotations with.
+SAMPLE_TOKENS = 2_048
+
+
+class NonFiniteLossError(ArithmeticError):
+    """A loss or gradient that is not a number, with what is known about it."""
+
+
+def train(config: TrainConfig, out: Path | str, *, resume: bool = False, device: str | None = None) -> Path:
+    """Trains a model and writes all of it into one folder.
+
+    config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and at the end model/ (safetensors, tokenizer). Under
+    torchrun, every process calls this with the same arguments.
+
+    Args:
+        config: the run.
+        out: the folder; new, unless resumed.
+        resume: go on from the newest whole checkpoint in it, or start anew if there is none.
+        device: "cpu" or "cuda"; None: a GPU if there is one.
+
+    Returns:
+        the folder.
+
+    Raises:
+        NonFiniteLossError: the loss was not a number; the last checkpoint is from before.
+    """
+    out = Path(out)
+    with process_group(device) as place:
+        _claim(out, resume, place)
+        dataset = open_dataset(config.data.data)
+        config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
+        if place.first:
+            (out / CONFIG_FILE).write_text(config.to_yaml())
+        with stop_on_signals() as stop:
+            _Run(config, out, place, dataset).run(resume, stop)
+    return out
+
+
+class _Run:
+    def __init__(self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset) -> None:
+        self.config, self.out, self.place, self.dataset = config, out, place, dataset
+        torch.manual_seed(config.run.seed)
+        self.model = GPT(config.model).to(place.device)
+        if config.run.recompute:
+            recompute_blocks(self.model)
+        if config.run.compile:
+            compile_blocks(self.model)
+        self.dtype = torch.bfloat16 if config.run.precision == "bf16" else None
+        self.shared = share(Objective(self.model, config.run.loss_tokens, self.dtype), place, config.run.parallel)
+        self.optimizer = make_optimizer(self.shared, config.optimizer)
+        self.loader = self._make_loader(dataset, config.batch_rows, shuffle=True)
+        self.step_number = 0
+
+    def run(self, resume: bool, stop: StopRequest) -> None:
+        """All steps, or as many as it is let."""
+        run = self.config.run
+        with Progress(run.steps, 0, quiet=not self.place.first) as progress:
+            self._say = progress.say
+            checkpoints = Checkpoints(self.out / CHECKPOINTS, run.keep, self.place, progress.say)
+            if resume:
+                self._resume(checkpoints)
+            writers = self._make_writers()
+            self._describe()
+            clock = Clock()
+            # The loader's position is that of the batches taken, which are those of the steps made.
+            for batch in islice(self.loader, run.steps - self.step_number):
+                numbers = self.step(batch)
+                self.step_number += 1
+                clock.count(run.batch_tokens)
+                line = self._log(batch, numbers, clock, writers)
+                progress.step(self.step_number, line)
+                checkpoints.poll()
+                stopping = any_process(bool(stop), self.place)
+                last = stopping or self.step_number == run.steps
+                if last or (run.save_every and self.step_number % run.save_every == 0):
+                    checkpoints.save(
+                        self.step_number, self.shared, self.optimizer, {"loader": self.loader.state_dict()}
+                    )
+                if stopping:
+                    progress.say(f"{stop.signal or 'another process'}: saved after step {self.step_number:,}")
+                    break
+            checkpoints.finish()
+            for writer in writers:
+                writer.close()
+            self._export()
+
+    def step(self, batch: Batch) -> dict[str, float]:
+        """One update of the parameters: loss, gradient norm and learning rate."""
+        rate = self.config.optimizer.rate_at(self.step_number, self.config.run.steps)
+        set_rate(self.optimizer, rate)
+        parts = batch.split(max(1, self.config.run.micro_batch_tokens // batch.context))
+        losses = []
+        for number, part in enumerate(parts):
+            on_device = part.to(self.place.device)
+            with last_of_batch(self.shared, last=number == len(parts) - 1):
+                # A part counts by its share of the rows; processes have equally many.
+                loss = self._loss(on_device) * (part.rows / batch.rows)
+                loss.backward()
+            losses.append(loss.detach())
+        loss_value = mean_over_processes(torch.stack(losses).sum(), self.place).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.shared.parameters(), self.config.optimizer.clip_norm or math.inf)
+        norm_value = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
+            self._refuse(loss_value, norm_value, batch, parts)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"loss": loss_value, "gradient_norm": norm_value, "learning_rate": rate}
+
+    def _loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.shared(batch.inputs, batch.targets, batch.cu_seqlens)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        """Mean loss on held-out documents."""
+        rows = max(self.place.world_size, self.config.run.evaluate_tokens // self.config.data.context)
+        rows -= rows % self.place.world_size
+        heldout = self._make_loader(
+            open_dataset(self.config.data.data, "heldout"), self.place.world_size, shuffle=False
+        )
+        count = min(rows // self.place.world_size, heldout.batches_per_epoch)
+        losses = [self._loss(batch.to(self.place.device)) for batch in islice(heldout, count)]
+        return mean_over_processes(torch.stack(losses).mean(), self.place).item()
+
+    def _make_loader(self, dataset: TokenDataset, rows: int, *, shuffle: bool) -> Loader:
+        return Loader(
+            dataset,
+            self.config.data.context,
+            rows,
+            short=self.config.data.short,
+            seed=self.config.run.seed,
+            shuffle=shuffle,
+            rank=self.place.rank,
+            world_size=self.place.world_size,
+            pin_memory=self.place.device.type == "cuda",
+            epochs=None if shuffle else 1,
+        )
+
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        path = checkpoints.newest()
+        if path is None:
+            self._say("no checkpoint to resume from: starting from the beginning")
+            return
+        progress = checkpoints.load(path, self.shared, self.optimizer)
+        self.loader.load_state_dict(progress["loader"])
+        self.step_number = int(path.name.rpartition("-")[2])
+        self._say(f"resumed from {path}")
+
+    def _log(self, batch: Batch, numbers: dict[str, float], clock: Clock, writers: list[Writer]) -> str | None:
+        run = self.config.run
+        line = None
+        if self.step_number % run.log_every == 0 or self.step_number == run.steps:
+            rate = clock.read()
+            numbers = numbers | {"tokens_per_second": rate}
+            line = f"loss {numbers['loss']:.4f}  {rate:,.0f} tokens/s"
+            peak = peak_operations(self.place.device)
+            if peak is not None:
+                used = rate * training_operations(self.config.model, self.config.data.context)
+                numbers["utilisation"] = used / peak / self.place.world_size
+                numbers["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                line += f"  {numbers['utilisation']:.1%} of peak  {numbers['memory_gib']:.1f} GiB"
+            part = batch.split(1)[0].to(self.place.device)
+            if part.cu_seqlens is None:
+                sample = replace(part, inputs=part.inputs[:, :SAMPLE_TOKENS], targets=part.targets[:, :SAMPLE_TOKENS])
+                numbers |= gate_and_rotation_metrics(self.model, lambda: self._loss(sample))
+            clock.restart()
+        if run.evaluate_every and self.step_number % run.evaluate_every == 0:
+            numbers = numbers | {"heldout_loss": self.evaluate()}
+            self._say(f"step {self.step_number:,}: held-out loss {numbers['heldout_loss']:.4f}")
+            clock.restart()
+        for writer in writers:
+            writer.write(self.step_number, numbers)
+        return line
+
+    def _make_writers(self) -> list[Writer]:
+        if not self.place.first:
+            return []
+        run = self.config.run
+        writers: list[Writer] = [JsonLines(self.out / METRICS_FILE, self.step_number)]
+        if run.tensorboard:
+            writers.append(TensorBoard(self.out / "tensorboard", self.step_number))
+        if run.wandb:
+            writers.append(WeightsAndBiases(run.wandb, self.out, asdict(self.config)))
+        return writers
+
+    def _describe(self) -> None:
+        summary, data = self.loader.summary, self.config.data
+        self._say(
+            f"{self.model.count_parameters():,} parameters on {self.place.world_size} × {self.place.device.type}; "
+            f"{self.dataset.name}: {summary.tokens:,} tokens in {summary.documents:,} documents, "
+            f"{summary.batches:,} batches of {self.config.run.batch_tokens:,} tokens at context {data.context:,}"
+        )
+        left_out = {
+            "in documents shorter than the context": summary.tokens_in_documents_dropped,
+            "in tails of documents": summary.tokens_in_tails_dropped,
+            "too few for a row": summary.tokens_too_few_for_a_row,
+            "in rows too few for a batch": summary.tokens_in_rows_left_over,
+        }
+        if any(left_out.values()):
+            parts = ", ".join(f"{tokens:,} {where}" for where, tokens in left_out.items() if tokens)
+            self._say(f"left out each epoch: {parts} tokens")
+
+    def _refuse(self, loss: float, norm: float, batch: Batch, parts: list[Batch]) -> None:
+        def again() -> None:
+            for part in parts:
+                self._loss(part.to(self.place.device))
+
+        offending = find_nonfinite(self.model, again)
+        documents = sorted(set(batch.document_ids.tolist()))
+        names = ", ".join(self.dataset.document_name(document) for document in documents[:3])
+        raise NonFiniteLossError(
+            f"step {self.step_number + 1}: the loss is {loss} and the gradient's norm {norm}. Not finite: "
+            f"{', '.join(offending[:8]) or 'nothing that can be seen again'}. Documents of this batch in process "
+            f"{self.place.rank}: {documents[:32]} ({names}{', …' if len(documents) > 3 else ''}). Parameters are as "
+            f"before the step; the last checkpoint is in {self.out / CHECKPOINTS}"
+        )
+
+    def _export(self) -> None:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.shared, options=options)
+        if self.place.first:
+            weights = {name.removeprefix("model."): x for name, x in state.items() if isinstance(x, Tensor)}
+            save_model(self.out / EXPORT, self.config.model, weights)
+            self.dataset.load_tokenizer().save(self.out / EXPORT)
+        dist.barrier()
+
+
+def _claim(out: Path, resume: bool, place: Place) -> None:
+    """Makes the folder; refuses one that holds another run."""
+    problem: list[str | None] = [None]
+    if place.first:
+        if not resume and (out / CONFIG_FILE).exists():
+            problem[0] = f"{out} holds a run already: resume it, or choose another folder"
+        else:
+            out.mkdir(parents=True, exist_ok=True)
+    dist.broadcast_object_list(problem)
+    if problem[0] is not None:
+        raise ValueError(problem[0])
