@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,9 +80,9 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
         found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
         if setting.power == 2 or backend == "torch":
             found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
-    if find_spec("retention") is not None and setting.device == "cuda":
+    if setting.device == "cuda" and _importable("retention"):
         found["retention, chunked"] = _retention
-    if find_spec("fla") is not None and setting.device == "cuda":
+    if setting.device == "cuda" and _importable("fla.ops.simple_gla"):
         found["fla, simple GLA (p = 1)"] = _simple_gla
     return found
 
@@ -207,6 +208,19 @@ def _simple_gla(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tu
     chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
     arguments = (inputs["q"], inputs["k"], inputs["v"], inputs["log_gamma"])
     return lambda: chunk_simple_gla(*arguments)[0], list(inputs.values())
+
+
+@cache
+def _importable(module: str) -> bool:
+    """Whether a peer is there and works. One that is there and does not says why."""
+    if find_spec(module.partition(".")[0]) is None:
+        return False
+    try:
+        import_module(module)
+    except (ImportError, RuntimeError, OSError) as error:
+        warnings.warn(f"{module} is installed but cannot be imported, so it is not timed: {error}", stacklevel=2)
+        return False
+    return True
 
 
 def _milliseconds(timing: Timing | None) -> str:
