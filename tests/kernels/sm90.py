@@ -18,11 +18,15 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from sympow.kernels.attention_backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention_forward import forward_kernel
 from sympow.kernels.chunk_states import fold_kernel, scan_kernel, update_kernel
 from sympow.kernels.decode import step_kernel
+from sympow.kernels.hopper import backward as hopper_backward
+from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
@@ -48,6 +52,7 @@ POINTERS = {
             "normalizer_out_ptr",
             "log_gamma_ptr",
             "begin_ptr",
+            "rest_ptr",
             "spans_ptr",
             "end_ptr",
             "beta_ptr",
@@ -72,6 +77,7 @@ POINTERS = {
         "*fp64",
     ),
     "index_ptr": "*i16",
+    "whole_ptr": "*i32",
     **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
     **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
 }
@@ -100,26 +106,29 @@ class Report:
     sass: str
 
 
-def compile_kernel(kernel, blocks, constants, warps, stages, registers=None, dtype="bf16") -> Report:
+def compile_kernel(kernel, blocks, constants, warps, stages, registers=None, dtype="bf16", fusion=True) -> Report:
     """Compiles for sm_90. `blocks`: shape of each descriptor's block, by argument, None for an absent one."""
     signature, constexprs, attributes = {}, {}, {}
+    in_gluon = isinstance(kernel, GluonJITFunction)
     for index, name in enumerate(kernel.arg_names):
         if name in constants or blocks.get(name, ()) is None:
             signature[name] = "constexpr"
             constexprs[(index,)] = constants.get(name)
             continue
         if name in blocks:
-            signature[name] = f"tensordesc<{dtype}[{', '.join(map(str, blocks[name]))}]>"
+            block = list(blocks[name])
+            layout = f",{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}" if in_gluon else ""
+            signature[name] = f"tensordesc<{dtype}{block}{layout}>"
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
         else:
             signature[name] = "i32"
         if name.endswith("_ptr") or (signature[name] == "i32" and name not in UNALIGNED):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    options = {"num_warps": warps, "num_stages": stages} | ({"maxnreg": registers} if registers else {})
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs, attributes), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    options = {"num_warps": warps, "enable_fp_fusion": fusion} | ({"maxnreg": registers} if registers else {})
+    options |= {} if in_gluon else {"num_stages": stages}
+    source = (GluonASTSource if in_gluon else ASTSource)(kernel, signature, constexprs, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin, ptx = Path(folder, "kernel.cubin"), Path(folder, "kernel.ptx")
         cubin.write_bytes(compiled.asm["cubin"])
@@ -164,6 +173,22 @@ def attention_case(
     optional = {"WITH_STATE": state, "HIGH_COLUMN": 0, "DOCUMENTS": documents, "SPANS": spans}
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
     return kernel, blocks, constants, warps, stages, registers
+
+
+def hopper_case(which, power=2, group=1, gated=True):
+    """The same for a kernel in Gluon."""
+    kernel, rows = {
+        "forward": (hopper_forward.forward_kernel, 128),
+        "query": (hopper_backward.query_gradient_kernel, 64),
+        "key": (hopper_backward.key_gradient_kernel, 64),
+    }[which]
+    blocks = {name: _tile(64, 64) for name in kernel.arg_names if name.endswith("_desc")}
+    blocks |= {"q_desc": _tile(rows, 64)} | ({"y_desc": _tile(rows, 64)} if which == "forward" else {})
+    constants = {"GROUP": group, "POWER": power, "GATED": gated, "STAGES": 4}
+    if not gated:
+        absent = ("whole_ptr", "rest_ptr", "to_end_ptr", "from_start_ptr")
+        constants |= {name: None for name in absent if name in kernel.arg_names}
+    return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
 
 
 def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
@@ -242,6 +267,12 @@ CASES = {
     "chunked forward, wide": attention_case("forward", 128, 64, 8, 2, state=True, d=128, e=128),
     "query gradient, chunked, wide": attention_case("query", 64, 64, 4, 2, state=True, d=128, e=128),
     "key gradient, chunked, wide": attention_case("key", 64, 64, 8, 2, state=True, d=128, e=128),
+    "hopper forward p=2": hopper_case("forward"),
+    "hopper forward p=4": hopper_case("forward", power=4),
+    "hopper forward, no gates": hopper_case("forward", gated=False),
+    "hopper query gradient": hopper_case("query"),
+    "hopper key gradient": hopper_case("key"),
+    "hopper key gradient, GQA": hopper_case("key", group=4),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),

@@ -19,6 +19,8 @@ from sympow.kernels.tiles import COLUMNS, tiles_for
 
 # Queries between two places where the gates' gradient is put right in the attention form (`gates.anchored`).
 SPAN = 4096
+# Beyond, the portable kernel of the keys' gradient is the faster one.
+LONGEST_ON_HOPPER = 8192
 
 
 @torch.library.custom_op("sympow::attend", mutates_args=())
@@ -63,9 +65,14 @@ def _attend(
             boundaries=_boundaries(k, chunk, initial is not None, final), start=initial, want_end=final,
             **tiles.states,
         )  # fmt: skip
-    y, weight = attend(
-        q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
-    )
+    if _on_hopper(q, k, v, chunk, documents):
+        from sympow.kernels.hopper import forward as hopper
+
+        y, weight = hopper.attend(q, k, v, power, gates)
+    else:
+        y, weight = attend(
+            q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
+        )
     rest = (*(end or (None, None)), *_gate_tensors(gates), *_state_tensors(states))
     return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
@@ -146,9 +153,17 @@ def _attend_backward(
     inner = 0 if with_states else chunk
     q, scale = scale_queries(q)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
-    dq, rows = query_gradient(
-        q, scale, k, v, divided, minus_delta, power, gates, states, chunk=inner, documents=documents, **tiles.query
-    )
+    on_hopper = _on_hopper(q, k, v, chunk, documents)
+    if on_hopper:
+        from sympow.kernels.hopper import backward as hopper
+        from sympow.kernels.hopper.split_sums import split_sums
+
+        parts = None if gates is None else split_sums(gates)
+        dq, rows = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, parts)
+    else:
+        dq, rows = query_gradient(
+            q, scale, k, v, divided, minus_delta, power, gates, states, chunk=inner, documents=documents, **tiles.query
+        )
     reverse = end = crossing = None
     if states is not None:
         start = None
@@ -164,10 +179,13 @@ def _attend_backward(
     spans = None
     if gates is not None and states is None and k.shape[1] > SPAN:
         spans = k.new_zeros(*sums.shape[:2], -(-k.shape[1] // SPAN), k.shape[1], dtype=torch.float32)
-    dk, dv, columns = key_gradient(
-        q, k, v, divided, minus_delta, power, gates, reverse,
-        chunk=inner, documents=documents, spans=spans, span=SPAN, **tiles.key,
-    )  # fmt: skip
+    if on_hopper and spans is None and k.shape[1] <= LONGEST_ON_HOPPER:
+        dk, dv, columns = hopper.key_gradient(q, k, v, divided, minus_delta, power, gates, parts)
+    else:
+        dk, dv, columns = key_gradient(
+            q, k, v, divided, minus_delta, power, gates, reverse,
+            chunk=inner, documents=documents, spans=spans, span=SPAN, **tiles.key,
+        )  # fmt: skip
     d_log_gamma = None
     if gates is not None:
         suffix = gate_gradient(rows, columns, power)
@@ -318,6 +336,16 @@ def query_scales(q: Tensor) -> Tensor:
 @query_scales.register_fake
 def _(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+
+def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents | None) -> bool:
+    """Whether the kernels written for Hopper take the call."""
+    if chunk or documents is not None or not q.is_cuda:
+        return False
+    # Here, since they are compiled for one kind of GPU only, and cannot be interpreted.
+    from sympow.kernels.hopper.common import serves
+
+    return serves(q, k, v)
 
 
 def _boundaries(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
