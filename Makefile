@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo forms test check format bench clean
 
 help:
-	@echo "make demo    show the three forms agreeing, time them, draw build/demo/*.png"
+	@echo "make demo    train, evaluate and compare four small models, generate text (CPU, under five minutes)"
+	@echo "make forms   show the three forms of the operator agreeing, and time them"
 	@echo "make test    run the tests"
 	@echo "make check   lint, formatting and types"
 	@echo "make format  apply the formatter and safe lint fixes"
@@ -21,6 +22,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
+
+forms: $(INSTALLED)
+	$(BIN)/python examples/three_forms.py
 
 # One thread each: two workers with their own thread pools would fight over the cores.
 test: $(INSTALLED)

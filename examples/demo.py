@@ -1,4 +1,8 @@
-"""A first look, on a CPU, in about a minute: the three forms agree, what they cost, what a state weighs.
+"""The main job end to end, on a CPU, within five minutes: train, evaluate, compare, generate.
+
+Four small byte-level models (softmax, sympow, with gating, conformal) learn from the sources of Python's standard
+library at two contexts, each on the same tokens. Held-out sources then show what each makes of contexts longer than
+those it was trained on, and the conformal one writes some Python.
 
 python examples/demo.py --out build/demo
 """
@@ -6,147 +10,116 @@ python examples/demo.py --out build/demo
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
+import shutil
+import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
-from torch import Tensor
 
-import sympow
-from sympow.model.accounting import crossover, key_value_elements, state_elements
-from sympow.ops import reference
-from sympow.ops.softmax import softmax_attention
-from sympow.report.figures import plot_time_against_context
-from sympow.report.info import format_bytes
-from sympow.report.timing import Timing, environment, measure
+from sympow.data import Loader, load_tokenizer, open_dataset
+from sympow.evaluate import PositionLosses, loss_by_position
+from sympow.generate import Sampling, generate
+from sympow.model.storage import load_model
+from sympow.report.figures import plot_loss_by_position
+from sympow.train.config import laptop
+from sympow.train.trainer import EXPORT, train
 
-HEADS, DIM = 4, 32
-CONTEXTS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)
-
-
-def make_inputs(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """A gated, data-dependently rotated sequence."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (1 + torch.randn(3, 1, length, heads, dim, generator=generator)).to(dtype)
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "log_gamma": torch.rand(1, length, heads, generator=generator).mul(0.1).neg().to(dtype),
-        "beta": torch.rand(1, length, heads, generator=generator).mul(2).to(dtype),
-        "theta": sympow.rotary_rates(dim, 65_536).to(dtype),
-    }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
+    "sympow": {"gating": "none", "rotary": "fixed"},
+    "sympow + gating": {"gating": "scalar", "rotary": "fixed"},
+    "conformal": {"gating": "scalar", "rotary": "scale"},
+}
+CONTEXTS = (128, 512)
+EVALUATED = 2_048
+DOCUMENTS = 8
 
 
-def show_agreement(console: Console) -> None:
-    """Outputs and gradients of every form beside the paper's equations written out."""
-    table = Table(title="Largest difference from the paper's equations, float64, 24 tokens", title_justify="left")
-    for column in ("", "p = 2: outputs", "gradients", "p = 4: outputs", "gradients"):
-        table.add_column(column, justify="right" if column else "left")
-    inputs = {name: x.requires_grad_() for name, x in make_inputs(24, 2, 4, torch.float64).items()}
+def train_all(out: Path, steps: int, console: Console) -> dict[tuple[int, str], Path]:
+    """A run for every context and variant."""
+    runs = {}
+    for context in CONTEXTS:
+        for name, changes in VARIANTS.items():
+            console.rule(f"{name}, context {context}")
+            config = laptop().changed(
+                **changes,
+                context=context,
+                steps=steps,
+                batch_tokens=2_048,
+                learning_rate=3e-3,
+                warmup_steps=steps // 10,
+                clip_norm=1.0,
+                log_every=max(1, steps // 4),
+                save_every=0,
+            )
+            folder = out / f"{name.replace(' + ', '-')}-{context}"
+            runs[context, name] = train(config, folder, device="cpu")
+    return runs
 
-    def gradients(y: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(y.square().sum(), tuple(inputs.values()))
 
-    rows: dict[str, Callable[[int], Tensor]] = {
-        "attention form": lambda p: sympow.attention(**inputs, power=p, form="attention"),
-        "chunked form, chunks of 7": lambda p: sympow.attention(**inputs, power=p, form="chunked", chunk_size=7),
-        "recurrent form": lambda p: sympow.attention(**inputs, power=p, form="recurrent"),
-        "chunked, then recurrent": lambda p: in_two_calls(inputs, p, 15),
-    }
-    expected = {}
-    for power in (2, 4):
-        y = reference.attention(**inputs, power=power)
-        expected[power] = (y, *gradients(y))
-    for name, form in rows.items():
+def evaluate_all(runs: dict[tuple[int, str], Path]) -> dict[tuple[int, str], PositionLosses]:
+    """Loss by position on held-out sources, up to EVALUATED bytes."""
+    heldout = Loader(open_dataset("stdlib", "heldout"), EVALUATED, 1, short="drop", shuffle=False, epochs=1)
+    documents = [(batch.inputs, batch.targets) for batch in islice(heldout, DOCUMENTS)]
+    return {key: loss_by_position(load_model(folder / EXPORT), documents) for key, folder in runs.items()}
+
+
+def show_losses(losses: dict[tuple[int, str], PositionLosses], console: Console) -> None:
+    table = Table(title=f"Loss on {DOCUMENTS} held-out stretches, nats a byte", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for context in CONTEXTS:
+        for part in (f"first {context}", f"all {EVALUATED:,}", "last 256"):
+            table.add_column(f"trained at {context}\n{part}", justify="right", no_wrap=True)
+    for name in VARIANTS:
         cells = []
-        for power, wanted in expected.items():
-            y = form(power)
-            off = [(a - b).abs().max().item() for a, b in zip((y, *gradients(y)), wanted, strict=True)]
-            cells += [f"{off[0]:.1e}", f"{max(off[1:]):.1e}"]
+        for context in CONTEXTS:
+            found = losses[context, name]
+            numbers = (found.average(0, context), found.average(), found.average(EVALUATED - 256))
+            cells += [f"{number:.3f}" for number in numbers]
         table.add_row(name, *cells)
     console.print(table)
 
 
-def in_two_calls(inputs: dict[str, Any], power: int, cut: int) -> Tensor:
-    """The first tokens chunked, the rest one by one from the state they left."""
-    parts = [{n: x if n == "theta" else x[:, s] for n, x in inputs.items()} for s in (slice(cut), slice(cut, None))]
-    head, state = sympow.attention(**parts[0], power=power, form="chunked", chunk_size=7, return_state=True)
-    tail = sympow.attention(**parts[1], power=power, form="recurrent", initial_state=state)
-    return torch.cat([head, tail], dim=1)
-
-
-@torch.no_grad()
-def time_forms(console: Console) -> dict[str, dict[int, Timing]]:
-    """Forward times of one gated layer's operator, p = 2, float32."""
-    timings: dict[str, dict[int, Timing]] = {"softmax": {}, "attention form": {}, "chunked form": {}}
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("timing", total=len(CONTEXTS))
-        for context in CONTEXTS:
-            inputs = make_inputs(context, HEADS, DIM, torch.float32)
-            plain = {name: x for name, x in inputs.items() if name != "log_gamma"}
-            calls: dict[str, Callable[[], Tensor]] = {
-                "softmax": partial(softmax_attention, **plain),
-                "attention form": partial(sympow.attention, **inputs, form="attention"),
-                "chunked form": partial(sympow.attention, **inputs, form="chunked"),
-            }
-            for method, call in calls.items():
-                timings[method][context] = measure(call, runs=3)
-            progress.advance(task)
-    return timings
-
-
-def show_timings(console: Console, timings: dict[str, dict[int, Timing]]) -> None:
-    machine = environment()
-    title = f"Time per call, ms ({machine['device']}, {machine['threads']} threads, torch {machine['torch']})"
-    table = Table(title=title, title_justify="left")
-    table.add_column("context", justify="right")
-    for method in timings:
-        table.add_column(method, justify="right")
-    for context in CONTEXTS:
-        cells = [
-            f"{1e3 * by[context].median:.1f} ± {1e3 * (by[context].slowest - by[context].fastest) / 2:.1f}"
-            for by in timings.values()
-        ]
-        table.add_row(f"{context:,}", *cells)
-    console.print(table)
-
-
-def show_states(console: Console) -> None:
-    table = Table(title="What a sequence leaves behind, bfloat16, all layers", title_justify="left")
-    for column in ("model", "power", "state", "KV cache at 65,536", "cheaper than attention from"):
-        table.add_column(column, justify="left" if column == "model" else "right")
-    for name in ("gpt2-124m", "byte-11m", "byte-400k"):
-        for power in (2, 4):
-            config = sympow.GPTConfig.preset(name, power=power)
-            table.add_row(
-                name,
-                str(power),
-                format_bytes(2 * state_elements(config)),
-                format_bytes(2 * key_value_elements(config, 65_536)),
-                f"{crossover(config):,} tokens",
-            )
-    console.print(table)
+def write_some_python(folder: Path, console: Console) -> None:
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    text = 'import os\n\n\ndef read(path):\n    """'
+    prompt = torch.from_numpy(tokenizer.encode(text).copy()).long().unsqueeze(0)
+    tokens = [int(token) for token in generate(model, prompt, 240, Sampling(temperature=0.7), seed=0)]
+    console.rule("the conformal model goes on after a prompt")
+    console.print(text + tokenizer.decode(tokens), markup=False, highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for the figure")
-    out: Path = parser.parse_args().out
-    console = Console()
-    show_agreement(console)
-    timings = time_forms(console)
-    show_timings(console, timings)
-    show_states(console)
-    figure = out / "time_against_context.png"
-    plot_time_against_context(timings, f"Forward, p = 2, {HEADS} heads of {DIM}, float32, CPU", figure)
-    console.print(f"\nFigure: {figure}")
-    console.print("Next: sympow info --help, README.md for the operator, docs/ for the mathematics")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for runs and the figure")
+    parser.add_argument("--steps", type=int, default=75, help="updates of each model; its cost is proportional")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    console, start = Console(), time.monotonic()
+    shutil.rmtree(out / "runs", ignore_errors=True)
+    runs = train_all(out / "runs", arguments.steps, console)
+    losses = evaluate_all(runs)
+    console.print()
+    show_losses(losses, console)
+    figure = out / "loss_by_position.png"
+    plot_loss_by_position(
+        {f"trained at {context}": {name: losses[context, name].mean for name in VARIANTS} for context in CONTEXTS},
+        figure,
+    )
+    longest = CONTEXTS[-1]
+    write_some_python(runs[longest, "conformal"] / EXPORT, console)
+    console.rule(f"{time.monotonic() - start:.0f} seconds")
+    console.print(f"Figure:       {figure}")
+    console.print(
+        f"Runs:         {out / 'runs'}  (metrics.jsonl, checkpoints, model; tensorboard --logdir {out / 'runs'})"
+    )
+    console.print(f"Go on:        sympow train --resume --out {runs[longest, 'conformal']} --steps 1000")
+    console.print("Your text:    sympow data prepare TEXT… --out DIR, then sympow train --data DIR")
+    console.print("The operator: make forms, README.md, docs/mathematics.md")
 
 
 if __name__ == "__main__":

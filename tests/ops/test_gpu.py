@@ -109,3 +109,25 @@ def test_gradients_are_those_of_a_tiled_plain_path():
         strict=True,
     ):
         assert_close(a, b, 1e-8, "gradient")
+
+
+def test_the_softmax_baseline_turns_queries_and_keys_with_the_kernel():
+    """Within twice the error of the same in plain PyTorch."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = torch.randn(3, 2, 300, 4, 64, device="cuda", generator=generator).bfloat16()
+    beta = 2 * torch.rand(2, 300, 4, device="cuda", generator=generator)
+    theta = sympow.rotary_rates(64, 65_536, device="cuda")
+
+    def plainly(q, k, v, beta):
+        angles = sympow.accumulate_phase(theta, beta)
+        turned = (x.transpose(1, 2) for x in (sympow.rotate(q, angles), sympow.rotate(k, angles), v))
+        return torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+
+    def results(call, dtype):
+        leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (q, k, v, beta)]
+        y = call(*leaves)
+        return y.detach(), *torch.autograd.grad(y.double().square().sum(), leaves)
+
+    fused = results(lambda q, k, v, beta: softmax_attention(q, k, v, beta=beta, theta=theta), None)
+    for ours, plain, want in zip(fused, results(plainly, None), results(plainly, torch.float64), strict=True):
+        assert (ours.double() - want).norm() <= 2 * (plain.double() - want).norm()

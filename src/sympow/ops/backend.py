@@ -76,11 +76,13 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
     chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
     obstacles = {
         f"kernels need a CUDA device, and q is on {request.device}": request.device != "cuda" and not interpreted,
-        f"kernels take bfloat16, not {request.dtype}": request.dtype != dtype,
+        f"kernels take {dtype}, not {request.dtype}": request.dtype != dtype,
         f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
         f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
         "kernels take one gate per head, not one per rotated pair": request.vector_gate,
-        "the recurrent form has a kernel for one token at a time only": recurrent and not request.step,
+        "the recurrent form has a kernel for one token from a state, without gradients, only": (
+            recurrent and not request.step
+        ),
         f"the chunked kernels take {_chunked_limits()}, not power {request.power} and {request.key_dim}": (
             chunked and not chunked_kernels_serve(request.power, request.key_dim, request.value_dim)
         ),

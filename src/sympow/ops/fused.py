@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -69,7 +68,7 @@ def fused_form(
         with_states = state is not None or return_state
         form = "chunked" if chunk_size is not None or _chunked_pays(sequence, with_states) else "attention"
     if form == "chunked" and sequence.power == 2:
-        chunk = chunk_size or min(CHUNK_SIZE, CHUNK_MULTIPLE * math.ceil(sequence.length / CHUNK_MULTIPLE))
+        chunk = min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-sequence.length // CHUNK_MULTIPLE))
         y, kv, normalizer = _chunked(turned, state, return_state, chunk, needs_grad, documents)
     else:
         chunk = (chunk_size or _quartic_chunk(sequence)) if form == "chunked" else 0

@@ -19,8 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sympow.ops.blocks import recompute
 from sympow.ops.documents import run_documents
 from sympow.ops.record import TensorRecord, register_as_tree
-from sympow.ops.rotary import accumulate_phase, last_phase, rotate
 from sympow.ops.sequence import Sequence
+from sympow.ops.turning import turn
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
 # Rows whose biases are formed at once where gates or a cache ask for an explicit bias.
@@ -121,14 +121,8 @@ def softmax_attention(
 
 
 def _run(sequence: Sequence, past: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
-    q, k, v = sequence.q, sequence.k, sequence.v
-    phase = None
-    if sequence.theta is not None:
-        start = None if past is None else past.phase
-        angles = accumulate_phase(sequence.theta, sequence.beta, start, length=sequence.length)
-        q = rotate(q.unflatten(2, (sequence.key_heads, sequence.group)), angles.unsqueeze(3)).flatten(2, 3)
-        k = rotate(k, angles)
-        phase = last_phase(angles, start, sequence.batch, sequence.key_heads)
+    q, k, phase = turn(sequence, None if past is None else past.phase)
+    v = sequence.v
     decay = None
     if sequence.log_gamma is not None:
         decay = sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)  # (b, t, h_kv)

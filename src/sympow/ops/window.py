@@ -295,7 +295,7 @@ class Window(TensorRecord):
         if (theta is None) != (self.phase is None):
             made, used = ("without", "with") if self.phase is None else ("with", "without")
             raise ValueError(f"theta: the window was made {made} rotation, but is used {used}")
-        if log_gamma is not None and log_gamma.ndim == 4 and self.decay.shape[-1] == 1:
+        if log_gamma is not None and log_gamma.ndim == 4 and log_gamma.shape[-1] != self.decay.shape[-1]:
             raise ValueError("log_gamma has a gate per rotated pair, but the window was made for one per head")
         sequence = Sequence(q, k, v, log_gamma, beta, theta, self.power)
         if sequence.needs_grad:
@@ -461,12 +461,13 @@ class Window(TensorRecord):
     def _put(self, key: Tensor, value: Tensor, decay: Tensor) -> None:
         """Writes tokens behind those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""
         new = torch.arange(key.shape[2], device=key.device)
-        slots = (self.count.unsqueeze(-1) + new).clamp(max=self.capacity - 1).unsqueeze(-1)  # (b, n, t, 1)
-        self.keys.mT.scatter_(2, slots.expand_as(key), key.to(self.keys.dtype))
-        self.values.scatter_(2, slots.expand_as(value), value.to(self.values.dtype))
-        self.decay.scatter_(
-            2, slots.expand(-1, -1, -1, self.decay.shape[-1]), decay.expand(-1, -1, -1, self.decay.shape[-1])
-        )
+        slots = (self.count.unsqueeze(-1) + new).unsqueeze(-1)  # (b, n, t, 1)
+        room = slots < self.capacity
+        slots = slots.clamp(max=self.capacity - 1)
+        for held, tokens in ((self.keys.mT, key), (self.values, value), (self.decay, decay)):
+            places = slots.expand(-1, -1, -1, held.shape[-1])
+            # As in the kernels, a token for which there is no room leaves what is there as it is.
+            held.scatter_(2, places, torch.where(room, tokens.to(held.dtype), held.gather(2, places)))
         self.count.add_(key.shape[2]).clamp_(max=self.capacity)
 
 

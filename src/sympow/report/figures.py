@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch import Tensor
+
 from sympow.extras import require
 from sympow.report.timing import Timing
 
@@ -16,6 +18,53 @@ STYLES = {
     "retention": {"color": "#7a4fa3", "marker": "^", "linestyle": "--"},
     "fla": {"color": "#3d8b4f", "marker": "v", "linestyle": "--"},
 }
+
+
+VARIANT_STYLES = {
+    "softmax": {"color": "#444444", "linestyle": "--"},
+    "sympow": {"color": "#c9a227", "linestyle": "-"},
+    "sympow + gating": {"color": "#d1752b", "linestyle": "-"},
+    "conformal": {"color": "#1764ab", "linestyle": "-"},
+}
+
+
+def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
+    """Loss against how much was read before, one panel beside the other, averaged over growing ranges of positions.
+
+    Args:
+        panels: by title, then by variant: losses at each position, (length,).
+        path: PNG or SVG file to write; its folder is made.
+    """
+    require("matplotlib", "plot").use("agg")
+    pyplot = require("matplotlib.pyplot", "plot")
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(5 * len(panels), 4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, (title, curves) in zip(grid[0], panels.items(), strict=True):
+        for name, losses in curves.items():
+            centres, means = _in_growing_ranges(losses)
+            axes.plot(centres, means, label=name, **VARIANT_STYLES.get(name, {}))
+        axes.set(xscale="log", xlabel="position (tokens)", title=title)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    grid[0][0].set_ylabel("loss (nats per token)")
+    grid[0][-1].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _in_growing_ranges(losses: Tensor) -> tuple[list[float], list[float]]:
+    """Means over ranges four to an octave, from position 8 on, and the ranges' geometric centres."""
+    centres, means = [], []
+    start = 8.0
+    while round(start) < len(losses):
+        stop = min(start * 2**0.25, len(losses))
+        if round(stop) > round(start):
+            centres.append((start * stop) ** 0.5)
+            means.append(float(losses[round(start) : round(stop)].mean()))
+        start *= 2**0.25
+    return centres, means
 
 
 def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:

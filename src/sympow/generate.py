@@ -1,0 +1,150 @@
+"""Text from a model: the prompt is read in pieces, then tokens come one at a time from a state that never grows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sympow.model.gpt import GPT, ModelState
+
+PIECE = 8_192
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next token.
+
+    Attributes:
+        temperature: divides the logits; 0: always the likeliest token.
+        top_k: choose among so many of the likeliest tokens; 0: all.
+        top_p: choose among the likeliest tokens that together have this probability; 1: all.
+        min_p: leave out tokens less likely than this share of the likeliest; 0: none.
+        repetition_penalty: divides positive logits of tokens that occurred, and multiplies negative ones; 1: none.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be at least 0, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+
+    def choose(self, logits: Tensor, seen: Tensor | None, generator: torch.Generator | None) -> Tensor:
+        """The next token of each sequence, (b,).
+
+        Args:
+            logits: (b, vocabulary).
+            seen: whether a token occurred, (b, vocabulary) bool; only for the penalty.
+            generator: on the device of the logits; None: torch's own.
+        """
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.repetition_penalty != 1 and seen is not None:
+            penalised = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
+            logits = torch.where(seen, penalised, logits)
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        probabilities = self._kept(logits / self.temperature).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Logits with −inf for tokens that are not to be chosen; the likeliest always stays."""
+        if self.top_k:
+            least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if self.min_p:
+            probabilities = logits.softmax(-1)
+            too_rare = probabilities < self.min_p * probabilities.amax(-1, keepdim=True)
+            logits = logits.masked_fill(too_rare, -torch.inf)
+        if self.top_p < 1:
+            ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+            # What comes before a token is enough already.
+            enough = ordered.cumsum(-1) - ordered >= self.top_p
+            logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
+        return logits
+
+
+@torch.no_grad()
+def read(
+    model: GPT, tokens: Tensor, state: ModelState | None = None, *, piece: int = PIECE
+) -> tuple[Tensor, ModelState]:
+    """Reads tokens into a state: the logits after the last one, (b, vocabulary), and the state.
+
+    Args:
+        tokens: (b, t), at least one.
+        state: what came before.
+        piece: tokens read at a time; memory depends on it, and not on t.
+    """
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
+    if piece < 1:
+        raise ValueError(f"piece must be at least 1, got {piece}")
+    for part in tokens.split(piece, dim=1):
+        features, state = model.features(part, state)
+    assert state is not None
+    return linear(features[:, -1], model.embedding.weight), state
+
+
+@torch.no_grad()
+def generate(
+    model: GPT,
+    prompt: Tensor,
+    tokens: int,
+    sampling: Sampling | None = None,
+    *,
+    state: ModelState | None = None,
+    stop: int | None = None,
+    seed: int | None = None,
+    piece: int = PIECE,
+) -> Iterator[Tensor]:
+    """Yields the tokens that follow a prompt, (b,) at a time, as they come.
+
+    Args:
+        prompt: (b, t), at least one token; sequences of one length.
+        tokens: how many to generate at most.
+        sampling: None: as the model has it.
+        state: what came before the prompt.
+        stop: the token that ends a sequence; generation ends when all sequences have had it.
+        seed: of the choices; None: torch's own generator.
+        piece: prompt tokens read at a time.
+
+    Example:
+        >>> model = GPT(GPTConfig.preset("byte-400k"))
+        >>> prompt = torch.tensor([list(b"def ")])
+        >>> bytes(int(token) for token in generate(model, prompt, 8, seed=0)).decode(errors="replace")  # doctest: +SKIP
+    """
+    sampling = sampling or Sampling()
+    if tokens < 0:
+        raise ValueError(f"tokens must be at least 0, got {tokens}")
+    generator = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
+    seen = None
+    if sampling.repetition_penalty != 1:
+        seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool, device=prompt.device)
+        seen.scatter_(1, prompt, True)
+    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
+    logits, state = read(model, prompt, state, piece=piece)
+    for number in range(tokens):
+        token = sampling.choose(logits, seen, generator)
+        if seen is not None:
+            seen.scatter_(1, token.unsqueeze(1), True)
+        yield token
+        if stop is not None:
+            ended |= token == stop
+            if bool(ended.all()):
+                return
+        if number + 1 < tokens:
+            logits, state = read(model, token.unsqueeze(1), state)
