@@ -88,7 +88,7 @@ def write_some_python(folder: Path, console: Console) -> None:
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     text = 'import os\n\n\ndef read(path):\n    """'
     prompt = torch.from_numpy(tokenizer.encode(text).copy()).long().unsqueeze(0)
-    tokens = [int(token) for token in generate(model, prompt, 240, Sampling(temperature=0.7), seed=0)]
+    tokens = [int(token) for token in generate(model, 240, Sampling(temperature=0.7), prompt=prompt, seed=0)]
     console.rule("the conformal model goes on after a prompt")
     console.print(text + tokenizer.decode(tokens), markup=False, highlight=False)
 

@@ -1,10 +1,18 @@
 """Generation: tokens follow the model's own forward pass, and sampling keeps what it should."""
 
+import copy
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
 import pytest
+import safetensors.torch
 import torch
 
 from sympow import GPT, GPTConfig
-from sympow.generate import Sampling, generate, read
+from sympow.generate import Sampling, generate
+from sympow.reading import Reading, fingerprint_of
 
 VOCABULARY = 13
 
@@ -24,8 +32,8 @@ def prompt(length=9, batch=2):
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-def collect(*arguments, **options):
-    return torch.stack(list(generate(*arguments, **options)), dim=1)
+def collect(model, prompt, tokens, sampling=None, **options):
+    return torch.stack(list(generate(model, tokens, sampling, prompt=prompt, **options)), dim=1)
 
 
 def test_greedy_is_the_argmax_of_the_forward_pass(model):
@@ -40,17 +48,80 @@ def test_greedy_is_the_argmax_of_the_forward_pass(model):
 @pytest.mark.parametrize("piece", [1, 4, 100])
 def test_reading_in_pieces_gives_the_same_logits_and_state(model, piece):
     expected, _ = model(prompt())
-    logits, state = read(model, prompt(), piece=piece)
-    torch.testing.assert_close(logits, expected[:, -1], rtol=1e-9, atol=1e-9)
+    reading = Reading.start(model, prompt(), piece=piece)
+    torch.testing.assert_close(reading.logits, expected[:, -1], rtol=1e-9, atol=1e-9)
     more = prompt(3)
     whole, _ = model(torch.cat([prompt(), more], dim=1))
-    torch.testing.assert_close(read(model, more, state)[0], whole[:, -1], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(reading.more(model, more).logits, whole[:, -1], rtol=1e-9, atol=1e-9)
+    assert reading.more(model, more).tokens == 12
 
 
-def test_a_state_stands_for_what_was_read(model):
-    _, state = read(model, prompt()[:, :6])
+def test_a_reading_stands_for_what_was_read(model):
+    before = Reading.start(model, prompt()[:, :6])
     greedy = Sampling(temperature=0)
-    assert torch.equal(collect(model, prompt()[:, 6:], 5, greedy, state=state), collect(model, prompt(), 5, greedy))
+    expected = collect(model, prompt(), 5, greedy)
+    assert torch.equal(collect(model, prompt()[:, 6:], 5, greedy, reading=before), expected)
+    assert torch.equal(collect(model, None, 5, greedy, reading=Reading.start(model, prompt())), expected)
+
+
+def test_a_reading_can_be_forked_and_selected(model):
+    reading = Reading.start(model, prompt())
+    forked = reading.fork(3)
+    assert forked.batch == 6
+    torch.testing.assert_close(forked.select(slice(3, 4)).logits, reading.logits[1:])
+    again = forked.select(torch.tensor([5, 0])).more(model, prompt(2).flip(0))
+    torch.testing.assert_close(again.logits, reading.more(model, prompt(2)).logits.flip(0), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        reading.fork(0)
+
+
+def test_a_saved_reading_goes_on_in_another_process(model, tmp_path):
+    reading = Reading.start(model, prompt())
+    reading.save(tmp_path / "text.reading")
+    loaded = Reading.load(tmp_path / "text.reading", model)
+    assert loaded.tokens == 9
+    assert loaded.nbytes == reading.nbytes > 0
+    expected = collect(model, None, 20, reading=reading, seed=5)
+    assert torch.equal(collect(model, None, 20, reading=loaded, seed=5), expected)
+    torch.save(model, tmp_path / "model.pt")
+    code = f"""
+import torch
+from sympow.generate import generate
+from sympow.reading import Reading
+model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
+reading = Reading.load({str(tmp_path / "text.reading")!r}, model)
+print([token.tolist() for token in generate(model, 20, reading=reading, seed=5)])
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert torch.equal(torch.tensor(json.loads(result.stdout)).mT, expected)
+
+
+def test_files_that_are_no_readings_are_refused(model, tmp_path):
+    path = tmp_path / "text.reading"
+    Reading.start(model, prompt()).save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="is no reading, or is cut off"):
+        Reading.load(path, model)
+    path.write_bytes(content)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.embedding.weight[0, 0] += 1e-6
+    with pytest.raises(ValueError, match="was made by another model: its fingerprint"):
+        Reading.load(path, other)
+    safetensors.torch.save_file({"x": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match="is no reading: its format is None"):
+        Reading.load(path, model)
+
+
+def test_the_fingerprint_is_the_models_and_not_how_it_computes(model):
+    same = copy.deepcopy(model)
+    assert fingerprint_of(same) == fingerprint_of(model)
+    if model.config.mixer == "sympow":
+        same.config = replace(same.config, form="chunked", chunk_size=4)
+        assert fingerprint_of(same) == fingerprint_of(model)
+    same.config = replace(same.config, max_document=7)
+    assert fingerprint_of(same) != fingerprint_of(model)
 
 
 def test_a_seed_repeats_and_another_does_not(model):
@@ -127,6 +198,8 @@ def test_wrong_sampling_is_named(options, message):
 
 def test_wrong_arguments_are_named(model):
     with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
-        list(generate(model, prompt(), -1))
+        list(generate(model, -1, prompt=prompt()))
     with pytest.raises(ValueError, match=r"at least one token, got shape \(2, 0\)"):
-        list(generate(model, prompt(0), 1))
+        list(generate(model, 1, prompt=prompt(0)))
+    with pytest.raises(ValueError, match="prompt or reading must be given"):
+        list(generate(model, 1))

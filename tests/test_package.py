@@ -17,6 +17,7 @@ LAYERS = (
     ("ops",),
     ("layers",),
     ("model",),
+    ("reading",),
     ("generate", "evaluate"),
     ("train", "hf"),
     ("report",),

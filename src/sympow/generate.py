@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from sympow.model.gpt import GPT, ModelState
-
-PIECE = 8_192
+from sympow.model.gpt import GPT
+from sympow.reading import PIECE, Reading
 
 
 @dataclass(frozen=True)
@@ -79,34 +77,13 @@ class Sampling:
 
 
 @torch.no_grad()
-def read(
-    model: GPT, tokens: Tensor, state: ModelState | None = None, *, piece: int = PIECE
-) -> tuple[Tensor, ModelState]:
-    """Reads tokens into a state: the logits after the last one, (b, vocabulary), and the state.
-
-    Args:
-        tokens: (b, t), at least one.
-        state: what came before.
-        piece: tokens read at a time; memory depends on it, and not on t.
-    """
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"tokens must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
-    if piece < 1:
-        raise ValueError(f"piece must be at least 1, got {piece}")
-    for part in tokens.split(piece, dim=1):
-        features, state = model.features(part, state)
-    assert state is not None
-    return linear(features[:, -1], model.embedding.weight), state
-
-
-@torch.no_grad()
 def generate(
     model: GPT,
-    prompt: Tensor,
     tokens: int,
     sampling: Sampling | None = None,
     *,
-    state: ModelState | None = None,
+    prompt: Tensor | None = None,
+    reading: Reading | None = None,
     stop: int | None = None,
     seed: int | None = None,
     piece: int = PIECE,
@@ -114,10 +91,10 @@ def generate(
     """Yields the tokens that follow a prompt, (b,) at a time, as they come.
 
     Args:
-        prompt: (b, t), at least one token; sequences of one length.
         tokens: how many to generate at most.
         sampling: None: as the model has it.
-        state: what came before the prompt.
+        prompt: (b, t), at least one token; sequences of one length.
+        reading: what was read before the prompt; alone, generation goes on right after it.
         stop: the token that ends a sequence; generation ends when all sequences have had it.
         seed: of the choices; None: torch's own generator.
         piece: prompt tokens read at a time.
@@ -125,20 +102,27 @@ def generate(
     Example:
         >>> model = GPT(GPTConfig.preset("byte-400k"))
         >>> prompt = torch.tensor([list(b"def ")])
-        >>> bytes(int(token) for token in generate(model, prompt, 8, seed=0)).decode(errors="replace")  # doctest: +SKIP
+        >>> bytes(int(token) for token in generate(model, 8, prompt=prompt, seed=0)).decode(errors="replace")  # doctest: +SKIP
     """
     sampling = sampling or Sampling()
     if tokens < 0:
         raise ValueError(f"tokens must be at least 0, got {tokens}")
-    generator = None if seed is None else torch.Generator(prompt.device).manual_seed(seed)
+    if prompt is not None:
+        reading = (
+            Reading.start(model, prompt, piece=piece) if reading is None else reading.more(model, prompt, piece=piece)
+        )
+    if reading is None:
+        raise ValueError("prompt or reading must be given: there is nothing to go on from")
+    device = reading.logits.device
+    generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     seen = None
     if sampling.repetition_penalty != 1:
-        seen = torch.zeros(len(prompt), model.config.vocab_size, dtype=torch.bool, device=prompt.device)
-        seen.scatter_(1, prompt, True)
-    ended = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
-    logits, state = read(model, prompt, state, piece=piece)
+        seen = torch.zeros_like(reading.logits, dtype=torch.bool)
+        if prompt is not None:
+            seen.scatter_(1, prompt, True)
+    ended = torch.zeros(reading.batch, dtype=torch.bool, device=device)
     for number in range(tokens):
-        token = sampling.choose(logits, seen, generator)
+        token = sampling.choose(reading.logits, seen, generator)
         if seen is not None:
             seen.scatter_(1, token.unsqueeze(1), True)
         yield token
@@ -147,4 +131,4 @@ def generate(
             if bool(ended.all()):
                 return
         if number + 1 < tokens:
-            logits, state = read(model, token.unsqueeze(1), state)
+            reading = reading.more(model, token.unsqueeze(1))

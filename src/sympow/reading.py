@@ -1,0 +1,161 @@
+"""A text as a model has read it: something to keep, to fork, and to go on from a week later.
+
+reading = Reading.start(model, tokens)          # tokens (b, t); a million of them take no more memory than a piece
+reading.save("book.reading")
+reading = Reading.load("book.reading", model)   # the model that made it, and no other
+for token in generate(model, 100, reading=reading): ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sympow.extras import require
+from sympow.layers.mixers import LayerState
+from sympow.model.gpt import GPT, ModelState
+from sympow.ops.softmax import KeyValueState
+from sympow.ops.state import State
+
+PIECE = 8_192
+FORMAT = "sympow reading 1"
+KINDS: dict[str, type[State] | type[KeyValueState]] = {"State": State, "KeyValueState": KeyValueState}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a model has read of a batch of texts.
+
+    Attributes:
+        logits: of the token after the last one, (b, vocabulary).
+        state: one entry per layer.
+        tokens: how many were read.
+        fingerprint: of the model (`fingerprint_of`).
+    """
+
+    logits: Tensor
+    state: ModelState
+    tokens: int
+    fingerprint: str
+
+    @classmethod
+    @torch.no_grad()
+    def start(cls, model: GPT, tokens: Tensor, *, piece: int = PIECE) -> Reading:
+        """Reads a text from its beginning.
+
+        Args:
+            tokens: (b, t), at least one.
+            piece: tokens read at a time; memory depends on it, and not on t.
+        """
+        logits, state = _read(model, tokens, None, piece)
+        return cls(logits, state, tokens.shape[1], fingerprint_of(model))
+
+    @torch.no_grad()
+    def more(self, model: GPT, tokens: Tensor, *, piece: int = PIECE) -> Reading:
+        """Reads on; this reading stays as it is."""
+        logits, state = _read(model, tokens, self.state, piece)
+        return replace(self, logits=logits, state=state, tokens=self.tokens + tokens.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the state."""
+        return sum(layer.nbytes for layer in self.state)
+
+    @property
+    def batch(self) -> int:
+        return self.logits.shape[0]
+
+    def select(self, index: slice | Tensor) -> Reading:
+        """Some of the texts, by a slice or an integer tensor, which may repeat and reorder them."""
+        return replace(self, logits=self.logits[index], state=tuple(layer.select(index) for layer in self.state))
+
+    def fork(self, count: int) -> Reading:
+        """Every text so many times over, to go on from in different ways; in memory of their own."""
+        if count < 1:
+            raise ValueError(f"count must be at least 1, got {count}")
+        return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes a file that `load` reads (safetensors)."""
+        tensors = {"logits": self.logits}
+        layers = []
+        for number, layer in enumerate(self.state):
+            members = {field.name: getattr(layer, field.name) for field in fields(layer)}
+            tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
+            plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
+            layers.append({"kind": type(layer).__name__, **plain})
+        metadata = {
+            "format": FORMAT,
+            "tokens": str(self.tokens),
+            "fingerprint": self.fingerprint,
+            "layers": json.dumps(layers),
+        }
+        contiguous = {name: x.detach().contiguous().cpu() for name, x in tensors.items()}
+        require("safetensors.torch", "train").save_file(contiguous, str(path), metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], model: GPT) -> Reading:
+        """Reads a file written by `save`, onto the model's device.
+
+        Raises:
+            ValueError: it is no such file, is cut off, or was made by another model.
+        """
+        safetensors = require("safetensors", "train")
+        device = str(model.embedding.weight.device)
+        try:
+            with safetensors.safe_open(str(path), framework="pt", device=device) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path} is no reading, or is cut off: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} is no reading: its format is {metadata.get('format')!r}, not {FORMAT!r}")
+        own = fingerprint_of(model)
+        if metadata["fingerprint"] != own:
+            raise ValueError(
+                f"{path} was made by another model: its fingerprint is {metadata['fingerprint'][:16]}…, that of this "
+                f"model {own[:16]}…"
+            )
+        layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(metadata["layers"]))]
+        return cls(tensors["logits"], tuple(layers), int(metadata["tokens"]), own)
+
+
+def fingerprint_of(model: GPT) -> str:
+    """A hash of a model's config and parameters: only the same model goes on from what it has read.
+
+    How it computes (form, backend, chunks) is no part of it: all give the same numbers.
+    """
+    described = asdict(model.config)
+    for name in ("form", "backend", "chunk_size"):
+        described.pop(name)
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
+    for name, parameter in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(str(parameter.dtype).encode())
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _read(model: GPT, tokens: Tensor, state: ModelState | None, piece: int) -> tuple[Tensor, ModelState]:
+    """The logits after the last token, (b, vocabulary), and the state."""
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"tokens must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
+    if piece < 1:
+        raise ValueError(f"piece must be at least 1, got {piece}")
+    for part in tokens.split(piece, dim=1):
+        features, state = model.features(part, state)
+    assert state is not None
+    return linear(features[:, -1], model.embedding.weight), state
+
+
+def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> LayerState:
+    prefix = f"{number}."
+    members = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    return KINDS[plain.pop("kind")](**plain, **members)
