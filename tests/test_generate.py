@@ -77,7 +77,7 @@ def test_a_reading_can_be_forked_and_selected(model):
 
 def test_a_saved_reading_goes_on_in_another_process(model, tmp_path):
     reading = Reading.start(model, prompt())
-    reading.save(tmp_path / "text.reading")
+    reading.save(tmp_path / "text.reading", model)
     loaded = Reading.load(tmp_path / "text.reading", model)
     assert loaded.tokens == 9
     assert loaded.nbytes == reading.nbytes > 0
@@ -98,7 +98,7 @@ print([token.tolist() for token in generate(model, 20, reading=reading, seed=5)]
 
 def test_files_that_are_no_readings_are_refused(model, tmp_path):
     path = tmp_path / "text.reading"
-    Reading.start(model, prompt()).save(path)
+    Reading.start(model, prompt()).save(path, model)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="is no reading, or is cut off"):

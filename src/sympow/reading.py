@@ -1,7 +1,7 @@
 """A text as a model has read it: something to keep, to fork, and to go on from a week later.
 
 reading = Reading.start(model, tokens)          # tokens (b, t); a million of them take no more memory than a piece
-reading.save("book.reading")
+reading.save("book.reading", model)
 reading = Reading.load("book.reading", model)   # the model that made it, and no other
 for token in generate(model, 100, reading=reading): ...
 """
@@ -37,13 +37,11 @@ class Reading:
         logits: of the token after the last one, (b, vocabulary).
         state: one entry per layer.
         tokens: how many were read.
-        fingerprint: of the model (`fingerprint_of`).
     """
 
     logits: Tensor
     state: ModelState
     tokens: int
-    fingerprint: str
 
     @classmethod
     @torch.no_grad()
@@ -55,7 +53,7 @@ class Reading:
             piece: tokens read at a time; memory depends on it, and not on t.
         """
         logits, state = _read(model, tokens, None, piece)
-        return cls(logits, state, tokens.shape[1], fingerprint_of(model))
+        return cls(logits, state, tokens.shape[1])
 
     @torch.no_grad()
     def more(self, model: GPT, tokens: Tensor, *, piece: int = PIECE) -> Reading:
@@ -82,8 +80,8 @@ class Reading:
             raise ValueError(f"count must be at least 1, got {count}")
         return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))
 
-    def save(self, path: str | PathLike[str]) -> None:
-        """Writes a file that `load` reads (safetensors)."""
+    def save(self, path: str | PathLike[str], model: GPT) -> None:
+        """Writes a file that `load` reads (safetensors), with the fingerprint of the model that has read."""
         tensors = {"logits": self.logits}
         layers = []
         for number, layer in enumerate(self.state):
@@ -94,7 +92,7 @@ class Reading:
         metadata = {
             "format": FORMAT,
             "tokens": str(self.tokens),
-            "fingerprint": self.fingerprint,
+            "fingerprint": fingerprint_of(model),
             "layers": json.dumps(layers),
         }
         contiguous = {name: x.detach().contiguous().cpu() for name, x in tensors.items()}
@@ -124,7 +122,7 @@ class Reading:
                 f"model {own[:16]}…"
             )
         layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(metadata["layers"]))]
-        return cls(tensors["logits"], tuple(layers), int(metadata["tokens"]), own)
+        return cls(tensors["logits"], tuple(layers), int(metadata["tokens"]))
 
 
 def fingerprint_of(model: GPT) -> str:
@@ -157,5 +155,5 @@ def _read(model: GPT, tokens: Tensor, state: ModelState | None, piece: int) -> t
 
 def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> LayerState:
     prefix = f"{number}."
-    members = {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+    members: dict[str, Any] = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
     return KINDS[plain.pop("kind")](**plain, **members)
