@@ -19,7 +19,7 @@ LAYERS = (
     ("model",),
     ("reading",),
     ("generate", "evaluate"),
-    ("train", "hf"),
+    ("train", "hf", "text"),
     ("report",),
     ("cli",),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
@@ -21,6 +21,10 @@ except ModuleNotFoundError as error:
 
 from sympow.data.cli import app as data_app
 from sympow.train.cli import train
+
+if TYPE_CHECKING:
+    from sympow.reading import Reading
+    from sympow.text import TextModel
 
 app = typer.Typer(
     help="Conformal symmetric power transformers.",
@@ -132,6 +136,95 @@ def bench(
         what = "forward and backward" if backward else "forward"
         plot_time_against_context(timings, f"{what}, {title}", out.with_suffix(".png"))
         typer.echo(f"wrote {out} and {out.with_suffix('.png')}", err=True)
+
+
+@app.command()
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on from; repeat for several.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A file to read before the prompt.")] = None,
+    state: Annotated[Path | None, typer.Option(help="A file of `sympow state` to go on from.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Choose among tokens with this probability together.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Leave out tokens rarer than this share of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeat for more.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the choices; by default another each time.")] = None,
+    piece: Annotated[int, typer.Option(help="Tokens of a prompt read at a time; memory depends on it.")] = 8_192,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
+) -> None:
+    """Continues a text, from a state whose size does not depend on how much was read."""
+    from sympow.generate import Sampling
+    from sympow.report.generation import print_continuations, print_stream
+
+    try:
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        text_model = _load_text_model(checkpoint, device, dtype)
+        before = _read_before(text_model, file, state, piece)
+        if before is None and not prompt:
+            raise ValueError("give a --prompt, a --file or a --state to go on from")
+        readings = [
+            text_model.read(text, piece=piece) if before is None else text_model.read_on(before, text, piece=piece)
+            for text in prompt or [""]
+        ]
+        options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop or (), "seed": seed}
+        if len(readings) == 1:
+            print_stream(text_model, readings[0], **options)
+        else:
+            print_continuations(text_model, readings, prompt or [], **options)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command(name="state")
+def state_(
+    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
+    file: Annotated[Path, typer.Argument(help="The text to read.")],
+    out: Annotated[Path, typer.Option(help="File to write.")],
+    after: Annotated[Path | None, typer.Option(help="A file of this command: read on from there.")] = None,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = 8_192,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
+) -> None:
+    """Reads a text into a file, to go on from later: `sympow generate … --state FILE`."""
+    from sympow.report.info import format_bytes
+
+    try:
+        text_model = _load_text_model(checkpoint, device, dtype)
+        reading = _read_before(text_model, file, after, piece)
+        assert reading is not None
+        reading.save(out, text_model.model)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"{out}: {reading.tokens:,} tokens in a state of {format_bytes(reading.nbytes)}")
+
+
+def _load_text_model(checkpoint: Path, device: str | None, dtype: str | None) -> TextModel:
+    import torch
+
+    from sympow.text import TextModel
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    check_choice("device", device, ("cuda", "cpu"))
+    check_choice("dtype", dtype, ("bfloat16", "float32"))
+    return TextModel.load(checkpoint, device, getattr(torch, dtype))
+
+
+def _read_before(text_model: TextModel, file: Path | None, state: Path | None, piece: int) -> Reading | None:
+    """What comes before a prompt: a saved state, then a file."""
+    from sympow.reading import Reading
+
+    reading = None if state is None else Reading.load(state, text_model.model)
+    if file is None:
+        return reading
+    if not file.is_file():
+        raise ValueError(f"file must name a text file, and {file} is none")
+    text = file.read_text(errors="replace")
+    return text_model.read(text, piece=piece) if reading is None else text_model.read_on(reading, text, piece=piece)
 
 
 def main() -> None:

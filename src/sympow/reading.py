@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from typing import Any
@@ -36,7 +37,7 @@ class Reading:
     Attributes:
         logits: of the token after the last one, (b, vocabulary).
         state: one entry per layer.
-        tokens: how many were read.
+        tokens: how many were read; of texts of different lengths, the longest's.
     """
 
     logits: Tensor
@@ -60,6 +61,24 @@ class Reading:
         """Reads on; this reading stays as it is."""
         logits, state = _read(model, tokens, self.state, piece)
         return replace(self, logits=logits, state=state, tokens=self.tokens + tokens.shape[1])
+
+    @classmethod
+    def cat(cls, readings: Sequence[Reading]) -> Reading:
+        """Several readings as one batch, of any lengths: states of one size can stand side by side.
+
+        Raises:
+            ValueError: a model with softmax has read texts of different lengths, which leave caches of different sizes.
+        """
+        if not readings:
+            raise ValueError("readings must hold at least one reading, got none")
+        layers: list[LayerState] = []
+        for members in zip(*(reading.state for reading in readings), strict=True):
+            if isinstance(members[0], State):
+                layers.append(State.cat(members))
+            else:
+                layers.append(KeyValueState.cat(members))
+        logits = torch.cat([reading.logits for reading in readings])
+        return cls(logits, tuple(layers), max(reading.tokens for reading in readings))
 
     @property
     def nbytes(self) -> int:

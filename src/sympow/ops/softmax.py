@@ -8,9 +8,10 @@ Products are PyTorch's own `scaled_dot_product_attention`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import abc
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -49,8 +50,35 @@ class KeyValueState(TensorRecord):
     def length(self) -> int:
         return self.k.shape[1]
 
+    @classmethod
+    def cat(cls, caches: abc.Sequence[KeyValueState]) -> KeyValueState:
+        """Several caches of one length as one batch."""
+        if not caches:
+            raise ValueError("caches must hold at least one cache, got none")
+        kinds = sorted({(c.length, c.decay is not None, c.phase is not None) for c in caches})
+        if len(kinds) > 1:
+            raise ValueError(f"caches to be joined must agree in (length, gated, rotated); got {kinds}")
+
+        def joined(name: str) -> Any:
+            members = [getattr(cache, name) for cache in caches]
+            return None if members[0] is None else torch.cat(members)
+
+        return replace(caches[0], **{field.name: joined(field.name) for field in fields(caches[0])})
+
+
+@dataclass(frozen=True, eq=False)
+class PaddedKeyValueState(KeyValueState):
+    """The same of a batch with padding in it.
+
+    Attributes:
+        mask: which keys are of tokens and not of padding, (b, s) bool.
+    """
+
+    mask: Tensor
+
 
 register_as_tree(KeyValueState)
+register_as_tree(PaddedKeyValueState)
 
 
 @overload
@@ -64,6 +92,7 @@ def softmax_attention(
     cu_seqlens: Tensor | None = None,
     initial_state: KeyValueState | None = None,
     return_state: Literal[False] = False,
+    mask: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -79,6 +108,7 @@ def softmax_attention(
     initial_state: KeyValueState | None = None,
     *,
     return_state: Literal[True],
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, KeyValueState]: ...
 
 
@@ -92,6 +122,7 @@ def softmax_attention(
     cu_seqlens: Tensor | None = None,
     initial_state: KeyValueState | None = None,
     return_state: bool = False,
+    mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, KeyValueState]:
     """Causal softmax attention with gating and rotation; arguments and shapes as in `sympow.attention`.
 
@@ -99,11 +130,19 @@ def softmax_attention(
     its geometric mean over pairs, so that equal entries still give the scalar gate.
 
     Packed documents leave caches of different lengths, so states do not go together with `cu_seqlens` here.
+
+    `mask`, (b, t) bool, is True for tokens and False for padding: no token sees padding, now or from the state. A row of
+    padding sees itself too, since it may have nothing else to see. Gates and `beta` of padding are the caller's, who
+    sets them to 0 for padding to be as if it were not there.
     """
     check_tensors(q, k, v, log_gamma, beta, theta)
+    if mask is not None and mask.shape != q.shape[:2]:
+        raise ValueError(f"mask must be (batch, time), {tuple(q.shape[:2])}; got {tuple(mask.shape)}")
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q)
         offsets = document_offsets(cu_seqlens, q.shape[1])
+        if mask is not None:
+            raise ValueError("mask cannot go with cu_seqlens: packed documents need no padding")
         if initial_state is not None or return_state:
             raise ValueError(
                 "cu_seqlens cannot go with initial_state or return_state in softmax attention: documents of different "
@@ -115,31 +154,45 @@ def softmax_attention(
         log_gamma = log_gamma.mean(-1)
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
     if cu_seqlens is not None:
-        return run_documents(sequence, offsets, None, lambda document, _: (_run(document, None)[0], None))[0]
-    y, state = _run(sequence, initial_state)
+        return run_documents(sequence, offsets, None, lambda document, _: (_run(document, None, None)[0], None))[0]
+    y, state = _run(sequence, initial_state, mask)
     return (y, state) if return_state else y
 
 
-def _run(sequence: Sequence, past: KeyValueState | None) -> tuple[Tensor, KeyValueState]:
+def _run(sequence: Sequence, past: KeyValueState | None, mask: Tensor | None) -> tuple[Tensor, KeyValueState]:
     q, k, phase = turn(sequence, None if past is None else past.phase)
     v = sequence.v
     decay = None
     if sequence.log_gamma is not None:
         decay = sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)  # (b, t, h_kv)
     if past is not None:
+        mask = _join_masks(past, mask, k)
         k, v = torch.cat([past.k, k], dim=1), torch.cat([past.v, v], dim=1)
         if decay is not None and past.decay is not None:
             so_far = past.decay[:, -1:].sum(1, keepdim=True)  # a sum, since the cache may still be empty
             decay = torch.cat([past.decay, so_far + decay], dim=1)
-    y = _attend(q, k, v, decay)
-    return y, KeyValueState(k, v, decay, phase)
+    y = _attend(q, k, v, decay, mask)
+    return y, KeyValueState(k, v, decay, phase) if mask is None else PaddedKeyValueState(k, v, decay, phase, mask)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
-    """Queries that stand at the end of the keys: q (b, t, h, d), k and v (b, s, h_kv, ·), decay (b, s, h_kv)."""
+def _join_masks(past: KeyValueState, mask: Tensor | None, k: Tensor) -> Tensor | None:
+    """Which of the old and the new keys are of tokens: (b, s + t), or None: all."""
+    if mask is None and not isinstance(past, PaddedKeyValueState):
+        return None
+    everything = torch.ones((), dtype=torch.bool, device=k.device)
+    old = past.mask if isinstance(past, PaddedKeyValueState) else everything.expand(past.k.shape[:2])
+    new = everything.expand(k.shape[:2]) if mask is None else mask
+    return torch.cat([old, new], dim=1)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Queries that stand at the end of the keys.
+
+    q (b, t, h, d), k and v (b, s, h_kv, ·), decay (b, s, h_kv), mask (b, s).
+    """
     length, total = q.shape[1], k.shape[1]
     heads = partial(torch.transpose, dim0=1, dim1=2)
-    if decay is None and length == total:
+    if decay is None and mask is None and length == total:
         return heads(
             scaled_dot_product_attention(
                 heads(q), heads(k), heads(v), is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
@@ -151,19 +204,28 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None) -> Tensor:
         seen = total - length + stop
         row_decay = None if decay is None else decay[:, seen - (stop - start) : seen]
         column_decay = None if decay is None else decay[:, :seen]
-        rows.append(recompute(_attend_rows, q[:, start:stop], k[:, :seen], v[:, :seen], row_decay, column_decay))
+        columns = None if mask is None else mask[:, :seen]
+        rows.append(
+            recompute(_attend_rows, q[:, start:stop], k[:, :seen], v[:, :seen], row_decay, column_decay, columns)
+        )
     return torch.cat(rows, dim=1) if rows else q.new_empty(*q.shape[:3], v.shape[3])
 
 
-def _attend_rows(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor | None, column_decay: Tensor | None) -> Tensor:
+def _attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor | None, column_decay: Tensor | None, mask: Tensor | None
+) -> Tensor:
     """The last rows of a causal attention against all keys they see."""
     rows, columns = q.shape[1], k.shape[1]
-    future = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
+    hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
+    if mask is not None:
+        own = torch.eye(rows, dtype=torch.bool, device=q.device)
+        own = torch.nn.functional.pad(own, (columns - rows, 0))
+        hidden = hidden | (~mask[:, None, None, :] & ~own)  # (b, 1, rows, columns)
     if row_decay is None or column_decay is None:
-        bias = torch.zeros(rows, columns, dtype=q.dtype, device=q.device).masked_fill(future, float("-inf"))
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))
     else:
         between = row_decay.mT.unsqueeze(-1) - column_decay.mT.unsqueeze(-2)  # (b, h_kv, rows, columns)
-        hidden = future | (between <= CLOSED_GATE)
+        hidden = hidden | (between <= CLOSED_GATE)
         bias = between.to(q.dtype).masked_fill(hidden, float("-inf"))
         bias = bias.repeat_interleave(q.shape[2] // k.shape[2], dim=1)
     y = scaled_dot_product_attention(

@@ -1,0 +1,158 @@
+"""Text in, text out: whole characters, stop strings, prompts of different lengths, and the commands."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sympow import GPT, GPTConfig
+from sympow.cli import app
+from sympow.data.tokenizer import ByteTokenizer
+from sympow.generate import Sampling
+from sympow.model.storage import save_model
+from sympow.text import TextDecoder, TextModel
+
+TOKENIZER = ByteTokenizer()
+
+
+def decode(text: bytes, stop=()):
+    decoder = TextDecoder(TOKENIZER, stop)
+    pieces = []
+    for byte in text:
+        pieces += decoder.take(byte)
+        if decoder.stopped:
+            return pieces
+    return [*pieces, *decoder.finish()]
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve – 光", "👩‍🚀" * 30, "", "a" * 500 + "é"])
+def test_characters_come_whole_and_in_order(text):
+    pieces = decode(text.encode())
+    assert "".join(pieces) == text
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
+    assert "".join(decode(b"ok\xff")) == "ok\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one. two", [". "], "one"),
+        ("one. two", ["two", ". "], "one"),
+        ("ababac", ["abac"], "ab"),
+        ("one", ["e!"], "one"),
+        ("né à la", ["à"], "né "),
+    ],
+)
+def test_stop_strings_end_the_text_and_are_no_part_of_it(text, stop, expected):
+    assert "".join(decode(text.encode(), stop)) == expected
+
+
+def test_what_may_become_a_stop_string_is_held_back():
+    decoder = TextDecoder(TOKENIZER, ["STOP"])
+    assert [list(decoder.take(byte)) for byte in b"aSTx"] == [["a"], [], [], ["STx"]]
+
+
+def test_the_boundary_ends_a_text():
+    decoder = TextDecoder(TOKENIZER)
+    assert [*decoder.take(ord("a")), *decoder.take(TOKENIZER.boundary)] == ["a"]
+    assert decoder.stopped
+    assert list(decoder.take(ord("b"))) == []
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="stop must hold no empty string"):
+        TextDecoder(TOKENIZER, [""])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(0)
+    config = GPTConfig(vocab_size=257, layers=2, width=16, heads=2)
+    model = GPT(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    path = tmp_path_factory.mktemp("model")
+    save_model(path, config, model.state_dict())
+    TOKENIZER.save(path)
+    return path
+
+
+GREEDY = Sampling(temperature=0)
+
+
+def test_prompts_of_different_lengths_continue_together_as_alone(folder):
+    text_model = TextModel.load(folder, dtype=torch.float64)
+    readings = [text_model.read(text) for text in ("a", "a longer prompt", "")]
+    alone = ["".join(text_model.stream(reading, 30, GREEDY)) for reading in readings]
+    assert text_model.continue_all(readings, 30, GREEDY) == alone
+    assert len(set(alone)) > 1
+
+
+def test_a_text_read_in_two_parts_is_one_text(folder):
+    text_model = TextModel.load(folder, dtype=torch.float64)
+    whole, first = text_model.read("two parts"), text_model.read("two ")
+    second = text_model.read_on(first, "parts", piece=2)
+    torch.testing.assert_close(second.logits, whole.logits, rtol=1e-9, atol=1e-9)
+    assert second.tokens == whole.tokens == 10
+    assert text_model.read_on(first, "") is first
+
+
+def test_several_texts_are_not_streamed(folder):
+    text_model = TextModel.load(folder)
+    with pytest.raises(ValueError, match="reading must be of one text, got 2"):
+        list(text_model.stream(text_model.read("a").fork(2), 3))
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_continues_a_prompt(folder):
+    first, again = (run("generate", folder, "--prompt", "def ", "--tokens", 20, "--seed", 1) for _ in range(2))
+    assert first.exit_code == 0, first.output
+    assert first.stdout == again.stdout
+    assert "characters in" in first.stderr
+    several = run("generate", folder, "--prompt", "one", "--prompt", "another", "--tokens", 5, "--temperature", 0)
+    assert several.exit_code == 0, several.output
+    assert several.stdout.startswith("one")
+    assert "another" in several.stdout
+
+
+def test_a_state_file_stands_for_the_text(folder, tmp_path):
+    text, state = tmp_path / "text.txt", tmp_path / "text.reading"
+    text.write_text("some words to read, ")
+    made = run("state", folder, text, "--out", state)
+    assert made.exit_code == 0, made.output
+    assert "21 tokens in a state of" in made.stdout
+    options = ("--tokens", 15, "--temperature", 0)
+    direct = run("generate", folder, "--file", text, "--prompt", "and more", *options)
+    resumed = run("generate", folder, "--state", state, "--prompt", "and more", *options)
+    assert resumed.exit_code == 0, resumed.output
+    assert resumed.stdout == direct.stdout
+    state.write_bytes(state.read_bytes()[:100])
+    damaged = run("generate", folder, "--state", state)
+    assert damaged.exit_code == 2
+    assert "is no reading, or is cut off" in " ".join(damaged.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a --prompt"),
+        (("--prompt", "a", "--top-p", 2), "top_p must be above 0"),
+        (("--file", "nowhere.txt"), "file must name a text file"),
+    ],
+)
+def test_the_command_names_mistakes(folder, arguments, message):
+    result = run("generate", folder, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_folder_without_a_model_is_named(tmp_path):
+    result = run("generate", tmp_path, "--prompt", "a")
+    assert result.exit_code == 2
+    assert "holds no model" in " ".join(result.output.replace("│", " ").split())
