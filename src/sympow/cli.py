@@ -139,6 +139,42 @@ def bench(
 
 
 @app.command()
+def evaluate(
+    checkpoints: Annotated[list[Path], typer.Argument(help="The model folders of one or more runs.")],
+    data: Annotated[str, typer.Option(help="As for training; its held-out documents are read.")] = "stdlib",
+    length: Annotated[
+        int, typer.Option(help="Tokens to read of each document; longer than training, if you like.")
+    ] = 4_096,
+    documents: Annotated[int, typer.Option(help="How many documents.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="Folder for JSON and figure.")] = None,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = 8_192,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
+) -> None:
+    """Loss on held-out documents against how much of them was read."""
+    import torch
+
+    from sympow.report.evaluation import evaluate_model, print_losses, save_losses
+
+    try:
+        device, dtype = _device_and_dtype(device, dtype)
+        if length < 1 or documents < 1:
+            raise ValueError(f"length and documents must be at least 1, got {length} and {documents}")
+        autocast = torch.bfloat16 if dtype == "bfloat16" else None
+        losses = {
+            _name_of(path): evaluate_model(path, data, length, documents, device=device, dtype=autocast, piece=piece)
+            for path in checkpoints
+        }
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    print_losses(losses, length)
+    if out is not None:
+        facts = {"command": "sympow " + " ".join(sys.argv[1:]), "data": data, "device": device, "dtype": dtype}
+        save_losses(losses, facts, out)
+        typer.echo(f"wrote {out / 'evaluation.json'} and {out / 'loss_by_position.png'}", err=True)
+
+
+@app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to go on from; repeat for several.")] = None,
@@ -207,11 +243,25 @@ def _load_text_model(checkpoint: Path, device: str | None, dtype: str | None) ->
 
     from sympow.text import TextModel
 
+    device, dtype = _device_and_dtype(device, dtype)
+    return TextModel.load(checkpoint, device, getattr(torch, dtype))
+
+
+def _device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
+    """As asked for, or a GPU if there is one, and bfloat16 on it."""
+    import torch
+
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     check_choice("device", device, ("cuda", "cpu"))
     check_choice("dtype", dtype, ("bfloat16", "float32"))
-    return TextModel.load(checkpoint, device, getattr(torch, dtype))
+    return device, dtype
+
+
+def _name_of(checkpoint: Path) -> str:
+    """A run's name: that of its folder, not that of the model folder within."""
+    path = checkpoint.resolve()
+    return path.parent.name if path.name == "model" else path.name
 
 
 def _read_before(text_model: TextModel, file: Path | None, state: Path | None, piece: int) -> Reading | None:
