@@ -1,6 +1,7 @@
 """The fused kernels against float64: in float32 in Triton's interpreter, in bfloat16 on a GPU."""
 
 import itertools
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,11 @@ import sympow
 from support import Inputs, assert_close, gradients, random_inputs, run
 
 pytest.importorskip("triton", reason="needs Triton")
+
+import triton
+import triton.language as tl
+
+from sympow.kernels.common import round_to
 
 # The interpreter knows float32, the kernels on a GPU are for bfloat16: what is below runs in one or the other.
 interpreted = pytest.mark.skipif(
@@ -46,7 +52,7 @@ def compare(inputs: Inputs, power: int, form: str, *, cu_seqlens=None, **options
 def test_the_attention_form(power, gate, rotation, group, dim, value_dim, length):
     inputs = random_inputs(0, batch=2, length=length, heads=2 * group, key_heads=2, dim=dim, value_dim=value_dim,
                            gate=gate, rotation=rotation, dtype=torch.float32)  # fmt: skip
-    compare((inputs), power, "attention")
+    compare(inputs, power, "attention")
 
 
 @interpreted
@@ -61,7 +67,7 @@ def test_the_attention_form(power, gate, rotation, group, dim, value_dim, length
 def test_the_chunked_form(gate, rotation, group, dim, value_dim, length):
     inputs = random_inputs(1, batch=1, length=length, heads=group, key_heads=1, dim=dim, value_dim=value_dim,
                            gate=gate, rotation=rotation, dtype=torch.float32)  # fmt: skip
-    compare((inputs), 2, "chunked", chunk_size=128)
+    compare(inputs, 2, "chunked", chunk_size=128)
 
 
 @interpreted
@@ -82,7 +88,7 @@ def test_closed_gates_zero_queries_and_zero_keys(form, options):
     q, k, log_gamma = inputs.q.clone(), inputs.k.clone(), inputs.log_gamma.clone()
     q[:, 5], k[:, :3] = 0, 0
     log_gamma[:, [20, 128, 140]] = -torch.inf
-    inputs = (replace(inputs, q=q, k=k, log_gamma=log_gamma)).requires_grad()
+    inputs = replace(inputs, q=q, k=k, log_gamma=log_gamma).requires_grad()
     y = run(inputs, 2, form, backend="triton", **options)
     assert not y[:, 5].any()
     assert not y[:, :3].any()
@@ -98,8 +104,8 @@ def test_closed_gates_zero_queries_and_zero_keys(form, options):
 @pytest.mark.parametrize("group", [1, 2])
 def test_one_token_from_a_state(power, rotation, gate, group):
     dim = 5 if rotation == "none" else 6
-    inputs = (random_inputs(3, batch=2, length=9, heads=2 * group, key_heads=2, dim=dim, value_dim=5,
-                                     gate=gate, rotation=rotation, dtype=torch.float32))  # fmt: skip
+    inputs = random_inputs(3, batch=2, length=9, heads=2 * group, key_heads=2, dim=dim, value_dim=5, gate=gate,
+                           rotation=rotation, dtype=torch.float32)  # fmt: skip
     _, state = run(inputs.time(0, 8), power, "chunked", backend="torch", return_state=True)
     expected, after = run(inputs.time(8), power, "recurrent", backend="torch", initial_state=state, return_state=True)
     actual, found = run(inputs.time(8), power, "recurrent", backend="triton", initial_state=state, return_state=True)
@@ -223,22 +229,91 @@ def test_gates_far_from_the_end(monkeypatch, group, packed):
 
 
 @interpreted
-def test_deterministic_algorithms_take_the_reproducible_backward_pass():
-    inputs = random_inputs(4, length=100, heads=2, key_heads=1, dim=16, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("power", "form", "options"),
+    [(2, "attention", {}), (2, "chunked", {"chunk_size": 128}), (4, "chunked", {"chunk_size": 128})],
+)
+def test_no_kernel_reads_what_none_has_written(power, form, options):
+    """Deterministic algorithms fill new tensors with NaN."""
+    inputs = random_inputs(4, length=140, heads=2, key_heads=1, dim=16, dtype=torch.float32)
     torch.use_deterministic_algorithms(True)
     try:
-        compare(inputs, 2, "attention")
-        tracked = inputs.requires_grad()
-        first, second = (gradients(run(tracked, 2, "attention", backend="triton"), tracked) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert torch.empty(1).isnan()
+        compare(inputs, power, form, **options)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 @interpreted
+@pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128}), ("recurrent", {})])
+def test_rates_and_states_of_any_strides(form, options):
+    """One state that several sequences go on from, and rates that are a column of a matrix."""
+    inputs = random_inputs(14, length=11, dim=8, dtype=torch.float32)
+    _, state = run(inputs.time(0, 10), 2, "attention", backend="torch", return_state=True)
+    several = replace(
+        state,
+        kv=state.kv.expand(3, -1, -1, -1),
+        normalizer=state.normalizer.expand(3, -1, -1),
+        phase=state.phase.expand(3, -1, -1),
+    )
+    tokens = inputs.time(10).map(lambda t: t.repeat(3, *[1] * (t.ndim - 1)))
+    column = torch.stack([inputs.theta, inputs.theta + 1], dim=1)[:, 0]
+    expected = run(inputs.time(10), 2, "attention", backend="torch", initial_state=state)
+    y = run(replace(tokens, theta=column), 2, form, backend="triton", initial_state=several, **options)
+    assert_close(y, expected.expand(3, -1, -1, -1), 2e-6, "y")
+
+
+@interpreted
+def test_a_chunk_longer_than_the_sequence_costs_no_more_than_the_sequence():
+    inputs = random_inputs(15, length=20, dtype=torch.float32)
+    expected, after = run(inputs, 2, "attention", backend="torch", return_state=True)
+    y, state = run(inputs, 2, "chunked", backend="triton", chunk_size=1 << 40, return_state=True)
+    assert_close(y, expected, 2e-6, "y")
+    assert_close(state.kv, after.kv, 2e-6, "kv")
+
+
+@interpreted
+@pytest.mark.parametrize("power", [2, 4])
+def test_one_token_of_heads_with_one_entry(power):
+    inputs = random_inputs(16, length=6, dim=1, value_dim=1, rotation="none", dtype=torch.float32)
+    expected = run(inputs, power, "attention", backend="torch")
+    _, state = run(inputs.time(0, 5), power, "attention", backend="torch", return_state=True)
+    y = run(inputs.time(5), power, "recurrent", backend="triton", initial_state=state)
+    assert_close(y, expected[:, 5:], 2e-6, "y")
+
+
+@triton.jit
+def round_kernel(x_ptr, out_ptr, size: tl.constexpr):
+    places = tl.arange(0, size)
+    tl.store(out_ptr + places, round_to(tl.load(x_ptr + places), tl.bfloat16))
+
+
+@interpreted
+def test_rounding_to_bfloat16_keeps_infinities_and_what_is_not_a_number():
+    # The NaN of a GPU's arithmetic has all bits set but the sign.
+    numbers = torch.tensor([0.0, 1.0, 1.005, 3e38, torch.inf, torch.nan, 0, 0])
+    numbers.view(torch.int32)[6] = 0x7FFFFFFF
+    out = torch.empty_like(numbers)
+    round_kernel[(1,)](numbers, out, size=8)
+    assert torch.equal(out.nan_to_num(-1), numbers.bfloat16().float().nan_to_num(-1))
+
+
+def test_releases_that_the_hopper_kernels_are_not_for_need_no_gluon(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("sympow.kernels.hopper")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+    monkeypatch.setattr(triton, "__version__", "9.9.0")
+    from sympow.kernels.hopper import serves
+
+    x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
+    assert not serves(x, x, x)
+
+
+@interpreted
 def test_operators_pass_pytorchs_own_checks():
-    from sympow.kernels import attention_op, rotation_op
+    from sympow.kernels import attention_op, decode_op, rotation_op
     from sympow.kernels.documents import locate
+    from sympow.ops.symmetric import feature_indices, multinomial_weights
 
     inputs = random_inputs(5, length=20, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)
     inputs = inputs.requires_grad()
@@ -251,6 +326,12 @@ def test_operators_pass_pytorchs_own_checks():
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
     torch.library.opcheck(rotation_op._rotate, (*rotation, None, None, True))
     torch.library.opcheck(rotation_op._rotate, (*rotation, *documents, False))
+    torch.library.opcheck(attention_op.query_scales, (inputs.q.detach(),))
+    _, state = run(inputs, 2, "attention", backend="torch", return_state=True)
+    token = [t[:, 0].detach() if t.ndim > 1 else t.detach() for t in inputs.tensors()]
+    tables = (feature_indices(16, 2, inputs.q.device), multinomial_weights(16, 2, torch.float32, inputs.q.device))
+    before = state.detach()
+    torch.library.opcheck(decode_op._decode, (*token, before.kv, before.normalizer, before.phase, *tables))
 
 
 @interpreted

@@ -98,6 +98,24 @@ def test_closed_gates_zero_queries_and_zero_keys():
     assert_close(y, expected, 5e-6, "y")
 
 
+@pytest.mark.parametrize("key_dtype", [torch.float64, torch.bfloat16])
+def test_keys_of_other_dtypes(key_dtype):
+    inputs = random_inputs(10, length=9, dim=8, value_dim=5, dtype=torch.float32)
+    expected, after = exact(inputs, 2)
+    window = Window.empty(1, 2, 8, 5, 2, rotated=True, capacity=4, key_dtype=key_dtype)
+    tolerance = 5e-6 if key_dtype == torch.float64 else 0.05
+    assert_close(step_through(window, inputs, 0), expected, tolerance, "y")
+    assert_states_close(window.close("triton"), after, tolerance)
+
+
+def test_heads_of_one_entry():
+    inputs = random_inputs(11, length=9, dim=1, value_dim=1, rotation="none", dtype=torch.float32)
+    expected, after = exact(inputs, 2)
+    window = Window.empty(1, 2, 1, 1, 2, rotated=False, capacity=4)
+    assert_close(step_through(window, inputs, 0), expected, 5e-6, "y")
+    assert_states_close(window.close("triton"), after, 5e-6)
+
+
 def test_portable_and_fused_steps_take_turns():
     inputs = random_inputs(4, length=24, heads=2, key_heads=1, dim=8, dtype=torch.float32)
     expected, after = exact(inputs, 2)
@@ -126,6 +144,8 @@ def test_a_step_without_room_is_not_a_number(monkeypatch):
     assert y[:, :4].isfinite().all()
     assert y[:, 4:].isnan().all()
     window.fold("triton")
+    _, held = exact(inputs.time(0, PROMPT + 4), 2)
+    assert_close(window.kv, held.kv, 5e-6, "kv of the tokens that had room")
     assert window.step(**inputs.time(0, 1).arguments(), backend="triton").isfinite().all()
     with pytest.raises(ValueError, match="first state cannot be made"):
         Window.empty(1, 2, 4, 3, 2, rotated=True).fold("triton")

@@ -28,6 +28,7 @@ def choose(backend: str, available: bool = True, interpreted: bool = False, **ch
         {"step": True, "form": "chunked", "chunk_size": 64},
         {"step": True, "form": "recurrent"},
         {"step": True, "power": 4, "form": "chunked"},
+        {"step": True, "sequences": 65_536},
     ],
 )
 def test_auto_takes_the_kernels_on_a_gpu(changes):
@@ -43,12 +44,13 @@ def test_auto_takes_the_kernels_on_a_gpu(changes):
         ({"device": "cpu"}, "kernels need a CUDA device, and q is on cpu"),
         ({"dtype": torch.float64}, "not torch.float64"),
         ({"dtype": torch.float16}, "not torch.float16"),
-        ({"dtype": torch.float32}, "not torch.float32"),
+        ({"dtype": torch.float32}, "kernels take torch.bfloat16, not torch.float32"),
         ({"power": 10}, "powers up to 8, not 10"),
         ({"key_dim": 256}, "head dims up to 128"),
         ({"value_dim": 200}, "head dims up to 128"),
         ({"vector_gate": True}, "one gate per head"),
-        ({"form": "recurrent"}, "one token at a time only"),
+        ({"sequences": 65_536}, "at most 65,535 sequences times query heads"),
+        ({"form": "recurrent"}, "one token from a state, without gradients, only"),
         ({"form": "chunked", "power": 6}, "not power 6 and 64"),
         ({"form": "chunked", "power": 4}, "not power 4 and 64"),
         ({"chunk_size": 100}, "multiples of 128, not 100"),
@@ -68,3 +70,5 @@ def test_high_powers_take_the_kernels_only_when_asked():
 def test_the_interpreter_serves_those_who_ask_on_a_cpu():
     assert choose("auto", device="cpu", dtype=torch.float32, interpreted=True) == "torch"
     assert choose("triton", device="cpu", dtype=torch.float32, interpreted=True) == "triton"
+    with pytest.raises(ValueError, match=r"kernels take torch\.float32, not torch\.bfloat16"):
+        choose("triton", device="cpu", interpreted=True)

@@ -58,6 +58,12 @@ def test_steps_without_a_state_equal_the_reference(gate, capacity):
     assert_states_close(window.close(), after, 1e-9)
 
 
+def test_a_gate_per_pair_where_there_is_one_pair():
+    inputs = random_inputs(18, length=LENGTH, dim=2, gate="vector")
+    window = empty_window(inputs, 2, capacity=4)
+    assert_close(step_through(window, inputs, 0), run(inputs, 2, "attention"), 1e-9, "y")
+
+
 def test_a_prompt_can_be_kept_as_keys_and_values():
     inputs = random_inputs(2, length=LENGTH, heads=4, key_heads=2)
     expected = run(inputs, 4, "attention")
@@ -198,6 +204,8 @@ def test_a_step_without_room_is_not_a_number(monkeypatch):
     assert y[:, :4].isfinite().all()
     assert y[:, 4].isnan().all()
     window.fold()
+    _, held = run(inputs.time(0, PROMPT + 4), 2, "attention", return_state=True)
+    assert_close(window.kv, held.kv, 1e-9, "kv of the tokens that had room")
     assert step_through(window, inputs, PROMPT + 5, PROMPT + 6).isfinite().all()
 
 

@@ -93,7 +93,7 @@ def query_gradient_kernel(
             # Σ_i q_i (dy' S_i − δ Z_i), the left operand dy' * q_i made in registers; two sums, as in the forward pass.
             other = tl.zeros_like(dq)
             slot = kv_sequence * slots + boundary - first_boundary
-            pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head * q_stride_h
+            pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
             dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
             for half in tl.static_range(2):
@@ -225,7 +225,7 @@ def key_gradient_kernel(
         if (boundary - first_boundary < slots) & (document_end >= chunk_end):
             # dv = Σ_i (k * k_i) D_iᵀ and dk = Σ_i (v * k_i) D_i + k Z', left operands made in registers.
             slot = kv_sequence * slots + boundary - first_boundary
-            pointers = k_ptr + batch.to(tl.int64) * k_stride_b + kv_head * k_stride_h
+            pointers = k_ptr + batch.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
             v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
@@ -252,7 +252,8 @@ def key_gradient_kernel(
     if SPANS:
         # As below, in spans of queries, with what each adds to k_j · dk_j, up to a decay, left behind.
         known = tl.zeros((ROWS,), tl.float32)
-        for index in tl.range(after // span, tl.cdiv(end, span)):
+        spans = tl.cdiv(end, span)
+        for index in tl.range(tl.where(after < end, after // span, spans), spans):
             start = tl.maximum(after, index * span)
             dk, dv = _visit_queries(
                 dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,

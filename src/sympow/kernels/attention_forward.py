@@ -121,10 +121,10 @@ def forward_kernel(
             # Read again, since here they are wanted in another register layout than q.
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
+            entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             acc, weight = _query_state(
-                acc, weight, q, q_low, q_high, q_ptr + batch.to(tl.int64) * q_stride_b + head * q_stride_h, scale,
-                rows, length, q_stride_t, low_desc, high_desc, normalizer_desc,
-                kv_sequence * slots + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
+                acc, weight, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
+                normalizer_desc, kv_sequence * slots + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
             )  # fmt: skip
             if GATED:
                 since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))

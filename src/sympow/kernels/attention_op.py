@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.kernels import hopper
 from sympow.kernels.attention_backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention_forward import attend
 from sympow.kernels.chunk_states import ChunkStates, FullState, chunk_states
@@ -49,7 +50,7 @@ def _attend(
         power: p.
         chunk: tokens per chunk; 0: all in one.
         with_states: whether chunks see those before them through states (p = 2).
-        train: whether the backward pass will be run, which needs states in full.
+        train: whether the backward pass will be run, which needs states in full; of no account without states.
         final: whether to return the state after the last token; only with states.
     """
     tiles = tiles_for(q.shape[-1])
@@ -66,9 +67,9 @@ def _attend(
             **tiles.states,
         )  # fmt: skip
     if _on_hopper(q, k, v, chunk, documents):
-        from sympow.kernels.hopper import forward as hopper
+        from sympow.kernels.hopper.forward import attend as attend_on_hopper
 
-        y, weight = hopper.attend(q, k, v, power, gates)
+        y, weight = attend_on_hopper(q, k, v, power, gates)
     else:
         y, weight = attend(
             q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
@@ -155,11 +156,11 @@ def _attend_backward(
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     on_hopper = _on_hopper(q, k, v, chunk, documents)
     if on_hopper:
-        from sympow.kernels.hopper import backward as hopper
+        from sympow.kernels.hopper import backward as hopper_backward
         from sympow.kernels.hopper.split_sums import split_sums
 
         parts = None if gates is None else split_sums(gates)
-        dq, rows = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, parts)
+        dq, rows = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, parts)
     else:
         dq, rows = query_gradient(
             q, scale, k, v, divided, minus_delta, power, gates, states, chunk=inner, documents=documents, **tiles.query
@@ -180,7 +181,7 @@ def _attend_backward(
     if gates is not None and states is None and k.shape[1] > SPAN:
         spans = k.new_zeros(*sums.shape[:2], -(-k.shape[1] // SPAN), k.shape[1], dtype=torch.float32)
     if on_hopper and spans is None and k.shape[1] <= LONGEST_ON_HOPPER:
-        dk, dv, columns = hopper.key_gradient(q, k, v, divided, minus_delta, power, gates, parts)
+        dk, dv, columns = hopper_backward.key_gradient(q, k, v, divided, minus_delta, power, gates, parts)
     else:
         dk, dv, columns = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,
@@ -286,17 +287,15 @@ def fused_attention(
     chunk: int = 0,
     *,
     documents: Documents | None = None,
-    train: bool,
 ) -> tuple[Tensor, Tensor]:
     """y (b, t, h, e) for rotated queries and keys, and the sums of weights (b, h, t), queries scaled by `query_scales`.
 
     Args:
         chunk: tokens that share a chunk and see none before it; 0: all.
         documents: packed documents, between which `log_gamma` is −inf (`documents.close_gates`).
-        train: whether the backward pass will be run.
     """
     start, end = documents or (None, None)
-    outputs = _attend(q, k, v, log_gamma, start, end, None, None, power, chunk, False, train, False)
+    outputs = _attend(q, k, v, log_gamma, start, end, None, None, power, chunk, False, False, False)
     return outputs[0], outputs[1]
 
 
@@ -318,6 +317,8 @@ def fused_chunked_attention(
         chunk: tokens between two states.
         documents: as in `fused_attention`; not together with states at either end.
         initial: the state before the first token.
+        final: whether to return the state after the last one.
+        train: whether the backward pass will be run.
     """
     start, end = documents or (None, None)
     kv, normalizer = initial or (None, None)
@@ -342,10 +343,7 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents
     """Whether the kernels written for Hopper take the call."""
     if chunk or documents is not None or not q.is_cuda:
         return False
-    # Here, since they are compiled for one kind of GPU only, and cannot be interpreted.
-    from sympow.kernels.hopper.common import serves
-
-    return serves(q, k, v)
+    return hopper.serves(q, k, v)
 
 
 def _boundaries(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:

@@ -78,7 +78,9 @@ def divide_steps(step, tiles, GROUP: tl.constexpr):
 def round_to(x, dtype: tl.constexpr):
     """x ≥ 0 in float32, rounded to what `dtype` can hold; for bfloat16 by integer arithmetic, which is faster here."""
     if dtype == tl.bfloat16:
-        return ((x.to(tl.int32, bitcast=True) + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
+        # The NaN of the arithmetic units, all ones, would overflow to zero.
+        bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFF7FFF)
+        return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     else:
         return x.to(dtype).to(tl.float32)
 
@@ -90,15 +92,17 @@ def or_one(x):
 
 
 def head_major(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); what lies outside reads as 0.
+    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); outside it there are zeros."""
+    view = aligned(x).transpose(1, 2)
+    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, *block])
 
-    The copy engine needs strides and base in units of 16 bytes; other tensors are copied first.
-    """
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy of it where the copy engine could not read x: it needs strides and base in units of 16 bytes."""
     item = x.element_size()
     if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * item % 16 for s in x.stride()[:-1]):
-        x = empty_aligned(x, *x.shape).copy_(x)
-    view = x.transpose(1, 2)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, *block])
+        return empty_aligned(x, *x.shape).copy_(x)
+    return x
 
 
 def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

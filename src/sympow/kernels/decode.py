@@ -287,9 +287,14 @@ def divide_state(
     return Division(rows, rows_per_part, triton.cdiv(feature_count, rows_per_part))
 
 
+def _vector_block(key_dim: int) -> int:
+    """The power of two that holds a query or key, a pair at least."""
+    return max(2, triton.next_power_of_2(key_dim))
+
+
 def workspace_size(sequences: int, parts: int, group: int, key_dim: int, value_dim: int) -> int:
     """How many float32 numbers a step's programs need to pass between them."""
-    per_part = (group + 1) * triton.next_power_of_2(key_dim) + group * (triton.next_power_of_2(value_dim) + 2)
+    per_part = (group + 1) * _vector_block(key_dim) + group * (triton.next_power_of_2(value_dim) + 2)
     return sequences * parts * per_part
 
 
@@ -323,7 +328,7 @@ def launch_step(
     """y (b, h, e) of one token; see `decode_step` and `sympow.kernels.window.window_step` for the arguments."""
     batch, heads, dim = k.shape
     value_dim, group = v.shape[-1], q.shape[1] // heads
-    block_dim, columns = triton.next_power_of_2(dim), triton.next_power_of_2(value_dim)
+    block_dim, columns = _vector_block(dim), triton.next_power_of_2(value_dim)
     if kv is not None and kv.shape[2] * value_dim >= 2**31:
         raise ValueError(f"kv holds {kv.shape[2] * value_dim} numbers a head; the kernels take fewer than 2³¹")
     y = v.new_empty(batch, q.shape[1], value_dim)
@@ -369,7 +374,7 @@ def decode_step(
         q, k, v: (b, h, d), (b, h_kv, d), (b, h_kv, e), last axis contiguous.
         log_gamma: (b, h_kv) contiguous, or None.
         beta: (b, h_kv) or (b, h_kv, d/2) contiguous, or None.
-        theta: (d/2,), or None for no rotation.
+        theta: (d/2,) contiguous, or None for no rotation.
         kv, normalizer: (b, h_kv, D, e) and (b, h_kv, D), float32, contiguous.
         phase: (b, h_kv, d/2) float64 contiguous, or None without rotation.
         index: which entries each feature multiplies, (D, p) int16.

@@ -86,7 +86,8 @@ def features_kernel(
     sequence = tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
     kv_sequence = batch * (heads // GROUP) + head // GROUP
-    rows = x_ptr + batch.to(tl.int64) * stride_b + head * stride_h + tokens.to(tl.int64)[:, None] * stride_t
+    rows = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    rows += tokens.to(tl.int64)[:, None] * stride_t
     x = tl.load(rows + tl.arange(0, D)[None, :], mask=(tokens < length)[:, None], other=0.0)
     decay = _boundary_decay(sums_ptr, kv_sequence, tokens, first_token, length, time, chunk, GATED)
     inner_ptr += sequence.to(tl.int64) * padded * INNER
@@ -118,7 +119,7 @@ def pull_back_kernel(
     kv_sequence = batch * (heads // GROUP) + head // GROUP
     dims = tl.arange(0, D)
     present = tokens < length
-    rows = x_ptr + batch.to(tl.int64) * stride_b + head * stride_h + tokens.to(tl.int64) * stride_t
+    rows = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + tokens.to(tl.int64) * stride_t
     decay = _boundary_decay(sums_ptr, kv_sequence, tokens, first_token, length, time, chunk, GATED)
     d_inner_ptr += sequence.to(tl.int64) * padded * INNER
     d_outer_ptr += sequence.to(tl.int64) * padded * OUTER

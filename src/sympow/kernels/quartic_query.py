@@ -65,7 +65,7 @@ def outer_gradient_kernel(
     outer_ptr += sequence.to(tl.int64) * outer_columns * padded + tokens[:, None]
     if WITH_GRADIENT:
         d_outer_ptr += sequence.to(tl.int64) * outer_columns * padded + tokens[:, None]
-        g_rows = batch.to(tl.int64) * g_stride_b + head * g_stride_h + tokens.to(tl.int64) * g_stride_t
+        g_rows = batch.to(tl.int64) * g_stride_b + head.to(tl.int64) * g_stride_h + tokens.to(tl.int64) * g_stride_t
         g = tl.load(g_ptr + g_rows[:, None] + values, mask=present, other=0.0).to(tl.float32)
     result = tl.zeros((ROWS, E), tl.float32)
     acc = tl.zeros((ROWS, PAIRS * E), tl.float32)
@@ -128,9 +128,10 @@ def inner_gradient_kernel(
     tokens = first + tl.arange(0, ROWS)
     present = (tokens < length)[:, None]
     outer_ptr += sequence.to(tl.int64) * outer_columns * padded + tokens[:, None]
-    g_rows = batch.to(tl.int64) * g_stride_b + head * g_stride_h + tokens.to(tl.int64) * g_stride_t
+    g_rows = batch.to(tl.int64) * g_stride_b + head.to(tl.int64) * g_stride_h + tokens.to(tl.int64) * g_stride_t
     g = tl.load(g_ptr + g_rows[:, None] + tl.arange(0, E)[None, :], mask=present, other=0.0)
-    g_rows = batch.to(tl.int64) * g_one_stride_b + head * g_one_stride_h + tokens.to(tl.int64) * g_one_stride_t
+    g_rows = batch.to(tl.int64) * g_one_stride_b + head.to(tl.int64) * g_one_stride_h
+    g_rows += tokens.to(tl.int64) * g_one_stride_t
     g_one = tl.load(g_one_ptr + g_rows[:, None], mask=present, other=0.0)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     acc = _outer_times_gradient(

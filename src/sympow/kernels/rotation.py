@@ -181,9 +181,9 @@ def rotate_forward(
     Args:
         q: (b, t, h, d), any strides with a contiguous last axis.
         k: (b, t, h_kv, d), likewise.
-        sums: running sums of β, (b, h_kv, t) or (b, h_kv · d/2, t) float64; None: β = 1.
-        theta: (d/2,).
-        start: μ_0, (b, h_kv, d/2) float64; None: 0.
+        sums: running sums of β, (b, h_kv, t) or (b, h_kv · d/2, t) float64 contiguous; None: β = 1.
+        theta: (d/2,) contiguous.
+        start: μ_0, (b, h_kv, d/2) float64 contiguous; None: 0.
     """
     q_out, k_out = (
         torch.empty_like(q, memory_format=torch.contiguous_format),

@@ -147,5 +147,8 @@ def fused_rotation(
         relative: no state comes before or after, so that only differences of phases matter.
     """
     begin, end = documents or (None, None)
-    turned_q, turned_k, _ = _rotate(rows_contiguous(q), rows_contiguous(k), beta, theta, start, begin, end, relative)
+    start = None if start is None else start.contiguous()
+    turned_q, turned_k, _ = _rotate(
+        rows_contiguous(q), rows_contiguous(k), beta, theta.contiguous(), start, begin, end, relative
+    )
     return turned_q, turned_k

@@ -69,8 +69,10 @@ def fold_window_kernel(
             for pair in tl.static_range(POWER // 2):
                 entries = tl.load(pairs_ptr + rows * (POWER // 2) + pair, mask=valid, other=0)
                 low, high = (entries & 0xFFFF) * capacity, (entries >> 16) * capacity
-                phi *= tl.load(keys_ptr + (low[:, None] + slots[None, :]), mask=seen[None, :], other=0.0)
-                phi *= tl.load(keys_ptr + (high[:, None] + slots[None, :]), mask=seen[None, :], other=0.0)
+                low_keys = tl.load(keys_ptr + (low[:, None] + slots[None, :]), mask=seen[None, :], other=0.0)
+                high_keys = tl.load(keys_ptr + (high[:, None] + slots[None, :]), mask=seen[None, :], other=0.0)
+                phi *= low_keys.to(tl.float32)
+                phi *= high_keys.to(tl.float32)
             values = tl.load(values_ptr + slots[:, None] * value_dim + columns[None, :],
                              mask=seen[:, None] & inside[None, :], other=0.0)  # fmt: skip
             added_normalizer += tl.sum(phi, axis=1)

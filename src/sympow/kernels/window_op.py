@@ -40,7 +40,7 @@ def fused_window_step(
         rows_contiguous(v),
         None if log_gamma is None else log_gamma.contiguous(),
         None if beta is None else beta.contiguous(),
-        theta,
+        None if theta is None else theta.contiguous(),
         kv,
         normalizer,
         keys,

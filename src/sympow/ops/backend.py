@@ -16,6 +16,8 @@ LARGEST_DIM = 128
 # By power: the largest key and value dims.
 LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
+# Programs along the second axis of a grid, one for every sequence and query head: CUDA has no more.
+MOST_SEQUENCES = 65_535
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Request:
         chunk_size: as asked for, or None.
         vector_gate: whether every rotated pair has its own gate.
         step: whether it is one token from a given state, without gradients.
+        sequences: sequences of the batch times query heads.
     """
 
     device: str
@@ -42,6 +45,7 @@ class Request:
     chunk_size: int | None = None
     vector_gate: bool = False
     step: bool = False
+    sequences: int = 1
 
 
 def chunked_kernels_serve(power: int, key_dim: int, value_dim: int) -> bool:
@@ -80,6 +84,9 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
         f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
         f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
         "kernels take one gate per head, not one per rotated pair": request.vector_gate,
+        f"kernels take at most {MOST_SEQUENCES:,} sequences times query heads": (
+            request.sequences > MOST_SEQUENCES and not request.step
+        ),
         "the recurrent form has a kernel for one token from a state, without gradients, only": (
             recurrent and not request.step
         ),

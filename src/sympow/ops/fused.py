@@ -72,7 +72,7 @@ def fused_form(
         y, kv, normalizer = _chunked(turned, state, return_state, chunk, needs_grad, documents)
     else:
         chunk = (chunk_size or _quartic_chunk(sequence)) if form == "chunked" else 0
-        y, kv, normalizer = _attend(turned, state, return_state, chunk, needs_grad, documents)
+        y, kv, normalizer = _attend(turned, state, return_state, chunk, documents)
     if kv is None or normalizer is None:
         return y, None
     phase = None
@@ -114,7 +114,6 @@ def _attend(
     state: State | None,
     return_state: bool,
     chunk: int,
-    needs_grad: bool,
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The attention form for turned queries and keys: y, and S and Z after the last token if asked for.
@@ -130,9 +129,7 @@ def _attend(
     dim = _common_dim(sequence)
     q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
     chunk = chunk if chunk < sequence.length else 0
-    y, weight = fused_attention(
-        q, k, v, sequence.log_gamma, sequence.power, chunk, documents=documents, train=needs_grad
-    )
+    y, weight = fused_attention(q, k, v, sequence.log_gamma, sequence.power, chunk, documents=documents)
     y = y[..., : sequence.value_dim]
     decay = _decay(sequence) if state is not None or return_state else None
     parts = []

@@ -193,6 +193,7 @@ def _choose(
         chunk_size=chunk_size,
         vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
         step=step,
+        sequences=sequence.batch * sequence.q.shape[2],
     )
     return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
 

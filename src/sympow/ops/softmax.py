@@ -131,9 +131,9 @@ def softmax_attention(
 
     Packed documents leave caches of different lengths, so states do not go together with `cu_seqlens` here.
 
-    `mask`, (b, t) bool, is True for tokens and False for padding: no token sees padding, now or from the state. A row of
-    padding sees itself too, since it may have nothing else to see. Gates and `beta` of padding are the caller's, who
-    sets them to 0 for padding to be as if it were not there.
+    `mask`, (b, t) bool, is True for tokens and False for padding: no token sees padding, now or from the state. A row
+    of padding sees itself too, since it may have nothing else to see. Gates and `beta` of padding are the caller's,
+    who sets them to 0 for padding to be as if it were not there.
     """
     check_tensors(q, k, v, log_gamma, beta, theta)
     if mask is not None and mask.shape != q.shape[:2]:

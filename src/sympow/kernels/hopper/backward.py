@@ -20,22 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import empty_aligned
+from sympow.kernels.common import divide_steps, empty_aligned, odd_power
 from sympow.kernels.gates import Gates
-from sympow.kernels.hopper.common import head_major, matrix, odd_power, prefetch
+from sympow.kernels.hopper.common import head_major, matrix, prefetch
 from sympow.kernels.hopper.split_sums import SplitSums, split_sums
 
 TILE, RING = 64, 4
-
-
-@gluon.jit
-def divide_steps(step, tiles, GROUP: gl.constexpr):
-    """step // tiles and step % tiles, for steps over GROUP heads of `tiles` tiles each; one head needs no division."""
-    if GROUP == 1:
-        return 0, step
-    else:
-        tiles = gl.maximum(tiles, 1)  # the last tile has none after it
-        return step // tiles, step % tiles
 
 
 @gluon.jit
@@ -200,7 +190,7 @@ def load_queries(
     slot = step % STAGES
     wanted = step < steps
     barrier = barriers.index(slot)
-    member, tile = divide_steps(step, tiles, GROUP)
+    member, tile = divide_steps(step, gl.maximum(tiles, 1), GROUP)  # the last tile has none after it
     diagonal = step >= GROUP * tiles
     member = gl.where(diagonal, step - GROUP * tiles, member)
     row = gl.where(diagonal, after - COLUMNS, after + tile * COLUMNS)

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import empty_aligned
+from sympow.kernels.common import empty_aligned, even_power, round_to
 from sympow.kernels.gates import Gates
-from sympow.kernels.hopper.common import even_power, head_major, matrix, prefetch
+from sympow.kernels.hopper.common import head_major, matrix, prefetch
 from sympow.kernels.hopper.split_sums import SplitSums, split_sums
 
 QUERY_TILE, KEY_TILE, RING = 128, 64, 4
@@ -43,12 +43,6 @@ def row_parts(weights):
     ROWS: gl.constexpr = weights.shape[0]
     COLUMNS: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(gl.reshape(weights, (ROWS, COLUMNS // 8, 4, 2)), axis=3), axis=1)
-
-
-@gluon.jit
-def round_to_bf16(x):
-    """x ≥ 0 in float32, rounded to what bfloat16 can hold."""
-    return ((x.to(gl.int32, bitcast=True) + 0x8000) & -0x10000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -118,7 +112,7 @@ def on_diagonal(
             scores *= gl.exp2(gl.where(causal, log_decay, float("-inf")))
     else:
         scores = gl.where(causal, scores, 0.0)
-    scores = round_to_bf16(scores)
+    scores = round_to(scores, gl.bfloat16)
     return scores, gl.sum(scores, axis=1)
 
 
@@ -329,7 +323,7 @@ def forward_kernel(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, parts: SplitSums | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `common.serves` accepts.
+    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `serves` accepts.
 
     Args:
         gates: from `running_sums` with tiles of 64 tokens, or None.
