@@ -19,7 +19,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tensor]) -> None:
-    """Writes a model into a folder.
+    """Writes a model into a folder. Each file is replaced as a whole, so an interrupted writing leaves the earlier one.
 
     Args:
         weights: as `GPT.state_dict` names them.
@@ -27,8 +27,12 @@ def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tens
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-    require("safetensors.torch", "train").save_file(contiguous, str(folder / WEIGHTS_FILE))
-    (folder / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
+    unfinished = folder / f"{WEIGHTS_FILE}.unfinished"
+    require("safetensors.torch", "train").save_file(contiguous, str(unfinished))
+    unfinished.replace(folder / WEIGHTS_FILE)
+    unfinished = folder / f"{CONFIG_FILE}.unfinished"
+    unfinished.write_text(json.dumps(asdict(config), indent=2) + "\n", "utf-8")
+    unfinished.replace(folder / CONFIG_FILE)
 
 
 def load_model(folder: Path | str, device: torch.device | str = "cpu") -> GPT:
@@ -42,12 +46,50 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> GPT:
         inner = folder / "model"
         hint = f"; did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else ""
         raise ValueError(f"{folder} holds no model: {CONFIG_FILE} is missing{hint}")
-    content = json.loads((folder / CONFIG_FILE).read_text())
-    unknown = set(content) - {field.name for field in fields(GPTConfig)}
-    if unknown:
-        raise ValueError(f"{folder / CONFIG_FILE} has fields that this version does not know: {sorted(unknown)}")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"{folder} holds no whole model: {WEIGHTS_FILE} is missing")
     with torch.device("meta"):
-        model = GPT(GPTConfig(**content))
-    weights = require("safetensors.torch", "train").load_file(str(folder / WEIGHTS_FILE), device=str(device))
+        model = GPT(_read_config(folder / CONFIG_FILE))
+    weights = _read_weights(folder / WEIGHTS_FILE, device)
+    _check_weights(folder / WEIGHTS_FILE, weights, model.state_dict())
     model.load_state_dict(weights, assign=True)
     return model
+
+
+def _read_config(path: Path) -> GPTConfig:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must map fields to values, got {type(content).__name__}")
+    unknown = set(content) - {field.name for field in fields(GPTConfig)}
+    if unknown:
+        raise ValueError(f"{path} has fields that this version does not know: {', '.join(sorted(unknown))}")
+    try:
+        return GPTConfig(**content)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _read_weights(path: Path, device: torch.device | str) -> dict[str, Tensor]:
+    damage = require("safetensors", "train").SafetensorError
+    try:
+        weights: dict[str, Tensor] = require("safetensors.torch", "train").load_file(str(path), device=str(device))
+    except damage as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    return weights
+
+
+def _check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}, which {CONFIG_FILE} asks for")
+    if unknown:
+        raise ValueError(f"{path} has {', '.join(unknown)}, for which {CONFIG_FILE} has no use")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, but {CONFIG_FILE} asks for "
+                f"{tuple(expected[name].shape)}"
+            )

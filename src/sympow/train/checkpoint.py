@@ -8,13 +8,14 @@ loaded, and the one before it is taken. Any number of processes can read what an
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,10 +25,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from sympow.train.distributed import Place
+from sympow.train.files import flush
 
 SEAL = "sealed.json"
 PREFIX = "step-"
 UNFINISHED = ".unfinished"
+DAMAGED = ".damaged"
 
 
 class DamagedCheckpointError(ValueError):
@@ -35,7 +38,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class Checkpoints:
-    """The checkpoints of a run.
+    """The checkpoints of a run; as a context, it finishes what was begun, also when an error ends the run.
 
     Args:
         folder: where they are.
@@ -48,7 +51,22 @@ class Checkpoints:
         self.folder = folder
         self._keep, self._place, self._report = keep, place, report
         self._pending: tuple[Future[Any], Path, dict[str, Any]] | None = None
+        # A group for this alone: what is exchanged in the background must not mix with what training exchanges.
+        self._group = dist.new_group(backend="gloo")
         folder.mkdir(parents=True, exist_ok=True)
+        if place.first:
+            for left in folder.glob(f"{PREFIX}*{UNFINISHED}"):
+                shutil.rmtree(left)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Someone who insists on stopping does not want to wait.
+        if kind is None or issubclass(kind, Exception):
+            self.finish()
 
     def save(self, step: int, shared: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
         """Begins to write a checkpoint; the previous one is finished first.
@@ -63,8 +81,10 @@ class Checkpoints:
         unfinished = target.with_name(target.name + UNFINISHED)
         if self._place.first:
             shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier()
-        future = async_save(_copied(_state(shared, optimizer)), checkpoint_id=str(unfinished))
+        dist.barrier(self._group)
+        future = async_save(
+            _copied(_state(shared, optimizer)), checkpoint_id=str(unfinished), process_group=self._group
+        )
         assert isinstance(future, Future)
         self._pending = future, target, {"step": step, "world_size": self._place.world_size, "progress": progress}
 
@@ -85,58 +105,73 @@ class Checkpoints:
             for old in self._found()[: -self._keep]:
                 shutil.rmtree(old)
 
-    def newest(self) -> Path | None:
-        """The newest checkpoint that is whole; the same for all processes."""
-        chosen: list[str | None] = [None]
+    def newest(self) -> tuple[Path, dict[str, Any]] | None:
+        """The newest checkpoint that is whole, and its seal; the same for all processes.
+
+        Damaged ones are renamed: they would be counted among those to keep, in place of whole ones.
+        """
+        chosen: list[tuple[Path, dict[str, Any]] | None] = [None]
         if self._place.first:
             for path in reversed(self._found()):
                 try:
-                    check_seal(path)
+                    chosen[0] = path, read_seal(path)
+                    break
                 except DamagedCheckpointError as error:
-                    self._report(f"{error}; trying the checkpoint before it")
-                    continue
-                chosen[0] = str(path)
-                break
+                    aside = path.with_name(path.name + DAMAGED)
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                    self._report(f"{error}. It is now {aside.name}; trying the checkpoint before it")
         dist.broadcast_object_list(chosen)
-        return None if chosen[0] is None else Path(chosen[0])
+        return chosen[0]
 
-    def load(self, path: Path, shared: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Fills model and optimiser from a checkpoint; returns what else it remembers."""
+    def load(self, path: Path, shared: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Fills model and optimiser from a checkpoint. What the optimiser is set to stays: rates, decay and so on."""
+        settings = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
         state = _state(shared, optimizer)
         load(state, checkpoint_id=str(path))
         set_state_dict(shared, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for group, values in zip(optimizer.param_groups, settings, strict=True):
+            group.update(values)
         torch.set_rng_state(state["rng"])
-        return dict(json.loads((path / SEAL).read_text())["progress"])
 
     def _found(self) -> list[Path]:
         """Oldest first."""
-        found = [path for path in self.folder.glob(f"{PREFIX}*") if not path.name.endswith(UNFINISHED)]
-        return sorted(found, key=lambda path: path.name)
+        found = [path for path in self.folder.iterdir() if re.fullmatch(rf"{PREFIX}\d+", path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix(PREFIX)))
 
 
 def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
     """Writes the list of files and checksums, and moves the folder into place."""
     files = {path.name: _fingerprint(path) for path in sorted(unfinished.iterdir())}
-    (unfinished / SEAL).write_text(json.dumps({**content, "files": files}, indent=2))
-    for path in unfinished.iterdir():
-        _flush(path)
+    content = {**content, "files": files}
+    (unfinished / SEAL).write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=2), "utf-8")
+    for path in (*unfinished.iterdir(), unfinished):
+        flush(path)
     shutil.rmtree(target, ignore_errors=True)
     unfinished.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
-def check_seal(path: Path) -> None:
-    """Raises unless every file is as it was when the checkpoint was sealed."""
+def read_seal(path: Path) -> dict[str, Any]:
+    """What a checkpoint remembers beside its tensors. Raises unless every file is as it was when it was sealed."""
     try:
-        files = json.loads((path / SEAL).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
+        content: dict[str, Any] = dict(json.loads((path / SEAL).read_text("utf-8")))
+        checksum, files = content.pop("checksum"), dict(content["files"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {SEAL} is missing or unreadable") from error
+    if checksum != _checksum(content):
+        raise DamagedCheckpointError(f"{path} is damaged: {SEAL} is not what was written")
     for name, expected in files.items():
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"{path} is damaged: {name} is missing")
-        if _fingerprint(file) != expected:
+        try:
+            found = _fingerprint(file)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path} is damaged: {name} cannot be read: {error.strerror}") from error
+        if found != expected:
             raise DamagedCheckpointError(f"{path} is damaged: {name} is not what was written")
+    return content
 
 
 def _state(shared: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -153,6 +188,10 @@ def _copied(state: Any) -> Any:
     return state.clone() if isinstance(state, torch.Tensor) and state.device.type == "cpu" else state
 
 
+def _checksum(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
 def _fingerprint(path: Path) -> list[int]:
     """Size and CRC-32."""
     checksum = 0
@@ -160,12 +199,3 @@ def _fingerprint(path: Path) -> list[int]:
         while block := file.read(1 << 24):
             checksum = zlib.crc32(block, checksum)
     return [path.stat().st_size, checksum]
-
-
-def _flush(path: Path) -> None:
-    """Onto the disk, not only to the system: a machine may stop."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import replace
@@ -53,9 +54,17 @@ def train(
     except (ValueError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
     except NonFiniteLossError as error:
-        typer.echo(f"stopped: {error}", err=True)
+        # All processes stop with the same message.
+        if _first():
+            typer.echo(f"stopped: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"{folder}", err=False)
+    if _first():
+        typer.echo(f"{folder}", err=False)
+
+
+def _first() -> bool:
+    """Whether this is the first of torchrun's processes, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _latest() -> Path:

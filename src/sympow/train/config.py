@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from sympow.data.loader import SHORT
 from sympow.extras import require
@@ -36,6 +36,7 @@ class DataConfig:
     short: Literal["refuse", "drop", "join", "pack"] = "join"
 
     def __post_init__(self) -> None:
+        _check_text("data", self.data)
         check_positive("context", self.context)
         check_choice("short", self.short, SHORT)
 
@@ -72,13 +73,14 @@ class OptimizerConfig:
         check_choice("schedule", self.schedule, SCHEDULES)
         for name in ("learning_rate", "rotation_rate", "epsilon", "weight_decay", "clip_norm", "final_rate"):
             value = getattr(self, name)
+            _check_number(name, value)
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be a number of at least 0, got {value}")
         for name in ("beta1", "beta2"):
+            _check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        _check_count("warmup_steps", self.warmup_steps)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, of so many."""
@@ -86,7 +88,7 @@ class OptimizerConfig:
             return self.learning_rate * (step + 1) / (self.warmup_steps + 1)
         if self.schedule == "constant":
             return self.learning_rate
-        passed = min(1.0, (step - self.warmup_steps) / max(1, steps - self.warmup_steps))
+        passed = min(1.0, (step - self.warmup_steps) / max(1, steps - 1 - self.warmup_steps))
         left = 1 - passed if self.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
         return self.learning_rate * (self.final_rate + (1 - self.final_rate) * left)
 
@@ -136,10 +138,10 @@ class RunConfig:
         for name in counts:
             check_positive(name, getattr(self, name))
         for name in ("seed", "evaluate_every", "save_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+            _check_count(name, getattr(self, name))
         for name in ("compile", "recompute", "tensorboard"):
             check_bool(name, getattr(self, name))
+        _check_text("wandb", self.wandb)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("parallel", self.parallel, PARALLEL)
 
@@ -189,10 +191,14 @@ class TrainConfig:
     @classmethod
     def from_yaml(cls, text: str) -> TrainConfig:
         """From parts and fields; what is missing has its default, what is unknown is refused."""
-        content = require("yaml", "train").safe_load(text)
+        yaml = require("yaml", "train")
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"not YAML: {error}") from error
         if not isinstance(content, Mapping):
             raise ValueError(f"a config must map parts to fields, got {type(content).__name__}")
-        kinds: dict[str, Callable[..., Any]] = {
+        kinds: dict[str, type[Any]] = {
             "model": GPTConfig,
             "data": DataConfig,
             "optimizer": OptimizerConfig,
@@ -202,24 +208,32 @@ class TrainConfig:
         for part, section in content.items():
             if part not in kinds:
                 raise ValueError(f"a config has the parts {', '.join(kinds)}; got {part!r}")
+            if not isinstance(section, Mapping | None):
+                raise ValueError(f"{part} must map fields to values, got {type(section).__name__}")
             unknown = set(section or {}) - _names(kinds[part])
             if unknown:
-                raise ValueError(f"{part} has no field {', '.join(sorted(unknown))}")
-            parts[part] = kinds[part](**(section or {}))
+                raise ValueError(f"{part} has no field {', '.join(sorted(map(str, unknown)))}")
+            parts[part] = kinds[part](**_with_exponents(kinds[part], section or {}))
         return cls(**parts)
 
     @classmethod
     def read(cls, path: Path | str) -> TrainConfig:
         """From a YAML file; messages name it."""
         try:
-            return cls.from_yaml(Path(path).read_text())
+            return cls.from_yaml(Path(path).read_text("utf-8"))
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: {error}") from error
 
 
 def laptop() -> TrainConfig:
-    """A small byte-level model that learns something within minutes on a CPU."""
-    return TrainConfig()
+    """A small byte-level model that learns something within minutes on a CPU: two million tokens, 4,096 a batch."""
+    return TrainConfig(
+        data=DataConfig(context=512),
+        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, clip_norm=1.0),
+        run=RunConfig(steps=500, batch_tokens=4_096, micro_batch_tokens=4_096),
+    )
 
 
 def paper() -> TrainConfig:
@@ -240,3 +254,33 @@ PRESETS: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "paper": pape
 
 def _names(section: Any) -> set[str]:
     return {part.name for part in fields(section)}
+
+
+def _with_exponents(kind: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
+    """With 6e-4 read as a number: to YAML it is text, since it has no point."""
+    hints = get_type_hints(kind)
+    values = dict(section)
+    for name, value in values.items():
+        if hints[name] is float and isinstance(value, str):
+            try:
+                values[name] = float(value)
+            except ValueError as error:
+                raise ValueError(f"{name} must be a number, got {value!r}") from error
+    return values
+
+
+def _check_number(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0, got {value}")
+
+
+def _check_text(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")

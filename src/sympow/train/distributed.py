@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from sympow.ops.validation import check_choice
 from sympow.train.objective import Objective
 
 
@@ -49,6 +51,7 @@ def process_group(device: str | None = None) -> Iterator[Place]:
         device: "cpu" or "cuda"; None: a GPU if there is one.
     """
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_choice("device", kind, ("cpu", "cuda"))
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but there is no GPU that torch can use")
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -111,3 +114,12 @@ def any_process(flag: bool, place: Place) -> bool:
     found = torch.tensor([float(flag)], device=place.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
+
+
+def from_all_processes(content: Any, place: Place) -> list[Any]:
+    """What every process has, in the order of their numbers; all learn the same."""
+    if place.world_size == 1:
+        return [content]
+    gathered: list[Any] = [None] * place.world_size
+    dist.all_gather_object(gathered, content)
+    return gathered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,8 +21,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Catches SIGINT and SIGTERM until the block ends."""
+    """Catches SIGINT and SIGTERM until the block ends. Only the main thread can; in another, nothing is caught."""
     request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
 
     def note(number: int, frame: FrameType | None) -> None:
         if request and number == signal.SIGINT:

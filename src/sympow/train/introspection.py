@@ -20,6 +20,8 @@ from sympow.model.gpt import GPT
 def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, float]:
     """Per layer: the median half-life of the state in tokens, and the mean and deviation of β.
 
+    A state that forgets nothing has no half-life.
+
     Args:
         run: calls the model on the data to look at.
     """
@@ -29,7 +31,8 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
         layer = name.split(".")[1]
         if isinstance(module, Gate) and output is not None:
             median = -output.float().flatten().median().item()
-            numbers[f"half_life/layer_{layer}"] = math.log(2) / median if median else math.inf
+            if median:
+                numbers[f"half_life/layer_{layer}"] = math.log(2) / median
         if isinstance(module, Rotation) and output[1] is not None:
             numbers[f"beta_mean/layer_{layer}"] = output[1].float().mean().item()
             numbers[f"beta_deviation/layer_{layer}"] = output[1].float().std().item()
@@ -46,10 +49,8 @@ def find_nonfinite(model: GPT, run: Callable[[], Any]) -> list[str]:
     Args:
         run: calls the model on the data that made it so.
     """
-    found = []
+    found = nonfinite_parameters(model)
     for name, parameter in model.named_parameters():
-        if not _finite(parameter):
-            found.append(f"parameter {name}")
         if parameter.grad is not None and not _finite(parameter.grad):
             found.append(f"gradient of {name}")
     outputs: list[str] = []
@@ -61,7 +62,17 @@ def find_nonfinite(model: GPT, run: Callable[[], Any]) -> list[str]:
 
     with _watching(model, (nn.Module,), look):
         run()
-    return found + outputs[:3]
+    # First what came first: an output makes the loss what it is, and the loss makes the gradients.
+    return (
+        [name for name in found if name.startswith("parameter")]
+        + outputs[:3]
+        + [name for name in found if not name.startswith("parameter")]
+    )
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    """Names of parameters that are not finite; of a shared-out one, this process sees its share."""
+    return [f"parameter {name}" for name, parameter in model.named_parameters() if not _finite(parameter)]
 
 
 def _pass_on(look: Callable[[str, nn.Module, Any], None], name: str, module: nn.Module, _: Any, output: Any) -> None:

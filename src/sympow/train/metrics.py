@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
 from sympow.extras import require
+from sympow.train.files import write_whole
+
+WANDB_FILE = "wandb-id"
 
 
 class Writer(Protocol):
     """Takes the numbers of a step."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def flush(self) -> None:
+        """Puts what was written where a killed process leaves it: before a checkpoint, from which a run goes on."""
+        ...
 
     def close(self) -> None: ...
 
@@ -23,13 +32,15 @@ class JsonLines:
     def __init__(self, path: Path, resumed_at: int) -> None:
         # Steps after the checkpoint will be made again.
         kept = [line for line in read_metrics(path) if line["step"] <= resumed_at] if path.exists() else []
-        self._file = path.open("w")
-        self._file.writelines(json.dumps(line) + "\n" for line in kept)
-        self._file.flush()
+        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self._file.write(json.dumps({"step": step, **numbers}) + "\n")
         self._file.flush()
+
+    def flush(self) -> None:
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -37,13 +48,18 @@ class JsonLines:
 
 class TensorBoard:
     def __init__(self, folder: Path, resumed_at: int) -> None:
-        module = require("torch.utils.tensorboard", "train")
+        require("tensorboard", "train")
+        from torch.utils.tensorboard import SummaryWriter
+
         # What a killed run wrote after its checkpoint is hidden.
-        self._writer = module.SummaryWriter(str(folder), purge_step=resumed_at + 1 if resumed_at else None)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
@@ -52,10 +68,19 @@ class TensorBoard:
 class WeightsAndBiases:
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         wandb = require("wandb", "wandb")
-        self._run = wandb.init(project=project, dir=str(folder), name=folder.name, config=config, resume="allow")
+        # A resumed run goes on under the same id; numbers of steps made again are the same, and are left out there.
+        named = folder / WANDB_FILE
+        if not named.exists():
+            write_whole(named, uuid.uuid4().hex)
+        self._run = wandb.init(
+            project=project, dir=str(folder), name=folder.name, config=config, id=named.read_text(), resume="allow"
+        )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self._run.log(numbers, step=step)
+
+    def flush(self) -> None:
+        """Nothing to do: a process of its own takes the numbers as they come."""
 
     def close(self) -> None:
         self._run.finish()
@@ -63,4 +88,16 @@ class WeightsAndBiases:
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl; without the last one, if it was cut off."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.endswith("}")]
+    lines = Path(path).read_text("utf-8").splitlines()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}: line {number} is not JSON: {error}") from error
+        if not isinstance(content, dict) or not isinstance(content.get("step"), int):
+            raise ValueError(f"{path}: line {number} has no step")
+        found.append(content)
+    return found

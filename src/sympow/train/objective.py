@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sympow.layers.constants import ConstantTable
 from sympow.model.gpt import GPT, Block
-from sympow.train.loss import linear_cross_entropy
+from sympow.model.losses import linear_cross_entropy
 
 
 class Objective(nn.Module):
@@ -39,7 +40,14 @@ class Objective(nn.Module):
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compiles each block in place. They are alike, so that one compilation serves them all."""
+    """Compiles each block in place. They are alike, so that one compilation serves them all.
+
+    The model is on its device by now, and its tables of constants are put there first: made during the first call,
+    they would be a change that a compiled block, recomputed or not, must notice and be compiled anew for.
+    """
+    for module in model.modules():
+        if isinstance(module, ConstantTable):
+            module(model.embedding.weight.device)
     for block in model.blocks:
         block.compile(fullgraph=True)
 

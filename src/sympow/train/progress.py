@@ -15,12 +15,11 @@ class Progress:
 
     Args:
         steps: of the whole run.
-        done: of them, made before.
         quiet: show nothing; for all processes but the first.
     """
 
-    def __init__(self, steps: int, done: int, *, quiet: bool) -> None:
-        self._steps, self._first, self._quiet = steps, done, quiet
+    def __init__(self, steps: int, *, quiet: bool) -> None:
+        self._steps, self._first, self._quiet = steps, 0, quiet
         self._start = time.monotonic()
         self._bar: Any = None
         if not quiet and sys.stderr.isatty():
@@ -34,7 +33,7 @@ class Progress:
                 rich.TimeRemainingColumn(),
                 console=console,
             )
-            self._task = self._bar.add_task("training", total=steps, completed=done, numbers="")
+            self._task = self._bar.add_task("training", total=steps, numbers="")
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -46,6 +45,12 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def begin(self, done: int) -> None:
+        """The first step comes now; so many were made before, and say nothing about the time that is left."""
+        self._first, self._start = done, time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=done)
 
     def step(self, step: int, numbers: str | None) -> None:
         """After a step; `numbers` if there are new ones."""
@@ -60,7 +65,7 @@ class Progress:
         if self._quiet:
             return
         if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             print(line, file=sys.stderr, flush=True)
 

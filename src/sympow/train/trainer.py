@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +22,18 @@ from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
 from sympow.train.config import TrainConfig
-from sympow.train.distributed import Place, any_process, last_of_batch, mean_over_processes, process_group, share
+from sympow.train.distributed import (
+    Place,
+    any_process,
+    from_all_processes,
+    last_of_batch,
+    mean_over_processes,
+    process_group,
+    share,
+)
+from sympow.train.files import write_whole
 from sympow.train.interrupt import StopRequest, stop_on_signals
-from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics
+from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics, nonfinite_parameters
 from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
 from sympow.train.objective import Objective, compile_blocks, recompute_blocks
 from sympow.train.optimizer import make_optimizer, set_rate
@@ -34,6 +46,8 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "model"
 # Tokens to look at gates and rotations with.
 SAMPLE_TOKENS = 2_048
+# How a model computes may change from one day to the next; what it is may not.
+WAYS_TO_COMPUTE = ("form", "backend", "chunk_size")
 
 
 class NonFiniteLossError(ArithmeticError):
@@ -60,11 +74,9 @@ def train(config: TrainConfig, out: Path | str, *, resume: bool = False, device:
     """
     out = Path(out)
     with process_group(device) as place:
-        _claim(out, resume, place)
+        out = _claim(out, resume, place)
         dataset = open_dataset(config.data.data)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
-        if place.first:
-            (out / CONFIG_FILE).write_text(config.to_yaml())
         with stop_on_signals() as stop:
             _Run(config, out, place, dataset).run(resume, stop)
     return out
@@ -73,6 +85,11 @@ def train(config: TrainConfig, out: Path | str, *, resume: bool = False, device:
 class _Run:
     def __init__(self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset) -> None:
         self.config, self.out, self.place, self.dataset = config, out, place, dataset
+        if config.batch_rows % place.world_size:
+            raise ValueError(
+                f"batch_tokens must hold as many sequences for each of {place.world_size} processes; "
+                f"got {config.run.batch_tokens:,}, {config.batch_rows:,} sequences of {config.data.context:,}"
+            )
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(place.device)
         if config.run.recompute:
@@ -83,18 +100,28 @@ class _Run:
         self.shared = share(Objective(self.model, config.run.loss_tokens, self.dtype), place, config.run.parallel)
         self.optimizer = make_optimizer(self.shared, config.optimizer)
         self.loader = self._make_loader(dataset, config.batch_rows, shuffle=True)
+        # Opened now, although it is for later: what is wrong with it should be said before hours of training.
+        self.heldout = self._open_heldout() if config.run.evaluate_every else None
         self.step_number = 0
 
     def run(self, resume: bool, stop: StopRequest) -> None:
         """All steps, or as many as it is let."""
         run = self.config.run
-        with Progress(run.steps, 0, quiet=not self.place.first) as progress:
+        with ExitStack() as at_end:
+            progress = at_end.enter_context(Progress(run.steps, quiet=not self.place.first))
             self._say = progress.say
             checkpoints = Checkpoints(self.out / CHECKPOINTS, run.keep, self.place, progress.say)
+            at_end.enter_context(checkpoints)
             if resume:
                 self._resume(checkpoints)
-            writers = self._make_writers()
+            if self.place.first:
+                write_whole(self.out / CONFIG_FILE, self.config.to_yaml())
+            writers = []
+            for writer in self._make_writers():
+                at_end.callback(writer.close)
+                writers.append(writer)
             self._describe()
+            progress.begin(self.step_number)
             clock = Clock()
             # The loader's position is that of the batches taken, which are those of the steps made.
             for batch in islice(self.loader, run.steps - self.step_number):
@@ -107,15 +134,13 @@ class _Run:
                 stopping = any_process(bool(stop), self.place)
                 last = stopping or self.step_number == run.steps
                 if last or (run.save_every and self.step_number % run.save_every == 0):
-                    checkpoints.save(
-                        self.step_number, self.shared, self.optimizer, {"loader": self.loader.state_dict()}
-                    )
+                    self._save(checkpoints, writers)
                 if stopping:
-                    progress.say(f"{stop.signal or 'another process'}: saved after step {self.step_number:,}")
+                    checkpoints.finish()
+                    who = stop.signal or "a signal to another process"
+                    progress.say(f"{who}: saved after step {self.step_number:,}; --resume goes on from there")
                     break
             checkpoints.finish()
-            for writer in writers:
-                writer.close()
             self._export()
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -132,10 +157,14 @@ class _Run:
                 loss.backward()
             losses.append(loss.detach())
         loss_value = mean_over_processes(torch.stack(losses).sum(), self.place).item()
-        norm = torch.nn.utils.clip_grad_norm_(self.shared.parameters(), self.config.optimizer.clip_norm or math.inf)
+        parameters = [parameter for parameter in self.shared.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
         norm_value = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        # Before clipping, which would spread what is not finite over all gradients.
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             self._refuse(loss_value, norm_value, batch, parts)
+        if self.config.optimizer.clip_norm:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.clip_norm, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "gradient_norm": norm_value, "learning_rate": rate}
@@ -146,15 +175,17 @@ class _Run:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss on held-out documents."""
-        rows = max(self.place.world_size, self.config.run.evaluate_tokens // self.config.data.context)
-        rows -= rows % self.place.world_size
-        heldout = self._make_loader(
-            open_dataset(self.config.data.data, "heldout"), self.place.world_size, shuffle=False
-        )
-        count = min(rows // self.place.world_size, heldout.batches_per_epoch)
-        losses = [self._loss(batch.to(self.place.device)) for batch in islice(heldout, count)]
+        """Mean loss on held-out documents, the same ones every time."""
+        heldout = self.heldout or self._open_heldout()
+        heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
+        rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.place.world_size)
+        losses = [self._loss(batch.to(self.place.device)) for batch in islice(heldout, rows)]
         return mean_over_processes(torch.stack(losses).mean(), self.place).item()
+
+    def _open_heldout(self) -> Loader:
+        """A row at a time for every process."""
+        dataset = open_dataset(self.config.data.data, "heldout")
+        return self._make_loader(dataset, self.place.world_size, shuffle=False)
 
     def _make_loader(self, dataset: TokenDataset, rows: int, *, shuffle: bool) -> Loader:
         return Loader(
@@ -171,14 +202,32 @@ class _Run:
         )
 
     def _resume(self, checkpoints: Checkpoints) -> None:
-        path = checkpoints.newest()
-        if path is None:
+        newest = checkpoints.newest()
+        if newest is None:
             self._say("no checkpoint to resume from: starting from the beginning")
             return
-        progress = checkpoints.load(path, self.shared, self.optimizer)
+        path, content = newest
+        step, progress = content["step"], content["progress"]
+        if step > self.config.run.steps:
+            raise ValueError(f"steps must be at least the {step:,} of {path}, got {self.config.run.steps:,}")
+        _check_same_model(progress["config"]["model"], asdict(self.config.model), path)
         self.loader.load_state_dict(progress["loader"])
-        self.step_number = int(path.name.rpartition("-")[2])
+        checkpoints.load(path, self.shared, self.optimizer)
+        self.step_number = step
         self._say(f"resumed from {path}")
+
+    def _save(self, checkpoints: Checkpoints, writers: list[Writer]) -> None:
+        """Numbers first: a run goes on after its checkpoint, and would lack those of the steps before."""
+        shares = from_all_processes(nonfinite_parameters(self.model), self.place)
+        if found := sorted({name for share in shares for name in share}):
+            raise NonFiniteLossError(
+                f"step {self.step_number} left {', '.join(found[:8])} with numbers that are not finite. No checkpoint "
+                f"was made of it; the last one is in {self.out / CHECKPOINTS}"
+            )
+        for writer in writers:
+            writer.flush()
+        progress = {"loader": self.loader.state_dict(), "config": asdict(self.config)}
+        checkpoints.save(self.step_number, self.shared, self.optimizer, progress)
 
     def _log(self, batch: Batch, numbers: dict[str, float], clock: Clock, writers: list[Writer]) -> str | None:
         run = self.config.run
@@ -191,12 +240,12 @@ class _Run:
             if peak is not None:
                 used = rate * training_operations(self.config.model, self.config.data.context)
                 numbers["utilisation"] = used / peak / self.place.world_size
+                line += f"  {numbers['utilisation']:.1%} of peak"
+            if self.place.device.type == "cuda":
                 numbers["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                line += f"  {numbers['utilisation']:.1%} of peak  {numbers['memory_gib']:.1f} GiB"
-            part = batch.split(1)[0].to(self.place.device)
-            if part.cu_seqlens is None:
-                sample = replace(part, inputs=part.inputs[:, :SAMPLE_TOKENS], targets=part.targets[:, :SAMPLE_TOKENS])
-                numbers |= gate_and_rotation_metrics(self.model, lambda: self._loss(sample))
+                line += f"  {numbers['memory_gib']:.1f} GiB"
+            sample = _first_tokens(batch, SAMPLE_TOKENS).to(self.place.device)
+            numbers |= gate_and_rotation_metrics(self.model, lambda: self._loss(sample))
             clock.restart()
         if run.evaluate_every and self.step_number % run.evaluate_every == 0:
             numbers = numbers | {"heldout_loss": self.evaluate()}
@@ -206,16 +255,16 @@ class _Run:
             writer.write(self.step_number, numbers)
         return line
 
-    def _make_writers(self) -> list[Writer]:
+    def _make_writers(self) -> Iterator[Writer]:
+        """One by one: if the next cannot be made, those before it are closed."""
         if not self.place.first:
-            return []
+            return
         run = self.config.run
-        writers: list[Writer] = [JsonLines(self.out / METRICS_FILE, self.step_number)]
+        yield JsonLines(self.out / METRICS_FILE, self.step_number)
         if run.tensorboard:
-            writers.append(TensorBoard(self.out / "tensorboard", self.step_number))
+            yield TensorBoard(self.out / "tensorboard", self.step_number)
         if run.wandb:
-            writers.append(WeightsAndBiases(run.wandb, self.out, asdict(self.config)))
-        return writers
+            yield WeightsAndBiases(run.wandb, self.out, asdict(self.config))
 
     def _describe(self) -> None:
         summary, data = self.loader.summary, self.config.data
@@ -239,14 +288,16 @@ class _Run:
             for part in parts:
                 self._loss(part.to(self.place.device))
 
-        offending = find_nonfinite(self.model, again)
-        documents = sorted(set(batch.document_ids.tolist()))
+        # Of every process: what one of them met stops all.
+        seen = from_all_processes((find_nonfinite(self.model, again), batch.document_ids.tolist()), self.place)
+        offending = list(dict.fromkeys(name for names, _ in seen for name in names))
+        documents = sorted({document for _, ids in seen for document in ids})
         names = ", ".join(self.dataset.document_name(document) for document in documents[:3])
         raise NonFiniteLossError(
             f"step {self.step_number + 1}: the loss is {loss} and the gradient's norm {norm}. Not finite: "
-            f"{', '.join(offending[:8]) or 'nothing that can be seen again'}. Documents of this batch in process "
-            f"{self.place.rank}: {documents[:32]} ({names}{', …' if len(documents) > 3 else ''}). Parameters are as "
-            f"before the step; the last checkpoint is in {self.out / CHECKPOINTS}"
+            f"{', '.join(offending[:8]) or 'nothing that can be seen again'}. Documents of this batch: "
+            f"{_shortened(documents)} ({names}{', …' if len(documents) > 3 else ''}). Parameters are as before the "
+            f"step; the last checkpoint is in {self.out / CHECKPOINTS}"
         )
 
     def _export(self) -> None:
@@ -261,14 +312,40 @@ class _Run:
         dist.barrier()
 
 
-def _claim(out: Path, resume: bool, place: Place) -> None:
-    """Makes the folder; refuses one that holds another run."""
-    problem: list[str | None] = [None]
+def _claim(out: Path, resume: bool, place: Place) -> Path:
+    """Makes the folder; refuses one that holds another run. The first process's choice is everyone's."""
+    chosen: list[Any] = [out, None]
     if place.first:
         if not resume and (out / CONFIG_FILE).exists():
-            problem[0] = f"{out} holds a run already: resume it, or choose another folder"
+            chosen[1] = f"{out} holds a run already: resume it, or choose another folder"
         else:
-            out.mkdir(parents=True, exist_ok=True)
-    dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise ValueError(problem[0])
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                chosen[1] = f"{out} cannot be made a folder: {error.strerror}"
+    dist.broadcast_object_list(chosen)
+    out, problem = chosen
+    if problem is not None:
+        raise ValueError(problem)
+    return out
+
+
+def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    for name, value in wanted.items():
+        if name not in WAYS_TO_COMPUTE and saved.get(name) != value:
+            raise ValueError(f"{name} must be that of {path}, {saved.get(name)!r}; got {value!r}")
+
+
+def _first_tokens(batch: Batch, tokens: int) -> Batch:
+    """The beginning of a batch's first row."""
+    row = batch.split(1)[0]
+    tokens = min(tokens, batch.context)
+    bounds = row.cu_seqlens
+    if bounds is not None:
+        bounds = torch.cat([bounds[bounds < tokens], bounds.new_tensor([tokens])])
+    return replace(row, inputs=row.inputs[:, :tokens], targets=row.targets[:, :tokens], cu_seqlens=bounds)
+
+
+def _shortened(numbers: list[int], limit: int = 32) -> str:
+    shown = ", ".join(map(str, numbers[:limit]))
+    return shown if len(numbers) <= limit else f"{shown} and {len(numbers) - limit:,} more"

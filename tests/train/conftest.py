@@ -1,0 +1,187 @@
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sympow.data.preparation import prepare
+from sympow.train import TrainConfig
+from sympow.train.metrics import read_metrics
+
+# As much patience as a busy machine may need. No test expects this to pass.
+PATIENCE = 60.0
+TINY = {
+    "layers": 1,
+    "width": 32,
+    "heads": 2,
+    "context": 32,
+    "batch_tokens": 192,
+    "learning_rate": 3e-3,
+    "warmup_steps": 0,
+    "clip_norm": 0.0,
+    "log_every": 1,
+    "tensorboard": False,
+}
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    """A prepared folder of bytes: documents of 20 to 400, a fifth held out."""
+    folder = tmp_path_factory.mktemp("texts")
+    choose = random.Random(0)
+    words = ["state", "gate", "turn", "key", "value", "decay", "power", "token", "and", "of"]
+    documents = [" ".join(choose.choices(words, k=choose.randint(4, 80))) for _ in range(80)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    prepare([folder / "texts.jsonl"], folder / "prepared", heldout=0.2, workers=1)
+    return folder / "prepared"
+
+
+@pytest.fixture
+def tiny(texts):
+    """Makes a config of a run that takes a moment."""
+
+    def make(**changes):
+        return TrainConfig().changed(**{"data": str(texts), "steps": 6, "save_every": 2, **TINY, **changes})
+
+    return make
+
+
+@pytest.fixture
+def losses():
+    """Reads the loss of every step of a run; steps must be there once each, in order."""
+
+    def read(folder):
+        lines = read_metrics(Path(folder) / "metrics.jsonl")
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        return [line["loss"] for line in lines]
+
+    return read
+
+
+def as_flags(changes):
+    flags = []
+    for name, value in changes.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
+
+
+@dataclass
+class Training:
+    """The processes of a run that may still be running."""
+
+    pids: list[int]
+    log: Path
+    out: Path
+    ask: Callable
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def wait(self):
+        """Exit codes, negative for the number of a signal."""
+        end = time.monotonic() + PATIENCE
+        while running := [pid for pid in self.pids if pid not in self.codes]:
+            for pid in running:
+                if (code := self.ask({"wait": pid})) is not None:
+                    self.codes[pid] = code
+            if time.monotonic() > end:
+                raise TimeoutError(f"processes {running} do not end:\n{self.log.read_text()}")
+            time.sleep(0.01)
+        return [self.codes[pid] for pid in self.pids]
+
+    def kill(self):
+        """Ends what a failed test left running."""
+        for pid in self.pids:
+            if pid not in self.codes:
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
+
+    def wait_for_step(self, step):
+        """Until metrics.jsonl has the step."""
+        end = time.monotonic() + PATIENCE
+        while self.steps_written() < step:
+            if time.monotonic() > end:
+                raise TimeoutError(f"step {step} does not come:\n{self.log.read_text()}")
+            time.sleep(0.001)
+
+    def steps_written(self):
+        try:
+            return (self.out / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def send(self, number, process=0):
+        os.kill(self.pids[process], number)
+
+
+@pytest.fixture(scope="session")
+def launcher():
+    """Asks the program that forks trainings."""
+    # Warnings are errors there, too.
+    process = subprocess.Popen(
+        [sys.executable, "-W", "error", str(Path(__file__).parent / "launcher.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+    def ask(request):
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+    yield ask
+    process.stdin.close()
+    process.wait(PATIENCE)
+    process.stdout.close()
+
+
+@pytest.fixture
+def start(launcher, texts, tmp_path):
+    """Starts `python -m sympow.train` on a tiny run, in one process or several."""
+    started = []
+
+    def run(out, *, processes=1, resume=False, code="", **changes):
+        defaults = {"data": texts, "steps": 6, "save_every": 2, **TINY}
+        arguments = ["--out", str(out), "--device", "cpu", *(["--resume"] if resume else [])]
+        arguments += as_flags(changes if resume else {**defaults, **changes})
+        log = tmp_path / f"{Path(out).name}.log"
+        environments = [{}]
+        if processes > 1:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environments = [{**shared, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(processes)]
+        pids = [
+            launcher({"environment": environment, "arguments": arguments, "code": code, "log": str(log)})
+            for environment in environments
+        ]
+        started.append(Training(pids, log, Path(out), launcher))
+        return started[-1]
+
+    yield run
+    for training in started:
+        training.kill()
+
+
+@pytest.fixture
+def finish(start):
+    """Starts a run, waits for its end, which must be a good one, and gives what it printed."""
+
+    def run(out, **options):
+        training = start(out, **options)
+        codes = training.wait()
+        printed = training.log.read_text()
+        assert set(codes) == {0}, printed
+        return printed
+
+    return run

@@ -1,0 +1,45 @@
+"""Starts trainings for the tests: imports once, then forks a process for every line of JSON on standard input.
+
+A program of its own, since a test process has threads and must not fork. Importing torch takes seconds and a tiny
+training less than one.
+"""
+
+import gc
+import json
+import os
+import sys
+from importlib import import_module
+
+import sympow.train.cli
+
+# What a training imports when it comes to it.
+for name in ("fsspec", "safetensors.torch", "sympow.train.trainer", "torch.distributed.checkpoint.filesystem", "yaml"):
+    import_module(name)
+
+
+def become(request):
+    """What `python -m sympow.train ARGUMENTS` does, after some code that breaks things on purpose."""
+    os.environ.update(request["environment"])
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.argv = ["sympow.train", *request["arguments"]]
+    exec(request["code"], {})
+    sympow.train.cli.main()
+
+
+if __name__ == "__main__":
+    # Nothing imported so far is ever collected: forked processes need not look at it, and share it.
+    gc.freeze()
+    while line := sys.stdin.readline():
+        request = json.loads(line)
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                become(request)
+                break
+        print(json.dumps(answer), flush=True)

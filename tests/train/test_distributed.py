@@ -1,0 +1,164 @@
+"""Several processes give what one gives, and go on with each other's checkpoints."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sympow.model.storage import load_model
+from sympow.train import train
+from sympow.train.checkpoint import read_seal
+from sympow.train.metrics import read_metrics
+
+# Sums in another order. Losses are near 5.
+ROUNDING = 2e-5
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def known():
+    """The metrics of single processes, by what was asked for."""
+    return {}
+
+
+@pytest.fixture
+def alone(known, tiny, tmp_path):
+    """Metrics of the same run in one process."""
+
+    def run(**changes):
+        key = str(sorted(changes.items()))
+        if key not in known:
+            out = train(tiny(steps=STEPS, **changes), tmp_path / "alone", device="cpu")
+            known[key] = read_metrics(out / "metrics.jsonl")
+        return known[key]
+
+    return run
+
+
+def same(actual, expected):
+    """Whether two runs have the same numbers, but for rounding."""
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"tokens_per_second"}:
+            # The longest half-life is of a gate at 0.999: a rounding there is a thousand times as much here.
+            tolerance = 1e-3 if name.startswith("half_life") else ROUNDING * (10 if name == "gradient_norm" else 1)
+            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (mine["step"], name)
+    return True
+
+
+# A checkpoint every step: what is written in the background must not disturb what processes exchange.
+THOROUGH = {"layers": 2, "micro_batch_tokens": 64, "clip_norm": 0.5, "save_every": 1, "evaluate_every": 2}
+THOROUGH |= {"evaluate_tokens": 256}
+
+
+def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):
+    flags = "--width 32 --heads 2 --context 32 --batch-tokens 192 --learning-rate 3e-3 --warmup-steps 0 --log-every 1"
+    command = [
+        *(Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "sympow.train"),
+        *("--data", texts, "--out", tmp_path / "run", "--steps", STEPS, "--device", "cpu", "--no-tensorboard"),
+        *flags.split(),
+    ]
+    for name, value in THOROUGH.items():
+        command += [f"--{name.replace('_', '-')}", value]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(tmp_path / "run")]
+    assert same(read_metrics(tmp_path / "run" / "metrics.jsonl"), alone(**THOROUGH))
+
+
+def test_two_processes_that_share_parameters_out_equal_one(finish, alone, tmp_path):
+    out = tmp_path / "two"
+    printed = finish(out, processes=2, parallel="fsdp", steps=STEPS, **THOROUGH)
+    assert "on 2 × cpu" in printed
+    assert printed.count(f"step {STEPS} of {STEPS}") == 1
+    assert printed.count(f"{out}\n") == 1
+    assert same(read_metrics(out / "metrics.jsonl"), alone(**THOROUGH))
+    assert read_seal(out / "checkpoints" / f"step-{STEPS:09d}")["world_size"] == 2
+    # Parts of parameters were put together again.
+    reference = load_model(tmp_path / "alone" / "model") if (tmp_path / "alone").exists() else None
+    exported = load_model(out / "model")
+    assert exported.config.layers == 2
+    assert sum(p.numel() for p in exported.parameters()) == exported.count_parameters()
+    assert reference is None or all(
+        torch.allclose(mine, theirs, atol=1e-3)
+        for mine, theirs in zip(exported.parameters(), reference.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_checkpoint_of_two_processes_continues_on_another_number(finish, alone, tmp_path, parallel):
+    finish(tmp_path / "two", processes=2, parallel=parallel, steps=STEPS // 2)
+    for number in (1, 3):
+        out = shutil.copytree(tmp_path / "two", tmp_path / f"then-{number}")
+        printed = finish(out, processes=number, resume=True, steps=STEPS)
+        assert f"on {number} × cpu" in printed
+        assert f"resumed from {out / 'checkpoints' / f'step-{STEPS // 2:09d}'}" in printed
+        assert same(read_metrics(out / "metrics.jsonl"), alone())
+        seal = read_seal(out / "checkpoints" / f"step-{STEPS:09d}")
+        assert (seal["world_size"], seal["step"]) == (number, STEPS)
+
+
+def test_a_checkpoint_of_one_process_continues_on_two(finish, alone, tmp_path):
+    finish(tmp_path / "run", steps=STEPS // 2)
+    finish(tmp_path / "run", processes=2, resume=True, steps=STEPS, parallel="fsdp")
+    assert same(read_metrics(tmp_path / "run" / "metrics.jsonl"), alone())
+
+
+def test_several_processes_recompute_and_pack(finish, alone, tmp_path):
+    changes = {"recompute": True, "short": "pack", "micro_batch_tokens": 32}
+    finish(tmp_path / "two", processes=2, parallel="fsdp", steps=STEPS, **changes)
+    assert same(read_metrics(tmp_path / "two" / "metrics.jsonl"), alone(**changes))
+
+
+def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losses, alone, tmp_path):
+    slower = "import time; from sympow.train import trainer; step = trainer._Run.step\n"
+    slower += "trainer._Run.step = lambda self, batch: (time.sleep(0.1), step(self, batch))[1]\n"
+    training = start(tmp_path / "run", processes=2, steps=STEPS, save_every=0, code=slower)
+    training.wait_for_step(2)
+    training.send(signal.SIGTERM, process=1)
+    assert training.wait() == [0, 0], training.log.read_text()
+    done = len(losses(tmp_path / "run"))
+    assert 2 <= done < STEPS
+    assert f"saved after step {done}" in training.log.read_text()
+    finish(tmp_path / "run", processes=2, resume=True)
+    assert same(read_metrics(tmp_path / "run" / "metrics.jsonl"), alone())
+
+
+def test_what_one_process_meets_stops_all_with_the_same_message(start, tmp_path):
+    code = """
+import os
+from sympow.train import trainer
+loss = trainer._Run._loss
+def spoiled(self, batch):
+    broken = os.environ["RANK"] == "1" and self.step_number == 3
+    return loss(self, batch) * (float("nan") if broken else 1.0)
+trainer._Run._loss = spoiled
+"""
+    training = start(tmp_path / "run", processes=2, code=code)
+    assert training.wait() == [1, 1]
+    printed = training.log.read_text()
+    assert printed.count("stopped: step 4: the loss is nan") == 1
+    assert "Traceback" not in printed
+
+
+def test_a_batch_that_cannot_be_shared_is_refused(start, tmp_path):
+    training = start(tmp_path / "run", processes=2, batch_tokens=96)
+    assert training.wait() == [2, 2]
+    printed = " ".join(training.log.read_text().split())
+    assert "batch_tokens must hold as many sequences for each of 2 processes; got 96, 3 sequences of 32" in printed
+
+
+def test_the_first_process_chooses_the_folder(start, losses, tmp_path):
+    """By default its name is the time, which is not the same everywhere."""
+    code = "import os, sys; sys.argv[sys.argv.index('--out') + 1] += os.environ['RANK']"
+    training = start(tmp_path / "run", processes=2, code=code)
+    assert training.wait() == [0, 0], training.log.read_text()
+    assert len(losses(tmp_path / "run0")) == 6
+    assert not (tmp_path / "run1").exists()

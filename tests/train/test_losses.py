@@ -1,0 +1,92 @@
+"""Chunked cross-entropy against PyTorch's, and what it holds in memory."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, linear
+
+from support import assert_close
+from sympow.model.losses import linear_cross_entropy, token_losses
+from sympow.report.memory import PeakMemory
+
+TOKENS, WIDTH, VOCABULARY = 37, 8, 29
+
+
+def problem(dtype=torch.float64, shape=(TOKENS,)):
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(VOCABULARY, shape, generator=generator)
+    return features, weight, targets
+
+
+def full(features, weight, targets, reduction="mean"):
+    return cross_entropy(linear(features, weight).flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+@pytest.mark.parametrize("shape", [(TOKENS,), (1, TOKENS), (3, 4, 5), (1,)])
+@pytest.mark.parametrize("tokens", [1, 5, 36, 37, 1_000])
+def test_value_and_gradients_are_those_of_all_logits(shape, tokens):
+    features, weight, targets = problem(shape=shape)
+    # The loss is one of several terms, so that its gradients are scaled.
+    loss = linear_cross_entropy(features, weight, targets, tokens=tokens)
+    actual = torch.autograd.grad(0.3 * loss, (features, weight))
+    reference = full(features, weight, targets)
+    expected = torch.autograd.grad(0.3 * reference, (features, weight))
+    assert_close(loss, reference, 1e-12, "loss")
+    assert_close(actual[0], expected[0], 1e-12, "gradient of features")
+    assert_close(actual[1], expected[1], 1e-12, "gradient of weight")
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 37, 64])
+def test_losses_of_tokens_are_those_of_all_logits(tokens):
+    features, weight, targets = problem(shape=(1, TOKENS))
+    actual = token_losses(features, weight, targets, tokens=tokens)
+    assert actual.shape == targets.shape
+    assert not actual.requires_grad
+    assert_close(actual.flatten(), full(features, weight, targets, "none"), 1e-12, "losses")
+    with torch.no_grad():
+        assert_close(linear_cross_entropy(features, weight, targets, tokens=tokens), actual.mean(), 1e-12, "mean")
+
+
+def test_only_one_of_the_two_needs_a_gradient():
+    features, weight, targets = problem()
+    expected = torch.autograd.grad(full(features, weight, targets), (features, weight))
+    loss = linear_cross_entropy(features.detach(), weight, targets, tokens=5)
+    assert_close(torch.autograd.grad(loss, weight)[0], expected[1], 1e-12, "gradient of weight")
+    loss = linear_cross_entropy(features, weight.detach(), targets, tokens=5)
+    assert_close(torch.autograd.grad(loss, features)[0], expected[0], 1e-12, "gradient of features")
+
+
+def test_products_in_bfloat16_are_as_good_as_pytorchs():
+    features, weight, targets = problem(torch.float32)
+    exact = torch.autograd.grad(full(features.double(), weight.double(), targets), (features, weight))
+    plain = torch.autograd.grad(full(features.bfloat16(), weight.bfloat16(), targets), (features, weight))
+    loss = linear_cross_entropy(features, weight, targets, tokens=5, dtype=torch.bfloat16)
+    assert loss.dtype == torch.float32
+    actual = torch.autograd.grad(loss, (features, weight))
+    for mine, theirs, truth in zip(actual, plain, exact, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - truth).abs().max() <= 2 * (theirs - truth).abs().max()
+
+
+def test_large_logits_overflow_nowhere():
+    features, weight, targets = problem(torch.float32)
+    loss = linear_cross_entropy(features * 1e4, weight, targets, tokens=5)
+    assert_close(loss, full(features * 1e4, weight, targets), 1e-6, "loss")
+    assert all(x.isfinite().all() for x in torch.autograd.grad(loss, (features, weight)))
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_the_logits_of_all_tokens_never_exist_at_once(with_gradients):
+    tokens, vocabulary, chunk = 512, 1_000, 16
+    features = torch.randn(tokens, WIDTH, requires_grad=with_gradients)
+    weight = torch.randn(vocabulary, WIDTH, requires_grad=with_gradients)
+    targets = torch.randint(vocabulary, (tokens,))
+    with PeakMemory() as memory:
+        loss = linear_cross_entropy(features, weight, targets, tokens=chunk)
+        if with_gradients:
+            loss.backward()
+    a_chunk = chunk * vocabulary * 4
+    # A dozen temporary tensors of a chunk, and the gradients with a copy or two.
+    assert memory.largest <= max(2 * a_chunk, vocabulary * WIDTH * 4)
+    assert memory.peak <= 8 * a_chunk + 4 * (vocabulary + tokens) * WIDTH * 4 < tokens * vocabulary * 4

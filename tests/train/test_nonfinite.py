@@ -1,0 +1,132 @@
+"""A loss that is not a number: what is said, and what is left."""
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from sympow.data import Loader, open_dataset
+from sympow.train import checkpoint as checkpoint_module
+from sympow.train import train, trainer
+from sympow.train.trainer import NonFiniteLossError
+
+
+def spoil(monkeypatch, step, how):
+    """Does something to the model before a step, counted from 1."""
+    original = trainer._Run.step
+
+    def spoiled(self, batch):
+        if self.step_number + 1 == step:
+            with torch.no_grad():
+                how(self.model)
+        return original(self, batch)
+
+    monkeypatch.setattr(trainer._Run, "step", spoiled)
+
+
+def put(value, *names):
+    def how(model):
+        for name in names:
+            model.get_parameter(name).view(-1)[0] = value
+
+    return how
+
+
+def saved_tensors(out, step, tmp_path):
+    dcp_to_torch_save(out / "checkpoints" / f"step-{step:09d}", tmp_path / "saved.pt")
+    content = torch.load(tmp_path / "saved.pt", weights_only=True)
+    return content["model"] | {
+        f"{name} {key}": x for name, state in content["optimizer"]["state"].items() for key, x in state.items()
+    }
+
+
+def test_a_loss_that_is_not_a_number_is_reported_with_all_that_is_known(tiny, texts, tmp_path, monkeypatch):
+    name = "blocks.0.mlp.up_proj.weight"
+    spoil(monkeypatch, 4, put(math.inf, name))
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(tiny(layers=2), tmp_path / "run", device="cpu")
+    message = str(caught.value)
+    assert message.startswith("step 4: the loss is nan and the gradient's norm nan. Not finite: ")
+    assert f"parameter {name}, output of blocks.0.mlp" in message
+    dataset = open_dataset(texts)
+    batches = iter(Loader(dataset, 32, 6, short="join"))
+    documents = sorted(set([next(batches) for _ in range(4)][-1].document_ids.tolist()))
+    batches.close()
+    assert f"Documents of this batch: {', '.join(map(str, documents))} (" in message
+    assert dataset.document_name(documents[0]) in message
+    assert str(tmp_path / "run" / "checkpoints") in message
+
+
+def test_the_last_good_checkpoint_is_kept_finite(tiny, losses, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        spoil(patch, 4, put(math.nan, "blocks.0.mlp.out_proj.bias"))
+        with pytest.raises(NonFiniteLossError):
+            train(tiny(save_every=1, keep=1), tmp_path / "run", device="cpu")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
+    saved = saved_tensors(tmp_path / "run", 3, tmp_path)
+    assert len(saved) > 20
+    assert all(tensor.isfinite().all() for tensor in saved.values())
+    # The cause removed, it goes on.
+    train(tiny(), tmp_path / "run", resume=True, device="cpu")
+    assert all(map(math.isfinite, losses(tmp_path / "run")))
+
+
+def test_a_checkpoint_that_was_begun_is_finished_although_the_run_stops(tiny, tmp_path, monkeypatch):
+    save = checkpoint_module.async_save
+    pool = ThreadPoolExecutor(1)
+
+    def slow(*arguments, **options):
+        def wait_for(future):
+            time.sleep(0.3)
+            return future.result()
+
+        return pool.submit(wait_for, save(*arguments, **options))
+
+    monkeypatch.setattr(checkpoint_module, "async_save", slow)
+    spoil(monkeypatch, 4, put(math.inf, "embedding.weight"))
+    with pool, pytest.raises(NonFiniteLossError):
+        train(tiny(save_every=3), tmp_path / "run", device="cpu")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
+
+
+def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeypatch):
+    """The loss is finite; clipping by a norm that is not would spread it over all parameters."""
+
+    def infinite_gradient(model):
+        model.final_norm.bias.register_hook(lambda gradient: gradient * math.inf)
+
+    spoil(monkeypatch, 2, infinite_gradient)
+    with pytest.raises(NonFiniteLossError) as caught:
+        train(tiny(clip_norm=1.0), tmp_path / "run", device="cpu")
+    message = str(caught.value)
+    assert message.startswith("step 2: the loss is 5.")
+    assert "Not finite: gradient of final_norm.bias. Documents" in message
+
+
+def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(tiny, tmp_path, monkeypatch):
+    """A last update can make them so with a loss and gradients that are finite."""
+    original = trainer._Run.step
+
+    def overflowing(self, batch):
+        numbers = original(self, batch)
+        if self.step_number + 1 == 4:
+            with torch.no_grad():
+                self.model.final_norm.weight[0] = math.inf
+        return numbers
+
+    monkeypatch.setattr(trainer._Run, "step", overflowing)
+    with pytest.raises(NonFiniteLossError, match=r"step 4 left parameter final_norm\.weight with numbers that are not"):
+        train(tiny(), tmp_path / "run", device="cpu")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000002"]
+
+
+def test_the_command_stops_with_a_message_and_exit_code_1(start, tmp_path):
+    training = start(tmp_path / "run", learning_rate=1e30)
+    assert training.wait() == [1]
+    printed = training.log.read_text()
+    assert "stopped: step 2: the loss is " in printed
+    assert "Documents of this batch" in printed
+    assert "Traceback" not in printed

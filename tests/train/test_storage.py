@@ -1,0 +1,134 @@
+"""Models in folders: what comes back, and what is said of a folder that is not right."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import GPT
+from sympow.model.storage import load_model, save_model
+
+CONFIG = GPTConfig(vocab_size=19, layers=2, width=16, heads=2, max_document=64)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return GPT(CONFIG)
+
+
+@pytest.fixture
+def folder(model, tmp_path):
+    save_model(tmp_path / "model", CONFIG, model.state_dict())
+    return tmp_path / "model"
+
+
+def change_config(folder, **changes):
+    content = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(content | changes))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("gating", ["none", "fixed", "learned", "scalar", "vector"])
+@pytest.mark.parametrize("rotary", ["none", "learned", "pairs"])
+def test_a_model_comes_back_as_it_was(tmp_path, gating, rotary):
+    config = GPTConfig(vocab_size=19, layers=1, width=16, heads=2, gating=gating, rotary=rotary, max_document=64)
+    model = GPT(config)
+    save_model(tmp_path, config, model.state_dict())
+    loaded = load_model(tmp_path)
+    assert loaded.config == config
+    tokens = torch.randint(19, (2, 11))
+    expected, state = model(tokens)
+    actual, loaded_state = loaded(tokens)
+    assert torch.equal(actual, expected)
+    # And it goes on: the state is usable, and so are gradients.
+    assert torch.equal(loaded(tokens, loaded_state)[0], model(tokens, state)[0])
+    actual.sum().backward()
+    assert all(parameter.grad is not None for parameter in loaded.parameters())
+
+
+def test_views_are_saved_by_their_values(model, tmp_path):
+    weights = {
+        name: tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor for name, tensor in model.state_dict().items()
+    }
+    save_model(tmp_path, CONFIG, weights)
+    assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
+
+
+def test_a_field_that_is_missing_has_its_default(folder):
+    content = json.loads((folder / "model.json").read_text())
+    del content["bias"], content["form"]
+    (folder / "model.json").write_text(json.dumps(content))
+    assert load_model(folder).config == CONFIG
+
+
+def test_a_run_folder_is_not_its_model_but_nearly(folder):
+    with pytest.raises(ValueError, match=rf"holds no model: model\.json is missing; did you mean {folder}\?"):
+        load_model(folder.parent)
+    with pytest.raises(ValueError, match=r"nowhere holds no model: model\.json is missing$"):
+        load_model(folder / "nowhere")
+
+
+def test_missing_weights_are_named(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no whole model: model\.safetensors is missing"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"model\.json is not JSON"),
+        ("[]", r"model\.json must map fields to values, got list"),
+        ('{"depth": 3, "breadth": 4}', r"model\.json has fields that this version does not know: breadth, depth"),
+        ('{"power": 3}', r"model\.json: power must be even"),
+        ('{"layers": "two"}', r"model\.json: layers must be an int, got str"),
+    ],
+)
+def test_a_config_that_is_wrong_is_named(folder, text, message):
+    (folder / "model.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)
+
+
+def test_weights_that_do_not_fit_are_named(folder):
+    change_config(folder, layers=1)
+    with pytest.raises(ValueError, match=r"model\.safetensors has blocks\.1\..*, for which model\.json has no use"):
+        load_model(folder)
+    change_config(folder, layers=3)
+    with pytest.raises(ValueError, match=r"model\.safetensors lacks blocks\.2\..*, which model\.json asks for"):
+        load_model(folder)
+    change_config(folder, layers=2, vocab_size=20)
+    with pytest.raises(
+        ValueError, match=r"embedding\.weight has shape \(19, 16\), but model\.json asks for \(20, 16\)"
+    ):
+        load_model(folder)
+    change_config(folder, vocab_size=19)
+    change_weights(folder, lambda weights: weights.pop("final_norm.bias"))
+    with pytest.raises(ValueError, match=r"model\.safetensors lacks final_norm\.bias, which"):
+        load_model(folder)
+
+
+def test_weights_that_were_cut_off_are_named(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"):
+        load_model(folder)
+
+
+def test_an_interrupted_writing_leaves_the_earlier_model(folder, model, monkeypatch):
+    def interrupted(weights, path):
+        open(path, "wb").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(folder, CONFIG, model.state_dict())
+    assert torch.equal(load_model(folder).embedding.weight, model.embedding.weight)

@@ -1,0 +1,193 @@
+"""`sympow train`: flags, files and presets, and what a user reads when something is wrong."""
+
+import os
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from sympow.cli import app
+from sympow.model.config import GPTConfig
+from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from sympow.train import cli as train_cli
+from sympow.train.config import laptop
+from sympow.train.flags import SECTIONS
+from sympow.train.metrics import read_metrics
+
+runner = CliRunner()
+SMALL = [
+    *("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-tokens", "128", "--steps", "2"),
+    *("--save-every", "0", "--log-every", "1", "--no-tensorboard", "--device", "cpu"),
+]
+
+
+def invoke(*arguments):
+    return runner.invoke(app, ["train", *map(str, arguments)], terminal_width=200)
+
+
+def said(result):
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the command hands to the trainer, in place of training."""
+    seen = SimpleNamespace()
+
+    def remember(config, out, *, resume, device):
+        seen.config, seen.out, seen.resume, seen.device = config, out, resume, device
+        return out
+
+    monkeypatch.setattr("sympow.train.trainer.train", remember)
+    return seen
+
+
+def test_every_field_is_a_flag():
+    result = invoke("--help")
+    assert result.exit_code == 0
+    for kind, left_out in SECTIONS.values():
+        for field in fields(kind):
+            flag = f"--{field.name.replace('_', '-')} "
+            assert (flag in result.output) == (field.name not in left_out), flag
+    assert "vocab-size" not in result.output
+    assert "[none | fixed | learned | scalar | vector]" in said(result)
+
+
+def test_every_flag_reaches_its_field(asked):
+    """Each with a value that is not the default."""
+    others = {"data": "elsewhere", "wandb": "project", "heads": 8, "chunk_size": 32, "key_value_heads": 2}
+    others |= {"power": 4, "context": 2_048, "head_dim": 16, "width": 256}
+    choices = {"gating": "vector", "rotary": "pairs", "form": "chunked", "backend": "torch", "short": "pack"}
+    choices |= {"schedule": "cosine", "precision": "bf16", "parallel": "fsdp"}
+    kind_names = {GPTConfig: "model", DataConfig: "data", OptimizerConfig: "optimizer", RunConfig: "run"}
+    changes = {}
+    for kind, left_out in SECTIONS.values():
+        for field in fields(kind):
+            value = getattr(getattr(laptop(), kind_names[kind]), field.name)
+            if field.name in left_out or field.name == "mixer":
+                continue
+            if field.name in others | choices:
+                changes[field.name] = (others | choices)[field.name]
+            elif isinstance(value, bool):
+                changes[field.name] = not value
+            elif isinstance(value, int):
+                changes[field.name] = 2 * value + (0 if value else 3)
+            else:
+                changes[field.name] = value / 2 + 0.01
+            assert changes[field.name] != value, field.name
+    arguments = []
+    for name, value in changes.items():
+        flag = name.replace("_", "-")
+        arguments += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", value]
+    result = invoke(*arguments, "--out", "x")
+    assert result.exit_code == 0, result.output
+    assert asked.config == laptop().changed(**changes)
+
+
+def test_flags_override_a_file_which_overrides_a_preset(asked, tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(TrainConfig().changed(steps=11, context=256, power=4).to_yaml())
+    assert invoke("--preset", "paper", "--config", file, "--steps", "12").exit_code == 0
+    assert asked.config == TrainConfig().changed(steps=12, context=256, power=4)
+    assert invoke("--preset", "paper", "--power", "4", "--context", "16384").exit_code == 0
+    assert asked.config.run.batch_tokens == 524_288
+    assert (asked.config.model.power, asked.config.data.context) == (4, 16_384)
+    assert invoke("--preset", "paper", "--model", "byte-11m", "--layers", "4").exit_code == 0
+    assert asked.config.model == GPTConfig.preset("byte-11m", layers=4)
+    assert not asked.resume
+
+
+@pytest.mark.parametrize("curve", ["softmax", "sympow", "gated", "conformal"])
+@pytest.mark.parametrize("power", [2, 4])
+def test_flags_give_every_curve_of_the_paper(asked, curve, power):
+    flags = {
+        "softmax": ["--mixer", "softmax", "--gating", "none", "--rotary", "fixed"],
+        "sympow": ["--power", power, "--gating", "none", "--rotary", "fixed"],
+        "gated": ["--power", power, "--gating", "scalar", "--rotary", "fixed"],
+        "conformal": ["--power", power, "--gating", "scalar", "--rotary", "scale"],
+    }[curve]
+    result = invoke("--preset", "paper", "--data", "/data", "--context", "4096", *flags)
+    assert result.exit_code == 0, result.output
+    model = asked.config.model
+    assert model.mixer == ("softmax" if curve == "softmax" else "sympow")
+    assert (model.gating == "scalar") == (curve in ("gated", "conformal"))
+    assert (model.rotary == "scale") == (curve == "conformal")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mixer", "linear"), "mixer must be one of 'sympow', 'softmax'; got 'linear'"),
+        (("--short", "pad"), "short must be one of 'refuse', 'drop', 'join', 'pack'; got 'pad'"),
+        (("--precision", "fp16"), "precision must be one of 'bf16', 'fp32'; got 'fp16'"),
+        (("--preset", "huge"), "preset must be one of laptop, paper; got 'huge'"),
+        (("--model", "gpt5"), "preset must be one of 'gpt2-124m'"),
+        (("--steps", "many"), "Invalid value for '--steps'"),
+        (("--steps", "0"), "steps must be at least 1, got 0"),
+        (("--context", "100"), "batch_tokens must be a multiple of the context, 100; got 4096"),
+        (("--config", "nowhere.yaml"), "nowhere.yaml cannot be read: No such file or directory"),
+        (("--resume",), "there is no run in runs/ to resume; name one with --out"),
+        (("--resume", "--out", "nowhere"), "nowhere/config.yaml cannot be read"),
+        (("--data", "nowhere", "--device", "cpu"), "source must be 'stdlib'"),
+        (("--device", "tpu"), "device must be one of 'cpu', 'cuda'; got 'tpu'"),
+        (("--layer", "3"), "No such option"),
+    ],
+)
+def test_mistakes_are_explained_without_a_traceback(tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in said(result)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        ("--mixer", "softmax"),
+        ("--mixer", "softmax", "--gating", "fixed", "--rotary", "none"),
+        ("--power", "4", "--gating", "none", "--rotary", "fixed"),
+        ("--gating", "vector", "--rotary", "pairs"),
+        ("--gating", "learned", "--rotary", "learned"),
+        ("--precision", "bf16", "--clip-norm", "0.1"),
+    ],
+)
+def test_variants_train_from_the_command_line(texts, tmp_path, variant):
+    out = tmp_path / "run"
+    result = invoke("--data", texts, "--out", out, *SMALL, *variant)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[-1] == str(out)
+    first, last = read_metrics(out / "metrics.jsonl")
+    assert last["loss"] != first["loss"]
+    assert 3 < last["loss"] < 7
+
+
+def test_a_folder_with_a_run_is_refused_unless_resumed(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert invoke("--data", texts, "--out", "runs/first", *SMALL).exit_code == 0
+    result = invoke("--data", texts, "--out", "runs/first", *SMALL)
+    assert result.exit_code == 2
+    assert "runs/first holds a run already" in said(result)
+    # Without --out, the latest run; its settings are those it wrote.
+    result = invoke("--resume", "--steps", "4", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert len(read_metrics("runs/first/metrics.jsonl")) == 4
+    assert TrainConfig.read("runs/first/config.yaml").run.steps == 4
+
+
+def test_the_latest_run_is_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("b", "c", "a")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+        os.utime(tmp_path / "runs" / name / "config.yaml", (age, age))
+    assert str(train_cli._latest()) == "runs/a"
+
+
+def test_the_defaults_train_on_the_standard_library(tmp_path):
+    out = tmp_path / "run"
+    result = invoke("--out", out, "--steps", "1", "--context", "64", "--batch-tokens", "128", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "the standard library of Python" in result.output
+    assert (out / "model" / "model.safetensors").is_file()
