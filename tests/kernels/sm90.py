@@ -27,6 +27,7 @@ from sympow.kernels.chunk_states import fold_kernel, scan_kernel, update_kernel
 from sympow.kernels.decode import step_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.past_weights import past_weights_kernel
 from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
@@ -52,6 +53,7 @@ POINTERS = {
             "normalizer_out_ptr",
             "log_gamma_ptr",
             "begin_ptr",
+            "past_ptr",
             "rest_ptr",
             "spans_ptr",
             "end_ptr",
@@ -191,6 +193,11 @@ def hopper_case(which, power=2, group=1, gated=True):
     return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
 
 
+def past_weights_case(d=64, rows=128):
+    constants = {"GROUP": 1, "D": d, "DOCUMENTS": False, "PRECISION": "tf32", "ROWS": rows}
+    return past_weights_kernel, {"q_desc": _tile(rows, d), "normalizer_desc": [1, d, d]}, constants, 4, 3
+
+
 def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
     blocks = {
         "x_desc": _tile(tokens, columns), "y_desc": _tile(tokens, e), "transposed_desc": [1, tokens],
@@ -273,6 +280,7 @@ CASES = {
     "hopper query gradient": hopper_case("query"),
     "hopper key gradient": hopper_case("key"),
     "hopper key gradient, GQA": hopper_case("key", group=4),
+    "past weights": past_weights_case(),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),

@@ -99,6 +99,29 @@ def test_closed_gates_zero_queries_and_zero_keys(form, options):
 
 @interpreted
 @pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("gate", ["none", "scalar"])
+def test_queries_that_no_earlier_chunk_answers_to(power, gate):
+    """What a state returns is rounding for them, and must count as nothing, in gradients too."""
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.nn.functional.normalize(torch.randn(16, generator=generator), dim=0)
+    inputs = random_inputs(14, length=256, heads=1, dim=16, value_dim=16, gate=gate, rotation="none",
+                           dtype=torch.float32)  # fmt: skip
+    across = inputs.q - (inputs.q @ direction).unsqueeze(-1) * direction
+    k = inputs.k[..., :1] * direction
+    k[:, 128:] = inputs.k[:, 128:]  # keys of their own chunk they do answer to
+    inputs = replace(inputs, q=across, k=k).requires_grad()
+    y = run(inputs, power, "chunked", backend="triton", chunk_size=128)
+    expected = run(inputs, power, "chunked", backend="torch", chunk_size=128)
+    later = slice(128, None)
+    assert_close(y[:, later].detach(), expected[:, later].detach(), 2e-5, "y")
+    assert y[:, later].abs().max() <= inputs.v.abs().max() * (1 + 1e-5)
+    dk, dv = torch.autograd.grad(y[:, later].sum(), (inputs.k, inputs.v))
+    assert not dv[:, :128].any()
+    assert not dk[:, :128].any()
+
+
+@interpreted
+@pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
 @pytest.mark.parametrize("gate", ["none", "scalar"])
 @pytest.mark.parametrize("group", [1, 2])

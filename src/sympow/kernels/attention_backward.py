@@ -61,8 +61,8 @@ def prepare_kernel(
 @triton.jit
 def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, document_start_ptr,
-    length, padded, gates_padded, heads, chunk, slots, first_boundary,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, past_ptr,
+    document_start_ptr, length, padded, gates_padded, heads, chunk, slots, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
     WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -110,6 +110,8 @@ def query_gradient_kernel(
                     other = settle(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
             normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
             dq += other + tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
+            past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
+            dq = tl.where((past == 0)[:, None], 0.0, dq)
             if GATED:
                 dq *= tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
 
@@ -343,11 +345,11 @@ def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
-    *, chunk: int = 0, documents: Documents | None = None,
+    *, past: Tensor | None = None, chunk: int = 0, documents: Documents | None = None,
     rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3, registers: int | None = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; states in full, or the attention form's `chunk`; documents as in the forward pass."""
+    of `prepare`; states in full and their part of the weights, or the attention form's `chunk`; documents as there."""
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
@@ -357,7 +359,7 @@ def query_gradient(
     query_gradient_kernel[(triton.cdiv(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
-        gates and gates.sums, gates and gates.to_end, *state, documents and documents.start,
+        gates and gates.sums, gates and gates.to_end, *state, past, documents and documents.start,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *place,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,

@@ -33,6 +33,7 @@ from sympow.kernels.common import (
 )
 from sympow.kernels.documents import Documents
 from sympow.kernels.gates import Gates
+from sympow.kernels.past_weights import past_weights
 from sympow.kernels.scaling import power_of_two_scale
 
 
@@ -47,13 +48,13 @@ def _query_state(
     acc, weight, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, slot,
     D: tl.constexpr, E: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds φ(q) S to acc and φ(q) Z to weight; q_low and q_high are the two halves of q, not yet scaled.
+    """Adds φ(q) S to acc; q_low and q_high are the two halves of q, not yet scaled.
 
     S is symmetric in its two feature indices (i, a), so of the block with i in the upper and a in the lower half
     nothing is read; its mirror image counts twice.
     """
     HALF: tl.constexpr = D // 2
-    scale = scale.to(q.dtype)
+    scale = scale.to(q_low.dtype)
     q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
     # Two sums, so that one product can run while the operand of the other is made; to wait for the second is to wait
     # for both. Entries of q are read one step ahead, from rows clamped to the sequence: what they add is never stored.
@@ -77,6 +78,7 @@ def _query_state(
         acc = tl.dot(q_high * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
         other = settle(tl.dot(q_high * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
     acc += other
+    # `past_weights` has found the same before; but without a product here, ptxas serialises all others.
     normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
     weight += tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
     return acc, weight
@@ -85,8 +87,8 @@ def _query_state(
 @triton.jit
 def forward_kernel(
     q_desc, k_desc, v_desc, y_desc, weight_ptr, sums_ptr, to_end_ptr,
-    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, document_start_ptr,
-    length, padded_length, heads, chunk, slots, first_boundary,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, past_ptr,
+    document_start_ptr, length, padded_length, heads, chunk, slots, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
     WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -126,6 +128,9 @@ def forward_kernel(
                 acc, weight, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
                 normalizer_desc, kv_sequence * slots + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
             )  # fmt: skip
+            past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
+            acc = tl.where((past == 0)[:, None], 0.0, acc)
+            weight = tl.where(past == 0, 0.0, weight)
             if GATED:
                 since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
                 acc *= since_state
@@ -197,8 +202,8 @@ def attend(
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y (b, t, h, e), the rows' weights Σ_j B_ij (b, h, t) float32, and what of them states gave (`past_weights`).
 
     Args:
         gates: from `running_sums` with tiles of `columns` tokens, or None.
@@ -216,7 +221,7 @@ def attend(
     q = q_desc.base.transpose(1, 2)
     if states is None:
         chunk, slots, high_column, first_boundary = chunk or length + rows, 0, 0, 0
-        q_half_desc = low_desc = high_desc = normalizer_desc = None
+        q_half_desc = low_desc = high_desc = normalizer_desc = past = None
     else:
         assert dim == d and value_dim == e and power == 2 and states.chunk % rows == 0
         chunk, slots, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - d // 2
@@ -225,13 +230,14 @@ def attend(
         low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d // 2])
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d])
+        past = past_weights(q, states, documents)
     forward_kernel[(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
-        q_half_desc, low_desc, high_desc, normalizer_desc, documents and documents.start,
+        q_half_desc, low_desc, high_desc, normalizer_desc, past, documents and documents.start,
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, slots, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype), ROWS=rows,
         COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
-    return y, weight
+    return y, weight, past

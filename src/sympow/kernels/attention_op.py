@@ -20,6 +20,8 @@ from sympow.kernels.tiles import COLUMNS, tiles_for
 
 # Queries between two places where the gates' gradient is put right in the attention form (`gates.anchored`).
 SPAN = 4096
+# What they leave grows with their number and the length.
+MOST_SPANS = 16
 # Beyond, the portable kernel of the keys' gradient is the faster one.
 LONGEST_ON_HOPPER = 8192
 
@@ -39,7 +41,7 @@ def _attend(
     with_states: bool,
     train: bool,
     final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """y (b, t, h, e), the rows' weights, the final state, and what the backward pass reads: gates and states.
 
     Args:
@@ -70,11 +72,12 @@ def _attend(
         from sympow.kernels.hopper.forward import attend as attend_on_hopper
 
         y, weight = attend_on_hopper(q, k, v, power, gates)
+        past = None
     else:
-        y, weight = attend(
+        y, weight, past = attend(
             q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
         )
-    rest = (*(end or (None, None)), *_gate_tensors(gates), *_state_tensors(states))
+    rest = (*(end or (None, None)), *_gate_tensors(gates), *_state_tensors(states), past)
     return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
@@ -93,12 +96,12 @@ def _(
     with_states: bool,
     train: bool,
     final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = None
+    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = None
     if log_gamma is not None:
         padded = -(-length // SCAN_BLOCK) * SCAN_BLOCK
         sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
@@ -115,7 +118,8 @@ def _(
             low = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim)
             high = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim if full else dim // 2)
             normalizer = q.new_empty(batch, kv_heads, slots, dim, dim)
-    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer)
+            past = torch.empty_like(weight)
+    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past)
     return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
@@ -136,6 +140,7 @@ def _attend_backward(
     low: Tensor,
     high: Tensor,
     normalizer: Tensor,
+    past: Tensor,
     document_start: Tensor | None,
     document_end: Tensor | None,
     power: int,
@@ -163,8 +168,9 @@ def _attend_backward(
         dq, rows = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, parts)
     else:
         dq, rows = query_gradient(
-            q, scale, k, v, divided, minus_delta, power, gates, states, chunk=inner, documents=documents, **tiles.query
-        )
+            q, scale, k, v, divided, minus_delta, power, gates, states, past=past,
+            chunk=inner, documents=documents, **tiles.query,
+        )  # fmt: skip
     reverse = end = crossing = None
     if states is not None:
         start = None
@@ -174,18 +180,20 @@ def _attend_backward(
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         reverse, end, crossing = chunk_states(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
+            past=past,
             reverse=True, boundaries=(first, last), start=start, want_end=initial,
             other=states if gates else None, **tiles.states,
         )  # fmt: skip
     spans = None
-    if gates is not None and states is None and k.shape[1] > SPAN:
-        spans = k.new_zeros(*sums.shape[:2], -(-k.shape[1] // SPAN), k.shape[1], dtype=torch.float32)
+    span = max(SPAN, -(-k.shape[1] // MOST_SPANS // COLUMNS) * COLUMNS)
+    if gates is not None and states is None and k.shape[1] > span:
+        spans = k.new_zeros(*sums.shape[:2], -(-k.shape[1] // span), k.shape[1], dtype=torch.float32)
     if on_hopper and spans is None and k.shape[1] <= LONGEST_ON_HOPPER:
         dk, dv, columns = hopper_backward.key_gradient(q, k, v, divided, minus_delta, power, gates, parts)
     else:
         dk, dv, columns = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,
-            chunk=inner, documents=documents, spans=spans, span=SPAN, **tiles.key,
+            chunk=inner, documents=documents, spans=spans, span=span, **tiles.key,
         )  # fmt: skip
     d_log_gamma = None
     if gates is not None:
@@ -194,7 +202,7 @@ def _attend_backward(
             # Pairs across a boundary meet in its state. Where there is none, no pair lies across.
             anchors, spacing = pad(crossing, (first, -(-k.shape[1] // chunk) - last)), chunk
         elif spans is not None:
-            anchors, spacing = span_anchors(spans, to_end, SPAN), SPAN
+            anchors, spacing = span_anchors(spans, to_end, span), span
         else:
             anchors, spacing = suffix.new_zeros(*suffix.shape[:2], 2), k.shape[1]
         suffix = anchored(suffix, anchors, spacing)
@@ -222,6 +230,7 @@ def _(
     low: Tensor,
     high: Tensor,
     normalizer: Tensor,
+    past: Tensor,
     document_start: Tensor | None,
     document_end: Tensor | None,
     power: int,

@@ -67,14 +67,16 @@ def sum_at(sums_ptr, boundary, chunk, length):
 
 @triton.jit
 def fold_kernel(
-    x_desc, sums_ptr, factor_ptr, transposed_ptr, normalizer_ptr, length, padded, factor_padded, kv_heads,
+    x_desc, sums_ptr, factor_ptr, past_ptr, transposed_ptr, normalizer_ptr,
+    length, padded, factor_padded, kv_heads,
     slots, first_chunk, first_slot, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Decayed, transposed tokens of a chunk, and Z of the chunk alone.
 
-    REVERSE: tokens are queries, decayed back to the end of the chunk before; Z carries a further factor per token.
+    REVERSE: tokens are queries, decayed back to the end of the chunk before, unless they saw nothing of their state; Z
+    carries a further factor per token.
     """
     step_chunk, kv_sequence = tl.program_id(0), tl.program_id(1)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
@@ -98,6 +100,9 @@ def fold_kernel(
             sums = tl.load(sums_ptr + tokens, mask=tokens < length, other=0.0)
             log_decay = sums - reference if REVERSE else reference - sums
             decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
+        if REVERSE:
+            past = tl.load(past_ptr + sequence * length + tokens, mask=tokens < length, other=0.0)
+            decay = tl.where(past == 0, 0.0, decay)
         decayed = (x * decay[:, None]).to(x.dtype)
         weighted = decayed
         if REVERSE:
@@ -212,6 +217,7 @@ def chunk_states(
     *,
     full: bool = False,
     factor: Tensor | None = None,
+    past: Tensor | None = None,
     reverse: bool = False,
     boundaries: tuple[int, int] | None = None,
     start: FullState | None = None,
@@ -228,6 +234,7 @@ def chunk_states(
     Args:
         full: also compute what symmetry makes redundant; needed with `start` or `want_end`.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
+        past: (b, h, t), of `past_weights`: a query that saw nothing of its state does not count; only with `reverse`.
         reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
         boundaries: the first and the last to keep; None: those between chunks. The first is 0 or 1, the last that
             between the last two chunks or that after the last one.
@@ -264,7 +271,7 @@ def chunk_states(
     where = (slots, first, 0, chunk) if reverse else (slots, 0, 1 - first, chunk)
     if count:
         fold_kernel[(count, batch * kv_heads)](
-            head_major(x, (FOLD_TOKENS, dim)), sums, factor, transposed, sums_z, length, padded,
+            head_major(x, (FOLD_TOKENS, dim)), sums, factor, past, transposed, sums_z, length, padded,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=FOLD_TOKENS,
             num_warps=4,

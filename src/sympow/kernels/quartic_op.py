@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import rows_contiguous
+from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
 from sympow.kernels.gates import running_sums
 from sympow.kernels.quartic_features import ROWS, PairFeatures, PairGradients, pair_features, pull_back
 from sympow.kernels.quartic_layout import (
@@ -71,18 +71,22 @@ def past_attention(
         )
     if k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    return _past(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), log_gamma, chunk)
+    numerator, denominator, _ = _past(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), log_gamma, chunk)
+    return numerator, denominator
 
 
 @torch.library.custom_op("sympow::quartic_past", mutates_args=())
-def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numerators, denominators, and whether each row sees anything of its state, (b, h, t) bool."""
     batch, length, heads, _ = q.shape
     numerator = q.new_empty(batch, length, heads, v.shape[-1], dtype=torch.float32)
     denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
     numerator[:, :chunk].zero_()
     denominator[:, :, :chunk].zero_()
+    sees_state = torch.ones_like(denominator, dtype=torch.bool)
     if length <= chunk:
-        return numerator, denominator
+        return numerator, denominator, sees_state
+    magnitude = torch.empty_like(denominator)
     plan = _plan(q, k, v, log_gamma, chunk)
     for piece in _pieces(q, k, v, chunk, tensors=1):
         past = _fold(piece, k, v, plan)
@@ -91,15 +95,26 @@ def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
         query_states(x, past.kv, *where, plan.layout, piece.queries(numerator)[:, chunk:], **tiles.query)
         rows = piece.queries(denominator.transpose(1, 2).unsqueeze(-1))[:, chunk:]
         outer_gradient(x, past.normalizer, *where, plan.normalizer_layout, result=rows, **tiles.outer)
-        del past, x  # before the next piece makes its own
-    return numerator, denominator
+        # |φ(x)| |Z|: features of absolute values are the absolute values of features.
+        sizes, rows = PairFeatures(x.inner.abs(), x.outer.abs()), piece.queries(magnitude.transpose(1, 2).unsqueeze(-1))
+        outer_gradient(
+            sizes, past.normalizer.abs(), *where, plan.normalizer_layout, result=rows[:, chunk:], **tiles.outer
+        )
+        del past, x, sizes  # before the next piece makes its own
+    # As for p = 2: where φ(q) Z is less than rounding explains, a row sees nothing of its state. NaN stays visible.
+    epsilon = (STATE_EPSILON if q.dtype == torch.bfloat16 else EPSILON).value
+    sees_state[:, :, chunk:] = ~(denominator[:, :, chunk:] < epsilon * magnitude[:, :, chunk:])
+    denominator.masked_fill_(~sees_state, 0.0)
+    numerator.masked_fill_(~sees_state.transpose(1, 2).unsqueeze(-1), 0.0)
+    return numerator, denominator, sees_state
 
 
 @_past.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     numerator = q.new_empty(batch, length, heads, v.shape[-1], dtype=torch.float32)
-    return numerator, q.new_empty(batch, heads, length, dtype=torch.float32)
+    denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
+    return numerator, denominator, torch.empty_like(denominator, dtype=torch.bool)
 
 
 @torch.library.custom_op("sympow::quartic_past_backward", mutates_args=())
@@ -152,13 +167,17 @@ def _(
 
 def _save(ctx, inputs, output) -> None:
     q, k, v, log_gamma, chunk = inputs
-    ctx.save_for_backward(q, k, v, log_gamma)
+    ctx.save_for_backward(q, k, v, log_gamma, output[2])
     ctx.chunk = chunk
+    ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, d_numerator, d_denominator):
-    log_gamma = ctx.saved_tensors[3]
-    dq, dk, dv, d_log_gamma = _past_backward(d_numerator, d_denominator, *ctx.saved_tensors, ctx.chunk)
+def _differentiate(ctx, d_numerator, d_denominator, _):
+    *saved, sees_state = ctx.saved_tensors
+    log_gamma = saved[3]
+    d_denominator = d_denominator.masked_fill(~sees_state, 0.0)
+    d_numerator = d_numerator.masked_fill(~sees_state.transpose(1, 2).unsqueeze(-1), 0.0)
+    dq, dk, dv, d_log_gamma = _past_backward(d_numerator, d_denominator, *saved, ctx.chunk)
     return dq, dk, dv, None if log_gamma is None else d_log_gamma.to(log_gamma.dtype), None
 
 
