@@ -3,6 +3,7 @@
 `attention` is the operator, `ConformalAttention` the layer, `GPT` the model.
 """
 
+from sympow.hf.registration import register_with_transformers
 from sympow.layers import ConformalAttention
 from sympow.model import GPT, GPTConfig
 from sympow.ops import (
@@ -33,3 +34,6 @@ __all__ = [
     "symmetric_power",
     "symmetric_power_of_matrix",
 ]
+
+register_with_transformers()
+del register_with_transformers

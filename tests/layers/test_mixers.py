@@ -71,6 +71,74 @@ def test_documents_do_not_see_each_other(kind):
     assert_close(packed[:, 5:], layer(x[:, 5:])[0], 1e-9, "second document")
 
 
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+@pytest.mark.parametrize("gating", GATES)
+@pytest.mark.parametrize("rotary", ROTATIONS)
+def test_padding_is_as_if_it_were_not_there(kind, gating, rotary):
+    """On the left, between tokens and on the right, now and for what follows."""
+    layer = make(kind, gating=gating, rotary=rotary, key_value_heads=2)
+    x, later = sample(), sample(length=3)
+    mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], [1] * 12], dtype=torch.bool)
+    y, state = layer(x, mask=mask)
+    assert torch.isfinite(y).all()
+    after, _ = layer(later, state)
+    for row in range(2):
+        kept = mask[row]
+        alone, own = layer(x[row : row + 1, kept])
+        assert_close(y[row, kept], alone[0], 1e-9, "y")
+        assert_close(after[row], layer(later[row : row + 1], own)[0][0], 1e-9, "what follows")
+        if own.phase is not None:
+            assert_close(state.phase[row], own.phase[0], 1e-9, "phase")
+        if kind is ConformalAttention:
+            assert_close(state.kv[row], own.kv[0], 1e-9, "state")
+            assert_close(state.normalizer[row], own.normalizer[0], 1e-9, "normaliser")
+
+
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+def test_padding_gets_no_gradient_and_gives_none(kind):
+    layer, x = make(kind), sample().requires_grad_()
+    mask = torch.arange(12) >= torch.tensor([[3], [0]])
+    y, _ = layer(x, mask=mask, return_state=False)
+    y[mask].square().sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert not x.grad[~mask].any()
+    assert x.grad[mask].any(dim=1).all()
+
+
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+def test_a_padded_state_takes_tokens_and_more_padding(kind):
+    layer, x = make(kind), sample()
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 1, 1], [1] * 12], dtype=torch.bool)
+    whole, _ = layer(x, mask=mask)
+    head, state = layer(x[:, :4], mask=mask[:, :4])
+    middle, state = layer(x[:, 4:7], state)
+    tail, _ = layer(x[:, 7:], state, mask=mask[:, 7:])
+    assert_close(torch.cat([head, middle, tail], dim=1)[mask], whole[mask], 1e-9, "y")
+
+
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mask": torch.ones(1, 12)}, TypeError, r"mask must be bool, .* got torch.float32"),
+        (
+            {"mask": torch.ones(2, 12, dtype=torch.bool)},
+            ValueError,
+            r"mask must be \(batch, time\), \(1, 12\); got \(2, 12\)",
+        ),
+        ({"mask": [True] * 12}, TypeError, r"mask must be a tensor, got list"),
+        (
+            {"mask": torch.ones(1, 12, dtype=torch.bool), "cu_seqlens": torch.tensor([0, 12]), "return_state": False},
+            ValueError,
+            r"mask cannot go with cu_seqlens",
+        ),
+    ],
+)
+def test_masks_that_do_not_fit_are_named(kind, options, error, message):
+    with pytest.raises(error, match=message):
+        make(kind)(sample(batch=1), **options)
+
+
 def test_head_dims_may_differ_from_width_over_heads():
     layer = make(ConformalAttention, head_dim=6, key_value_heads=1)
     assert layer(sample())[0].shape == (2, 12, WIDTH)

@@ -62,6 +62,18 @@ def test_documents_do_not_see_each_other():
     assert_close(packed[:, 8:], model(x[:, 8:])[0], 1e-9, "second document")
 
 
+@pytest.mark.parametrize("mixer", ["sympow", "softmax"])
+def test_padding_is_as_if_it_were_not_there(mixer):
+    model, x = make(mixer=mixer), tokens()
+    mask = torch.arange(20) >= torch.tensor([[6], [0]])
+    padded, state = model(x, mask=mask)
+    alone, own = model(x[:1, 6:])
+    assert_close(padded[0, 6:], alone[0], 1e-9, "padded")
+    assert_close(padded[1], model(x[1:])[0][0], 1e-9, "whole")
+    now = tokens(length=1)
+    assert_close(model(now, state)[0][:1], model(now[:1], own)[0], 1e-9, "what follows")
+
+
 def test_the_future_is_not_seen():
     model, x = make(), tokens()
     changed = x.clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from sympow.layers.gates import make_gate
@@ -60,6 +61,7 @@ class Mixer(nn.Module, ABC):
         *,
         return_state: bool = True,
         cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """Mixes x along time.
 
@@ -69,6 +71,8 @@ class Mixer(nn.Module, ABC):
             return_state: whether to return the state after x. In training pass False: making it costs as much as
                 folding every token into it.
             cu_seqlens: offsets of packed documents, as in `sympow.attention`.
+            mask: (b, t) bool, True for tokens, False for padding, wherever it stands. Tokens give what they would give
+                if the padding were not there, and so does the state. y of padding means nothing, but is finite.
 
         Returns:
             y (b, t, width) and the state, or None in its place.
@@ -79,12 +83,17 @@ class Mixer(nn.Module, ABC):
             )
         projected = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
+        log_gamma = self.gate(x)
         theta, beta = self.rotation(x)
+        if mask is not None:
+            _check_mask(mask, x, cu_seqlens)
+            k, v, log_gamma, beta = _without_padding(mask, k, v, log_gamma, beta, rotated=theta is not None)
         y, after = self._attend(
             q,
             k,
             v,
-            log_gamma=self.gate(x),
+            mask,
+            log_gamma=log_gamma,
             beta=beta,
             theta=theta,
             cu_seqlens=cu_seqlens,
@@ -95,9 +104,9 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
-        """The operator itself: y (b, t, h, d), and the state if asked for."""
+        """The operator itself: y (b, t, h, d), and the state if asked for. Keys and values of padding are zero."""
 
 
 class ConformalAttention(Mixer):
@@ -133,8 +142,9 @@ class ConformalAttention(Mixer):
         self.power, self.form, self.backend, self.chunk_size = power, form, backend, chunk_size
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
+        # A key of zero has no score, so that there is nothing left to mask.
         how: dict[str, Any] = {"form": self.form, "backend": self.backend, "chunk_size": self.chunk_size}
         if return_state:
             return attention(q, k, v, self.power, return_state=True, **how, **options)
@@ -145,8 +155,35 @@ class SoftmaxAttention(Mixer):
     """The softmax baseline, with the same gates and rotations. With gating="fixed" it is ALiBi (paper app. A.1)."""
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Any
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
         if return_state:
-            return softmax_attention(q, k, v, return_state=True, **options)
-        return softmax_attention(q, k, v, **options), None
+            return softmax_attention(q, k, v, mask=mask, return_state=True, **options)
+        return softmax_attention(q, k, v, mask=mask, **options), None
+
+
+def _check_mask(mask: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, True for tokens and False for padding; got {mask.dtype}")
+    if mask.shape != x.shape[:2]:
+        raise ValueError(f"mask must be (batch, time), {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
+    if cu_seqlens is not None:
+        raise ValueError("mask cannot go with cu_seqlens: packed documents need no padding")
+
+
+def _without_padding(
+    mask: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, beta: Tensor | None, *, rotated: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Keys, values, gates and rotation scales with which padding adds nothing, forgets nothing and turns nothing."""
+    padding = ~mask[:, :, None]
+    k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
+    if rotated and beta is None:
+        # A fixed rotation would count padding as steps.
+        beta = mask.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-1).expand(-1, -1, k.shape[2])
+    gates_and_scales = (
+        None if x is None else x.masked_fill(padding if x.ndim == 3 else padding.unsqueeze(-1), 0.0)
+        for x in (log_gamma, beta)
+    )
+    return (k, v, *gates_and_scales)  # type: ignore[return-value]

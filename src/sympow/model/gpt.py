@@ -43,9 +43,16 @@ class Block(nn.Module):
         self.mlp = Mlp(config)
 
     def forward(
-        self, x: Tensor, state: LayerState | None, return_state: bool, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        state: LayerState | None,
+        return_state: bool,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, LayerState | None]:
-        mixed, state = self.mixer(self.mixer_norm(x), state, return_state=return_state, cu_seqlens=cu_seqlens)
+        mixed, state = self.mixer(
+            self.mixer_norm(x), state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask
+        )
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
 
@@ -93,6 +100,7 @@ class GPT(nn.Module):
         *,
         return_state: bool = True,
         cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """Logits of the token after each of `tokens`.
 
@@ -102,11 +110,13 @@ class GPT(nn.Module):
             return_state: whether to return the state after the tokens. In training pass False: making it costs as much
                 as folding every token into it.
             cu_seqlens: offsets of packed documents, as in `sympow.attention`; batch 1.
+            mask: (b, t) bool, True for tokens, False for padding, for texts of different lengths in a batch. Logits of
+                tokens and the state are what they would be if the padding were not there.
 
         Returns:
             logits (b, t, vocab_size) and the state, or None in its place.
         """
-        x, after = self.features(tokens, state, return_state=return_state, cu_seqlens=cu_seqlens)
+        x, after = self.features(tokens, state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask)
         return linear(x, self.embedding.weight), after
 
     def features(
@@ -116,13 +126,14 @@ class GPT(nn.Module):
         *,
         return_state: bool = True,
         cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """As `forward`, with (b, t, width) in place of logits: what the tied embedding turns into them."""
         self._check(tokens, state)
         x = self.embedding_norm(self.embedding(tokens))
         after: list[LayerState] = []
         for layer, block in enumerate(self.blocks):
-            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens)
+            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens, mask)
             if layer_state is not None:
                 after.append(layer_state)
         return self.final_norm(x), tuple(after) if return_state else None

@@ -110,6 +110,7 @@ class RunConfig:
         log_every: steps between lines of progress and metrics.
         evaluate_every: steps between evaluations on held-out documents; 0: none.
         evaluate_tokens: tokens of an evaluation, about.
+        save: whether to write checkpoints, and the model at the end; not for timing a few steps.
         save_every: steps between checkpoints; 0: only the last.
         keep: checkpoints to keep.
         tensorboard: whether to write TensorBoard events beside metrics.jsonl.
@@ -128,6 +129,7 @@ class RunConfig:
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 65_536
+    save: bool = True
     save_every: int = 100
     keep: int = 3
     tensorboard: bool = True
@@ -139,7 +141,7 @@ class RunConfig:
             check_positive(name, getattr(self, name))
         for name in ("seed", "evaluate_every", "save_every"):
             _check_count(name, getattr(self, name))
-        for name in ("compile", "recompute", "tensorboard"):
+        for name in ("compile", "recompute", "save", "tensorboard"):
             check_bool(name, getattr(self, name))
         _check_text("wandb", self.wandb)
         check_choice("precision", self.precision, PRECISIONS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -54,7 +54,14 @@ class NonFiniteLossError(ArithmeticError):
     """A loss or gradient that is not a number, with what is known about it."""
 
 
-def train(config: TrainConfig, out: Path | str, *, resume: bool = False, device: str | None = None) -> Path:
+def train(
+    config: TrainConfig,
+    out: Path | str,
+    *,
+    resume: bool = False,
+    device: str | None = None,
+    dataset: TokenDataset | None = None,
+) -> Path:
     """Trains a model and writes all of it into one folder.
 
     config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and at the end model/ (safetensors, tokenizer). Under
@@ -65,6 +72,7 @@ def train(config: TrainConfig, out: Path | str, *, resume: bool = False, device:
         out: the folder; new, unless resumed.
         resume: go on from the newest whole checkpoint in it, or start anew if there is none.
         device: "cpu" or "cuda"; None: a GPU if there is one.
+        dataset: what to train on, instead of what the config names.
 
     Returns:
         the folder.
@@ -75,9 +83,9 @@ def train(config: TrainConfig, out: Path | str, *, resume: bool = False, device:
     out = Path(out)
     with process_group(device) as place:
         out = _claim(out, resume, place)
-        dataset = open_dataset(config.data.data)
+        dataset = dataset or open_dataset(config.data.data)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
-        with stop_on_signals() as stop:
+        with stop_on_signals() as stop, _fast_float32(config, place):
             _Run(config, out, place, dataset).run(resume, stop)
     return out
 
@@ -133,15 +141,17 @@ class _Run:
                 checkpoints.poll()
                 stopping = any_process(bool(stop), self.place)
                 last = stopping or self.step_number == run.steps
-                if last or (run.save_every and self.step_number % run.save_every == 0):
+                if run.save and (last or (run.save_every and self.step_number % run.save_every == 0)):
                     self._save(checkpoints, writers)
                 if stopping:
                     checkpoints.finish()
                     who = stop.signal or "a signal to another process"
-                    progress.say(f"{who}: saved after step {self.step_number:,}; --resume goes on from there")
+                    done = "saved" if run.save else "stopped without saving"
+                    progress.say(f"{who}: {done} after step {self.step_number:,}; --resume goes on from the last save")
                     break
             checkpoints.finish()
-            self._export()
+            if run.save:
+                self._export()
 
     def step(self, batch: Batch) -> dict[str, float]:
         """One update of the parameters: loss, gradient norm and learning rate."""
@@ -310,6 +320,18 @@ class _Run:
             save_model(self.out / EXPORT, self.config.model, weights)
             self.dataset.load_tokenizer().save(self.out / EXPORT)
         dist.barrier()
+
+
+@contextmanager
+def _fast_float32(config: TrainConfig, place: Place) -> Iterator[None]:
+    """With bf16 on a GPU, lets what is left in float32 (gates, rotations) round its operands to TF32: still finer."""
+    before = torch.get_float32_matmul_precision()
+    if config.run.precision == "bf16" and place.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _claim(out: Path, resume: bool, place: Place) -> Path:

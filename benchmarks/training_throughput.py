@@ -1,0 +1,117 @@
+"""Training speed of the paper's 124M model on one GPU: conformal p = 2 beside softmax, in the same trainer.
+
+    python benchmarks/training_throughput.py --out benchmarks/results/h200_training.json
+
+Random tokens of GPT-2's vocabulary, so that nothing but the model is measured; 65,536 tokens a step, bf16, compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+from sympow.report.timing import environment
+from sympow.train.config import paper
+from sympow.train.metrics import read_metrics
+from sympow.train.trainer import METRICS_FILE, train
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
+    "conformal": {"power": 2, "gating": "scalar", "rotary": "scale"},
+}
+TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """Documents of random tokens, the same each time."""
+
+    documents: int = 64
+    length: int = TOKENS
+    vocab_size: int = 50_257
+    boundary: int = 50_256
+    name: str = "random tokens"
+    fingerprint: str = "random tokens, seed 0"
+    _tokens: Any = field(default_factory=lambda: np.random.default_rng(0).integers(50_256, size=2**22, dtype=np.uint16))
+
+    @property
+    def lengths(self) -> Any:
+        return np.full(self.documents, self.length, dtype=np.int64)
+
+    @property
+    def blocks(self) -> Any:
+        return np.array([0, self.documents], dtype=np.int64)
+
+    def read(self, document: int, start: int, stop: int) -> Any:
+        return self._tokens[document * self.length + start : document * self.length + stop]
+
+    def document_name(self, document: int) -> str:
+        return f"document {document}"
+
+    def load_tokenizer(self) -> Tokenizer:
+        return ByteTokenizer()
+
+
+def time_training(variant: str, context: int, steps: int, device: str | None) -> dict[str, Any]:
+    """Tokens a second, over the last samples of a run."""
+    config = paper().changed(
+        **VARIANTS[variant],
+        context=context,
+        short="drop",
+        steps=steps,
+        batch_tokens=TOKENS,
+        save=False,
+        log_every=max(1, steps // 6),
+        tensorboard=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        train(config, Path(folder) / "run", device=device, dataset=RandomTokens())
+        lines = read_metrics(Path(folder) / "run" / METRICS_FILE)
+    # The first samples compile and warm up.
+    samples = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line][2:]
+    return {
+        "variant": variant,
+        "context": context,
+        "tokens_per_second": statistics.median(samples),
+        "slowest": min(samples),
+        "fastest": max(samples),
+        "memory_gib": lines[-1].get("memory_gib"),
+        "utilisation": lines[-1].get("utilisation"),
+        "steps": steps,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1_024, 16_384, 65_536])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for context in arguments.contexts:
+        for variant in arguments.variants:
+            rows.append(time_training(variant, context, arguments.steps, arguments.device))
+            print(json.dumps(rows[-1]), flush=True)
+            if arguments.out is not None:
+                content = {
+                    "command": " ".join(["python", *sys.argv]),
+                    "environment": environment(arguments.device or "cuda"),
+                    "rows": rows,
+                }
+                arguments.out.parent.mkdir(parents=True, exist_ok=True)
+                arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""`SympowConfig`: a model's config under transformers' names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+
+from sympow.model.config import GPTConfig
+
+
+def check_version(version: str) -> None:
+    """Refuses a transformers too old for this package."""
+    if int(version.partition(".")[0]) < 5:
+        raise ImportError(f"sympow.hf needs transformers 5 or newer, found {version}", name="transformers")
+
+
+check_version(transformers.__version__)
+
+# Where `GPTConfig` says it in other words. The MLP's size stands apart: there it is a ratio.
+TRANSFORMERS_NAMES = {
+    "vocab_size": "vocab_size",
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "key_value_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mixer": "mixer",
+    "power": "power",
+    "gating": "gating",
+    "rotary": "rotary",
+    "max_document": "max_position_embeddings",
+    "bias": "use_bias",
+    "form": "form",
+    "backend": "backend",
+    "chunk_size": "chunk_size",
+}
+
+
+class SympowConfig(PreTrainedConfig):
+    """What `GPTConfig` is, as transformers keeps it: plain values, some under other names, saved as config.json.
+
+    Args:
+        vocab_size: number of tokens.
+        hidden_size: size of the residual stream.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: query heads of a layer.
+        num_key_value_heads: key/value heads of a layer, a divisor of num_attention_heads; None: as many.
+        head_dim: size of a query, key and value; None: hidden_size / num_attention_heads.
+        intermediate_size: hidden size of the MLP, a multiple of hidden_size; None: 4 times it.
+        mixer, power, gating, rotary, form, backend, chunk_size: as in `GPTConfig`.
+        max_position_embeddings: N of the rotation rates, the longest document expected; no limit on what can be read.
+        use_bias: whether linear maps and norms have biases.
+        initializer_range: deviation of fresh weights.
+        use_cache: whether calls outside training return the state.
+        bos_token_id, eos_token_id, pad_token_id: as everywhere.
+        tie_word_embeddings: whether logits come from the embedding. Native models always are so.
+        others: as in `PreTrainedConfig`.
+
+    Example:
+        >>> config = SympowConfig(vocab_size=257, hidden_size=128, num_hidden_layers=2, num_attention_heads=4)
+    """
+
+    model_type = "sympow"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    def __init__(
+        self,
+        vocab_size: int = 50_257,
+        hidden_size: int = 768,
+        num_hidden_layers: int = 12,
+        num_attention_heads: int = 12,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        intermediate_size: int | None = None,
+        mixer: str = "sympow",
+        power: int = 2,
+        gating: str = "scalar",
+        rotary: str = "scale",
+        max_position_embeddings: int = 65_536,
+        use_bias: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
+        chunk_size: int | None = None,
+        initializer_range: float = 0.02,
+        use_cache: bool = True,
+        bos_token_id: int | None = None,
+        eos_token_id: int | list[int] | None = None,
+        pad_token_id: int | None = None,
+        tie_word_embeddings: bool = True,
+        **others: Any,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.intermediate_size = 4 * hidden_size if intermediate_size is None else intermediate_size
+        self.mixer = mixer
+        self.power = power
+        self.gating = gating
+        self.rotary = rotary
+        self.max_position_embeddings = max_position_embeddings
+        self.use_bias = use_bias
+        self.form = form
+        self.backend = backend
+        self.chunk_size = chunk_size
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
+        self.tie_word_embeddings = tie_word_embeddings
+        super().__init__(**others)
+        self.to_native()  # checks the values
+
+    @classmethod
+    def from_native(cls, config: GPTConfig, **others: Any) -> SympowConfig:
+        """The same model's config, with what only transformers has: token ids, `use_cache` and so on."""
+        values = {name: getattr(config, native) for native, name in TRANSFORMERS_NAMES.items()}
+        return cls(**values, intermediate_size=config.mlp_ratio * config.width, **others)
+
+    def to_native(self) -> GPTConfig:
+        """The same model's native config.
+
+        Raises:
+            ValueError, TypeError: where a value does not fit; the message has the name it has here.
+        """
+        if not isinstance(self.hidden_size, int) or not isinstance(self.intermediate_size, int):
+            raise TypeError(
+                "hidden_size and intermediate_size must be ints; "
+                f"got {self.hidden_size!r} and {self.intermediate_size!r}"
+            )
+        if self.hidden_size < 1 or self.intermediate_size < 1 or self.intermediate_size % self.hidden_size:
+            raise ValueError(
+                "intermediate_size must be a multiple of hidden_size, both at least 1; "
+                f"got {self.intermediate_size} and {self.hidden_size}"
+            )
+        values = {native: getattr(self, name) for native, name in TRANSFORMERS_NAMES.items()}
+        try:
+            return GPTConfig(**values, mlp_ratio=self.intermediate_size // self.hidden_size)
+        except (ValueError, TypeError) as error:
+            words = "|".join(map(re.escape, TRANSFORMERS_NAMES))
+            message = re.sub(rf"\b({words})\b", lambda match: TRANSFORMERS_NAMES[match[1]], str(error))
+            raise type(error)(message) from error
+
+
+AutoConfig.register(SympowConfig.model_type, SympowConfig, exist_ok=True)

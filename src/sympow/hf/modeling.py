@@ -1,0 +1,292 @@
+"""`SympowModel` and `SympowForCausalLM`: `sympow.GPT` as transformers has its models.
+
+Modules and parameters have the native model's names, so that a checkpoint of one is a checkpoint of the other with
+"model." in front.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from sympow.hf.cache import Stretch, SympowCache
+from sympow.hf.config import SympowConfig
+from sympow.layers.gates import INITIAL_LOGIT, LearnedGate
+from sympow.layers.mixers import LayerState
+from sympow.layers.projection import FloatLinear
+from sympow.layers.rotations import LearnedRotation
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import Block, ModelState
+
+# Marks maps into the residual stream, which start smaller.
+INTO_RESIDUAL = "_into_residual"
+
+
+class SympowBlock(GradientCheckpointingLayer, Block):
+    """A block that can keep only its input for the backward pass."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        Block.__init__(self, config)
+        # transformers asks for the initial weights of a map without saying where it stands.
+        for into_residual in (self.mixer.out_proj, self.mlp.out_proj):
+            setattr(into_residual, INTO_RESIDUAL, True)
+
+
+class SympowPreTrainedModel(PreTrainedModel):
+    """What models of this kind have in common."""
+
+    config_class = SympowConfig
+    config: SympowConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["SympowBlock"]  # noqa: RUF012 - as transformers declares them
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    # Gates and rotations are summed over whole sequences; they are small, so that full precision costs nothing.
+    _keep_in_fp32_modules_strict = ["gate", "rotation"]  # noqa: RUF012
+    # transformers refuses assisted generation for stateful models since they cannot take tokens back; our cache can.
+    _is_stateful = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As `GPT.reset_parameters`."""
+        if isinstance(module, FloatLinear):
+            init.zeros_(module.weight)
+            if module.bias is not None and module.initial_bias is not None:
+                init.constant_(module.bias, module.initial_bias)
+        elif isinstance(module, LearnedGate):
+            init.constant_(module.logit, INITIAL_LOGIT)
+        elif isinstance(module, LearnedRotation):
+            init.copy_(module.theta, module.initial(module.theta.device))
+        else:
+            super()._init_weights(module)
+            if isinstance(module, nn.Linear) and hasattr(module, INTO_RESIDUAL):
+                std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+                init.normal_(module.weight, std=std)
+
+
+class SympowModel(SympowPreTrainedModel):
+    """Blocks between an embedding and a final norm: `GPT` without its logits."""
+
+    _input_embed_layer = "embedding"
+
+    def __init__(self, config: SympowConfig) -> None:
+        super().__init__(config)
+        native = config.to_native()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_norm = nn.LayerNorm(config.hidden_size, bias=config.use_bias)
+        self.blocks = nn.ModuleList(SympowBlock(native) for _ in range(config.num_hidden_layers))
+        self.final_norm = nn.LayerNorm(config.hidden_size, bias=config.use_bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: SympowCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        **ignored: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Features of tokens.
+
+        Args:
+            input_ids: (b, t) integers below vocab_size.
+            attention_mask: (b, t), or (b, what was read before and t); 0 for padding, wherever it stands. Padding
+                enters neither state nor normaliser nor phase; what comes out for it means nothing.
+            past_key_values: what came before; read, and advanced unless use_cache is False.
+            inputs_embeds: (b, t, hidden_size), in place of input_ids.
+            use_cache: whether to return the state; None: as the config says, but never in training.
+            output_hidden_states: whether to return the input of every block, and the output of the last.
+            return_dict: whether to return an output by names, not a tuple.
+            cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without states.
+            ignored: what other models take. Positions are none of the caller's business here: they follow from what
+                was read.
+        """
+        if ignored.get("output_attentions"):
+            raise ValueError("output_attentions must not be set: attention weights are never formed here")
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        if past_key_values is not None and not isinstance(past_key_values, SympowCache):
+            raise TypeError(f"past_key_values must be a SympowCache, got {type(past_key_values).__name__}")
+        if cu_seq_lens_q is not None and (use_cache or past_key_values is not None):
+            raise ValueError("cu_seq_lens_q cannot go with use_cache or past_key_values: packed documents are whole")
+        shape = input_ids.shape[:2] if input_ids is not None else inputs_embeds.shape[:2]  # type: ignore[union-attr]
+        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        mask = _real_tokens(attention_mask, shape, past_length)
+        if inputs_embeds is None:
+            assert input_ids is not None
+            # The id that stands for padding need not be one of the model's.
+            inputs_embeds = self.embedding(input_ids if mask is None else input_ids.masked_fill(~mask, 0))
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and cu_seq_lens_q is None
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        cache = past_key_values
+        if use_cache and cache is None:
+            cache = SympowCache()
+        if cache is not None and cache.unread is not None:
+            _, state, _ = self._read(cache.unread.inputs, cache.unread.mask, cache.state, True, None, False)
+            assert state is not None
+            cache.catch_up(state)
+        before = None if cache is None else cache.state
+        x, after, hidden = self._read(
+            inputs_embeds, mask, before, bool(use_cache), cu_seq_lens_q, bool(output_hidden_states)
+        )
+        if cache is not None and after is not None:
+            if mask is None:
+                mask = torch.ones(shape, dtype=torch.bool, device=inputs_embeds.device)
+            cache.advance(after, Stretch(inputs_embeds.detach(), mask))
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,  # type: ignore[arg-type]
+            past_key_values=cache if use_cache else None,
+            hidden_states=hidden,  # type: ignore[arg-type]
+        )
+        by_name = self.config.return_dict if return_dict is None else return_dict
+        return output if by_name else output.to_tuple()
+
+    def _read(
+        self,
+        inputs: Tensor,
+        mask: Tensor | None,
+        state: ModelState | None,
+        return_state: bool,
+        cu_seqlens: Tensor | None,
+        return_hidden: bool,
+    ) -> tuple[Tensor, ModelState | None, tuple[Tensor, ...] | None]:
+        """Features, the state after the inputs, and what went into every block."""
+        x = self.embedding_norm(inputs)
+        after: list[LayerState] = []
+        hidden = []
+        for layer, block in enumerate(self.blocks):
+            hidden.append(x)
+            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens, mask)
+            if layer_state is not None:
+                after.append(layer_state)
+        x = self.final_norm(x)
+        return x, tuple(after) if return_state else None, (*hidden, x) if return_hidden else None
+
+
+class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
+    """A language model: `GPT`.
+
+    Example:
+        >>> model = SympowForCausalLM(SympowConfig(vocab_size=257, hidden_size=64, num_hidden_layers=2))
+        >>> model.generate(torch.tensor([list(b"def ")]), max_new_tokens=8).shape
+        torch.Size([1, 12])
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}  # noqa: RUF012
+    _input_embed_layer = "embedding"
+
+    def __init__(self, config: SympowConfig) -> None:
+        super().__init__(config)
+        self.model = SympowModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SympowCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cu_seq_lens_q: Tensor | None = None,
+        **others: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Logits of the token after each of the inputs.
+
+        Args:
+            labels: (b, t), usually the input_ids: the loss compares the logits of each token with the next label.
+                Labels of −100 do not count, nor does what padding predicts.
+            use_cache: as in `SympowModel`; None with labels: no, since a loss is all that is wanted.
+            logits_to_keep: of how many of the last tokens to form logits, or of which; 0: all.
+            position_ids: ignored.
+            others: for the loss, such as `num_items_in_batch`.
+            the rest: as in `SympowModel`.
+        """
+        if use_cache is None and labels is not None and past_key_values is None:
+            use_cache = False
+        features = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            cu_seq_lens_q=cu_seq_lens_q,
+            output_attentions=others.pop("output_attentions", None),
+        )
+        x = features.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else logits_to_keep
+        logits = self.lm_head(x if isinstance(kept, int) else x[:, kept])
+        loss = None
+        if labels is not None:
+            if attention_mask is not None:
+                # A token after padding is the first of its text: there is nothing to predict it from.
+                after_padding = attention_mask[:, -labels.shape[1] : -1] == 0
+                labels = labels.masked_fill(torch.nn.functional.pad(after_padding, (1, 0)), -100)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=features.past_key_values, hidden_states=features.hidden_states
+        )
+        by_name = self.config.return_dict if return_dict is None else return_dict
+        return output if by_name else output.to_tuple()
+
+    def _prepare_cache_for_generation(  # type: ignore[override]
+        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any
+    ) -> None:
+        """What `generate` calls to make a cache; what else it passes is for caches of other kinds."""
+        given = model_kwargs.get("past_key_values")
+        if given is not None and not isinstance(given, SympowCache):
+            raise TypeError(f"past_key_values must be a SympowCache, got {type(given).__name__}")
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation must not be set: a state has one implementation, {SympowCache.__name__}; "
+                f"got {generation_config.cache_implementation!r}"
+            )
+        if given is not None:
+            # Read by `generate`: this cache outlives the call.
+            given._is_user_defined = True
+        elif generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = SympowCache()
+            if generation_config.is_assistant:
+                model_kwargs["past_key_values"].activate_past_recording()
+
+
+def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: int) -> Tensor | None:
+    """Which of the new tokens are no padding, (b, t) bool; None: all."""
+    if attention_mask is None:
+        return None
+    batch, length = shape
+    expected = {(batch, length), (batch, past_length + length)}
+    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) not in expected:
+        came = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(f"attention_mask must be {' or '.join(map(str, sorted(expected)))}, 0 for padding; got {came}")
+    mask = attention_mask[:, attention_mask.shape[1] - length :] != 0
+    if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
+        return None
+    return mask
+
+
+AutoModel.register(SympowConfig, SympowModel, exist_ok=True)
+AutoModelForCausalLM.register(SympowConfig, SympowForCausalLM, exist_ok=True)

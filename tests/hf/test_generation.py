@@ -1,0 +1,280 @@
+"""`generate()`: every way of searching gives what the forward pass says it should."""
+
+import copy
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from transformers import DynamicCache, GenerationConfig
+
+from support import assert_close
+from sympow.hf import SympowCache
+
+PADDING = 49
+
+
+@pytest.fixture
+def make(make):
+    """Models that do not settle on one token at once."""
+    return partial(make, noise=0.3)
+
+
+def greedily(model, text, count):
+    """Argmax of the forward pass over everything so far, again and again."""
+    ids = text[None]
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0]
+
+
+def log_probability(model, ids, start):
+    """Of the tokens of ids from `start` on, each given all before it: (b,)."""
+    logs = model(ids, use_cache=False).logits.log_softmax(-1)[:, start - 1 : -1]
+    return logs.gather(-1, ids[:, start:, None]).sum((1, 2))
+
+
+@pytest.mark.parametrize(
+    "kind", [{"power": 2}, {"power": 4}, {"gating": "none", "rotary": "fixed"}, {"mixer": "softmax"}]
+)
+@torch.no_grad()
+def test_greedy_is_the_argmax_of_the_forward(make, tokens, kind):
+    model, text = make(**kind), tokens(1, 5)[0]
+    out = model.generate(text[None], max_new_tokens=8, do_sample=False)
+    assert out[0].tolist() == greedily(model, text, 8).tolist()
+
+
+@pytest.mark.parametrize("kind", [{"power": 2}, {"power": 4}, {"mixer": "softmax"}])
+@pytest.mark.parametrize("beams", [1, 3])
+@torch.no_grad()
+def test_a_left_padded_batch_gives_what_its_texts_give_alone(make, tokens, pad_left, kind, beams):
+    model = make(**kind)
+    texts = [row[:length] for row, length in zip(tokens(3, 8, vocabulary=PADDING), (8, 5, 1), strict=True)]
+    ids, mask = pad_left(texts, token=PADDING)
+    options = {"max_new_tokens": 6, "do_sample": False, "num_beams": beams, "pad_token_id": PADDING}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for text, row in zip(texts, together, strict=True):
+        alone = model.generate(text[None], **options)[0]
+        assert row[8:].tolist() == alone[len(text) :].tolist()
+
+
+@torch.no_grad()
+def test_sampling_with_a_cache_draws_what_it_draws_without(make, tokens):
+    model, ids = make(), tokens(3, 5)
+    drawn = []
+    for use_cache in (True, False):
+        torch.manual_seed(3)
+        drawn.append(
+            model.generate(ids, max_new_tokens=6, do_sample=True, top_k=20, temperature=0.8, use_cache=use_cache)
+        )
+    assert torch.equal(*drawn)
+    torch.manual_seed(3)
+    several = model.generate(ids, max_new_tokens=6, do_sample=True, num_return_sequences=2)
+    assert several.shape == (6, 11)
+
+
+@torch.no_grad()
+def test_beam_search_wide_enough_is_brute_force(make, tokens):
+    """With a beam for every prefix but the last token, nothing is lost: the best of all continuations comes out."""
+    model, text = make(vocab_size=4), tokens(1, 5, vocabulary=4)[0]
+    everything = torch.tensor([[*text.tolist(), *rest] for rest in product(range(4), repeat=4)])
+    scores = log_probability(model, everything, 5)
+    best = scores.argsort(descending=True)[:3]
+    out = model.generate(
+        text[None],
+        max_new_tokens=4,
+        num_beams=4**3,
+        num_return_sequences=3,
+        length_penalty=0.0,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    assert out.sequences.tolist() == everything[best].tolist()
+    assert_close(out.sequences_scores.double(), scores[best], 1e-5, "scores")
+
+
+@torch.no_grad()
+def test_narrow_beams_follow_the_reordered_states(make, tokens):
+    """Against a beam search written out, which keeps no state and so has nothing to reorder."""
+    model, text, width = make(vocab_size=6), tokens(1, 5, vocabulary=6)[0], 3
+    beams, scores = text[None], torch.zeros(1, dtype=torch.float64)
+    origins = []
+    for _ in range(7):
+        logs = model(beams, use_cache=False).logits[:, -1].log_softmax(-1)
+        scores, chosen = (scores[:, None] + logs).flatten().topk(width)
+        origin = chosen // 6
+        origins.append(origin.tolist())
+        beams = torch.cat([beams[origin], (chosen % 6)[:, None]], dim=1)
+    assert any(origin != sorted(set(origin)) for origin in origins[1:]), "no state was reordered: choose another seed"
+    options = {"max_new_tokens": 7, "num_beams": width, "num_return_sequences": width, "do_sample": False}
+    out = model.generate(text[None], length_penalty=0.0, **options)
+    assert out.tolist() == beams.tolist()
+    assert torch.equal(model.generate(text[None], length_penalty=0.0, use_cache=False, **options), out)
+
+
+class TestAssisted:
+    @pytest.mark.parametrize("kind", [{"power": 2}, {"power": 4}, {"mixer": "softmax"}])
+    @torch.no_grad()
+    def test_an_assistant_changes_nothing_but_the_work(self, make, tokens, kind):
+        """The assistant is the same model a little off, so that some of its tokens are accepted and some are not."""
+        model, text = make(**kind), tokens(1, 6)
+        assistant = copy.deepcopy(model)
+        for parameter in assistant.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).to(parameter)
+        expected = model.generate(text, max_new_tokens=24, do_sample=False)
+        calls = []
+        model.model.register_forward_hook(lambda *_: calls.append(1))
+        out = model.generate(text, max_new_tokens=24, do_sample=False, assistant_model=assistant)
+        assert torch.equal(out, expected)
+        assert len(calls) < 24, "nothing was accepted"
+
+    @torch.no_grad()
+    def test_prompt_lookup(self, make):
+        model, text = make(), torch.tensor([[3, 4, 5, 6, 3, 4, 5, 6, 3, 4]])
+        expected = model.generate(text, max_new_tokens=12, do_sample=False)
+        assert torch.equal(
+            model.generate(text, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3), expected
+        )
+
+
+class TestContinuing:
+    @torch.no_grad()
+    def test_a_prompt_read_once_serves_several_continuations(self, make, tokens):
+        model, prompt = make(), tokens(1, 7)
+        cache = model(prompt, use_cache=True).past_key_values
+        for seed in (5, 6):
+            whole = torch.cat([prompt, tokens(1, 3, seed=seed)], dim=1)
+            expected = model.generate(whole, max_new_tokens=5, do_sample=False)
+            out = model.generate(whole, past_key_values=copy.deepcopy(cache), max_new_tokens=5, do_sample=False)
+            assert torch.equal(out, expected)
+        assert cache.get_seq_length() == 7
+
+    @torch.no_grad()
+    def test_a_conversation_goes_on_from_the_returned_cache(self, make, tokens):
+        model, ids = make(), tokens(1, 4)
+        first = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+        longer = torch.cat([first.sequences, tokens(1, 2, seed=9)], dim=1)
+        out = model.generate(longer, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
+        assert torch.equal(out, model.generate(longer, max_new_tokens=4, do_sample=False))
+
+    @torch.no_grad()
+    def test_a_long_prompt_is_read_in_pieces(self, make, tokens, pad_left):
+        model = make()
+        ids, mask = pad_left([row[:length] for row, length in zip(tokens(2, 23), (23, 11), strict=True)])
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        longest = []
+        model.model.register_forward_pre_hook(
+            lambda module, args, kwargs: longest.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+        )
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, prefill_chunk_size=5)
+        assert torch.equal(out, expected)
+        assert max(longest) == 5
+
+
+def test_the_state_does_not_grow(make, tokens):
+    model = make()
+    sizes = {
+        model.generate(tokens(1, length), max_new_tokens=4, return_dict_in_generate=True).past_key_values.nbytes
+        for length in (3, 60)
+    }
+    assert len(sizes) == 1
+
+
+def test_a_sequence_ends_with_its_end_token(make, tokens):
+    model, ids = make(), tokens(2, 5)
+    free = model.generate(ids, max_new_tokens=8, do_sample=False)
+    end = free[0, 7].item()
+    out = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=end, pad_token_id=PADDING)
+    stop = free[0, 5:].tolist().index(end)
+    assert out[0, 5 : 6 + stop].tolist() == free[0, 5 : 6 + stop].tolist()
+    assert (out[0, 6 + stop :] == PADDING).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"cache_implementation": "static"}, ValueError, "cache_implementation must not be set.*'static'"),
+        ({"past_key_values": DynamicCache()}, TypeError, "past_key_values must be a SympowCache, got DynamicCache"),
+    ],
+)
+def test_caches_of_other_kinds_are_refused(make, tokens, options, error, message):
+    with pytest.raises(error, match=message):
+        make().generate(tokens(), generation_config=GenerationConfig(max_new_tokens=2), **options)
+
+
+class TestCache:
+    @pytest.fixture
+    def model(self, make):
+        return make()
+
+    @pytest.fixture
+    def cache(self, model, tokens):
+        with torch.no_grad():
+            return model(tokens(3, 6), use_cache=True).past_key_values
+
+    def test_sequences_are_reordered_selected_and_repeated(self, cache):
+        kv = cache.state[1].kv
+        cache.reorder_cache(torch.tensor([2, 0, 1]))
+        assert torch.equal(cache.state[1].kv, kv[[2, 0, 1]])
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        assert torch.equal(cache.state[1].kv, kv[[2, 1]])
+        cache.batch_repeat_interleave(2)
+        assert torch.equal(cache.state[1].kv, kv[[2, 2, 1, 1]])
+        assert cache.batch_size == 4
+        assert cache.get_seq_length() == 6
+
+    def test_a_state_gives_no_tokens_back(self, cache):
+        with pytest.raises(ValueError, match=r"asks for 2 tokens back, but 0 were recorded: a state cannot give"):
+            cache.crop(-2)
+        with pytest.raises(ValueError, match=r"tokens_to_remove must not be positive"):
+            cache.crop(3)
+        cache.crop(0)
+        assert cache.get_seq_length() == 6
+
+    @torch.no_grad()
+    def test_recorded_tokens_can_be_taken_back(self, model, cache, tokens):
+        ids, more = tokens(3, 6), tokens(3, 5, seed=4)
+        cache.activate_past_recording()
+        model(more[:, :2], past_key_values=cache)
+        model(more[:, 2:], past_key_values=cache)
+        with pytest.raises(ValueError, match="asks for 6 tokens back, but 5 were recorded"):
+            cache.crop(-6)
+        cache.crop(-2)
+        assert cache.get_seq_length() == 9
+        cache.reorder_cache(torch.tensor([1, 0, 2]))
+        out = model(more[[1, 0, 2], 3:4], past_key_values=cache)
+        expected = model(torch.cat([ids, more[:, :4]], dim=1)).logits[[1, 0, 2], -1:]
+        assert_close(out.logits, expected, 1e-9, "logits")
+        with pytest.raises(ValueError, match="asks for 2 tokens back, but 1 were recorded"):
+            cache.crop(-2)
+        cache.crop(-1)
+        assert cache.unread is None
+        assert_close(model(more[[1, 0, 2], 3:4], past_key_values=cache).logits, expected, 1e-9, "logits")
+        cache.crop(0)
+        with pytest.raises(ValueError, match="but 0 were recorded"):
+            cache.crop(-1)
+
+    def test_forgetting_everything(self, cache):
+        cache.reset()
+        assert cache.state is None
+        assert (cache.get_seq_length(), cache.batch_size, len(cache), cache.nbytes) == (0, -1, 0, 0)
+
+    def test_what_it_says_of_itself(self, cache):
+        assert len(cache) == 2
+        assert cache.is_initialized
+        assert not cache.is_compileable
+        assert not cache.is_croppable
+        assert (cache.get_max_length(), cache.max_batch_size) == (-1, 3)
+        assert cache.get_mask_sizes(2) == (8, 0)
+        assert repr(cache) == f"SympowCache(length=6, nbytes={cache.nbytes})"
+        with pytest.raises(TypeError, match="holds states, not keys and values"):
+            cache.update(None, None, 0)
+
+    def test_an_empty_one_is_reordered_in_peace(self):
+        cache = SympowCache()
+        cache.reorder_cache(torch.tensor([0]))
+        assert cache.state is None

@@ -1,0 +1,156 @@
+"""Saving and loading, through the Auto classes, in other dtypes and processes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from support import assert_close
+from sympow import rotary_rates
+from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel, registration
+from sympow.hf.config import check_version
+
+
+@pytest.fixture
+def folder(make, tmp_path):
+    make(gating="scalar", rotary="scale").float().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@torch.no_grad()
+def test_a_saved_model_comes_back(make, tokens, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").is_file()
+    for loader in (SympowForCausalLM, AutoModelForCausalLM):
+        loaded = loader.from_pretrained(tmp_path)
+        assert type(loaded) is SympowForCausalLM
+        assert loaded.dtype == torch.float64
+        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+        assert loaded.lm_head.weight is loaded.model.embedding.weight
+    features = AutoModel.from_pretrained(tmp_path)
+    assert type(features) is SympowModel
+    assert torch.equal(features(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert type(config) is SympowConfig
+    assert config.to_native() == model.config.to_native()
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "import sympow; from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM; import sympow",
+    ],
+)
+def test_the_auto_classes_know_it_in_a_fresh_process(folder, tokens, order):
+    expected = SympowForCausalLM.from_pretrained(folder).generate(tokens(1, 4), max_new_tokens=4, do_sample=False)
+    code = f"""
+import sys, torch
+{order}
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(model.generate(torch.tensor({tokens(1, 4).tolist()}), max_new_tokens=4, do_sample=False).tolist())
+"""
+    command = [sys.executable, "-W", "error::UserWarning:sympow", "-c", code, str(folder)]
+    result = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert result.stdout.strip() == str(expected.tolist())
+
+
+def test_sympow_does_without_transformers_until_it_is_asked_for():
+    code = """
+import sys, sympow, sympow.hf
+assert not {"transformers", "tokenizers", "safetensors"} & sys.modules.keys()
+assert "SympowConfig" in dir(sympow.hf)
+sys.modules["transformers"] = None
+from sympow.hf import SympowConfig  # noqa: E402
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "pip install 'conformal-sympow[hf]'" in result.stderr
+
+
+def test_an_older_transformers_is_refused():
+    check_version("5.0.0rc1")
+    with pytest.raises(ImportError, match=r"sympow\.hf needs transformers 5 or newer, found 4\.57\.0"):
+        check_version("4.57.0")
+
+
+def test_transformers_goes_on_where_registering_fails(monkeypatch):
+    monkeypatch.setitem(registration.REGISTRARS, "transformers.models.auto", "sympow.hf.of_tomorrow")
+    with pytest.warns(UserWarning, match=r"could not register its models with transformers: No module named"):
+        registration.register_with_transformers()
+
+
+def test_one_hook_is_enough():
+    registration.register_with_transformers()
+    assert sum(type(finder).__module__ == registration.__name__ for finder in sys.meta_path) == 1
+
+
+def test_no_such_name():
+    with pytest.raises(ImportError, match=r"cannot import name 'Nothing' from 'sympow\.hf'"):
+        from sympow.hf import Nothing  # noqa: F401
+
+
+@torch.no_grad()
+def test_in_bfloat16_gates_and_rotations_stay_precise(make, tokens, tmp_path):
+    make(rotary="learned").float().save_pretrained(tmp_path)
+    whole = SympowForCausalLM.from_pretrained(tmp_path)
+    model = SympowForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    mixer = model.model.blocks[0].mixer
+    assert mixer.qkv_proj.weight.dtype == torch.bfloat16
+    assert mixer.gate.gamma_proj.weight.dtype == torch.float32
+    assert torch.equal(mixer.rotation.theta, whole.model.blocks[0].mixer.rotation.theta)
+    out = model(tokens())
+    assert out.logits.dtype == torch.bfloat16
+    assert out.past_key_values.state[0].kv.dtype == torch.float32
+    assert (out.logits.float() - whole(tokens()).logits).abs().max() < 0.05
+    assert model.generate(tokens(), max_new_tokens=3).shape == (2, 15)
+
+
+@pytest.mark.parametrize("gating", ["fixed", "scalar"])
+@torch.no_grad()
+def test_tables_of_constants_survive_the_meta_device(make, tokens, tmp_path, gating):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = make(gating=gating).float()
+    model.save_pretrained(tmp_path)
+    loaded = SympowForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
+    assert torch.equal(loaded.model.blocks[0].mixer.rotation.rates(torch.device("cpu")), rotary_rates(4, 100))
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+
+
+@torch.no_grad()
+def test_missing_weights_start_as_in_a_fresh_model(make, folder):
+    config = AutoConfig.from_pretrained(folder)
+    config.gating, config.rotary = "learned", "learned"
+    model = SympowForCausalLM.from_pretrained(folder, config=config)
+    mixer = model.model.blocks[0].mixer
+    assert mixer.gate.logit.tolist() == pytest.approx([6.906768] * 2)
+    assert_close(mixer.rotation.theta.double(), rotary_rates(4, 100), 1e-6, "theta")
+    expected = SympowForCausalLM.from_pretrained(folder).model.blocks[0].mixer.out_proj.weight
+    assert torch.equal(mixer.out_proj.weight, expected)
+
+
+@torch.no_grad()
+def test_the_vocabulary_can_grow(make, tokens, tmp_path):
+    model = make()
+    before = model(tokens()).logits
+    model.resize_token_embeddings(53, mean_resizing=False)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert_close(model(tokens()).logits[..., :50], before, 1e-12, "logits")
+    model.save_pretrained(tmp_path)
+    assert SympowForCausalLM.from_pretrained(tmp_path).config.to_native().vocab_size == 53
+
+
+@torch.no_grad()
+def test_an_untied_model_keeps_its_own_head(make, tokens, tmp_path):
+    model = make(tie_word_embeddings=False)
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path)
+    loaded = SympowForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert not torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
