@@ -69,11 +69,12 @@ def evaluate_all(runs: dict[tuple[int, str], Path]) -> dict[tuple[int, str], Pos
 
 
 def show_losses(losses: dict[tuple[int, str], PositionLosses], console: Console) -> None:
-    table = Table(title=f"Loss on {DOCUMENTS} held-out stretches, nats a byte", title_justify="left")
+    title = f"Loss on {DOCUMENTS} held-out stretches, nats a byte: trained at a context → evaluated on"
+    table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
     for context in CONTEXTS:
-        for part in (f"first {context}", f"all {EVALUATED:,}", "last 256"):
-            table.add_column(f"trained at {context}\n{part}", justify="right", no_wrap=True)
+        for part in (f"{context}", f"{EVALUATED:,}", "its end"):
+            table.add_column(f"{context} → {part}", justify="right")
     for name in VARIANTS:
         cells = []
         for context in CONTEXTS:
