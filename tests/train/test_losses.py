@@ -90,3 +90,26 @@ def test_the_logits_of_all_tokens_never_exist_at_once(with_gradients):
     # A dozen temporary tensors of a chunk, and the gradients with a copy or two.
     assert memory.largest <= max(2 * a_chunk, vocabulary * WIDTH * 4)
     assert memory.peak <= 8 * a_chunk + 4 * (vocabulary + tokens) * WIDTH * 4 < tokens * vocabulary * 4
+
+
+@pytest.mark.parametrize(
+    ("features", "targets", "options", "message"),
+    [
+        ((4, 3), (5,), {}, r"got \(4, 3\), \(7, 3\) and \(5,\)"),
+        ((4, 2), (4,), {}, r"got \(4, 2\), \(7, 3\) and \(4,\)"),
+        ((0, 3), (0,), {}, "targets must not be empty"),
+        ((4, 3), (4,), {"tokens": 0}, "tokens must be at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_named(features, targets, options, message):
+    for function in (linear_cross_entropy, token_losses):
+        with pytest.raises(ValueError, match=message):
+            function(torch.zeros(features), torch.zeros(7, 3), torch.zeros(targets).long(), **options)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    features = torch.randn(4, 3, requires_grad=True)
+    loss = linear_cross_entropy(features, torch.randn(7, 3), torch.zeros(4).long())
+    (first,) = torch.autograd.grad(loss.square(), features, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(first.sum(), features)

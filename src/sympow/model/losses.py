@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 # Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.
@@ -30,6 +31,7 @@ def linear_cross_entropy(
         tokens: rows of logits that may exist at once.
         dtype: of the products; None: that of the weight.
     """
+    _check(features, weight, targets, tokens)
     rows = features.reshape(-1, features.shape[-1])
     if torch.is_grad_enabled() and (features.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(rows, weight, targets.reshape(-1), tokens, dtype or weight.dtype)
@@ -40,6 +42,7 @@ def token_losses(
     features: Tensor, weight: Tensor, targets: Tensor, *, tokens: int = 8_192, dtype: torch.dtype | None = None
 ) -> Tensor:
     """−log softmax(features weightᵀ)[target] of every token, without gradients: the shape of targets."""
+    _check(features, weight, targets, tokens)
     with torch.no_grad():
         rows = features.reshape(-1, features.shape[-1])
         table = _aligned(weight, dtype or weight.dtype)
@@ -48,6 +51,18 @@ def token_losses(
             for part, of, _ in _stretches(rows, targets.reshape(-1), tokens)
         ]
         return torch.cat(parts).view(targets.shape)
+
+
+def _check(features: Tensor, weight: Tensor, targets: Tensor, tokens: int) -> None:
+    if features.shape[:-1] != targets.shape or features.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            "features must be (…, width) with weight (vocabulary, width) and targets (…,); "
+            f"got {tuple(features.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
+        )
+    if targets.numel() == 0:
+        raise ValueError("targets must not be empty: a mean over nothing is no loss")
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -68,6 +83,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_features, d_weight = ctx.saved_tensors
         return d_features * d_loss, d_weight * d_loss, None, None, None

@@ -166,10 +166,15 @@ _tables: dict[tuple[str, int, int, torch.device], Any] = {}
 
 
 def _cached(make: Callable[[int, int, torch.device], Table], dim: int, power: int, device: torch.device) -> Table:
-    """A table made once per device; made anew while torch.compile traces, where it becomes a constant of the graph."""
+    """A table made once per device; made anew while torch.compile traces, where it becomes a constant of the graph.
+
+    Nor is one kept that is made while a CUDA graph is captured: it has no content before the graph's first replay.
+    """
     if torch.compiler.is_compiling():
         return make(dim, power, device)
     key = (make.__name__, dim, power, device)
+    if key not in _tables and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return make(dim, power, device)
     if key not in _tables:
         # A tensor made in inference mode could not take part in a later backward pass.
         with torch.inference_mode(False):
