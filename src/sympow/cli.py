@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from sympow.checks import check_choice
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
 from sympow.model.config import MIXERS, PRESETS, GPTConfig
-from sympow.ops.validation import BACKENDS, check_choice, check_power
+from sympow.ops.validation import BACKENDS, check_power
 
 try:
     import typer

@@ -1,23 +1,8 @@
-"""Checks of arguments, with messages that say what came and what was expected."""
+"""Checks of arguments that only data has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 SPLITS = ("train", "heldout")
-
-
-def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-
-
-def check_at_least(name: str, value: int, smallest: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < smallest:
-        raise ValueError(f"{name} must be at least {smallest}, got {value}")
 
 
 def check_fraction(name: str, value: float) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sympow.data.checks import SPLITS, check_at_least
+from sympow.checks import check_at_least
+from sympow.data.checks import SPLITS
 from sympow.data.dataset import TokenDataset
 from sympow.data.manifest import MANIFEST_FILE, Manifest
 from sympow.data.opening import open_dataset

@@ -19,6 +19,16 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Onto the disk, not only to the system: a machine may stop."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sha256_of(path: Path) -> str:

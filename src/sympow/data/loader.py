@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from sympow.checks import check_at_least, check_choice
 from sympow.data.batch import Batch
-from sympow.data.checks import check_at_least, check_choice
 from sympow.data.dataset import TokenDataset
 from sympow.data.prefetch import prefetch
 from sympow.data.rows import RowOrder, Rows

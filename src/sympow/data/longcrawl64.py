@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.data.checks import SPLITS, check_at_least, check_choice, check_range
+from sympow.checks import check_at_least, check_choice
+from sympow.data.checks import SPLITS, check_range
 from sympow.data.dataset import Tokens
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.extras import require

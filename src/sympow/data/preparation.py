@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.data.checks import SPLITS, check_at_least, check_fraction
+from sympow.checks import check_at_least
+from sympow.data.checks import SPLITS, check_fraction
 from sympow.data.files import PARTIAL_ENDING, sha256_of, write_atomically
 from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
 from sympow.data.order import permutation

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.data.checks import SPLITS, check_choice, check_range
+from sympow.checks import check_choice
+from sympow.data.checks import SPLITS, check_range
 from sympow.data.dataset import Tokens
 from sympow.data.files import sha256_of
 from sympow.data.grouping import group_by_size

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.data.checks import SPLITS, check_choice, check_range
+from sympow.checks import check_choice
+from sympow.data.checks import SPLITS, check_range
 from sympow.data.dataset import Tokens
 from sympow.data.portion import id_dtype
 from sympow.data.split import split_by_hash

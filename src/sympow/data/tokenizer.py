@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.data.checks import check_at_least
+from sympow.checks import check_at_least
 from sympow.data.files import write_atomically
 from sympow.extras import require
 

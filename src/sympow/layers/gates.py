@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from sympow.checks import check_choice
 from sympow.layers.constants import ConstantTable
 from sympow.layers.projection import FloatLinear
-from sympow.ops.validation import check_choice
 
 # σ(6.906768) ≈ 0.999: where the authors' gates start. A state then half forgets in about 700 tokens.
 INITIAL_LOGIT = 6.906768

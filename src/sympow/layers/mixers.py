@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sympow.checks import check_choice
 from sympow.layers.gates import make_gate
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.rotations import make_rotation
 from sympow.ops.operator import Backend, Form, attention
 from sympow.ops.softmax import KeyValueState, softmax_attention
 from sympow.ops.state import State
-from sympow.ops.validation import BACKENDS, FORMS, check_choice, check_chunk_size, check_positive, check_power
+from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_positive, check_power
 
 LayerState = State | KeyValueState
 

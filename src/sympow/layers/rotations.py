@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from sympow.checks import check_choice
 from sympow.layers.constants import ConstantTable
 from sympow.layers.projection import FloatLinear
 from sympow.ops.rotary import rotary_rates
-from sympow.ops.validation import check_choice
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
 

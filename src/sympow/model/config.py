@@ -5,19 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
+from sympow.checks import check_choice
 from sympow.layers.gates import GATES
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS
 from sympow.ops.operator import Backend, Form
-from sympow.ops.validation import (
-    BACKENDS,
-    FORMS,
-    check_bool,
-    check_choice,
-    check_chunk_size,
-    check_positive,
-    check_power,
-)
+from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 
 MIXERS = ("sympow", "softmax")
 

@@ -8,6 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from sympow.checks import check_choice
 from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
 from sympow.ops.chunked import chunked_form
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
@@ -21,7 +22,6 @@ from sympow.ops.validation import (
     BACKENDS,
     FORMS,
     check_bool,
-    check_choice,
     check_chunk_size,
     check_documents,
     check_power,

@@ -7,12 +7,12 @@ wait for the device, so there it happens only with the environment variable SYMP
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from sympow.checks import check_at_least
 from sympow.ops.state import FLOAT_DTYPES, State
 
 FORMS = ("auto", "attention", "chunked", "recurrent")
@@ -29,22 +29,13 @@ def check_power(power: int) -> None:
         )
 
 
-def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
-
-
 def check_bool(name: str, value: bool) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_positive(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    check_at_least(name, value, 1)
 
 
 def check_chunk_size(chunk_size: int | None, form: str) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sympow.checks import check_choice
 from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
 from sympow.ops.blocks import query_state, update_state
 from sympow.ops.decay import apply_decay, log_gate_root
@@ -35,7 +36,7 @@ from sympow.ops.scaling import (
 from sympow.ops.sequence import Sequence, divide
 from sympow.ops.state import FLOAT_DTYPES, State
 from sympow.ops.symmetric import even_power, feature_indices, multinomial_weights, symmetric_dim
-from sympow.ops.validation import BACKENDS, check_choice, check_positive, check_power, check_tensors
+from sympow.ops.validation import BACKENDS, check_positive, check_power, check_tensors
 
 # Tokens between two folds. More make folds rarer, and steps score more keys: beside a state of thousands of features
 # both are small.

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from sympow.data.files import flush
 from sympow.train.distributed import Place
-from sympow.train.files import flush
 
 SEAL = "sealed.json"
 PREFIX = "step-"

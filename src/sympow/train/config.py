@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from sympow.checks import check_choice
 from sympow.data.loader import SHORT
 from sympow.extras import require
 from sympow.model.config import GPTConfig
-from sympow.ops.validation import check_bool, check_choice, check_positive
+from sympow.ops.validation import check_bool, check_positive
 
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("bf16", "fp32")

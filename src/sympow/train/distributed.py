@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sympow.ops.validation import check_choice
+from sympow.checks import check_choice
 from sympow.train.objective import Objective
 
 

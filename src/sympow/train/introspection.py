@@ -49,10 +49,11 @@ def find_nonfinite(model: GPT, run: Callable[[], Any]) -> list[str]:
     Args:
         run: calls the model on the data that made it so.
     """
-    found = nonfinite_parameters(model)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not _finite(parameter.grad):
-            found.append(f"gradient of {name}")
+    gradients = [
+        f"gradient of {name}"
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not _finite(parameter.grad)
+    ]
     outputs: list[str] = []
 
     def look(name: str, module: nn.Module, output: Any) -> None:
@@ -63,11 +64,7 @@ def find_nonfinite(model: GPT, run: Callable[[], Any]) -> list[str]:
     with _watching(model, (nn.Module,), look):
         run()
     # First what came first: an output makes the loss what it is, and the loss makes the gradients.
-    return (
-        [name for name in found if name.startswith("parameter")]
-        + outputs[:3]
-        + [name for name in found if not name.startswith("parameter")]
-    )
+    return nonfinite_parameters(model) + outputs[:3] + gradients
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:

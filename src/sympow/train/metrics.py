@@ -8,8 +8,8 @@ import uuid
 from pathlib import Path
 from typing import Any, Protocol
 
+from sympow.data.files import write_atomically
 from sympow.extras import require
-from sympow.train.files import write_whole
 
 WANDB_FILE = "wandb-id"
 
@@ -32,7 +32,7 @@ class JsonLines:
     def __init__(self, path: Path, resumed_at: int) -> None:
         # Steps after the checkpoint will be made again.
         kept = [line for line in read_metrics(path) if line["step"] <= resumed_at] if path.exists() else []
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in kept))
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -71,7 +71,7 @@ class WeightsAndBiases:
         # A resumed run goes on under the same id; numbers of steps made again are the same, and are left out there.
         named = folder / WANDB_FILE
         if not named.exists():
-            write_whole(named, uuid.uuid4().hex)
+            write_atomically(named, uuid.uuid4().hex.encode())
         self._run = wandb.init(
             project=project, dir=str(folder), name=folder.name, config=config, id=named.read_text(), resume="allow"
         )

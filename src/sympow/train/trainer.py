@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sympow.data.batch import Batch
 from sympow.data.dataset import TokenDataset
+from sympow.data.files import write_atomically
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
 from sympow.model.gpt import GPT
@@ -31,7 +32,6 @@ from sympow.train.distributed import (
     process_group,
     share,
 )
-from sympow.train.files import write_whole
 from sympow.train.interrupt import StopRequest, stop_on_signals
 from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics, nonfinite_parameters
 from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
@@ -123,7 +123,7 @@ class _Run:
             if resume:
                 self._resume(checkpoints)
             if self.place.first:
-                write_whole(self.out / CONFIG_FILE, self.config.to_yaml())
+                write_atomically(self.out / CONFIG_FILE, self.config.to_yaml().encode())
             writers = []
             for writer in self._make_writers():
                 at_end.callback(writer.close)
