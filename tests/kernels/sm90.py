@@ -194,7 +194,9 @@ def hopper_case(which, power=2, group=1, gated=True):
 
 
 def past_weights_case(d=64, rows=128):
-    constants = {"GROUP": 1, "D": d, "DOCUMENTS": False, "PRECISION": "tf32", "ROWS": rows}
+    constants = {
+        "GROUP": 1, "D": d, "DOCUMENTS": False, "PRECISION": "tf32", "ROWS": rows, "TILES": 4, "STAGES": 3,
+    }  # fmt: skip
     return past_weights_kernel, {"q_desc": _tile(rows, d), "normalizer_desc": [1, d, d]}, constants, 4, 3
 
 

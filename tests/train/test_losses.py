@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear
 
 from support import assert_close
+from sympow.model import losses
 from sympow.model.losses import linear_cross_entropy, token_losses
 from sympow.report.memory import PeakMemory
 
@@ -113,3 +114,45 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
     (first,) = torch.autograd.grad(loss.square(), features, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+@pytest.mark.parametrize(("vocabulary", "columns"), [(29, 29), (29, 64), (300, 320), (9_000, 9_024)])
+def test_the_kernel_gives_value_and_gradient(vocabulary, columns):
+    pytest.importorskip("triton", reason="needs Triton")
+    generator = torch.Generator().manual_seed(vocabulary)
+    # Large enough that exponentials would overflow without their maximum taken out.
+    logits = 60 * torch.randn(7, columns, generator=generator)
+    targets = torch.randint(vocabulary, (7,), generator=generator)
+    expected, gradient = losses._step(logits.double(), targets, vocabulary, 0.1)
+    actual, replaced = losses._fused_step(logits, targets, vocabulary, 0.1)
+    assert replaced is logits
+    assert_close(actual, expected, 1e-6, "loss")
+    assert_close(replaced, gradient, 1e-6, "gradient")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+def test_the_kernel_makes_a_target_that_is_none_visible():
+    pytest.importorskip("triton", reason="needs Triton")
+    actual, _ = losses._fused_step(torch.randn(3, 32), torch.tensor([0, 31, 5]), 29, 1.0)
+    assert actual.isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [100, 256, 1_000])
+def test_the_kernel_is_as_good_as_pytorch_in_bfloat16(tokens):
+    generator = torch.Generator("cuda").manual_seed(tokens)
+    features, weight = (
+        torch.randn(*shape, generator=generator, device="cuda").requires_grad_() for shape in ((700, 64), (50_257, 64))
+    )
+    targets = torch.randint(50_257, (700,), generator=generator, device="cuda")
+    results = []
+    for compute in (
+        lambda: full(features.double(), weight.double(), targets),
+        lambda: full(features.bfloat16(), weight.bfloat16(), targets).float(),
+        lambda: linear_cross_entropy(features, weight, targets, tokens=tokens, dtype=torch.bfloat16),
+    ):
+        loss = compute()
+        results.append((loss, *torch.autograd.grad(loss, (features, weight))))
+    for exact, plain, mine in zip(*results, strict=True):
+        assert (mine - exact).norm() <= 2 * (plain - exact).norm()

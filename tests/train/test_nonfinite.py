@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from sympow.data import Loader, open_dataset
 from sympow.train import checkpoint as checkpoint_module
 from sympow.train import train, trainer
+from sympow.train.optimizer import take_step
 from sympow.train.trainer import NonFiniteLossError
 
 
@@ -92,7 +93,8 @@ def test_a_checkpoint_that_was_begun_is_finished_although_the_run_stops(tiny, tm
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000003"]
 
 
-def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeypatch, device):
     """The loss is finite; clipping by a norm that is not would spread it over all parameters."""
 
     def infinite_gradient(model):
@@ -100,7 +102,7 @@ def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeyp
 
     spoil(monkeypatch, 2, infinite_gradient)
     with pytest.raises(NonFiniteLossError) as caught:
-        train(tiny(clip_norm=1.0), tmp_path / "run", device="cpu")
+        train(tiny(clip_norm=1.0), tmp_path / "run", device=device)
     message = str(caught.value)
     assert message.startswith("step 2: the loss is 5.")
     assert "Not finite: gradient of final_norm.bias. Documents" in message
@@ -130,3 +132,28 @@ def test_the_command_stops_with_a_message_and_exit_code_1(start, tmp_path):
     assert "stopped: step 2: the loss is " in printed
     assert "Documents of this batch" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, 0.5])
+def test_a_step_is_not_taken_where_the_device_says_so(clip_norm):
+    torch.manual_seed(0)
+    stays, moves, plain = (torch.nn.Parameter(torch.ones(5)) for _ in range(3))
+    gradients = torch.randn(2, 5)
+    snapshots = []
+    for parameter, unless in ((stays, True), (moves, False), (plain, None)):
+        optimizer = torch.optim.AdamW([parameter], lr=0.1, fused=True)
+        for number, gradient in enumerate(gradients):
+            parameter.grad = gradient.clone()
+            refuse = None if unless is None else torch.tensor(unless and number == 1)
+            norm = gradient.norm() * (math.nan if unless and number == 1 else 1.0)
+            take_step(optimizer, [parameter], norm, clip_norm, unless=refuse)
+            state = {name: x.clone() for name, x in optimizer.state[parameter].items()}
+            snapshots.append({"value": parameter.detach().clone(), "gradient": parameter.grad.clone(), **state})
+    first, refused, _, second_moved = snapshots[:4]
+    assert torch.equal(refused["gradient"], gradients[1])
+    for name in ("value", "step", "exp_avg", "exp_avg_sq"):
+        assert torch.equal(refused[name], first[name]), name
+        assert not torch.equal(second_moved[name], first[name]), name
+    for with_flag, without in zip(snapshots[2:4], snapshots[4:], strict=True):
+        for name in with_flag:
+            assert torch.equal(with_flag[name], without[name]), name

@@ -10,15 +10,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.kernels import hopper
+from sympow.kernels.anchoring import anchored
 from sympow.kernels.attention_backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention_forward import attend
 from sympow.kernels.chunk_states import ChunkStates, FullState, chunk_states
-from sympow.kernels.documents import Documents, sums_to_end
-from sympow.kernels.gates import SCAN_BLOCK, Gates, anchored, gate_gradient, running_sums, span_anchors
+from sympow.kernels.documents import Documents
+from sympow.kernels.gates import SCAN_BLOCK, Gates, gate_gradient, running_sums, span_anchors
 from sympow.kernels.scaling import scale_queries
 from sympow.kernels.tiles import COLUMNS, tiles_for
 
-# Queries between two places where the gates' gradient is put right in the attention form (`gates.anchored`).
+# Queries between two places where the gates' gradient is put right in the attention form (`anchoring`).
 SPAN = 4096
 # What they leave grows with their number and the length.
 MOST_SPANS = 16
@@ -197,17 +198,14 @@ def _attend_backward(
         )  # fmt: skip
     d_log_gamma = None
     if gates is not None:
-        suffix = gate_gradient(rows, columns, power)
+        # No pair lies across either end.
+        anchors, spacing = None, k.shape[1]
         if crossing is not None:
             # Pairs across a boundary meet in its state. Where there is none, no pair lies across.
             anchors, spacing = pad(crossing, (first, -(-k.shape[1] // chunk) - last)), chunk
         elif spans is not None:
             anchors, spacing = span_anchors(spans, to_end, span), span
-        else:
-            anchors, spacing = suffix.new_zeros(*suffix.shape[:2], 2), k.shape[1]
-        suffix = anchored(suffix, anchors, spacing)
-        suffix = suffix if documents is None else sums_to_end(suffix, documents.end)
-        d_log_gamma = suffix.transpose(1, 2).to(torch.float32).contiguous()
+        d_log_gamma = anchored(gate_gradient(rows, columns, power), anchors, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
     none = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
     return (dq.contiguous(), dk.contiguous(), dv.contiguous(), *none)  # type: ignore[return-value]

@@ -148,7 +148,7 @@ def running_sums(log_gamma: Tensor, tile: int) -> Gates:
 
 def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor:
     """Σ_{i≥m} dG_i (b, h_kv, t) float64 from q_i · dq_i (b, h, t) and k_j · dk_j (b, h_kv, t): d log γ_m, with all the
-    rounding of later rows and columns in it (`anchored` takes most of that out)."""
+    rounding of later rows and columns in it (`anchoring.anchored` takes most of that out)."""
     batch, heads, length = column_terms.shape
     blocks = triton.cdiv(length, SCAN_BLOCK)
     totals = column_terms.new_empty(batch, heads, blocks, dtype=torch.float64)
@@ -160,27 +160,6 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
             BLOCK=SCAN_BLOCK, TOTALS_ONLY=totals_only,
         )  # fmt: skip
     return out
-
-
-def anchored(suffix: Tensor, anchors: Tensor, spacing: int) -> Tensor:
-    """Suffix sums brought to values known at some positions; in between, by as much as a straight line says.
-
-    d log γ_m is a sum over the pairs that m lies between. As a difference of row and column sums over all later tokens,
-    it picks up the rounding of all of these, which grows with the root of their number. Where it is known otherwise,
-    the sums can be put right, and start anew.
-
-    Args:
-        suffix: Σ_{i≥m}, (b, h, t) float64.
-        anchors: the sums at the positions 0, spacing, 2 spacing, … and t, (b, h, ⌈t / spacing⌉ + 1) float64.
-    """
-    length = suffix.shape[-1]
-    positions = torch.arange(length, device=suffix.device)
-    before = positions // spacing
-    span = (length - before * spacing).clamp(max=spacing)
-    passed = (positions - before * spacing) / span
-    found = torch.nn.functional.pad(suffix[..., ::spacing], (0, 1))
-    missing = anchors - found
-    return suffix + torch.lerp(missing[..., before], missing[..., before + 1], passed.to(missing.dtype))
 
 
 def span_anchors(spans: Tensor, to_end: Tensor, span: int) -> Tensor:

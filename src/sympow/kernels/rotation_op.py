@@ -5,9 +5,9 @@
 import torch
 from torch import Tensor
 
+from sympow.kernels.anchoring import anchored
 from sympow.kernels.common import rows_contiguous
 from sympow.kernels.documents import Documents, sums_from_start, sums_to_end
-from sympow.kernels.gates import anchored
 from sympow.kernels.rotation import rotate_backward, rotate_forward
 from sympow.kernels.scan import running_sum
 
@@ -82,9 +82,10 @@ def _rotate_backward(
         later = running_sum(d_sums, reverse=True)
         if relative:
             # The first β turns all tokens, and so nothing; the rounding in its place is spread over the others.
-            later = anchored(later, later.new_zeros(*later.shape[:2], 2), later.shape[2])
-        later = later if document_end is None else sums_to_end(later, document_end)
-        d_beta = later.transpose(1, 2).contiguous()
+            d_beta = anchored(later, None, later.shape[2], document_end, dtype=torch.float64)
+        else:
+            later = later if document_end is None else sums_to_end(later, document_end)
+            d_beta = later.transpose(1, 2).contiguous()
     return d_q, d_k, d_beta, d_theta, sums.new_empty(0) if d_start is None else d_start
 
 

@@ -7,7 +7,6 @@ of them repeated, and memory for `tokens` rows of logits instead of all of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +14,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from sympow.ops.backend import triton_available
+
 # Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.
 ALIGNMENT = 64
+FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear_cross_entropy(
@@ -72,7 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_features = torch.empty_like(features)
         d_table = torch.zeros_like(table, dtype=weight.dtype)
         total = features.new_zeros((), dtype=torch.promote_types(features.dtype, torch.float32))
-        step = _compiled_step() if features.is_cuda else _step
+        step = _fused_step if features.is_cuda and table.dtype in FUSED_DTYPES and triton_available() else _step
         for part, of, rows in _stretches(features, targets, tokens):
             operand = part.to(dtype)
             loss, d_logits = step(operand @ table.mT, of, weight.shape[0], 1 / len(targets))
@@ -100,10 +102,11 @@ def _step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tup
     return (normalizer - chosen).sum() * scale, (gradient * scale).to(logits.dtype)
 
 
-@cache
-def _compiled_step() -> Any:
-    """As `_step`, in two passes over the logits instead of a dozen."""
-    return torch.compile(_step, dynamic=False)
+def _fused_step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tuple[Tensor, Tensor]:
+    """As `_step`, in one pass through memory; the gradient takes the place of the logits."""
+    from sympow.kernels.cross_entropy import cross_entropy_in_place
+
+    return cross_entropy_in_place(logits, targets, vocabulary, scale).sum() * scale, logits
 
 
 def _losses(features: Tensor, table: Tensor, targets: Tensor, vocabulary: int) -> Tensor:

@@ -107,11 +107,11 @@ def chunked_cost(work: Workload, chunk_size: int) -> Cost:
     first = min(chunk_size, work.length)
     last = rest or first
     chunks = math.ceil(work.length / chunk_size)
-    cost = work.attend(chunk_size) * whole + work.attend(rest)
-    cost += work.query(work.length - (0 if work.initial_state else first))
-    cost += work.fold(work.length - (0 if work.return_state else last))
-    cost += work.carry() * (chunks - 1 + work.initial_state + work.return_state)
-    return cost + Cost(chunks=chunks / work.parallel)
+    attend = work.attend(chunk_size) * whole + work.attend(rest)
+    query = work.query(work.length - (0 if work.initial_state else first))
+    fold = work.fold(work.length - (0 if work.return_state else last))
+    carry = work.carry() * (chunks - 1 + work.initial_state + work.return_state)
+    return attend + query + fold + carry + Cost(chunks=chunks / work.parallel)
 
 
 def best_chunk_size(work: Workload, machine: Machine) -> int:

@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.extras import require
 from sympow.ops.operator import Backend, Form, attention
-from sympow.report.timing import Timing, environment, measure
+from sympow.report.timing import Timing, environment, measure_in_turns
 
 BASELINE = "softmax, cuDNN"
 
@@ -96,23 +96,26 @@ def run_bench(
     runs: int = 20,
     only: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Times every method at every context, one row at a time.
+    """Times every method at every context, those of one context in turns.
 
     Args:
         setting: what to time.
         contexts: sequence lengths, each a divisor of setting.tokens.
         backends: of `sympow.attention`.
         backward: whether to time forward and backward together too.
-        runs: calls per measurement.
+        runs: rounds, each with a sample of every method.
         only: names of methods, or parts of them; empty: all.
     """
     for context in contexts:
         if setting.tokens % context:
             raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
     for context in contexts:
-        for name, method in methods(setting, backends).items():
-            if not only or any(part in name for part in only):
-                yield _measure_method(name, method, setting, context, backward, runs)
+        chosen = {
+            name: method
+            for name, method in methods(setting, backends).items()
+            if not only or any(part in name for part in only)
+        }
+        yield from _measure_methods(chosen, setting, context, backward, runs)
 
 
 def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
@@ -148,30 +151,42 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
     console.print(table)
 
 
-def _measure_method(name: str, method: Method, setting: Setting, context: int, backward: bool, runs: int) -> Row:
-    timed = partial(measure, runs=runs, warmup=3, device=setting.device)
+def _measure_methods(
+    chosen: dict[str, Method], setting: Setting, context: int, backward: bool, runs: int
+) -> Iterator[Row]:
+    timed = partial(measure_in_turns, runs=runs, warmup=3, device=setting.device)
     inputs = setting.inputs(context, grad=False)
     with torch.no_grad():
-        forward = timed(method(setting, context, inputs)[0])
+        forward = timed({name: method(setting, context, inputs)[0] for name, method in chosen.items()})
     if not backward:
-        return Row(name, context, forward, None, None, None)
+        yield from (Row(name, context, forward[name], None, None, None) for name in chosen)
+        return
     inputs = setting.inputs(context, grad=True)
-    call, leaves = method(setting, context, inputs)
+    both = {name: _forward_and_backward(*method(setting, context, inputs)) for name, method in chosen.items()}
+    both_timing = timed(both)
+    for name, call in both.items():
+        memory = _peak_memory(call) if setting.device == "cuda" else (None, None)
+        yield Row(name, context, forward[name], both_timing[name], *memory)
+
+
+def _forward_and_backward(call: Call, leaves: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
     gradient = torch.randn_like(call())
 
     def both() -> tuple[Tensor, ...]:
         y = call()
         return (y.detach(), *torch.autograd.grad(y, leaves, gradient))
 
-    both_timing = timed(both)
-    peak = extra = None
-    if setting.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        results = both()
-        peak = torch.cuda.max_memory_allocated() - before
-        extra = peak - sum(result.nbytes for result in results)
-    return Row(name, context, forward, both_timing, peak, extra)
+    return both
+
+
+def _peak_memory(call: Callable[[], tuple[Tensor, ...]]) -> tuple[int, int]:
+    """The bytes a call allocated at its peak, and the same without what it returned."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak, peak - sum(result.nbytes for result in results)
 
 
 def _softmax(

@@ -6,7 +6,7 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 # On a GPU, one sample is as many calls in a row as take this long: then the host runs ahead of the device, as it does
 # in a training step, and what is timed is the device's work and not the first call's way to it.
-SAMPLE_SECONDS = 0.02
+SAMPLE_SECONDS = 0.04
 MOST_CALLS = 100
 
 
@@ -48,15 +48,42 @@ def measure(function: Callable[[], Any], *, runs: int = 5, warmup: int = 1, devi
         warmup: calls before them.
         device: where the work happens, "cpu" or "cuda".
     """
+    return measure_in_turns({"": function}, runs=runs, warmup=warmup, device=device)[""]
+
+
+def measure_in_turns(
+    functions: Mapping[str, Callable[[], Any]], *, runs: int = 5, warmup: int = 1, device: str = "cpu"
+) -> dict[str, Timing]:
+    """Times several calls beside each other, a sample of each in every round.
+
+    A GPU lowers its clock as it grows hot and draws power: one method timed after another would be timed on a slower
+    machine. In turns, what changes over the rounds changes for all.
+
+    Args:
+        functions: what to time, by name.
+        runs: rounds that count.
+        warmup: calls of each before them; on a GPU a round follows that is not counted either.
+        device: where the work happens, "cpu" or "cuda".
+    """
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
-    for _ in range(warmup):
-        function()
     on_gpu = device.startswith("cuda")
     once = _time_on_gpu if on_gpu else _time_on_cpu
-    calls = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / once(function, 1))) if on_gpu else 1
-    times = [once(function, calls) for _ in range(runs)]
-    return Timing(statistics.median(times), min(times), max(times), runs, calls)
+    calls = dict.fromkeys(functions, 1)
+    for name, function in functions.items():
+        for _ in range(warmup):
+            function()
+        if on_gpu:
+            calls[name] = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / once(function, 1)))
+            once(function, calls[name])
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(runs):
+        for name, function in functions.items():
+            samples[name].append(once(function, calls[name]))
+    return {
+        name: Timing(statistics.median(times), min(times), max(times), runs, calls[name])
+        for name, times in samples.items()
+    }
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Adam with a learning rate per group of parameters."""
+"""Adam with a learning rate per group of parameters, and its step."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sympow.train.config import OptimizerConfig
 
@@ -44,3 +45,28 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Sets the learning rate, each group's in proportion."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RELATIVE_RATE]
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    norm: Tensor,
+    clip_norm: float,
+    *,
+    unless: Tensor | None = None,
+) -> None:
+    """Clips the gradients and moves the parameters.
+
+    Args:
+        norm: of all gradients together.
+        clip_norm: the longest gradient; 0: no clipping.
+        unless: a bool on the device: where it holds, parameters, gradients and Adam's averages stay as they are. Only
+            for the fused optimiser.
+    """
+    if unless is not None:
+        norm = norm.masked_fill(unless, 0.0)  # shorter than any limit
+        # The optimiser's own way not to move, made for scaled gradients.
+        optimizer.found_inf = unless.to(torch.float32)  # type: ignore[attr-defined]
+    if clip_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+    optimizer.step()

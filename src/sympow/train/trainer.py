@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from sympow.train.interrupt import StopRequest, stop_on_signals
 from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics, nonfinite_parameters
 from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
 from sympow.train.objective import Objective, compile_blocks, recompute_blocks
-from sympow.train.optimizer import make_optimizer, set_rate
+from sympow.train.optimizer import make_optimizer, set_rate, take_step
 from sympow.train.progress import Progress
 from sympow.train.throughput import Clock, peak_operations, training_operations
 
@@ -166,16 +167,21 @@ class _Run:
                 loss = self._loss(on_device) * (part.rows / batch.rows)
                 loss.backward()
             losses.append(loss.detach())
-        loss_value = mean_over_processes(torch.stack(losses).sum(), self.place).item()
+        loss_mean = mean_over_processes(torch.stack(losses).sum(), self.place)
         parameters = [parameter for parameter in self.shared.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
-        norm_value = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
-        # Before clipping, which would spread what is not finite over all gradients.
+        sharded = hasattr(norm, "full_tensor")
+        full_norm = norm.full_tensor() if sharded else norm
+        take = partial(take_step, self.optimizer, parameters, norm, self.config.optimizer.clip_norm)
+        # A GPU decides by itself whether to move, and need not wait until the host has seen the numbers.
+        at_once = self.place.device.type == "cuda" and not sharded
+        if at_once:
+            take(unless=~(loss_mean + full_norm).isfinite())
+        loss_value, norm_value = loss_mean.item(), full_norm.item()
         if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
             self._refuse(loss_value, norm_value, batch, parts)
-        if self.config.optimizer.clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.config.optimizer.clip_norm, norm)
-        self.optimizer.step()
+        if not at_once:
+            take()
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss_value, "gradient_norm": norm_value, "learning_rate": rate}
 

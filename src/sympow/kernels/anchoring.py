@@ -1,0 +1,78 @@
+"""Suffix sums put right where they are known otherwise: the last step of the gradients of gates and rotation scales.
+
+d log γ_m is a sum over the pairs that m lies between. As a difference of row and column sums over all later tokens, it
+picks up the rounding of all of these, which grows with the root of their number. Where it is known otherwise, the sums
+can be put right, and start anew; in between they are moved by as much as a straight line says.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 256
+
+
+@triton.jit
+def _at(sums_ptr, anchors_ptr, positions, mask, length, spacing):
+    """The sums at `positions`, put right; 0 where `mask` is False."""
+    before = positions // spacing
+    left = before * spacing
+    right = tl.minimum(left + spacing, length)
+    missing_left = -tl.load(sums_ptr + left, mask=mask, other=0.0)
+    # Nothing comes after the last token.
+    missing_right = -tl.load(sums_ptr + right, mask=mask & (right < length), other=0.0)
+    if anchors_ptr is not None:
+        missing_left += tl.load(anchors_ptr + before, mask=mask, other=0.0)
+        missing_right += tl.load(anchors_ptr + before + 1, mask=mask, other=0.0)
+    passed = (positions - left).to(tl.float64) / tl.maximum(right - left, 1).to(tl.float64)
+    moved = missing_left + passed * (missing_right - missing_left)
+    return tl.where(mask, tl.load(sums_ptr + positions, mask=mask, other=0.0) + moved, 0.0)
+
+
+@triton.jit
+def _anchor_kernel(
+    sums_ptr, anchors_ptr, document_end_ptr, out_ptr, length, heads, spacing, anchors,
+    DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sequence = tl.program_id(1).to(tl.int64)
+    mask = positions < length
+    sums_ptr += sequence * length
+    if anchors_ptr is not None:
+        anchors_ptr += sequence * anchors
+    value = _at(sums_ptr, anchors_ptr, positions, mask, length, spacing)
+    if DOCUMENTS:
+        end = tl.load(document_end_ptr + positions, mask=mask, other=0)
+        value -= _at(sums_ptr, anchors_ptr, end, mask & (end < length), length, spacing)
+    out = ((sequence // heads) * length + positions) * heads + sequence % heads
+    tl.store(out_ptr + out, value.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def anchored(
+    suffix: Tensor,
+    anchors: Tensor | None,
+    spacing: int,
+    document_end: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Suffix sums brought to the values they are known to have, time before heads: (b, t, h).
+
+    Args:
+        suffix: Σ_{i≥m}, (b, h, t) float64.
+        anchors: what the sums are at the positions 0, spacing, 2 spacing, … and t, (b, h, ⌈t / spacing⌉ + 1) float64;
+            None: 0 everywhere.
+        spacing: between two anchors.
+        document_end: one past the last token of each token's document, (t,): sums then reach no further; or None.
+        dtype: of the result.
+    """
+    batch, heads, length = suffix.shape
+    out = suffix.new_empty(batch, length, heads, dtype=dtype)
+    anchors = None if anchors is None else anchors.contiguous()
+    _anchor_kernel[(triton.cdiv(length, BLOCK), batch * heads)](
+        suffix.contiguous(), anchors, document_end, out, length, heads, spacing,
+        0 if anchors is None else anchors.shape[-1], DOCUMENTS=document_end is not None, BLOCK=BLOCK,
+    )  # fmt: skip
+    return out

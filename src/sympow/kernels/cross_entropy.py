@@ -1,0 +1,63 @@
+"""Cross-entropy of logits and its gradient, which takes their place: memory is read once and written once.
+
+A row is gone through twice, but is still in the cache the second time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.kernels.common import LOG2_E
+
+BLOCK = 8192
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits_ptr, target_ptr, loss_ptr, row_stride, columns, vocabulary, scale, BLOCK: tl.constexpr
+):
+    """One row: log Σ exp x − x_target, and in place of x scale · (softmax(x) − 1 at the target)."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    target = tl.load(target_ptr + row)
+    # A target that is none makes the loss NaN, which is seen, instead of one read from elsewhere.
+    known = (target >= 0) & (target < vocabulary)
+    chosen = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
+    offsets = tl.arange(0, BLOCK)
+    largest = chosen * LOG2_E
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + offsets
+        x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32) * LOG2_E
+        higher = tl.maximum(largest, tl.max(x, axis=0))
+        total = total * tl.exp2(largest - higher) + tl.exp2(x - higher)
+        largest = higher
+    normalizer = largest + tl.log2(tl.sum(total, axis=0))
+    tl.store(loss_ptr + row, normalizer / LOG2_E - chosen)
+    for start in range(0, columns, BLOCK):
+        column = start + offsets
+        x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32) * LOG2_E
+        gradient = tl.exp2(x - normalizer) - tl.where(column == target, 1.0, 0.0)
+        gradient = tl.where(column < vocabulary, gradient * scale, 0.0)
+        tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < columns)
+
+
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> Tensor:
+    """−log softmax(logits)[target] of every row, (rows,) float32; `logits` become scale times their gradient.
+
+    Args:
+        logits: (rows, columns), rows contiguous; overwritten.
+        targets: (rows,) integers below the vocabulary.
+        vocabulary: the columns that count; those beyond get no gradient.
+        scale: what each row's loss counts.
+    """
+    rows, columns = logits.shape
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    block = min(BLOCK, triton.next_power_of_2(columns))
+    _cross_entropy_kernel[(rows,)](
+        logits, targets, losses, logits.stride(0), columns, vocabulary, scale, BLOCK=block, num_warps=16
+    )
+    return losses
