@@ -25,6 +25,7 @@ from sympow.kernels.attention_backward import key_gradient_kernel, query_gradien
 from sympow.kernels.attention_forward import forward_kernel
 from sympow.kernels.chunk_states import fold_kernel, scan_kernel, update_kernel
 from sympow.kernels.decode import step_kernel
+from sympow.kernels.few_rows import few_rows_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.past_weights import past_weights_kernel
@@ -32,6 +33,7 @@ from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_k
 from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
 from sympow.kernels.rotation import _rotate_backward_kernel, _rotate_kernel
+from sympow.kernels.softmax_step import softmax_step_kernel
 from sympow.kernels.window import fold_window_kernel
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -193,7 +195,7 @@ def hopper_case(which, power=2, group=1, gated=True):
     return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
 
 
-def past_weights_case(d=64, rows=128):
+def past_weights_case(d=64, rows=64):
     constants = {
         "GROUP": 1, "D": d, "DOCUMENTS": False, "PRECISION": "tf32", "ROWS": rows, "TILES": 4, "STAGES": 3,
     }  # fmt: skip
@@ -219,6 +221,14 @@ def step_case(window, group=1, power=2, dim=64, rows=32, warps=4):
     )  # fmt: skip
     absent = ["kv_out_ptr", "normalizer_out_ptr"] if window else ["keys_ptr", "values_ptr", "sums_ptr", "count_ptr"]
     return step_kernel, {}, {**constants, **dict.fromkeys(absent)}, warps, 1
+
+
+def softmax_step_case(group=1, gated=False):
+    constants = dict(
+        GROUP=group, DIM=64, COLUMNS=64, GATED=gated, ROTATED=True, SCALED=False, PER_PAIR=False, SCALE=0.125, KEYS=64,
+        PARTS=8, beta_ptr=None,
+    )  # fmt: skip
+    return softmax_step_kernel, {}, constants | ({} if gated else {"log_gamma_ptr": None, "sums_ptr": None}), 4, 1
 
 
 # Of the kernels for p = 4.
@@ -315,6 +325,9 @@ CASES = {
     "decode, p=4, d=16": step_case(False, power=4, dim=16, rows=128),
     "decode, window": step_case(True),
     "decode, window, GQA": step_case(True, group=4, rows=16),
+    "decode, softmax": softmax_step_case(),
+    "decode, softmax, gated, GQA": softmax_step_case(group=4, gated=True),
+    "decode, few rows": (few_rows_kernel, {}, dict(BIAS=True, OUTPUTS=16, INPUTS=256), 4, 1),
     "window fold": (fold_window_kernel, {}, dict(POWER=2, COLUMNS=64, ROWS=64, TOKENS=32), 4, 1),
 }  # fmt: skip
 

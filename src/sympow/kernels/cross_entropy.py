@@ -13,6 +13,8 @@ from torch import Tensor
 from sympow.kernels.common import LOG2_E
 
 BLOCK = 8192
+# Threads enough that two rows fill a multiprocessor: more rows at once would push each other out of the cache.
+WARPS = 32
 
 
 @triton.jit
@@ -31,7 +33,8 @@ def _cross_entropy_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + offsets
-        x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32) * LOG2_E
+        x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32) * LOG2_E
         higher = tl.maximum(largest, tl.max(x, axis=0))
         total = total * tl.exp2(largest - higher) + tl.exp2(x - higher)
         largest = higher
@@ -39,13 +42,19 @@ def _cross_entropy_kernel(
     tl.store(loss_ptr + row, normalizer / LOG2_E - chosen)
     for start in range(0, columns, BLOCK):
         column = start + offsets
-        x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32) * LOG2_E
+        x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf"), eviction_policy="evict_first")
+        x = x.to(tl.float32) * LOG2_E
         gradient = tl.exp2(x - normalizer) - tl.where(column == target, 1.0, 0.0)
         gradient = tl.where(column < vocabulary, gradient * scale, 0.0)
-        tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < columns)
+        tl.store(
+            logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < columns,
+            eviction_policy="evict_first",
+        )  # fmt: skip
 
 
-def cross_entropy_in_place(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> Tensor:
+def cross_entropy_in_place(
+    logits: Tensor, targets: Tensor, vocabulary: int, scale: float, block: int = BLOCK, warps: int = WARPS
+) -> Tensor:
     """−log softmax(logits)[target] of every row, (rows,) float32; `logits` become scale times their gradient.
 
     Args:
@@ -56,8 +65,8 @@ def cross_entropy_in_place(logits: Tensor, targets: Tensor, vocabulary: int, sca
     """
     rows, columns = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
-    block = min(BLOCK, triton.next_power_of_2(columns))
+    block = min(block, triton.next_power_of_2(columns))
     _cross_entropy_kernel[(rows,)](
-        logits, targets, losses, logits.stride(0), columns, vocabulary, scale, BLOCK=block, num_warps=16
+        logits, targets, losses, logits.stride(0), columns, vocabulary, scale, BLOCK=block, num_warps=warps
     )
     return losses

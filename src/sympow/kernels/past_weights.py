@@ -17,7 +17,6 @@ from sympow.kernels.common import EPSILON, STATE_EPSILON, dot_precision, head_ma
 from sympow.kernels.documents import Documents
 from sympow.kernels.scaling import power_of_two_scale
 
-
 # Tiles that share one load of Z. More leave too few programs to fill the device at the end.
 TILES = 4
 
@@ -61,7 +60,7 @@ def past_weights_kernel(
 
 
 def past_weights(
-    q: Tensor, states: ChunkStates, documents: Documents | None, rows: int = 128, tiles: int = TILES, stages: int = 3
+    q: Tensor, states: ChunkStates, documents: Documents | None, rows: int = 64, tiles: int = TILES, stages: int = 3
 ) -> Tensor:
     """φ(q) Z, (b, h, t) float32, of queries (b, t, h, d); 0 for those that see nothing of a state."""
     batch, length, heads, dim = q.shape

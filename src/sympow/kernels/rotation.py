@@ -149,7 +149,8 @@ def _rotate_backward_kernel(
         offsets = (batch * length + tokens) * heads + head
         tl.store(d_sums_ptr + offsets, tl.sum(d_angle * rates[None, :], axis=1), mask=tokens < length)
     part = (sequence * blocks + block) * PAIRS + pairs
-    tl.store(d_theta_ptr + part, tl.sum(d_angle * sums, axis=0), mask=pairs < PAIRS)
+    if d_theta_ptr is not None:
+        tl.store(d_theta_ptr + part, tl.sum(d_angle * sums, axis=0), mask=pairs < PAIRS)
     if STARTED:
         tl.store(d_start_ptr + part, tl.sum(d_angle, axis=0), mask=pairs < PAIRS)
 
@@ -197,9 +198,17 @@ def rotate_forward(
 
 
 def rotate_backward(
-    q: Tensor, k: Tensor, dq: Tensor, dk: Tensor, sums: Tensor | None, theta: Tensor, start: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Gradients of q, k, the running sums of β (b, t, h_kv or h_kv · d/2; None without), θ and μ_0 (None without).
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    sums: Tensor | None,
+    theta: Tensor,
+    start: Tensor | None,
+    want_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q, k, the running sums of β (b, t, h_kv or h_kv · d/2; None without), θ (None if not wanted) and μ_0
+    (None without).
 
     Args:
         q, k: the turned ones, contiguous.
@@ -210,11 +219,13 @@ def rotate_backward(
     grid, options = _launch_options(q, k, sums, start)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     d_sums = None if sums is None else k.new_empty(batch, length, sums.shape[1], dtype=torch.float64)
-    d_theta = k.new_empty(batch * heads, grid[0], dim // 2, dtype=torch.float64)
-    d_start = None if start is None else torch.empty_like(d_theta)
+    d_theta, d_start = (
+        k.new_empty(batch * heads, grid[0], dim // 2, dtype=torch.float64) if wanted else None
+        for wanted in (want_theta, start is not None)
+    )
     _rotate_backward_kernel[grid](
         q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, grid[0],
         *dq.stride()[:3], *dk.stride()[:3], **options,
     )  # fmt: skip
     d_start_summed = None if d_start is None else d_start.sum(1).unflatten(0, (batch, heads))
-    return q_out, k_out, d_sums, d_theta.sum((0, 1)), d_start_summed
+    return q_out, k_out, d_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed

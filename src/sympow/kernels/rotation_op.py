@@ -72,10 +72,12 @@ def _rotate_backward(
     start: Tensor | None,
     document_end: Tensor | None,
     relative: bool,
+    want_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, β (b, t, columns; empty for β = 1), θ and μ_0 (empty without), from the turned q and k."""
+    """Gradients of q, k, β (b, t, columns; empty for β = 1), θ (empty if not wanted) and μ_0 (empty without), from the
+    turned q and k."""
     d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
-        q, k, rows_contiguous(dq), rows_contiguous(dk), sums if sums.numel() else None, theta, start
+        q, k, rows_contiguous(dq), rows_contiguous(dk), sums if sums.numel() else None, theta, start, want_theta
     )
     d_beta = sums.new_empty(0)
     if d_sums is not None:
@@ -86,7 +88,8 @@ def _rotate_backward(
         else:
             later = later if document_end is None else sums_to_end(later, document_end)
             d_beta = later.transpose(1, 2).contiguous()
-    return d_q, d_k, d_beta, d_theta, sums.new_empty(0) if d_start is None else d_start
+    d_theta, d_start = (sums.new_empty(0) if x is None else x for x in (d_theta, d_start))
+    return d_q, d_k, d_beta, d_theta, d_start
 
 
 @_rotate_backward.register_fake
@@ -100,13 +103,14 @@ def _(
     start: Tensor | None,
     document_end: Tensor | None,
     relative: bool,
+    want_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     beta = (sums.shape[0], sums.shape[2], sums.shape[1]) if sums.numel() else (0,)
     return (
         torch.empty_like(q),
         torch.empty_like(k),
         sums.new_empty(beta),
-        theta.new_empty(theta.shape, dtype=torch.float64),
+        theta.new_empty(theta.shape if want_theta else (0,), dtype=torch.float64),
         sums.new_empty((0,) if start is None else start.shape),
     )
 
@@ -120,13 +124,15 @@ def _save_rotate(ctx, inputs, output) -> None:
 
 
 def _differentiate_rotate(ctx, dq, dk, _):
-    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *ctx.saved_tensors, ctx.relative)
+    want_theta = ctx.needs_input_grad[3]
+    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *ctx.saved_tensors, ctx.relative, want_theta)
     *_, theta, start, _ = ctx.saved_tensors
     beta_gradient = None
     if ctx.beta is not None:
         shape, dtype = ctx.beta
         beta_gradient = d_beta.reshape(shape).to(dtype)
-    return d_q, d_k, beta_gradient, d_theta.to(theta.dtype), None if start is None else d_start, None, None, None
+    theta_gradient = d_theta.to(theta.dtype) if want_theta else None
+    return d_q, d_k, beta_gradient, theta_gradient, None if start is None else d_start, None, None, None
 
 
 _rotate.register_autograd(_differentiate_rotate, setup_context=_save_rotate)

@@ -1,7 +1,8 @@
 """Gates: from a layer's input to log γ, how much of the state each step keeps (paper §3.1 and its conclusion).
 
 Every gate maps x (b, t, width) to log γ (b, t, h_kv), or (b, t, h_kv, d/2) for a gate per rotated pair, in float32 or
-better, or to None for no gating.
+better, or to None for no gating. A gate that projects x says so in `projection`, and takes the result if it is there
+already.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ INITIAL_LOGIT = 6.906768
 class Gate(nn.Module, ABC):
     """What all gates have in common: x (b, t, width) → log γ, or None."""
 
+    @property
+    def projection(self) -> FloatLinear | None:
+        """What x goes through first."""
+        return None
+
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor | None: ...
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor | None: ...
 
 
 class NoGate(Gate):
     """γ = 1."""
 
-    def forward(self, x: Tensor) -> Tensor | None:
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor | None:
         return None
 
 
@@ -55,7 +61,7 @@ class FixedGate(Gate):
         logs = torch.linspace(math.log(steepest), math.log(flattest), heads, dtype=torch.float64, device="cpu")
         self.slopes = ConstantTable(logs.exp())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
         log_gamma = -self.slopes(x.device)
         return log_gamma.expand(*x.shape[:2], -1)
 
@@ -72,7 +78,7 @@ class LearnedGate(Gate):
         """Starts at γ ≈ 0.999."""
         nn.init.constant_(self.logit, INITIAL_LOGIT)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
         logit = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))
         return logsigmoid(logit).expand(*x.shape[:2], -1)
 
@@ -84,8 +90,12 @@ class ScalarGate(Gate):
         super().__init__()
         self.gamma_proj = FloatLinear(width, heads, bias=INITIAL_LOGIT)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(self.gamma_proj(x))
+    @property
+    def projection(self) -> FloatLinear:
+        return self.gamma_proj
+
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
+        return logsigmoid(self.gamma_proj(x) if projected is None else projected)
 
 
 class VectorGate(Gate):
@@ -96,8 +106,13 @@ class VectorGate(Gate):
         self.heads = heads
         self.gamma_proj = FloatLinear(width, heads * (head_dim // 2), bias=INITIAL_LOGIT)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return logsigmoid(self.gamma_proj(x)).unflatten(-1, (self.heads, -1))
+    @property
+    def projection(self) -> FloatLinear:
+        return self.gamma_proj
+
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
+        projected = self.gamma_proj(x) if projected is None else projected
+        return logsigmoid(projected).unflatten(-1, (self.heads, -1))
 
 
 _MAKERS: dict[str, Callable[[int, int, int], Gate]] = {

@@ -1,12 +1,18 @@
 """The small projections behind gates and rotations."""
 
-from __future__ import annotations
+# No `from __future__ import annotations`: the operator's schema is read off the annotations.
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from sympow.ops.backend import triton_available
 from sympow.ops.precision import without_autocast
+
+# Rows up to which a step's own kernel is used, on a GPU and without gradients.
+FEW_ROWS = 64
 
 
 class FloatLinear(nn.Module):
@@ -35,7 +41,83 @@ class FloatLinear(nn.Module):
             nn.init.constant_(self.bias, self.initial_bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._few_rows(x):
+            from sympow.kernels.few_rows import few_rows_linear
+
+            rows = x.flatten(0, -2).contiguous()
+            return few_rows_linear(rows, self.weight.detach(), self.bias).unflatten(0, x.shape[:-1])
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         with without_autocast(x.device):
             return linear(x.to(dtype), self.weight.to(dtype), bias)
+
+    def _few_rows(self, x: Tensor) -> bool:
+        """Whether x is one step's, in half precision, so that the kernel serves."""
+        half = x.dtype in (torch.bfloat16, torch.float16) and self.weight.dtype != torch.float64
+        plain = type(self.weight.data) is Tensor  # and not spread over several devices
+        few = x.is_cuda and plain and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
+        return few and half and not torch.is_grad_enabled() and triton_available()
+
+
+def project_together(x: Tensor, projections: list[FloatLinear | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """What each projection makes of x (b, t, width); None where there is none.
+
+    On a GPU that computes in bfloat16, x is rounded to it, as for queries, keys and values, and read once for all. The
+    weights are not, and neither are the results.
+
+    Args:
+        dtype: what the layer computes in.
+    """
+    present = [projection for projection in projections if projection is not None]
+    if not (present and x.is_cuda and dtype == torch.bfloat16):
+        return [None if projection is None else projection(x) for projection in projections]
+    weight = torch.cat([projection.weight for projection in present])
+    results = iter(multiply_precisely(x.to(dtype), weight).split([len(p.weight) for p in present], dim=-1))
+    found: list[Tensor | None] = []
+    for projection in projections:
+        result = None if projection is None else next(results)
+        if result is not None and projection is not None and projection.bias is not None:
+            result = result + projection.bias
+        found.append(result)
+    return found
+
+
+def multiply_precisely(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ in float32 for x (…, width) in bfloat16 and W (outputs, width), of which sixteen bits count."""
+    with torch.no_grad():
+        high = weight.to(x.dtype)
+        low = (weight - high.to(weight.dtype)).to(x.dtype)
+        terms = torch.cat([high, low])
+    product = _multiply_terms(x.flatten(0, -2), terms, weight)
+    first, second = product.split(len(weight), dim=-1)
+    return (first + second).unflatten(0, x.shape[:-1])
+
+
+@torch.library.custom_op("sympow::multiply_terms", mutates_args=())
+def _multiply_terms(x: Tensor, terms: Tensor, weight: Tensor) -> Tensor:
+    """x (n, width) times both terms of W, (n, 2 outputs) float32; W itself is there to be differentiated."""
+    if x.is_cuda:
+        return torch.mm(x, terms.mT, out_dtype=torch.float32)
+    return x.to(torch.float32) @ terms.to(torch.float32).mT
+
+
+@_multiply_terms.register_fake
+def _(x: Tensor, terms: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], terms.shape[0], dtype=torch.float32)
+
+
+def _save_factors(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    x, terms, weight = inputs
+    ctx.save_for_backward(x, terms)
+    ctx.weight_dtype = weight.dtype
+
+
+def _differentiate_product(ctx: Any, d_product: Tensor) -> tuple[Tensor, None, Tensor]:
+    # Both terms are added up, so that their gradients are the same. Products in the dtype of x, as autocast has them.
+    x, terms = ctx.saved_tensors
+    outputs = len(terms) // 2
+    d_result = d_product[:, :outputs].to(x.dtype)
+    return d_result @ terms[:outputs], None, (d_result.mT @ x).to(ctx.weight_dtype)
+
+
+_multiply_terms.register_autograd(_differentiate_product, setup_context=_save_factors)

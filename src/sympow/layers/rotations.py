@@ -1,7 +1,8 @@
 """Rotations: from a layer's input to the rates θ and scales β that turn queries and keys (paper §2.2 and §3.2).
 
 Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
-not apply, in float32 or better.
+not apply, in float32 or better. One that projects x says so in `projection`, and takes the result if it is there
+already.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ RatesAndScales = tuple[Tensor | None, Tensor | None]
 class Rotation(nn.Module, ABC):
     """What all rotations have in common: x (b, t, width) → (θ, β)."""
 
+    @property
+    def projection(self) -> FloatLinear | None:
+        """What x goes through first."""
+        return None
+
     @abstractmethod
-    def forward(self, x: Tensor) -> RatesAndScales: ...
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales: ...
 
 
 class NoRotation(Rotation):
     """Nothing turns."""
 
-    def forward(self, x: Tensor) -> RatesAndScales:
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         return None, None
 
 
@@ -41,7 +47,7 @@ class FixedRotation(Rotation):
         super().__init__()
         self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
 
-    def forward(self, x: Tensor) -> RatesAndScales:
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         return self.rates(x.device), None
 
 
@@ -60,33 +66,57 @@ class LearnedRotation(Rotation):
             with torch.no_grad():
                 self.theta.copy_(self.initial(self.theta.device))
 
-    def forward(self, x: Tensor) -> RatesAndScales:
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         return self.theta.to(torch.promote_types(self.theta.dtype, torch.float32)), None
 
 
-class ScaledRotation(Rotation):
+class DataDependentRotation(Rotation):
+    """β_i = 1 + tanh(W_β x_i): what the paper's rotation and the one per pair have in common.
+
+    Attributes:
+        gradient_scale: factor on the gradient that comes back through β, to W_β and to x alike; the output is the same.
+            A β turns all that is read after it, so its gradient sums over every later position. Adam does not mind the
+            size of a parameter's gradient; x and a common clipping do. Set for training, and no part of a model.
+    """
+
+    def __init__(self, width: int, outputs: int, head_dim: int, max_document: int) -> None:
+        super().__init__()
+        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
+        self.beta_proj = FloatLinear(width, outputs)
+        self.gradient_scale = 1.0
+
+    @property
+    def projection(self) -> FloatLinear:
+        return self.beta_proj
+
+    def scales(self, x: Tensor, projected: Tensor | None) -> Tensor:
+        """β, (b, t, outputs)."""
+        beta = 1 + (self.beta_proj(x) if projected is None else projected).tanh()
+        if self.gradient_scale == 1:
+            return beta
+        # What is added is exactly zero.
+        return beta.detach() + self.gradient_scale * (beta - beta.detach())
+
+
+class ScaledRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i), one per head and token: the paper's rotation (§3.2). W_β = 0 is fixed rotary."""
 
     def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
-        super().__init__()
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
-        self.beta_proj = FloatLinear(width, heads)
+        super().__init__(width, heads, head_dim, max_document)
 
-    def forward(self, x: Tensor) -> RatesAndScales:
-        return self.rates(x.device), 1 + self.beta_proj(x).tanh()
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
+        return self.rates(x.device), self.scales(x, projected)
 
 
-class PairRotation(Rotation):
+class PairRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i) for every rotated pair of every head (§3.2: "independently … each pair")."""
 
     def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
-        super().__init__()
+        super().__init__(width, heads * (head_dim // 2), head_dim, max_document)
         self.heads = heads
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
-        self.beta_proj = FloatLinear(width, heads * (head_dim // 2))
 
-    def forward(self, x: Tensor) -> RatesAndScales:
-        return self.rates(x.device), 1 + self.beta_proj(x).tanh().unflatten(-1, (self.heads, -1))
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
+        return self.rates(x.device), self.scales(x, projected).unflatten(-1, (self.heads, -1))
 
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Rotation]] = {

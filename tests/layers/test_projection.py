@@ -1,0 +1,80 @@
+"""Projections of gates and rotations in one product: nearly float32 from bfloat16 operands."""
+
+import pytest
+import torch
+
+from support import assert_close
+from sympow.layers.gates import ScalarGate
+from sympow.layers.mixers import ConformalAttention
+from sympow.layers.projection import multiply_precisely, project_together
+from sympow.layers.rotations import ScaledRotation
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def problem(device):
+    torch.manual_seed(0)
+    x = torch.randn(2, 50, 96, device=device).bfloat16().requires_grad_()
+    return x, torch.randn(7, 96, device=device).requires_grad_()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_only_x_is_rounded(device):
+    x, weight = problem(device)
+    exact = x.double() @ weight.double().mT
+    result = multiply_precisely(x, weight)
+    assert result.dtype == torch.float32
+    # A weight in bfloat16 would be off by 2⁻⁹ of itself.
+    rounded = x.double() @ weight.bfloat16().double().mT
+    error = (result - exact).abs().max()
+    assert error < 2e-5 * exact.abs().max()
+    assert error < (rounded - exact).abs().max() / 50
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_are_those_of_a_linear_map_under_autocast(device):
+    x, weight = problem(device)
+    gradient = torch.randn(2, 50, 7, device=device)
+    actual = torch.autograd.grad(multiply_precisely(x, weight), (x, weight), gradient)
+    exact = torch.autograd.grad(x.double() @ weight.double().mT, (x, weight), gradient.double())
+    assert actual[1].dtype == torch.float32
+    assert_close(actual[0].double(), exact[0].double(), 2e-2, "gradient of x")
+    assert_close(actual[1].double(), exact[1].double(), 2e-2, "gradient of weight")
+
+
+def test_pytorch_accepts_the_operator():
+    x, weight = problem("cpu")
+    terms = torch.cat([weight.detach().bfloat16()] * 2)
+    torch.library.opcheck(torch.ops.sympow.multiply_terms, (x.flatten(0, 1).detach(), terms, weight.detach()))
+
+
+def test_elsewhere_every_projection_speaks_for_itself():
+    gate, rotation = ScalarGate(16, 3), ScaledRotation(16, 3, 8, 100)
+    for projection in (gate.projection, rotation.projection):
+        torch.nn.init.normal_(projection.weight)
+    x = torch.randn(2, 5, 16)
+    first, none, second = project_together(x, [gate.projection, None, rotation.projection], torch.float32)
+    assert none is None
+    assert torch.equal(gate(x, first), gate(x))
+    assert torch.equal(rotation(x, second)[1], rotation(x)[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("gating", "rotary"), [("scalar", "scale"), ("vector", "pairs"), ("none", "scale")])
+def test_gates_and_scales_of_a_layer_under_autocast_are_nearly_float32(gating, rotary):
+    torch.manual_seed(1)
+    layer = ConformalAttention(128, 2, gating=gating, rotary=rotary).cuda()
+    found = {}
+    for name, module in (("gate", layer.gate), ("rotation", layer.rotation)):
+        if module.projection is not None:
+            torch.nn.init.normal_(module.projection.weight, std=0.1)
+        module.register_forward_hook(lambda _, __, output, name=name: found.update({name: output}))
+    x = torch.randn(2, 64, 128, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        layer(x, return_state=False)
+    together = dict(found)
+    rounded = x.bfloat16().float()
+    alone = {"gate": layer.gate(rounded), "rotation": layer.rotation(rounded)}
+    if alone["gate"] is not None:
+        assert_close(together["gate"], alone["gate"], 1e-4, "log γ")
+    assert_close(together["rotation"][1], alone["rotation"][1], 1e-4, "β")
