@@ -1,7 +1,4 @@
-"""Cross-entropy of logits and its gradient, which takes their place: memory is read once and written once.
-
-A row is gone through twice, but is still in the cache the second time.
-"""
+"""Cross-entropy of logits and its gradient, which takes their place: they are read twice and written once."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from torch import Tensor
 
 from sympow.kernels.common import LOG2_E
 
-BLOCK = 8192
-# Threads enough that two rows fill a multiprocessor: more rows at once would push each other out of the cache.
-WARPS = 32
+BLOCK = 4096
+WARPS = 16
 
 
 @triton.jit
@@ -29,16 +25,18 @@ def _cross_entropy_kernel(
     known = (target >= 0) & (target < vocabulary)
     chosen = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     offsets = tl.arange(0, BLOCK)
-    largest = chosen * LOG2_E
+    # A maximum for every lane: one for all would make the warps wait for each other at every step.
+    largest = tl.zeros((BLOCK,), tl.float32) + tl.where(known, chosen * LOG2_E, 0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + offsets
         x = tl.load(logits_ptr + column, mask=column < vocabulary, other=float("-inf"), eviction_policy="evict_last")
         x = x.to(tl.float32) * LOG2_E
-        higher = tl.maximum(largest, tl.max(x, axis=0))
+        higher = tl.maximum(largest, x)
         total = total * tl.exp2(largest - higher) + tl.exp2(x - higher)
         largest = higher
-    normalizer = largest + tl.log2(tl.sum(total, axis=0))
+    highest = tl.max(largest, axis=0)
+    normalizer = highest + tl.log2(tl.sum(total * tl.exp2(largest - highest), axis=0))
     tl.store(loss_ptr + row, normalizer / LOG2_E - chosen)
     for start in range(0, columns, BLOCK):
         column = start + offsets

@@ -103,7 +103,7 @@ def _step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tup
 
 
 def _fused_step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tuple[Tensor, Tensor]:
-    """As `_step`, in one pass through memory; the gradient takes the place of the logits."""
+    """As `_step`, in one kernel; the gradient takes the place of the logits."""
     from sympow.kernels.cross_entropy import cross_entropy_in_place
 
     return cross_entropy_in_place(logits, targets, vocabulary, scale).sum() * scale, logits

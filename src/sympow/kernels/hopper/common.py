@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,9 +15,16 @@ from sympow.kernels.common import aligned
 def head_major(x: Tensor, rows: int) -> TensorDescriptor:
     """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens; what lies outside reads as 0."""
     view = aligned(x).transpose(1, 2)
-    block = [1, 1, rows, x.shape[-1]]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(view, list(view.shape), list(view.stride()), block, layout)
+    return TensorDescriptor(
+        view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[-1]], _layout(rows, x.shape[-1])
+    )
+
+
+# Found once: to find it takes the host as long as all the rest of a descriptor.
+@cache
+def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
+    """How a tile of bfloat16 lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.bfloat16)
 
 
 @gluon.jit
