@@ -66,6 +66,35 @@ def sum_at(sums_ptr, boundary, chunk, length):
 
 
 @triton.jit
+def _token_weights(
+    sums_ptr, factor_ptr, past_ptr, reference, step, tiles, sequence, chunk_start, length, factor_padded,
+    GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What the tokens of a step's tile count in S and in Z, (TOKENS,) each.
+
+    Args:
+        sequence: of the first of GROUP heads.
+    """
+    member, tile = divide_steps(step, tiles, GROUP)
+    sequence += member
+    tokens = chunk_start + tile * TOKENS + tl.arange(0, TOKENS)
+    inside = tokens < length
+    decay = tl.full((TOKENS,), 1.0, tl.float32)
+    if GATED:
+        sums = tl.load(sums_ptr + tokens, mask=inside, other=0.0)
+        log_decay = sums - reference if REVERSE else reference - sums
+        decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
+    if REVERSE:
+        # After the last step there is no head to read from.
+        inside &= member < GROUP
+        past = tl.load(past_ptr + sequence * length + tokens, mask=inside, other=0.0)
+        decay = tl.where(past == 0, 0.0, decay)
+        return decay, decay * tl.load(factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
+    else:
+        return decay, decay
+
+
+@triton.jit
 def fold_kernel(
     x_desc, sums_ptr, factor_ptr, past_ptr, transposed_ptr, normalizer_ptr,
     length, padded, factor_padded, kv_heads,
@@ -83,34 +112,32 @@ def fold_kernel(
     index, slot = step_chunk + first_chunk, step_chunk + first_slot
     chunk_start = index * chunk
     tiles = chunk // TOKENS
+    reference = 0.0
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
         reference = sum_at(sums_ptr, index if REVERSE else index + 1, chunk, length)
     dims = tl.arange(0, D)
     normalizer = tl.zeros((D, D), tl.float32)
+    first_sequence = (kv_sequence * GROUP).to(tl.int64)
+    decay, weight = _token_weights(
+        sums_ptr, factor_ptr, past_ptr, reference, 0, tiles, first_sequence, chunk_start, length, factor_padded,
+        GROUP, GATED, REVERSE, TOKENS,
+    )  # fmt: skip
     for step in tl.range(0, GROUP * tiles):
         member, tile = divide_steps(step, tiles, GROUP)
-        head = kv_head * GROUP + member
         start = chunk_start + tile * TOKENS
-        tokens = start + tl.arange(0, TOKENS)
-        sequence = (batch * kv_heads * GROUP + head).to(tl.int64)
-        x = x_desc.load([batch, head, start, 0]).reshape(TOKENS, D)
-        decay = tl.full((TOKENS,), 1.0, tl.float32)
-        if GATED:
-            sums = tl.load(sums_ptr + tokens, mask=tokens < length, other=0.0)
-            log_decay = sums - reference if REVERSE else reference - sums
-            decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
-        if REVERSE:
-            past = tl.load(past_ptr + sequence * length + tokens, mask=tokens < length, other=0.0)
-            decay = tl.where(past == 0, 0.0, decay)
+        # Read a step ahead: only what products take is read ahead by the compiler.
+        next_decay, next_weight = _token_weights(
+            sums_ptr, factor_ptr, past_ptr, reference, step + 1, tiles, first_sequence, chunk_start, length,
+            factor_padded, GROUP, GATED, REVERSE, TOKENS,
+        )  # fmt: skip
+        x = x_desc.load([batch, kv_head * GROUP + member, start, 0]).reshape(TOKENS, D)
         decayed = (x * decay[:, None]).to(x.dtype)
-        weighted = decayed
-        if REVERSE:
-            factor = tl.load(factor_ptr + sequence * factor_padded + tokens, mask=tokens < length, other=0.0)
-            weighted = (x * (decay * factor)[:, None]).to(x.dtype)
-        offsets = (sequence * D + dims[:, None]) * padded + tokens[None, :]
+        weighted = (x * weight[:, None]).to(x.dtype) if REVERSE else decayed
+        offsets = ((first_sequence + member) * D + dims[:, None]) * padded + (start + tl.arange(0, TOKENS))[None, :]
         tl.store(transposed_ptr + offsets, decayed.T)
         normalizer = settle(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
+        decay, weight = next_decay, next_weight
     out = normalizer_ptr + (kv_sequence * slots + slot).to(tl.int64) * D * D
     tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
 
