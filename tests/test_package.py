@@ -15,12 +15,16 @@ LAYERS = (
     ("extras", "checks"),
     ("kernels", "data"),
     ("ops",),
+    ("parallel",),
     ("layers",),
     ("model",),
+    ("memory",),
     ("reading",),
+    ("decoding",),
     ("generate", "evaluate"),
     ("train", "hf", "text"),
     ("report",),
+    ("experiment",),
     ("cli",),
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}

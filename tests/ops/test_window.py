@@ -267,3 +267,42 @@ def test_a_long_generation_reads_naturally():
     rest = step_through(window, inputs, 20)
     assert_close(torch.cat([y, rest], dim=1), expected, 1e-9, "y")
     assert_states_close(window.close(), after, 1e-9)
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("prompt", [0, PROMPT])
+def test_many_tokens_are_read_at_once(gate, power, prompt):
+    inputs = random_inputs(19, batch=2, length=LENGTH, heads=4, key_heads=2, gate=gate)
+    expected, after = run(inputs, power, "attention", return_state=True)
+    window = open_window(inputs, power, prompt, capacity=64) if prompt else empty_window(inputs, power, capacity=64)
+    pieces = [window.read(**inputs.time(i, i + 4).arguments()) for i in range(prompt, LENGTH, 4)]
+    assert_close(torch.cat(pieces, dim=1), expected[:, prompt:], 1e-9, "y")
+    assert window.tokens == LENGTH - prompt
+    before = window.clone()
+    assert_states_close(window.folded(), after, 1e-9)
+    assert torch.equal(window.count, before.count)
+    with pytest.raises(ValueError, match="k holds 60 tokens, but the window has room for"):
+        window.read(**random_inputs(0, batch=2, length=60, heads=4, key_heads=2, gate=gate).arguments())
+
+
+def test_windows_of_different_fillings_stand_side_by_side():
+    inputs = random_inputs(20, batch=2, length=LENGTH)
+    expected, after = run(inputs, 2, "attention", return_state=True)
+    parts = [inputs.map(lambda t, i=i: t[i : i + 1] if t.ndim > 1 else t) for i in range(2)]
+    windows = [empty_window(part, 2, capacity=LENGTH) for part in parts]
+    step_through(windows[0], parts[0], 0, 9)
+    # The second starts in the middle of its text: another text altogether, as far as it knows.
+    step_through(windows[1], parts[1], 6, 9)
+    joined = Window.cat(windows).resized(LENGTH)
+    assert joined.tokens == 9
+    assert joined.count.tolist() == [[9, 9], [3, 3]]
+    y = step_through(joined, inputs, 9)
+    assert_close(y[:1], expected[:1, 9:], 1e-9, "first")
+    later = run(parts[1].time(6), 2, "attention")
+    assert_close(y[1:], later[:, 3:], 1e-9, "second")
+    assert_close(joined.close().kv[:1], after.kv[:1], 1e-9, "kv")
+    with pytest.raises(ValueError, match="capacity must be at least 9"):
+        windows[0].resized(8)
+    with pytest.raises(ValueError, match="windows to be joined must agree"):
+        Window.cat([windows[0], open_window(parts[0], 2)])

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from train.comparison import STEPS
 
 from sympow.data.preparation import prepare
-from sympow.train import TrainConfig
+from sympow.train import TrainConfig, train
 from sympow.train.metrics import read_metrics
 
 # As much patience as a busy machine may need. No test expects this to pass.
@@ -64,6 +65,26 @@ def losses():
         return [line["loss"] for line in lines]
 
     return read
+
+
+@pytest.fixture(scope="session")
+def known():
+    """The metrics of single processes, by what was asked for."""
+    return {}
+
+
+@pytest.fixture
+def alone(known, tiny, tmp_path):
+    """Metrics of the same run in one process."""
+
+    def run(**changes):
+        key = str(sorted(changes.items()))
+        if key not in known:
+            out = train(tiny(steps=STEPS, **changes), tmp_path / "alone", device="cpu")
+            known[key] = read_metrics(out / "metrics.jsonl")
+        return known[key]
+
+    return run
 
 
 def as_flags(changes):

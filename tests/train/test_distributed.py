@@ -9,48 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from train.comparison import STEPS, same
 
 from sympow.model.storage import load_model
-from sympow.train import train
 from sympow.train.checkpoint import read_seal
 from sympow.train.metrics import read_metrics
-
-# Sums in another order. Losses are near 5.
-ROUNDING = 2e-5
-STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def known():
-    """The metrics of single processes, by what was asked for."""
-    return {}
-
-
-@pytest.fixture
-def alone(known, tiny, tmp_path):
-    """Metrics of the same run in one process."""
-
-    def run(**changes):
-        key = str(sorted(changes.items()))
-        if key not in known:
-            out = train(tiny(steps=STEPS, **changes), tmp_path / "alone", device="cpu")
-            known[key] = read_metrics(out / "metrics.jsonl")
-        return known[key]
-
-    return run
-
-
-def same(actual, expected):
-    """Whether two runs have the same numbers, but for rounding."""
-    assert len(actual) == len(expected)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name in mine.keys() - {"tokens_per_second"}:
-            # The longest half-life is of a gate at 0.999: a rounding there is a thousand times as much here.
-            tolerance = 1e-3 if name.startswith("half_life") else ROUNDING * (10 if name == "gradient_norm" else 1)
-            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (mine["step"], name)
-    return True
-
 
 # A checkpoint every step: what is written in the background must not disturb what processes exchange.
 THOROUGH = {"layers": 2, "micro_batch_tokens": 64, "clip_norm": 0.5, "save_every": 1, "evaluate_every": 2}

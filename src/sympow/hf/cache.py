@@ -193,4 +193,4 @@ def _select(state: ModelState, indices: Tensor) -> ModelState:
 
 
 def _device(layer: LayerState) -> torch.device:
-    return layer.kv.device if hasattr(layer, "kv") else layer.k.device
+    return next(iter(layer._tensors().values())).device

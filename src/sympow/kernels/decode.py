@@ -73,7 +73,20 @@ def _features(vector_ptr, weight, entries, POWER: tl.constexpr):
 
 
 @triton.jit
-def _turned(pointer, cos, sin, mask, DIM: tl.constexpr, ROTATED: tl.constexpr):
+def turns_after(theta_ptr, beta_ptr, phase_ptr, sequence, pairs, at, known, SCALED: tl.constexpr,
+                PER_PAIR: tl.constexpr):  # fmt: skip
+    """μ + β θ, the phase of the token at hand, in turns: float64. `at`: where the pairs of this head stand."""
+    turns = tl.load(theta_ptr + pairs, mask=known, other=0.0).to(tl.float64) * (1 / TURN)
+    if SCALED:
+        if PER_PAIR:
+            turns *= tl.load(beta_ptr + at, mask=known, other=0.0).to(tl.float64)
+        else:
+            turns *= tl.load(beta_ptr + sequence).to(tl.float64)
+    return turns + tl.load(phase_ptr + at, mask=known, other=0.0) * (1 / TURN)
+
+
+@triton.jit
+def turned(pointer, cos, sin, mask, DIM: tl.constexpr, ROTATED: tl.constexpr):
     """A vector of DIM entries, turned by the phase: float32."""
     x = tl.load(pointer + tl.arange(0, DIM), mask=mask, other=0.0).to(tl.float32)
     if ROTATED:
@@ -114,13 +127,7 @@ def step_kernel(
     at = sequence * (dim // 2) + pairs
     cos, sin = 1.0, 0.0
     if ROTATED:
-        turns = tl.load(theta_ptr + pairs, mask=known, other=0.0).to(tl.float64) * (1 / TURN)
-        if SCALED:
-            if PER_PAIR:
-                turns *= tl.load(beta_ptr + at, mask=known, other=0.0).to(tl.float64)
-            else:
-                turns *= tl.load(beta_ptr + sequence).to(tl.float64)
-        turns += tl.load(phase_ptr + at, mask=known, other=0.0) * (1 / TURN)
+        turns = turns_after(theta_ptr, beta_ptr, phase_ptr, sequence, pairs, at, known, SCALED, PER_PAIR)
         cos, sin = cos_sin(turns)
 
     # The running sum of log γ^(1/p) since the state was left, this token's included.
@@ -134,13 +141,13 @@ def step_kernel(
     gamma = tl.exp((total * POWER).to(tl.float32))
 
     vectors = vectors_ptr + (sequence * parts + part) * ((GROUP + 1) * DIM)
-    key = _turned(k_ptr + batch * k_batch + head * k_head, cos, sin, entries < dim, DIM, ROTATED)
+    key = turned(k_ptr + batch * k_batch + head * k_head, cos, sin, entries < dim, DIM, ROTATED)
     value = tl.load(v_ptr + batch * v_batch + head * v_head + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(vectors + entries, key)
     queries = ()
     for member in tl.static_range(GROUP):
         source = q_ptr + batch * q_batch + (head * GROUP + member) * q_head
-        query = _turned(source, cos, sin, entries < dim, DIM, ROTATED)
+        query = turned(source, cos, sin, entries < dim, DIM, ROTATED)
         query = query * power_of_two_scale(query[None, :])
         tl.store(vectors + (member + 1) * DIM + entries, query)
         queries = queries + (query,)
@@ -287,14 +294,14 @@ def divide_state(
     return Division(rows, rows_per_part, triton.cdiv(feature_count, rows_per_part))
 
 
-def _vector_block(key_dim: int) -> int:
+def vector_block(key_dim: int) -> int:
     """The power of two that holds a query or key, a pair at least."""
     return max(2, triton.next_power_of_2(key_dim))
 
 
 def workspace_size(sequences: int, parts: int, group: int, key_dim: int, value_dim: int) -> int:
     """How many float32 numbers a step's programs need to pass between them."""
-    per_part = (group + 1) * _vector_block(key_dim) + group * (triton.next_power_of_2(value_dim) + 2)
+    per_part = (group + 1) * vector_block(key_dim) + group * (triton.next_power_of_2(value_dim) + 2)
     return sequences * parts * per_part
 
 
@@ -328,7 +335,7 @@ def launch_step(
     """y (b, h, e) of one token; see `decode_step` and `sympow.kernels.window.window_step` for the arguments."""
     batch, heads, dim = k.shape
     value_dim, group = v.shape[-1], q.shape[1] // heads
-    block_dim, columns = _vector_block(dim), triton.next_power_of_2(value_dim)
+    block_dim, columns = vector_block(dim), triton.next_power_of_2(value_dim)
     if kv is not None and kv.shape[2] * value_dim >= 2**31:
         raise ValueError(f"kv holds {kv.shape[2] * value_dim} numbers a head; the kernels take fewer than 2³¹")
     y = v.new_empty(batch, q.shape[1], value_dim)

@@ -11,13 +11,22 @@ from torch import Tensor, nn
 from sympow.checks import check_choice
 from sympow.layers.gates import make_gate
 from sympow.layers.heads import HeadShape, acts_on_pairs
+from sympow.layers.projection import project_together
 from sympow.layers.rotations import make_rotation
+from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.operator import Backend, Form, attention
 from sympow.ops.softmax import KeyValueState, softmax_attention
 from sympow.ops.state import State
 from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_positive, check_power
+from sympow.ops.window import Window
+from sympow.parallel.attention import attention as sharded_attention
+from sympow.parallel.shards import Shards
+from sympow.parallel.softmax import softmax_attention as sharded_softmax_attention
 
-LayerState = State | KeyValueState
+# What a layer has read: it is given, and another is returned. A window in it stands for keys and values not folded yet.
+LayerState = State | KeyValueState | Window
+# What a layer decodes with: every step changes it.
+LayerMemory = Window | KeyValueCache
 
 
 class Mixer(nn.Module, ABC):
@@ -33,6 +42,8 @@ class Mixer(nn.Module, ABC):
         max_document: N of the rotation rates, the longest document expected.
         bias: whether the projections to queries, keys, values and back have biases.
     """
+
+    backend: Backend = "auto"
 
     def __init__(
         self,
@@ -63,6 +74,7 @@ class Mixer(nn.Module, ABC):
         return_state: bool = True,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         """Mixes x along time.
 
@@ -74,6 +86,8 @@ class Mixer(nn.Module, ABC):
             cu_seqlens: offsets of packed documents, as in `sympow.attention`.
             mask: (b, t) bool, True for tokens, False for padding, wherever it stands. Tokens give what they would give
                 if the padding were not there, and so does the state. y of padding means nothing, but is finite.
+            shards: where x is a part of a sequence that lies over several processes (`sympow.parallel`): whose tokens
+                are whose. Offsets of documents are theirs, and states are those of the whole sequence.
 
         Returns:
             y (b, t, width) and the state, or None in its place.
@@ -82,10 +96,14 @@ class Mixer(nn.Module, ABC):
             raise ValueError(
                 f"x must be (batch, time, {self.qkv_proj.in_features}), the width of the layer; got {tuple(x.shape)}"
             )
-        projected = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
-        log_gamma = self.gate(x)
-        theta, beta = self.rotation(x)
+        q, k, v = self._project(x)
+        for_gate, for_rotation = project_together(x, [self.gate.projection, self.rotation.projection], q.dtype)
+        log_gamma = self.gate(x, for_gate)
+        theta, beta = self.rotation(x, for_rotation)
+        if shards is not None and cu_seqlens is not None:
+            raise ValueError(
+                "cu_seqlens cannot go with shards, which have offsets of the whole sequence: pass them there"
+            )
         if mask is not None:
             _check_mask(mask, x, cu_seqlens)
             k, v, log_gamma, beta = _without_padding(mask, k, v, log_gamma, beta, rotated=theta is not None)
@@ -97,11 +115,23 @@ class Mixer(nn.Module, ABC):
             log_gamma=log_gamma,
             beta=beta,
             theta=theta,
-            cu_seqlens=cu_seqlens,
             initial_state=state,
             return_state=return_state,
+            **({"cu_seqlens": cu_seqlens} if shards is None else {"shards": shards}),
         )
         return self.out_proj(y.flatten(2)), after
+
+    def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
+        """y of one token, (b, 1, width) to (b, 1, width), without gradients; the memory then holds it."""
+        theta, beta = self.rotation(x)
+        y = memory.step(*self._project(x), self.gate(x), beta, theta, backend=self.backend)
+        return self.out_proj(y.flatten(2))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (b, t, h, d), k and v (b, t, h_kv, d)."""
+        projected = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
+        q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
+        return q, k, v
 
     @abstractmethod
     def _attend(
@@ -146,10 +176,32 @@ class ConformalAttention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
         # A key of zero has no score, so that there is nothing left to mask.
+        if isinstance(options["initial_state"], Window) and "shards" not in options:
+            return self._read_on(q, k, v, return_state=return_state, **options)
         how: dict[str, Any] = {"form": self.form, "backend": self.backend, "chunk_size": self.chunk_size}
+        operator: Any = sharded_attention if "shards" in options else attention
         if return_state:
-            return attention(q, k, v, self.power, return_state=True, **how, **options)
-        return attention(q, k, v, self.power, **how, **options), None
+            return operator(q, k, v, self.power, return_state=True, **how, **options)
+        return operator(q, k, v, self.power, **how, **options), None
+
+    def _read_on(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        initial_state: Window,
+        return_state: bool,
+        cu_seqlens: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, LayerState | None]:
+        """The same behind keys and values in place of a state: keys and values again."""
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens cannot go with a state of keys and values: fold it first")
+        # A copy: what is given belongs to the caller.
+        window = initial_state.resized(initial_state.tokens + q.shape[1])
+        y = window.read(q, k, v, backend=self.backend, **options)
+        return y, window if return_state else None
 
 
 class SoftmaxAttention(Mixer):
@@ -158,6 +210,8 @@ class SoftmaxAttention(Mixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
+        if "shards" in options:
+            return sharded_softmax_attention(q, k, v, mask=mask, return_state=return_state, **options), None
         if return_state:
             return softmax_attention(q, k, v, mask=mask, return_state=True, **options)
         return softmax_attention(q, k, v, mask=mask, **options), None

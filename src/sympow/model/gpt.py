@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
 from sympow.layers.gates import LearnedGate
-from sympow.layers.mixers import ConformalAttention, LayerState, Mixer, SoftmaxAttention
+from sympow.layers.mixers import ConformalAttention, LayerMemory, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.projection import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
+from sympow.parallel.shards import Shards
 
 ModelState = tuple[LayerState, ...]
+# Tokens of a long text read at a time, unless asked otherwise: memory depends on it, and not on the text.
+PIECE = 8_192
 
 
 class Mlp(nn.Module):
@@ -49,12 +52,18 @@ class Block(nn.Module):
         return_state: bool,
         cu_seqlens: Tensor | None,
         mask: Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[Tensor, LayerState | None]:
         mixed, state = self.mixer(
-            self.mixer_norm(x), state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask
+            self.mixer_norm(x), state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
         )
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), state
+
+    def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
+        """One token, (b, 1, width)."""
+        x = x + self.mixer.step(self.mixer_norm(x), memory)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
@@ -101,6 +110,7 @@ class GPT(nn.Module):
         return_state: bool = True,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """Logits of the token after each of `tokens`.
 
@@ -112,11 +122,15 @@ class GPT(nn.Module):
             cu_seqlens: offsets of packed documents, as in `sympow.attention`; batch 1.
             mask: (b, t) bool, True for tokens, False for padding, for texts of different lengths in a batch. Logits of
                 tokens and the state are what they would be if the padding were not there.
+            shards: where `tokens` are a part of sequences that lie over several processes, whose tokens are whose
+                (`sympow.parallel.Shards`). Offsets of documents are theirs; states are those of the whole sequence.
 
         Returns:
             logits (b, t, vocab_size) and the state, or None in its place.
         """
-        x, after = self.features(tokens, state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask)
+        x, after = self.features(
+            tokens, state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
+        )
         return linear(x, self.embedding.weight), after
 
     def features(
@@ -127,16 +141,29 @@ class GPT(nn.Module):
         return_state: bool = True,
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
+        shards: Shards | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """As `forward`, with (b, t, width) in place of logits: what the tied embedding turns into them."""
         self._check(tokens, state)
         x = self.embedding_norm(self.embedding(tokens))
         after: list[LayerState] = []
         for layer, block in enumerate(self.blocks):
-            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens, mask)
+            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens, mask, shards)
             if layer_state is not None:
                 after.append(layer_state)
         return self.final_norm(x), tuple(after) if return_state else None
+
+    def step(self, tokens: Tensor, memories: Sequence[LayerMemory]) -> Tensor:
+        """Logits (b, vocab_size) after one more token (b,), without gradients; memories, one a layer, then hold it."""
+        self._check(tokens.unsqueeze(1), None)
+        if len(memories) != len(self.blocks):
+            raise ValueError(f"memories must have an entry for each of {len(self.blocks)} layers, got {len(memories)}")
+        with torch.no_grad():
+            x = self.embedding_norm(self.embedding(tokens.unsqueeze(1)))
+            for block, memory in zip(self.blocks, memories, strict=True):
+                assert isinstance(block, Block)
+                x = block.step(x, memory)
+            return linear(self.final_norm(x.squeeze(1)), self.embedding.weight)
 
     def count_parameters(self) -> int:
         """Learned numbers, the tied embedding counted once."""

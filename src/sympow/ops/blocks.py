@@ -41,6 +41,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int)
     return _causal_in_tiles(q, k, v, decay, power, rows)
 
 
+def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: Tensor, power: int) -> Sums:
+    """Σ_j B_ij V_j and Σ_j B_ij over keys that all lie before the queries, in tiles of rows.
+
+    Args:
+        q: (b, n, g, t, d).
+        k, v: (b, n, s, ·).
+        decay, past_decay: running sums at the queries (b, n, t, ·) and at the keys (b, n, s, ·).
+    """
+    widest = BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
+    tile = min(MAX_ROWS, max(PAIRWISE_ROWS, widest))
+    tiles = [slice(start, start + tile) for start in range(0, q.shape[3], tile)]
+    sums = [recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power) for t in tiles]
+    numerators, denominators = zip(*sums, strict=True)
+    return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
+
+
 def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
     """φ(q_i) S and φ(q_i) Z for a state that has decayed by `decay` since it was left (paper §2.1)."""
     q = apply_decay(q, decay.unsqueeze(2))

@@ -146,7 +146,7 @@ def attention(
         with_states = initial_state is not None or return_state
         if cu_seqlens is None:
             y, state = run(sequence, initial_state)
-        elif not with_states and _choose(sequence, False, form, chunk_size, backend) == "triton":
+        elif not with_states and backend_for(sequence, False, form, chunk_size, backend) == "triton":
             y, state = fused_form(sequence, None, False, form, chunk_size, sequence.needs_grad, cu_seqlens)
         else:
             y, state = run_documents(sequence, document_offsets(cu_seqlens, q.shape[1]), initial_state, run)
@@ -171,7 +171,7 @@ def _run(
         torch.is_grad_enabled() and initial_state is not None and initial_state.requires_grad
     )
     step = sequence.length == 1 and initial_state is not None and not needs_grad
-    chosen = _choose(sequence, step, form, chunk_size, backend)
+    chosen = backend_for(sequence, step, form, chunk_size, backend)
     if chosen == "triton" and step and initial_state is not None:
         return fused_step(sequence, initial_state, return_state)
     if chosen == "triton":
@@ -179,7 +179,7 @@ def _run(
     return _run_portable(sequence, initial_state, return_state, form, chunk_size, needs_grad)
 
 
-def _choose(
+def backend_for(
     sequence: Sequence, step: bool, form: Form, chunk_size: int | None, backend: Backend
 ) -> Literal["torch", "triton"]:
     """The backend for one call; `step`: it is one token from a state, without gradients."""

@@ -9,13 +9,13 @@ Products are PyTorch's own `scaled_dot_product_attention`.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sympow.ops.blocks import recompute
 from sympow.ops.documents import run_documents
@@ -52,18 +52,32 @@ class KeyValueState(TensorRecord):
 
     @classmethod
     def cat(cls, caches: abc.Sequence[KeyValueState]) -> KeyValueState:
-        """Several caches of one length as one batch."""
+        """Several caches as one batch; where they differ in length, the shorter ones are filled up on the left."""
         if not caches:
             raise ValueError("caches must hold at least one cache, got none")
-        kinds = sorted({(c.length, c.decay is not None, c.phase is not None) for c in caches})
+        kinds = sorted({(c.decay is not None, c.phase is not None) for c in caches})
         if len(kinds) > 1:
-            raise ValueError(f"caches to be joined must agree in (length, gated, rotated); got {kinds}")
+            raise ValueError(f"caches to be joined must agree in (gated, rotated); got {kinds}")
+        length = max(cache.length for cache in caches)
+        members = [cache._filled_up(length) for cache in caches]
+        plain = all(type(cache) is KeyValueState and cache.length == length for cache in caches)
 
         def joined(name: str) -> Any:
-            members = [getattr(cache, name) for cache in caches]
-            return None if members[0] is None else torch.cat(members)
+            tensors = [getattr(member, name) for member in members]
+            return None if tensors[0] is None else torch.cat(tensors)
 
-        return replace(caches[0], **{field.name: joined(field.name) for field in fields(caches[0])})
+        result = PaddedKeyValueState(**{field.name: joined(field.name) for field in fields(PaddedKeyValueState)})
+        return result.without_mask() if plain else result
+
+    def _filled_up(self, length: int) -> PaddedKeyValueState:
+        """The same with padding before it, so that it has a given length."""
+        missing = length - self.length
+        mask = (
+            self.mask if isinstance(self, PaddedKeyValueState) else self.k.new_ones(self.k.shape[:2], dtype=torch.bool)
+        )
+        k, v = (pad(x, (0, 0, 0, 0, missing, 0)) for x in (self.k, self.v))
+        decay = None if self.decay is None else pad(self.decay, (0, 0, missing, 0))
+        return PaddedKeyValueState(k, v, decay, self.phase, pad(mask, (missing, 0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +89,10 @@ class PaddedKeyValueState(KeyValueState):
     """
 
     mask: Tensor
+
+    def without_mask(self) -> KeyValueState:
+        """The same, its padding taken for tokens; for where there is none."""
+        return KeyValueState(self.k, self.v, self.decay, self.phase)
 
 
 register_as_tree(KeyValueState)
@@ -219,7 +237,7 @@ def _attend_rows(
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
     if mask is not None:
         own = torch.eye(rows, dtype=torch.bool, device=q.device)
-        own = torch.nn.functional.pad(own, (columns - rows, 0))
+        own = pad(own, (columns - rows, 0))
         hidden = hidden | (~mask[:, None, None, :] & ~own)  # (b, 1, rows, columns)
     if row_decay is None or column_decay is None:
         bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, float("-inf"))

@@ -14,15 +14,18 @@ keys and values, which is smaller than a state until it has grown to about D tok
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import abc
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
-from sympow.ops.blocks import query_state, update_state
+from sympow.ops.blocks import attend_to_past, causal_attention, query_state, update_state
 from sympow.ops.decay import apply_decay, log_gate_root
+from sympow.ops.operator import attention
 from sympow.ops.precision import without_autocast
 from sympow.ops.record import TensorRecord, register_as_tree
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
@@ -57,12 +60,12 @@ class Window(TensorRecord):
         keys: turned keys, (b, h_kv, d, W), those of a token in a column.
         values: (b, h_kv, W, e).
         decay: running sums of log γ^(1/p) since the last fold, (b, h_kv, W, 1 or d/2) float64.
-        count: tokens in the window, the same for all, (b, h_kv) int32.
+        count: tokens in the window, (b, h_kv) int32. Sequences may have read different numbers of them.
         arrivals: for the kernels, zero between calls, (b, h_kv) int32.
         phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
         kv, normalizer: the state at the last fold, as in `State`; None before there is one.
         power: p.
-        tokens: `count` as the host knows it; what is replayed from a graph is for the caller to count.
+        tokens: the largest `count` as the host knows it; what is replayed from a graph is for the caller to count.
         workspace: for the kernels, made by the first step that uses them.
     """
 
@@ -182,9 +185,83 @@ class Window(TensorRecord):
     def value_dim(self) -> int:
         return self.values.shape[3]
 
+    @property
+    def bytes_of_a_token(self) -> int:
+        """What a token takes in the window, for each sequence and key head."""
+        return sum(x.element_size() * x[0, 0].numel() // self.capacity for x in (self.keys, self.values, self.decay))
+
+    @property
+    def bytes_of_a_state(self) -> int:
+        """What a state takes, or would take, for each sequence and key head."""
+        features = symmetric_dim(self.key_dim, self.power)
+        return features * (self.value_dim + 1) * _compute_dtype(self.values.dtype).itemsize
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens take no more memory as keys and values than as a state."""
+        return self.bytes_of_a_state // self.bytes_of_a_token
+
     def select(self, index: slice | Tensor) -> Window:
         """Some sequences of the batch, as a window that shares no memory with this one."""
         return self._map(lambda tensor: tensor[index].clone(memory_format=torch.contiguous_format))
+
+    def resized(self, capacity: int) -> Window:
+        """A copy with room for another number of tokens.
+
+        Args:
+            capacity: at least as many as the window holds.
+        """
+        check_positive("capacity", capacity)
+        if capacity < self.tokens:
+            raise ValueError(
+                f"capacity must be at least {self.tokens}, the tokens that the window holds; got {capacity}"
+            )
+
+        def fitted(x: Tensor, axis: int) -> Tensor:
+            shape = list(x.shape)
+            shape[axis] = capacity
+            kept = min(capacity, x.shape[axis])
+            resized = x.new_zeros(shape)
+            resized.narrow(axis, 0, kept).copy_(x.narrow(axis, 0, kept))
+            return resized
+
+        copied: dict[str, Any] = {
+            name: None if x is None else x.clone(memory_format=torch.contiguous_format)
+            for name in ("count", "arrivals", "phase", "kv", "normalizer")
+            for x in [getattr(self, name)]
+        }
+        return replace(
+            self,
+            keys=fitted(self.keys, 3),
+            values=fitted(self.values, 2),
+            decay=fitted(self.decay, 2),
+            workspace=None,
+            **copied,
+        )
+
+    @classmethod
+    def cat(cls, windows: abc.Sequence[Window]) -> Window:
+        """Several windows as one batch, with just enough room for what they hold; they may hold different numbers."""
+        if not windows:
+            raise ValueError("windows must hold at least one window, got none")
+        kinds = {
+            (w.power, *w.keys.shape[1:3], w.value_dim, w.decay.shape[3], w.phase is not None, w.kv is not None)
+            for w in windows
+        }
+        if len(kinds) > 1:
+            raise ValueError(
+                "windows to be joined must agree in (power, heads, key dim, value dim, gates, rotated, with a state); "
+                f"got {sorted(kinds)}"
+            )
+        tokens = max(window.tokens for window in windows)
+        resized = [window.resized(max(1, tokens)) for window in windows]
+
+        def joined(name: str) -> Any:
+            members = [getattr(window, name) for window in resized]
+            return members[0] if not isinstance(members[0], Tensor) else torch.cat(members)
+
+        changes = {name: joined(name) for name in resized[0]._members() if name not in ("power", "tokens")}
+        return replace(resized[0], tokens=tokens, **changes)
 
     def step(
         self,
@@ -217,6 +294,36 @@ class Window(TensorRecord):
         with torch.no_grad(), without_autocast(q.device):
             return self._fused_step(sequence) if chosen == "triton" else self._portable_step(sequence)
 
+    def read(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+        theta: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """y (b, t, h, e) of any number of tokens for which there is room; the window then holds them.
+
+        Args:
+            q, k, v, log_gamma, beta, theta: as in `sympow.attention`, without gradients.
+            backend: as in `sympow.attention`, for the tokens among themselves; what the window holds is queried in
+                plain PyTorch.
+        """
+        sequence = self._check(q, k, v, log_gamma, beta, theta)
+        check_choice("backend", backend, BACKENDS)
+        self._check_room(sequence.length)
+        if self.kv is None and self.tokens == 0:
+            with torch.no_grad():
+                y = attention(q, k, v, self.power, log_gamma, beta, theta, backend=backend)  # type: ignore[call-overload]
+            self.extend(k, v, log_gamma, beta, theta)
+            return y
+        with torch.no_grad(), without_autocast(q.device):
+            y = self._portable_read(sequence)
+        self.tokens += sequence.length
+        return y
+
     def extend(
         self,
         k: Tensor,
@@ -231,11 +338,7 @@ class Window(TensorRecord):
             k, v, log_gamma, beta, theta: as in `sympow.attention`, any number of tokens for which there is room.
         """
         sequence = self._check(k, k, v, log_gamma, beta, theta)
-        if self.tokens + sequence.length > self.capacity:
-            raise ValueError(
-                f"k holds {sequence.length} tokens, but the window has room for {self.capacity - self.tokens} of its "
-                f"{self.capacity}"
-            )
+        self._check_room(sequence.length)
         if not sequence.length:
             return
         with torch.no_grad(), without_autocast(k.device):
@@ -268,6 +371,19 @@ class Window(TensorRecord):
         assert self.kv is not None
         assert self.normalizer is not None
         return State(self.kv, self.normalizer, self.phase, power=self.power, key_dim=self.key_dim)
+
+    def folded(self, backend: str = "auto") -> State:
+        """The same, and the window stays as it is.
+
+        Args:
+            backend: as in `sympow.attention`.
+        """
+        # A fold changes these; keys, values and their decays it only reads.
+        names = ("count", "arrivals", "phase", "kv", "normalizer")
+        changed: dict[str, Any] = {
+            name: None if x is None else x.clone() for name in names for x in [getattr(self, name)]
+        }
+        return replace(self, **changed).close(backend)
 
     def _check(
         self,
@@ -302,6 +418,13 @@ class Window(TensorRecord):
         if sequence.needs_grad:
             raise ValueError("q, k, v and what goes with them must not require gradients: steps of a window have none")
         return sequence
+
+    def _check_room(self, tokens: int) -> None:
+        if self.tokens + tokens > self.capacity:
+            raise ValueError(
+                f"k holds {tokens} tokens, but the window has room for {self.capacity - self.tokens} of its "
+                f"{self.capacity}"
+            )
 
     def _backend(self, backend: str, device: str, dtype: torch.dtype) -> str:
         check_choice("backend", backend, BACKENDS)
@@ -390,11 +513,10 @@ class Window(TensorRecord):
         query, key = self._turn(sequence)
         value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
         decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
-        keys, values, held = self._held(dtype)
-        query = query * self._query_scale(keys, key)
+        keys, values, held_decay = self._held(dtype)
+        query = query * self._query_scales(keys, key)
 
-        between = (decay - self.decay).masked_fill(~held, float("-inf"))
-        scores = even_power(query @ apply_decay(keys, between).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
+        scores = even_power(query @ apply_decay(keys, decay - held_decay).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
         own = even_power((query * key.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
         numerator = scores @ values.unsqueeze(2) + own * value.unsqueeze(2)
         denominator = scores.sum(-1) + own.squeeze(-1)
@@ -408,27 +530,54 @@ class Window(TensorRecord):
         self._put(key, value, decay)
         return y.masked_fill(full[:, None, :, None], float("nan"))
 
+    def _portable_read(self, sequence: Sequence) -> Tensor:
+        power, dtype = self.power, sequence.compute_dtype
+        query, key = self._turn(sequence)
+        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
+        decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
+        keys, values, held_decay = self._held(dtype)
+        query = query * self._query_scales(keys, key)
+        numerator, denominator = causal_attention(query, key, value, decay, power)
+        parts = [attend_to_past(query, keys, values, decay, held_decay, power)]
+        if self.kv is not None and self.normalizer is not None:
+            parts.append(query_state(query, decay, self.kv, self.normalizer, power))
+        for more, weights in parts:
+            numerator, denominator = numerator + more, denominator + weights
+        self._put(key, value, decay)
+        return divide(numerator, denominator, sequence.q.dtype)
+
     def _portable_fold(self) -> None:
-        keys, values, held = self._held(_compute_dtype(self.values.dtype))
-        # Nothing decays after the last token; empty places hold no key, so their decay is of no account.
-        decay = torch.where(held, self.decay, self._decay_so_far())
+        keys, values, decay = self._held(_compute_dtype(self.values.dtype))
         self.kv, self.normalizer = update_state(
             keys, values, decay, self.kv, self.normalizer, self.power, in_place=True
         )
         self.count.zero_()
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys (b, n, W, d) and values (b, n, W, e), zero where the window is empty; where it is not, (b, n, W, 1)."""
-        slots = torch.arange(self.capacity, device=self.count.device)
-        held = (slots < self.count.unsqueeze(-1)).unsqueeze(-1)
-        keys, values = (x.to(dtype).masked_fill(~held, 0.0) for x in (self.keys.mT, self.values))
-        return keys, values, held
+        """Keys (b, n, s, d), values (b, n, s, e) and running sums (b, n, s, 1 or d/2) of what the window holds.
+
+        Where a sequence holds fewer tokens than s, keys and values are zero, and the sum is that of its last token:
+        such keys have no score, and nothing decays after the last token.
+        """
+        places = slice(self._filled())
+        slots = torch.arange(self.capacity, device=self.count.device)[places]
+        empty = (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
+        keys, values = (x[:, :, places].to(dtype).masked_fill(empty, 0.0) for x in (self.keys.mT, self.values))
+        return keys, values, torch.where(empty, self._decay_so_far(), self.decay[:, :, places])
+
+    def _filled(self) -> int:
+        """How many places, from the first, have to be looked at; on a GPU all, since only the device knows."""
+        if self.count.device.type != "cpu" or torch.compiler.is_compiling():
+            return self.capacity
+        return max(1, int(self.count.max()))
 
     def _decay_so_far(self) -> Tensor:
         """The running sum of log γ^(1/p) up to the last token in the window: (b, n, 1, 1 or d/2)."""
-        slots = torch.arange(self.capacity, device=self.count.device)
+        places = slice(self._filled())
+        slots = torch.arange(self.capacity, device=self.count.device)[places]
         empty = (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
-        return self.decay.masked_fill(empty, 0.0).amin(2, keepdim=True)  # the last is the least, since none grows
+        # The last is the least, since none grows.
+        return self.decay[:, :, places].masked_fill(empty, 0.0).amin(2, keepdim=True)
 
     def _decay_through(self, sequence: Sequence) -> Tensor:
         """The same up to each of the new tokens: (b, n, t, 1 or d/2)."""
@@ -448,16 +597,22 @@ class Window(TensorRecord):
             self.phase.copy_(last_phase(angles, self.phase, sequence.batch, sequence.key_heads))
         return q.permute(0, 2, 3, 1, 4), k.transpose(1, 2)
 
-    def _query_scale(self, keys: Tensor, key: Tensor) -> Tensor:
-        """A power of two for queries of unit length that keeps every score within range: (b, n, 1, 1, 1)."""
+    def _query_scales(self, keys: Tensor, new: Tensor) -> Tensor:
+        """Powers of two for queries of unit length that keep every score within range: (b, n, 1, t, 1).
+
+        Args:
+            keys: what the window holds, (b, n, s, d).
+            new: keys of the queries' own tokens, (b, n, t, d).
+        """
         exponents = torch.full_like(self.count, least_exponent(keys.dtype))
         if self.normalizer is not None:
             exponents = state_exponents(self.normalizer, self.power)
-        exponents = running_key_exponents(torch.cat([keys, key], dim=2).transpose(1, 2), exponents)[:, -1]
+        exponents = running_key_exponents(torch.cat([keys, new], dim=2).transpose(1, 2), exponents)
+        exponents = exponents[:, -new.shape[2] :]
         if self.normalizer is not None:
             # No further up than the features of a query have room for.
             exponents = exponents.clamp(min=least_exponent(keys.dtype) // self.power)
-        return power_of_two(-exponents, keys.dtype)[..., None, None, None]
+        return power_of_two(-exponents, keys.dtype).transpose(1, 2)[:, :, None, :, None]
 
     def _put(self, key: Tensor, value: Tensor, decay: Tensor) -> None:
         """Writes tokens behind those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""

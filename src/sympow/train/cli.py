@@ -36,8 +36,14 @@ def train(
     """
     from sympow.train.trainer import CONFIG_FILE, NonFiniteLossError
     from sympow.train.trainer import train as run
+    from sympow.train.watch import LostProcessError
 
     try:
+        if _may_be_restarted():
+            if out is None:
+                raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
+            # torchrun counts restarts for each machine by itself; what is in the folder, all of them see alike.
+            resume = resume or (out / CONFIG_FILE).exists()
         if resume:
             out = out or _latest()
             config = config or out / CONFIG_FILE
@@ -58,6 +64,9 @@ def train(
         if _first():
             typer.echo(f"stopped: {error}", err=True)
         raise typer.Exit(1) from error
+    except LostProcessError as error:
+        typer.echo(f"stopped: {error}", err=True)
+        raise typer.Exit(1) from error
     if _first():
         typer.echo(f"{folder}", err=False)
 
@@ -65,6 +74,11 @@ def train(
 def _first() -> bool:
     """Whether this is the first of torchrun's processes, or the only one."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _may_be_restarted() -> bool:
+    """Whether torchrun starts processes again when one dies."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def _latest() -> Path:

@@ -49,6 +49,8 @@ class OptimizerConfig:
     Attributes:
         learning_rate: the highest one.
         rotation_rate: learning rate of the rotation's projection W_β, relative to the others'.
+        rotation_gradient: factor on the gradient through the rotation's scale β, to W_β and to what it reads.
+        rotation_init: deviation of W_β at the start; 0: β = 1, which is fixed rotary.
         beta1: decay of Adam's mean of gradients.
         beta2: decay of its mean of squares.
         epsilon: Adam's.
@@ -61,6 +63,8 @@ class OptimizerConfig:
 
     learning_rate: float = 6e-4
     rotation_rate: float = 1.0
+    rotation_gradient: float = 1.0
+    rotation_init: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
@@ -72,7 +76,16 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
-        for name in ("learning_rate", "rotation_rate", "epsilon", "weight_decay", "clip_norm", "final_rate"):
+        for name in (
+            "learning_rate",
+            "rotation_rate",
+            "rotation_gradient",
+            "rotation_init",
+            "epsilon",
+            "weight_decay",
+            "clip_norm",
+            "final_rate",
+        ):
             value = getattr(self, name)
             _check_number(name, value)
             if not math.isfinite(value) or value < 0:
@@ -108,6 +121,7 @@ class RunConfig:
         recompute: whether to keep only each block's input and compute the rest again in the backward pass.
         loss_tokens: logits exist for so many tokens at a time.
         parallel: for several processes, ddp (a copy of the model each) or fsdp (parameters shared out).
+        context_parallel: processes that share each sequence's tokens out among them; a divisor of their number.
         log_every: steps between lines of progress and metrics.
         evaluate_every: steps between evaluations on held-out documents; 0: none.
         evaluate_tokens: tokens of an evaluation, about.
@@ -127,6 +141,7 @@ class RunConfig:
     recompute: bool = False
     loss_tokens: int = 8_192
     parallel: Literal["ddp", "fsdp"] = "ddp"
+    context_parallel: int = 1
     log_every: int = 10
     evaluate_every: int = 0
     evaluate_tokens: int = 65_536
@@ -138,7 +153,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         counts = ("steps", "batch_tokens", "micro_batch_tokens", "loss_tokens", "log_every", "evaluate_tokens", "keep")
-        for name in counts:
+        for name in (*counts, "context_parallel"):
             check_positive(name, getattr(self, name))
         for name in ("seed", "evaluate_every", "save_every"):
             _check_count(name, getattr(self, name))
@@ -169,6 +184,11 @@ class TrainConfig:
         if self.run.batch_tokens % self.data.context:
             raise ValueError(
                 f"batch_tokens must be a multiple of the context, {self.data.context}; got {self.run.batch_tokens}"
+            )
+        if self.run.context_parallel > self.data.context:
+            raise ValueError(
+                f"context_parallel must leave each process a token of the context, {self.data.context}; "
+                f"got {self.run.context_parallel}"
             )
 
     @property

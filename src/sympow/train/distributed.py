@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sympow.checks import check_choice
+from sympow.train.meeting import agree_on_name, connect, kept_by_torchrun
 from sympow.train.objective import Objective
 
 
@@ -31,11 +32,13 @@ class Place:
         rank: number of the process.
         world_size: number of processes.
         device: what it computes on.
+        attempt: names what the processes are together since they were last started (`sympow.train.meeting`).
     """
 
     rank: int
     world_size: int
     device: torch.device
+    attempt: str = "only"
 
     @property
     def first(self) -> bool:
@@ -60,12 +63,17 @@ def process_group(device: str | None = None) -> Iterator[Place]:
         torch.cuda.set_device(where)
     # Gloo beside NCCL: checkpoints are exchanged on the CPU, while the GPU goes on.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
+    attempt = "only"
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    elif kept_by_torchrun():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        attempt = agree_on_name(rank, world_size)
+        dist.init_process_group(backend, store=connect(attempt, "group"), rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group(backend)
     try:
-        yield Place(dist.get_rank(), dist.get_world_size(), where)
+        yield Place(dist.get_rank(), dist.get_world_size(), where, attempt)
     finally:
         dist.destroy_process_group()
 

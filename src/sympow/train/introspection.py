@@ -37,7 +37,7 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
             numbers[f"beta_mean/layer_{layer}"] = output[1].float().mean().item()
             numbers[f"beta_deviation/layer_{layer}"] = output[1].float().std().item()
 
-    with _watching(model, (Gate, Rotation), look):
+    with watching(model, (Gate, Rotation), look):
         run()
     return numbers
 
@@ -61,7 +61,7 @@ def find_nonfinite(model: GPT, run: Callable[[], Any]) -> list[str]:
         if any(isinstance(t, Tensor) and not _finite(t) for t in tensors):
             outputs.append(f"output of {name or 'the model'}")
 
-    with _watching(model, (nn.Module,), look):
+    with watching(model, (nn.Module,), look):
         run()
     # First what came first: an output makes the loss what it is, and the loss makes the gradients.
     return nonfinite_parameters(model) + outputs[:3] + gradients
@@ -82,9 +82,10 @@ def _finite(x: Tensor) -> bool:
 
 
 @contextmanager
-def _watching(
+def watching(
     model: nn.Module, kinds: tuple[type[nn.Module], ...], look: Callable[[str, nn.Module, Any], None]
 ) -> Iterator[None]:
+    """While it lasts, calls `look` with name, module and output at every call of a module of these kinds."""
     handles = [
         module.register_forward_hook(partial(_pass_on, look, name))
         for name, module in model.named_modules()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from sympow.layers.constants import ConstantTable
 from sympow.model.gpt import GPT, Block
 from sympow.model.losses import linear_cross_entropy
+from sympow.parallel.shards import Shards
 
 
 class Objective(nn.Module):
@@ -31,16 +32,20 @@ class Objective(nn.Module):
         self.loss_tokens = loss_tokens
         self.dtype = dtype
 
-    def forward(self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """A scalar, from (b, t) integers."""
+    def forward(
+        self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, shards: Shards | None = None
+    ) -> Tensor:
+        """A scalar, from (b, t) integers; with shards, of this process's tokens."""
         with torch.autocast(inputs.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-            features, _ = self.model.features(inputs, return_state=False, cu_seqlens=cu_seqlens)
+            features, _ = self.model.features(inputs, return_state=False, cu_seqlens=cu_seqlens, shards=shards)
         weight = self.model.embedding.weight
         return linear_cross_entropy(features, weight, targets, tokens=self.loss_tokens, dtype=self.dtype)
 
 
-def compile_blocks(model: GPT) -> None:
+def compile_blocks(model: GPT, *, sharded: bool = False) -> None:
     """Compiles each block in place. They are alike, so that one compilation serves them all.
+
+    With sequences shared out among processes, what they exchange stays out of what is compiled.
 
     The model is on its device by now, and its tables of constants are put there first: made during the first call,
     they would be a change that a compiled block, recomputed or not, must notice and be compiled anew for.
@@ -49,7 +54,7 @@ def compile_blocks(model: GPT) -> None:
         if isinstance(module, ConstantTable):
             module(model.embedding.weight.device)
     for block in model.blocks:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=not sharded)
 
 
 def recompute_blocks(model: GPT) -> None:

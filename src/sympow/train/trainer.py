@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,13 +34,17 @@ from sympow.train.distributed import (
     process_group,
     share,
 )
+from sympow.train.grid import make_grid
 from sympow.train.interrupt import StopRequest, stop_on_signals
 from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics, nonfinite_parameters
 from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
 from sympow.train.objective import Objective, compile_blocks, recompute_blocks
 from sympow.train.optimizer import make_optimizer, set_rate, take_step
 from sympow.train.progress import Progress
+from sympow.train.rotations import set_up_rotations
 from sympow.train.throughput import Clock, peak_operations, training_operations
+from sympow.train.update import Update, send
+from sympow.train.watch import Watch
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -80,13 +85,14 @@ def train(
 
     Raises:
         NonFiniteLossError: the loss was not a number; the last checkpoint is from before.
+        LostProcessError: another process of the run is gone; the message names it.
     """
     out = Path(out)
     with process_group(device) as place:
         out = _claim(out, resume, place)
         dataset = dataset or open_dataset(config.data.data)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
-        with stop_on_signals() as stop, _fast_float32(config, place):
+        with stop_on_signals() as stop, _fast_float32(config, place), Watch(place):
             _Run(config, out, place, dataset).run(resume, stop)
     return out
 
@@ -94,17 +100,21 @@ def train(
 class _Run:
     def __init__(self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset) -> None:
         self.config, self.out, self.place, self.dataset = config, out, place, dataset
-        if config.batch_rows % place.world_size:
+        sharded = config.run.context_parallel > 1
+        self.grid = make_grid(place, config.run.context_parallel)
+        if config.batch_rows % self.grid.data_size:
             raise ValueError(
-                f"batch_tokens must hold as many sequences for each of {place.world_size} processes; "
+                f"batch_tokens must hold as many sequences for each of {self.grid.data_size} "
+                f"{'groups of ' if sharded else ''}processes; "
                 f"got {config.run.batch_tokens:,}, {config.batch_rows:,} sequences of {config.data.context:,}"
             )
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(place.device)
+        set_up_rotations(self.model, config.optimizer)
         if config.run.recompute:
             recompute_blocks(self.model)
         if config.run.compile:
-            compile_blocks(self.model)
+            compile_blocks(self.model, sharded=sharded)
         self.dtype = torch.bfloat16 if config.run.precision == "bf16" else None
         self.shared = share(Objective(self.model, config.run.loss_tokens, self.dtype), place, config.run.parallel)
         self.optimizer = make_optimizer(self.shared, config.optimizer)
@@ -112,6 +122,8 @@ class _Run:
         # Opened now, although it is for later: what is wrong with it should be said before hours of training.
         self.heldout = self._open_heldout() if config.run.evaluate_every else None
         self.step_number = 0
+        # Whether a step was not taken because its loss or gradients were not finite; the device's own record.
+        self.refused = torch.zeros((), dtype=torch.bool, device=place.device)
 
     def run(self, resume: bool, stop: StopRequest) -> None:
         """All steps, or as many as it is let."""
@@ -131,18 +143,32 @@ class _Run:
                 writers.append(writer)
             self._describe()
             progress.begin(self.step_number)
+            # The modules and graphs there are by now stay: to look through them for garbage would stop the host for
+            # longer than it is ahead of the device.
+            gc.collect()
+            gc.freeze()
+            at_end.callback(gc.unfreeze)
             clock = Clock()
+            waiting: Update | None = None
             # The loader's position is that of the batches taken, which are those of the steps made.
             for batch in islice(self.loader, run.steps - self.step_number):
-                numbers = self.step(batch)
+                update = self.step(batch)
                 self.step_number += 1
                 clock.count(run.batch_tokens)
-                line = self._log(batch, numbers, clock, writers)
-                progress.step(self.step_number, line)
+                if waiting is not None:
+                    # While the device is at the next one.
+                    self._write(waiting.step, self._numbers_of(waiting), writers)
+                    waiting = None
                 checkpoints.poll()
                 stopping = any_process(bool(stop), self.place)
                 last = stopping or self.step_number == run.steps
-                if run.save and (last or (run.save_every and self.step_number % run.save_every == 0)):
+                saves = run.save and (last or (run.save_every and self.step_number % run.save_every == 0))
+                if update.under_way and not (last or saves or self._logs() or self._evaluates()):
+                    waiting = update
+                    progress.step(self.step_number, None)
+                    continue
+                progress.step(self.step_number, self._log(update, clock, writers))
+                if saves:
                     self._save(checkpoints, writers)
                 if stopping:
                     checkpoints.finish()
@@ -154,38 +180,58 @@ class _Run:
             if run.save:
                 self._export()
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """One update of the parameters: loss, gradient norm and learning rate."""
+    def step(self, batch: Batch) -> Update:
+        """One update of the parameters; on a GPU perhaps not at its end when this returns."""
         rate = self.config.optimizer.rate_at(self.step_number, self.config.run.steps)
         set_rate(self.optimizer, rate)
         parts = batch.split(max(1, self.config.run.micro_batch_tokens // batch.context))
+        loss = mean_over_processes(self._differentiate(parts), self.place)
+        parameters = [parameter for parameter in self.shared.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
+        full_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        take = partial(take_step, self.optimizer, parameters, norm, self.config.optimizer.clip_norm)
+        update = Update(self.step_number + 1, batch, parts, rate, *send(loss, full_norm))
+        if update.under_way and full_norm is norm:
+            # The device decides by itself whether to move: the host will see the numbers when it is further on. Once
+            # it did not, it stays where it is.
+            self.refused = self.refused | ~(loss + full_norm).isfinite()
+            take(unless=self.refused)
+        else:
+            self._numbers_of(update)
+            take()
+        self.optimizer.zero_grad(set_to_none=True)
+        return update
+
+    def _differentiate(self, parts: list[Batch]) -> Tensor:
+        """Adds a batch's gradients to the parameters', and returns its loss."""
+        rows = sum(part.rows for part in parts)
         losses = []
         for number, part in enumerate(parts):
             on_device = part.to(self.place.device)
             with last_of_batch(self.shared, last=number == len(parts) - 1):
                 # A part counts by its share of the rows; processes have equally many.
-                loss = self._loss(on_device) * (part.rows / batch.rows)
+                loss = self._loss(on_device) * (part.rows / rows)
                 loss.backward()
             losses.append(loss.detach())
-        loss_mean = mean_over_processes(torch.stack(losses).sum(), self.place)
-        parameters = [parameter for parameter in self.shared.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
-        sharded = hasattr(norm, "full_tensor")
-        full_norm = norm.full_tensor() if sharded else norm
-        take = partial(take_step, self.optimizer, parameters, norm, self.config.optimizer.clip_norm)
-        # A GPU decides by itself whether to move, and need not wait until the host has seen the numbers.
-        at_once = self.place.device.type == "cuda" and not sharded
-        if at_once:
-            take(unless=~(loss_mean + full_norm).isfinite())
-        loss_value, norm_value = loss_mean.item(), full_norm.item()
-        if not (math.isfinite(loss_value) and math.isfinite(norm_value)):
-            self._refuse(loss_value, norm_value, batch, parts)
-        if not at_once:
-            take()
-        self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss_value, "gradient_norm": norm_value, "learning_rate": rate}
+        return torch.stack(losses).sum()
+
+    def _numbers_of(self, update: Update) -> dict[str, float]:
+        """Loss, gradient norm and learning rate, once they are known; stops if they are not numbers."""
+        loss, norm = update.read()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._refuse(loss, norm, update)
+        return {"loss": loss, "gradient_norm": norm, "learning_rate": update.rate}
 
     def _loss(self, batch: Batch) -> Tensor:
+        """The mean over a batch; where processes share its sequences, a number whose mean over them it is."""
+        shards = self.grid.shards(batch)
+        if shards is None:
+            return self._loss_of_all(batch)
+        loss: Tensor = self.shared(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
+        return loss * (shards.length * shards.size / shards.total)
+
+    def _loss_of_all(self, batch: Batch) -> Tensor:
+        """The mean over a batch whose sequences this process has from end to end."""
         loss: Tensor = self.shared(batch.inputs, batch.targets, batch.cu_seqlens)
         return loss
 
@@ -194,14 +240,14 @@ class _Run:
         """Mean loss on held-out documents, the same ones every time."""
         heldout = self.heldout or self._open_heldout()
         heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
-        rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.place.world_size)
+        rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.grid.data_size)
         losses = [self._loss(batch.to(self.place.device)) for batch in islice(heldout, rows)]
         return mean_over_processes(torch.stack(losses).mean(), self.place).item()
 
     def _open_heldout(self) -> Loader:
-        """A row at a time for every process."""
+        """A row at a time for every process, or for those that share it."""
         dataset = open_dataset(self.config.data.data, "heldout")
-        return self._make_loader(dataset, self.place.world_size, shuffle=False)
+        return self._make_loader(dataset, self.grid.data_size, shuffle=False)
 
     def _make_loader(self, dataset: TokenDataset, rows: int, *, shuffle: bool) -> Loader:
         return Loader(
@@ -211,8 +257,8 @@ class _Run:
             short=self.config.data.short,
             seed=self.config.run.seed,
             shuffle=shuffle,
-            rank=self.place.rank,
-            world_size=self.place.world_size,
+            rank=self.grid.data_rank,
+            world_size=self.grid.data_size,
             pin_memory=self.place.device.type == "cuda",
             epochs=None if shuffle else 1,
         )
@@ -245,10 +291,21 @@ class _Run:
         progress = {"loader": self.loader.state_dict(), "config": asdict(self.config)}
         checkpoints.save(self.step_number, self.shared, self.optimizer, progress)
 
-    def _log(self, batch: Batch, numbers: dict[str, float], clock: Clock, writers: list[Writer]) -> str | None:
-        run = self.config.run
+    def _logs(self) -> bool:
+        return self.step_number % self.config.run.log_every == 0 or self.step_number == self.config.run.steps
+
+    def _evaluates(self) -> bool:
+        every = self.config.run.evaluate_every
+        return bool(every) and self.step_number % every == 0
+
+    def _write(self, step: int, numbers: dict[str, float], writers: list[Writer]) -> None:
+        for writer in writers:
+            writer.write(step, numbers)
+
+    def _log(self, update: Update, clock: Clock, writers: list[Writer]) -> str | None:
+        numbers = self._numbers_of(update)
         line = None
-        if self.step_number % run.log_every == 0 or self.step_number == run.steps:
+        if self._logs():
             rate = clock.read()
             numbers = numbers | {"tokens_per_second": rate}
             line = f"loss {numbers['loss']:.4f}  {rate:,.0f} tokens/s"
@@ -260,15 +317,14 @@ class _Run:
             if self.place.device.type == "cuda":
                 numbers["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
                 line += f"  {numbers['memory_gib']:.1f} GiB"
-            sample = _first_tokens(batch, SAMPLE_TOKENS).to(self.place.device)
-            numbers |= gate_and_rotation_metrics(self.model, lambda: self._loss(sample))
+            sample = _first_tokens(update.batch, SAMPLE_TOKENS).to(self.place.device)
+            numbers |= gate_and_rotation_metrics(self.model, lambda: self._loss_of_all(sample))
             clock.restart()
-        if run.evaluate_every and self.step_number % run.evaluate_every == 0:
+        if self._evaluates():
             numbers = numbers | {"heldout_loss": self.evaluate()}
             self._say(f"step {self.step_number:,}: held-out loss {numbers['heldout_loss']:.4f}")
             clock.restart()
-        for writer in writers:
-            writer.write(self.step_number, numbers)
+        self._write(update.step, numbers, writers)
         return line
 
     def _make_writers(self) -> Iterator[Writer]:
@@ -284,8 +340,11 @@ class _Run:
 
     def _describe(self) -> None:
         summary, data = self.loader.summary, self.config.data
+        together = self.config.run.context_parallel
+        where = f"{self.place.world_size} × {self.place.device.type}"
+        where += f", {together} to a sequence" if together > 1 else ""
         self._say(
-            f"{self.model.count_parameters():,} parameters on {self.place.world_size} × {self.place.device.type}; "
+            f"{self.model.count_parameters():,} parameters on {where}; "
             f"{self.dataset.name}: {summary.tokens:,} tokens in {summary.documents:,} documents, "
             f"{summary.batches:,} batches of {self.config.run.batch_tokens:,} tokens at context {data.context:,}"
         )
@@ -299,18 +358,22 @@ class _Run:
             parts = ", ".join(f"{tokens:,} {where}" for where, tokens in left_out.items() if tokens)
             self._say(f"left out each epoch: {parts} tokens")
 
-    def _refuse(self, loss: float, norm: float, batch: Batch, parts: list[Batch]) -> None:
+    def _refuse(self, loss: float, norm: float, update: Update) -> None:
         def again() -> None:
-            for part in parts:
+            for part in update.parts:
                 self._loss(part.to(self.place.device))
 
+        if update.under_way:
+            # What gradients there are may be those of another step.
+            self.optimizer.zero_grad(set_to_none=True)
+            self._differentiate(update.parts)
         # Of every process: what one of them met stops all.
-        seen = from_all_processes((find_nonfinite(self.model, again), batch.document_ids.tolist()), self.place)
+        seen = from_all_processes((find_nonfinite(self.model, again), update.batch.document_ids.tolist()), self.place)
         offending = list(dict.fromkeys(name for names, _ in seen for name in names))
         documents = sorted({document for _, ids in seen for document in ids})
         names = ", ".join(self.dataset.document_name(document) for document in documents[:3])
         raise NonFiniteLossError(
-            f"step {self.step_number + 1}: the loss is {loss} and the gradient's norm {norm}. Not finite: "
+            f"step {update.step}: the loss is {loss} and the gradient's norm {norm}. Not finite: "
             f"{', '.join(offending[:8]) or 'nothing that can be seen again'}. Documents of this batch: "
             f"{_shortened(documents)} ({names}{', …' if len(documents) > 3 else ''}). Parameters are as before the "
             f"step; the last checkpoint is in {self.out / CHECKPOINTS}"

@@ -1,0 +1,132 @@
+"""What the sharded path costs on one GPU: with one rank beside the plain path, and a middle rank's own work.
+
+    python benchmarks/context_parallel_overhead.py --out benchmarks/results/h200_context_parallel.json
+
+"plain" is `sympow.attention`, "one rank" is `sympow.parallel.attention` on a group of one, taken in turns, forward and
+backward: the claim is that the second costs less than 2 % more. "middle rank" is what one rank of many computes for the
+same tokens, messages left out: it folds its own tokens, and attends to them and to a state that came. That time is what
+benchmarks/scaling_simulation.py counts with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import sympow
+from sympow.parallel import Shards
+from sympow.parallel import attention as sharded_attention
+from sympow.report.timing import Timing, environment, measure_in_turns
+
+LARGEST_OVERHEAD = 0.02
+RANKS = 4
+
+
+def make_inputs(arguments: argparse.Namespace, context: int) -> dict[str, Any]:
+    """Gated and rotated, as conformal-sympow is; leaves of a graph."""
+    device, batch = arguments.device, max(1, arguments.tokens // context)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(batch, context, *shape, device=device, generator=generator)
+
+    dtype = getattr(torch, arguments.dtype)
+    inputs = {name: normal(arguments.heads, arguments.dim).to(dtype) for name in ("q", "k", "v")}
+    inputs["log_gamma"] = -0.001 * normal(arguments.heads).exp()
+    inputs["beta"] = 1 + 0.1 * normal(arguments.heads).tanh()
+    for tensor in inputs.values():
+        tensor.requires_grad_()
+    return {**inputs, "theta": sympow.rotary_rates(arguments.dim, 65_536, device=device)}
+
+
+def with_backward(function: Callable[[], Tensor], inputs: dict[str, Any]) -> Callable[[], None]:
+    leaves = [tensor for tensor in inputs.values() if tensor.requires_grad]
+    dy = torch.ones_like(function())
+
+    def run() -> None:
+        torch.autograd.grad(function(), leaves, dy)
+
+    return run
+
+
+def describe(timing: Timing) -> dict[str, Any]:
+    return {**vars(timing), "spread": timing.spread}
+
+
+def measure_context(arguments: argparse.Namespace, context: int, alone: dist.ProcessGroup) -> list[dict[str, Any]]:
+    """Rows of one context: forward alone, and forward with backward."""
+    inputs = make_inputs(arguments, context)
+    assert dist.group.WORLD is not None
+    one, middle = Shards(alone, (context,)), Shards(dist.group.WORLD, (context,) * RANKS)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "plain": lambda: sympow.attention(**inputs, power=arguments.power),
+        "one rank": lambda: sharded_attention(**inputs, power=arguments.power, shards=one),
+        "middle rank": lambda: sharded_attention(**inputs, power=arguments.power, shards=middle),
+    }
+    rows = []
+    for what in ("forward", "forward and backward"):
+        timed: dict[str, Callable[[], Any]] = {}
+        for name, call in calls.items():
+            timed[name] = with_backward(call, inputs) if what != "forward" else torch.no_grad()(call)
+        timings = measure_in_turns(timed, runs=arguments.runs, warmup=3, device=arguments.device)
+        overhead = timings["one rank"].median / timings["plain"].median - 1
+        rows.append(
+            {
+                "context": context,
+                "what": what,
+                "overhead_of_one_rank": overhead,
+                "middle_rank_over_plain": timings["middle rank"].median / timings["plain"].median,
+                "timings": {name: describe(timing) for name, timing in timings.items()},
+            }
+        )
+        print(
+            f"{context:>7,} tokens, {what}: plain {1e3 * timings['plain'].median:.3f} ms, one rank {overhead:+.2%}, "
+            f"a middle rank {rows[-1]['middle_rank_over_plain']:.2f} times as much",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> int:
+    """Returns 1 if one rank costs more than LARGEST_OVERHEAD over the plain path, forward and backward."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", help="by default bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens a call, in as many sequences as fit")
+    parser.add_argument("--context", type=int, nargs="+", default=[4_096, 16_384, 65_536])
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--power", type=int, default=2)
+    parser.add_argument("--runs", type=int, default=15)
+    arguments = parser.parse_args()
+    arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    # A group that sends nothing and waits for nobody: this process takes itself for one of several.
+    dist.init_process_group("fake", store=FakeStore(), rank=RANKS // 2, world_size=RANKS)
+    try:
+        alone = dist.new_group([RANKS // 2])
+        rows = [row for context in arguments.context for row in measure_context(arguments, context, alone)]
+    finally:
+        dist.destroy_process_group()
+    worst = max(row["overhead_of_one_rank"] for row in rows if row["what"] != "forward")
+    print(f"largest overhead of one rank, forward and backward: {worst:+.2%} (claim: below {LARGEST_OVERHEAD:.0%})")
+    if arguments.out:
+        setting = {name: value for name, value in vars(arguments).items() if name != "out"}
+        command = f"python benchmarks/context_parallel_overhead.py {' '.join(sys.argv[1:])}".strip()
+        content = {"command": command, "environment": environment(arguments.device), "setting": setting, "rows": rows}
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+    return int(worst > LARGEST_OVERHEAD)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

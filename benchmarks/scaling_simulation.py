@@ -1,0 +1,270 @@
+"""Step time of one long sequence on up to 1,024 GPUs, simulated from kernel times of one GPU and stated link speeds.
+
+    python benchmarks/scaling_simulation.py --out benchmarks/results/scaling_simulation.json
+
+Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json and, if it is
+there, h200_context_parallel.json; messages have the sizes of `sympow.parallel.traffic`, which tests compare with
+counted bytes. docs/scaling.md lists the assumptions and reads the results. A figure goes beside the JSON file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sympow.extras import require
+from sympow.model.accounting import other_operations
+from sympow.model.config import GPTConfig
+from sympow.ops.symmetric import symmetric_dim
+from sympow.parallel.scan import MOST_BYTES_GATHERED, MOST_RANKS_GATHERED, rounds_of
+from sympow.parallel.traffic import LayerShape, key_value_bytes, message_bytes
+
+RESULTS = Path(__file__).parent / "results"
+CONTEXTS = (65_536, 1_048_576, 10_485_760, 104_857_600)
+GPUS = tuple(2**n for n in range(11))
+# A rank sums over its tokens once more in either pass: nine products where the chunked form has seven. Counted.
+EXTRA_SUMS = 9 / 7
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Stated, not measured.
+
+    Attributes:
+        per_node: GPUs that NVLink connects.
+        near: bytes a second of a GPU to another in its node, one way.
+        far: the same to a GPU of another node.
+        efficiency: share of either that messages reach.
+        near_latency, far_latency: seconds before a message's first byte.
+        memory: bytes a second of a GPU's own memory.
+        matrix_rate: operations a second of projections and MLPs, as reached.
+        memory_bytes: of a GPU.
+    """
+
+    per_node: int = 8
+    near: float = 450e9
+    far: float = 50e9
+    efficiency: float = 0.8
+    near_latency: float = 10e-6
+    far_latency: float = 25e-6
+    memory: float = 3.5e12
+    matrix_rate: float = 445e12
+    memory_bytes: float = 141e9
+
+    def send(self, size: float, gpus: int) -> float:
+        """Seconds until a message has arrived, on the slowest link in use."""
+        near = gpus <= self.per_node
+        return (self.near_latency if near else self.far_latency) + size / (
+            self.efficiency * (self.near if near else self.far)
+        )
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Seconds for 65,536 tokens and 12 heads of 64, forward and backward, on one H200.
+
+    Attributes:
+        chunked: the chunked form, p = 2, at 65,536 tokens of context; it does not depend on the context.
+        softmax: cuDNN at 65,536 tokens; in proportion to the context.
+        attention: the attention form, p = 2, likewise.
+        middle_rank: chunked, for a rank that also folds and continues from a state, over a rank that does neither.
+        middle_rank_measured: whether that is a measurement.
+    """
+
+    chunked: float
+    softmax: float
+    attention: float
+    middle_rank: float
+    middle_rank_measured: bool
+
+
+def read_kernels(results: Path) -> Kernels:
+    """From the committed benchmark of one H200."""
+    rows = json.loads((results / "h200_p2.json").read_text())["rows"]
+    at = {row["method"]: row["forward_and_backward"]["median"] for row in rows if row["context"] == 65_536}
+    measured = results / "h200_context_parallel.json"
+    middle = EXTRA_SUMS
+    if measured.exists():
+        found = [
+            row["middle_rank_over_plain"]
+            for row in json.loads(measured.read_text())["rows"]
+            if row["context"] == 65_536 and row["what"] == "forward and backward"
+        ]
+        middle = found[0]
+    return Kernels(
+        chunked=at["chunked form, triton"],
+        softmax=at["softmax, cuDNN"],
+        attention=at["attention form, triton"],
+        middle_rank=middle,
+        middle_rank_measured=measured.exists(),
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a training step of one sequence: what a GPU computes, and how long it waits for messages."""
+
+    method: str
+    context: int
+    gpus: int
+    compute: float
+    waiting: float
+    bytes_per_layer: float
+    fits: bool
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.waiting
+
+
+class Simulation:
+    """The paper's 124M model, one sequence on all GPUs."""
+
+    def __init__(self, kernels: Kernels, machine: Machine, config: GPTConfig) -> None:
+        self.kernels, self.machine, self.config = kernels, machine, config
+
+    def others(self, tokens: float) -> float:
+        """Everything but attention, forward and backward."""
+        return 3 * other_operations(self.config) * tokens / self.machine.matrix_rate
+
+    def through_states(self, context: int, gpus: int, shape: LayerShape, per_token: float, method: str) -> Step:
+        """Ours: fold, pass on, attend; `per_token`: seconds of one layer's attention, forward and backward."""
+        tokens, layers = context / gpus, self.config.layers
+        message = message_bytes(shape)
+        gathered = gpus <= MOST_RANKS_GATHERED and gpus * message <= MOST_BYTES_GATHERED
+        local = tokens * per_token * (self.kernels.middle_rank if gpus > 1 else 1)
+        # Of each exchange half is behind the work on the other half of the heads; in rounds, only the first round is.
+        behind = local / 4
+        if gpus == 1:
+            messages, waiting = 0, 0.0
+        elif gathered:
+            messages = gpus - 1
+            waiting = 2 * max(0.0, messages * self.machine.send(message, gpus) - behind)
+        else:
+            rounds = rounds_of(gpus)
+            messages = len(rounds)
+            add = 5 * message / self.machine.memory
+            first = self.machine.send(message, gpus)
+            waiting = 2 * (max(0.0, first - behind) + sum(self.machine.send(message, gpus) + add for _ in rounds[1:]))
+        phases = 2 * self.machine.send(0, gpus) if gpus > 1 else 0.0
+        memory = (2 if not gathered else gpus + 1) * message
+        return Step(
+            method,
+            context,
+            gpus,
+            self.others(tokens) + layers * local,
+            layers * (waiting + phases),
+            2.0 * messages * message,
+            memory < self.machine.memory_bytes / 2,
+        )
+
+    def by_ring(self, context: int, gpus: int, per_token: float, method: str) -> Step:
+        """Keys and values go around; `per_token`: of one layer's attention at 65,536 tokens, forward and backward."""
+        tokens, layers, shape = context / gpus, self.config.layers, LayerShape()
+        local = tokens * per_token * context / 65_536
+        part = key_value_bytes(shape, context) / gpus
+        # Forward a part of keys and values a step; backward also their gradients in float32.
+        waiting = 0.0
+        sent = 0.0
+        for share, size in ((1 / 3, part), (2 / 3, 3 * part)):
+            step = share * local / gpus
+            waiting += (gpus - 1) * max(0.0, self.machine.send(size, gpus) - step)
+            sent += (gpus - 1) * size
+        return Step(method, context, gpus, self.others(tokens) + layers * local, layers * waiting, sent, True)
+
+    def by_gather(self, context: int, gpus: int, per_token: float, method: str) -> Step:
+        """All keys and values on every GPU, before attention begins; as softmax does here under --context-parallel."""
+        tokens, layers, shape = context / gpus, self.config.layers, LayerShape()
+        # The last rank attends to the whole context, and the others wait for it.
+        local = tokens * per_token * context / 65_536 * (2 - 1 / gpus)
+        everything = key_value_bytes(shape, context)
+        sent = 2 * everything * (gpus - 1) / gpus
+        waiting = 2 * self.machine.send(sent / 2, gpus) if gpus > 1 else 0.0
+        fits = 2 * everything < self.machine.memory_bytes / 2
+        return Step(method, context, gpus, self.others(tokens) + layers * local, layers * waiting, sent, fits)
+
+
+def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
+    """All methods, contexts and numbers of GPUs."""
+    simulation = Simulation(kernels, machine, GPTConfig.preset("gpt2-124m"))
+    per_token = 1 / 65_536
+    quadratic, quartic = LayerShape(), LayerShape(power=4)
+    # A state of p = 4 takes time in proportion to its features, if kernels were as good as for p = 2: for heads of 64
+    # there are none yet.
+    larger = symmetric_dim(64, 4) / symmetric_dim(64, 2)
+    steps = []
+    for context in CONTEXTS:
+        for gpus in GPUS:
+            if context // gpus < 1_024:
+                continue
+            steps += [
+                simulation.through_states(context, gpus, quadratic, kernels.chunked * per_token, "state, p = 2"),
+                simulation.through_states(context, gpus, quartic, larger * kernels.chunked * per_token, "state, p = 4"),
+                simulation.by_ring(
+                    context, gpus, kernels.attention * per_token, "attention form in a ring, p = 2 or 4"
+                ),
+                simulation.by_ring(context, gpus, kernels.softmax * per_token, "softmax, ring attention"),
+                simulation.by_gather(context, gpus, kernels.softmax * per_token, "softmax, keys and values gathered"),
+            ]
+    return steps
+
+
+def plot(steps: list[Step], path: Path) -> None:
+    """Tokens a second of each GPU against their number, a panel per context."""
+    pyplot = require("matplotlib.pyplot", "plot")
+    figure, panels = pyplot.subplots(1, len(CONTEXTS), figsize=(15, 3.8), sharey=True, layout="constrained")
+    methods = list(dict.fromkeys(step.method for step in steps))
+    for panel, context in zip(panels, CONTEXTS, strict=True):
+        for number, method in enumerate(methods):
+            found = [step for step in steps if step.method == method and step.context == context and step.fits]
+            speeds = [step.context / step.gpus / step.total for step in found]
+            panel.plot([step.gpus for step in found], speeds, "osd^v"[number] + "-", color=f"C{number}", label=method)
+        panel.set(xscale="log", yscale="log", title=f"{context:,} tokens", xlabel="GPUs")
+        panel.set_xlim(0.8, 1_300)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("tokens a second and GPU (simulated)")
+    figure.legend(
+        *panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods), frameon=False
+    )
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    """Writes JSON and figure, and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder with measured kernel times")
+    parser.add_argument("--out", type=Path, help="JSON file to write; a figure goes beside it")
+    arguments = parser.parse_args()
+    kernels, machine = read_kernels(arguments.results), Machine()
+    steps = simulate(kernels, machine)
+    for step in steps:
+        if step.gpus in (1, 8, 64, 1_024):
+            speed = step.context / step.gpus / step.total
+            print(
+                f"{step.method:<38} {step.context:>11,} tokens on {step.gpus:>5,}: {step.total:9.3f} s, "
+                f"{step.waiting / step.total:5.1%} waiting, {speed:10,.0f} tokens/s each"
+                f"{'' if step.fits else '  (does not fit)'}"
+            )
+    if arguments.out:
+        rows: list[dict[str, Any]] = [{**asdict(step), "total": step.total} for step in steps]
+        content = {
+            "command": "python benchmarks/scaling_simulation.py",
+            "simulated": True,
+            "kernels": asdict(kernels),
+            "machine": asdict(machine),
+            "model": "gpt2-124m, one sequence on all GPUs",
+            "rows": rows,
+        }
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        plot(steps, arguments.out.with_suffix(".png"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Softmax decoding with a cache of fixed room: tokens are written behind those it holds, nothing is copied.
+
+What `Window` is to symmetric power attention, this is to softmax, so that the two are compared at their best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sympow.checks import check_choice
+from sympow.ops.backend import LARGEST_DIM, triton_available, triton_interpreted
+from sympow.ops.precision import without_autocast
+from sympow.ops.record import TensorRecord, register_as_tree
+from sympow.ops.sequence import Sequence
+from sympow.ops.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
+from sympow.ops.turning import turn
+from sympow.ops.validation import BACKENDS, check_positive, check_tensors
+
+
+@dataclass(eq=False)
+class KeyValueCache(TensorRecord):
+    """The keys and values of a batch of sequences, with room for more. Steps change it in place.
+
+    As with `Window`, a step waits for nothing on the host, so that one captured CUDA graph can be replayed at any
+    filling, and a step for which there is no room returns NaN.
+
+    Attributes:
+        keys: turned keys, (b, h_kv, W, d).
+        values: (b, h_kv, W, e).
+        decay: running sums of log γ, (b, h_kv, W) float64; None without gates.
+        count: tokens held, (b, h_kv) int32. Sequences may have read different numbers of them.
+        arrivals: for the kernel, zero between calls, (b, h_kv) int32.
+        phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
+        tokens: the largest `count` as the host knows it; what is replayed from a graph is for the caller to count.
+        workspace: for the kernel, made by the first step that uses it.
+    """
+
+    keys: Tensor
+    values: Tensor
+    decay: Tensor | None
+    count: Tensor
+    arrivals: Tensor
+    phase: Tensor | None
+    tokens: int
+    workspace: Tensor | None = None
+
+    @classmethod
+    def open(cls, state: KeyValueState, *, capacity: int) -> KeyValueCache:
+        """A copy of what was read, with room for `capacity` tokens in all."""
+        check_positive("capacity", capacity)
+        if not isinstance(state, KeyValueState):
+            raise TypeError(f"state must be a KeyValueState, got {type(state).__name__}")
+        batch, length, heads, _ = state.k.shape
+        if capacity < length:
+            raise ValueError(f"capacity must be at least {length}, the tokens of the state; got {capacity}")
+        counts = torch.full((batch,), length, device=state.k.device)
+        order = None
+        if isinstance(state, PaddedKeyValueState):
+            # Tokens to the front, in order.
+            order = (~state.mask).to(torch.int8).argsort(dim=1, stable=True)
+            counts = state.mask.sum(1)
+
+        def placed(x: Tensor) -> Tensor:
+            if order is not None:
+                x = x.gather(1, order.reshape(*order.shape, *[1] * (x.ndim - 2)).expand_as(x))
+            room = x.new_zeros(batch, heads, capacity, *x.shape[3:])
+            room[:, :, :length] = x.transpose(1, 2)
+            return room
+
+        count = counts.to(torch.int32).unsqueeze(1).expand(-1, heads).contiguous()
+        return cls(
+            keys=placed(state.k),
+            values=placed(state.v),
+            decay=None if state.decay is None else placed(state.decay),
+            count=count,
+            arrivals=torch.zeros_like(count),
+            phase=None if state.phase is None else state.phase.clone(memory_format=torch.contiguous_format),
+            tokens=length,
+        )
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    def resized(self, capacity: int) -> KeyValueCache:
+        """A copy with room for another number of tokens, at least as many as it holds."""
+        return KeyValueCache.open(self.close(), capacity=capacity)
+
+    def close(self) -> KeyValueState:
+        """What was read, as a state of its own; sequences that have read less are filled up on the left."""
+        counts = self.count[:, :1].long()  # (b, 1)
+        length = self.tokens
+        # Slot s − (length − count) of what was counted from the front comes to place s.
+        slots = torch.arange(length, device=counts.device) - (length - counts)
+        mask = slots >= 0
+        slots = slots.clamp(min=0)
+
+        def taken(x: Tensor) -> Tensor:
+            x = x.transpose(1, 2)
+            return x.gather(1, slots.reshape(*slots.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+
+        decay = None if self.decay is None else taken(self.decay)
+        phase = None if self.phase is None else self.phase.clone()
+        if bool(mask.all()):
+            return KeyValueState(taken(self.keys), taken(self.values), decay, phase)
+        return PaddedKeyValueState(taken(self.keys), taken(self.values), decay, phase, mask)
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_gamma: Tensor | None = None,
+        beta: Tensor | None = None,
+        theta: Tensor | None = None,
+        backend: str = "auto",
+    ) -> Tensor:
+        """y (b, 1, h, e) of one token, which the cache then holds; arguments as in `softmax_attention`.
+
+        Args:
+            backend: "torch", "triton", or "auto": the kernel on a GPU for bfloat16.
+        """
+        check_choice("backend", backend, BACKENDS)
+        check_tensors(q, k, v, log_gamma, beta, theta)
+        if q.shape[1] != 1:
+            raise ValueError(f"q, k and v must be one token long, (b, 1, h, d); got {q.shape[1]}")
+        if k.shape[0::2] != self.keys.shape[:2] or k.shape[3] != self.keys.shape[3]:
+            shape = (*self.keys.shape[:2], self.keys.shape[3])
+            raise ValueError(f"k must have (batch, heads, dim) {shape}, as the cache does; got {tuple(k.shape)}")
+        if v.dtype != self.values.dtype:
+            raise TypeError(f"v is in {v.dtype}, but the cache holds {self.values.dtype}")
+        for name, given, held in (("log_gamma", log_gamma, self.decay), ("theta", theta, self.phase)):
+            if (given is None) != (held is None):
+                made, used = ("without", "with") if held is None else ("with", "without")
+                raise ValueError(f"{name}: the cache was made {made} it, but is used {used}")
+        if log_gamma is not None and log_gamma.ndim == 4:
+            log_gamma = log_gamma.mean(-1)
+        sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
+        if sequence.needs_grad:
+            raise ValueError("q, k, v and what goes with them must not require gradients: steps of a cache have none")
+        serves = _kernel_serves(sequence)
+        if backend == "triton" and not serves:
+            raise ValueError("backend='triton' takes bfloat16 on a GPU and head dims up to 128; use 'auto' or 'torch'")
+        fused = backend == "triton" or (backend == "auto" and serves and q.is_cuda)
+        self.tokens = min(self.tokens + 1, self.capacity)
+        with torch.no_grad(), without_autocast(q.device):
+            return self._fused_step(sequence) if fused else self._portable_step(sequence)
+
+    def _fused_step(self, sequence: Sequence) -> Tensor:
+        from sympow.kernels.softmax_step import softmax_workspace
+        from sympow.kernels.softmax_step_op import fused_softmax_step
+
+        if self.workspace is None:
+            sequences = sequence.batch * sequence.key_heads
+            length = softmax_workspace(sequences, sequence.group, sequence.value_dim, self.capacity)
+            self.workspace = self.keys.new_empty(length, dtype=torch.float32)
+        y = fused_softmax_step(
+            sequence.q.squeeze(1),
+            sequence.k.squeeze(1),
+            sequence.v.squeeze(1),
+            None if sequence.log_gamma is None else sequence.log_gamma.squeeze(1),
+            None if sequence.beta is None else sequence.beta.squeeze(1),
+            sequence.theta,
+            self.keys,
+            self.values,
+            self.decay,
+            self.count,
+            self.phase,
+            self.arrivals,
+            self.workspace,
+        )
+        return y.unsqueeze(1)
+
+    def _portable_step(self, sequence: Sequence) -> Tensor:
+        q, k, phase = turn(sequence, self.phase)
+        if phase is not None and self.phase is not None:
+            self.phase.copy_(phase)
+        full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
+        place = self.count.long().clamp(max=self.capacity - 1).unsqueeze(-1)  # (b, n, 1)
+        total = None
+        if self.decay is not None and sequence.log_gamma is not None:
+            so_far = self.decay.gather(2, (place - 1).clamp(min=0)) * (place > 0)
+            total = so_far + sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).transpose(1, 2)
+            self.decay.scatter_(2, place, total)
+        for held, new in ((self.keys, k), (self.values, sequence.v)):
+            held.scatter_(2, place.unsqueeze(-1).expand(-1, -1, -1, held.shape[-1]), new.transpose(1, 2))
+        self.count.add_(1).clamp_(max=self.capacity)
+        filled = self.capacity if self.count.is_cuda else int(self.count.max())
+        hidden = torch.arange(filled, device=q.device) >= self.count.unsqueeze(-1)  # (b, n, filled)
+        bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device)
+        if total is not None and self.decay is not None:
+            between = total - self.decay[:, :, :filled]
+            hidden = hidden | (between <= CLOSED_GATE)
+            bias = between.to(q.dtype)
+        bias = bias.masked_fill(hidden, float("-inf")).repeat_interleave(sequence.group, dim=1)
+        y = scaled_dot_product_attention(
+            q.transpose(1, 2),
+            self.keys[:, :, :filled],
+            self.values[:, :, :filled],
+            attn_mask=bias.unsqueeze(2),
+            enable_gqa=sequence.group > 1,
+        )
+        # A token for which there is no room must not go unseen.
+        return y.masked_fill(full[:, :, None, None], float("nan")).transpose(1, 2)
+
+
+register_as_tree(KeyValueCache, "tokens")
+
+
+def _kernel_serves(sequence: Sequence) -> bool:
+    """The kernel is for bfloat16 on a GPU; in the interpreter, which tests use, for float32."""
+    interpreted = triton_interpreted()
+    dtype = torch.float32 if interpreted else torch.bfloat16
+    fits = max(sequence.key_dim, sequence.value_dim) <= LARGEST_DIM
+    return triton_available() and (sequence.q.is_cuda or interpreted) and sequence.q.dtype == dtype and fits

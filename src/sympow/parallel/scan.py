@@ -1,0 +1,190 @@
+"""Exclusive scan of states over ranks: what the ranks before this one leave behind, or in reverse those after it.
+
+    before_r = Σ_{s<r} (∏_{s<u<r} D_u) S_s
+
+S_s is what rank s alone leaves, D_u what rank u does to a state that passes through it. Two ways to the same numbers:
+
+gather: one all-gather of all S and D; every rank then adds up those before it. One collective, N − 1 states received.
+rounds: in round n every rank sends what its last 2^n ranks leave together 2^n ranks further on, and adds what it
+    receives. ⌈log₂ N⌉ rounds, a state sent and received in each, and two states of memory.
+
+Messages are in the dtype of the states; logarithms of decays travel along bit by bit, in float64. Nothing here depends
+on how many tokens there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sympow.ops.decay import feature_decay, log_gate_root
+from sympow.ops.sequence import Sequence
+from sympow.parallel.shards import Portion, Shards
+from sympow.parallel.wire import start_gather
+
+# An all-gather takes memory for a state of every rank, and time in proportion: no more than a node's worth of them.
+MOST_RANKS_GATHERED = 8
+MOST_BYTES_GATHERED = 1 << 30
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What goes from rank to rank.
+
+    Attributes:
+        kv, normalizer: as in `State`, or their gradients: (b, h_kv, D, e) and (b, h_kv, D).
+        log_decay: of what passes through, (b, h_kv, 1 or d/2) float64, as `log_gate_root` has it; None: no decay.
+        power: p.
+    """
+
+    kv: Tensor
+    normalizer: Tensor
+    log_decay: Tensor | None
+    power: int
+
+    def after(self, past: Carried) -> Carried:
+        """What the past and then this leave together: D past + own."""
+        if self.log_decay is None or past.log_decay is None:
+            return Carried(past.kv + self.kv, past.normalizer + self.normalizer, None, self.power)
+        factor = feature_decay(self.log_decay, self.power, self.kv.dtype)
+        kv = torch.addcmul(self.kv, past.kv, factor.unsqueeze(-1))
+        normalizer = torch.addcmul(self.normalizer, past.normalizer, factor)
+        return Carried(kv, normalizer, past.log_decay + self.log_decay, self.power)
+
+    def pack(self) -> Tensor:
+        """All of it in one message, one axis."""
+        parts = [self.kv.reshape(-1), self.normalizer.reshape(-1)]
+        if self.log_decay is not None:
+            parts.append(self.log_decay.contiguous().view(self.kv.dtype).reshape(-1))
+        return torch.cat(parts)
+
+    def unpack(self, message: Tensor) -> Carried:
+        """From a message of another rank."""
+        sizes = [self.kv.numel(), self.normalizer.numel()]
+        kv, normalizer, rest = message.split([*sizes, len(message) - sum(sizes)])
+        log_decay = None
+        if self.log_decay is not None:
+            # A copy: bits of float64 may begin anywhere in the message.
+            log_decay = rest.clone().view(torch.float64).view_as(self.log_decay)
+        return Carried(kv.view_as(self.kv), normalizer.view_as(self.normalizer), log_decay, self.power)
+
+
+def passing_decay(sequence: Sequence, portion: Portion, shards: Shards) -> Tensor | None:
+    """log D of a rank's tokens, (b, h_kv, 1 or d/2) float64: −inf where a document begins or ends among them.
+
+    None where nothing decays on any rank: no gates, and one document.
+    """
+    gates = sequence.log_gamma
+    if gates is None and shards.cu_seqlens is None:
+        return None
+    if gates is not None and portion.passes:
+        return log_gate_root(gates, sequence.power).sum(2)
+    shape = (sequence.batch, sequence.key_heads, 1 if gates is None or gates.ndim == 3 else gates.shape[-1])
+    value = 0.0 if portion.passes else -torch.inf
+    return torch.full(shape, value, dtype=torch.float64, device=sequence.k.device)
+
+
+class Scan(ABC):
+    """A scan under way. Between `__init__`, which starts it, and `finish` there is time for other work."""
+
+    def __init__(self, own: Carried, shards: Shards, reverse: bool) -> None:
+        self.own, self.group, self.size = own, shards.group, shards.size
+        self.reverse = reverse
+        # Counted in the direction of the scan.
+        self.place = self.size - 1 - shards.rank if reverse else shards.rank
+
+    @abstractmethod
+    def finish(self) -> Carried | None:
+        """What comes before, or None if nothing does."""
+
+    def _rank(self, place: int) -> int:
+        return self.size - 1 - place if self.reverse else place
+
+
+class GatherScan(Scan):
+    """By one all-gather."""
+
+    def __init__(self, own: Carried, shards: Shards, reverse: bool) -> None:
+        super().__init__(own, shards, reverse)
+        self._message = own.pack()
+        self._all, self._work = start_gather(self._message, self.group)
+
+    def finish(self) -> Carried | None:
+        self._work.wait()
+        before = None
+        for place in range(self.place):
+            next_one = self.own.unpack(self._all[self._rank(place)])
+            before = next_one if before is None else next_one.after(before)
+        return before
+
+
+class RoundsScan(Scan):
+    """Point to point, the distance doubling from round to round."""
+
+    def __init__(self, own: Carried, shards: Shards, reverse: bool) -> None:
+        super().__init__(own, shards, reverse)
+        self._window = own  # what the last 2^n ranks leave, this one included
+        first, *self._later = rounds_of(self.size)
+        self._begin(first)
+
+    def finish(self) -> Carried | None:
+        before = self._receive(None)
+        for distance in self._later:
+            self._begin(distance)
+            before = self._receive(before)
+        return before
+
+    def _receive(self, before: Carried | None) -> Carried | None:
+        """The end of a round: what the ranks before this one leave, as far as it is known by now."""
+        for work in self._works:
+            work.wait()
+        if self._received is None:
+            return before
+        past = self.own.unpack(self._received)
+        self._window = self._window.after(past)
+        return past if before is None else before.after(past)
+
+    def _begin(self, distance: int) -> None:
+        to, source = self.place + distance, self.place - distance
+        self._message = self._received = None
+        operations = []
+        if to < self.size:
+            self._message = self._window.pack()
+            operations.append(dist.P2POp(dist.isend, self._message, self._global(to), self.group, tag=distance))
+        if source >= 0:
+            self._received = torch.empty_like(self._message if self._message is not None else self.own.pack())
+            operations.append(dist.P2POp(dist.irecv, self._received, self._global(source), self.group, tag=distance))
+        self._works = dist.batch_isend_irecv(operations) if operations else []
+
+    def _global(self, place: int) -> int:
+        return dist.get_global_rank(self.group, self._rank(place))
+
+
+def start_scan(own: Carried, shards: Shards, *, reverse: bool = False) -> Scan:
+    """Begins to pass states on; every rank calls this, in the same order.
+
+    Args:
+        own: what this rank alone leaves.
+        shards: the ranks, and how they exchange.
+        reverse: from the last rank to the first.
+    """
+    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own, shards)]
+    return kind(own, shards, reverse)
+
+
+def chosen_exchange(own: Carried, shards: Shards) -> str:
+    """What "auto" means for states of this size."""
+    if shards.exchange != "auto":
+        return shards.exchange
+    gathered = shards.size * (own.kv.nbytes + own.normalizer.nbytes)
+    small = shards.size <= MOST_RANKS_GATHERED and gathered <= MOST_BYTES_GATHERED
+    return "gather" if small else "rounds"
+
+
+def rounds_of(size: int) -> list[int]:
+    """How far each round sends: 1, 2, 4, … below the number of ranks."""
+    return [1 << n for n in range((size - 1).bit_length())]

@@ -1,0 +1,86 @@
+"""A decoder whose steps and folds are recorded and replayed, with a stand-in for CUDA graphs.
+
+Kernels run in Triton's interpreter. Recording leaves every memory as it was, and a replay does the device's work and
+none of the host's, which keeps count: what it leaves out, the decoder must do.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from sympow import GPT, GPTConfig
+from sympow import decoding as decoding_module
+from sympow.decoding import Decoder
+from sympow.memory import most_tokens
+from sympow.ops import window as window_module
+from sympow.reading import Reading
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+VOCABULARY = 23
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Puts a stand-in in place of `Recorded`; the list grows with every replay."""
+    host, made = [True], []
+
+    class StandIn:
+        def __init__(self, work, *, record):
+            self.work, self.calls = work, 0
+
+        def __call__(self):
+            self.calls += 1
+            if self.calls == 1:
+                self.work()
+                return
+            host[0] = False
+            if self.calls == 2:
+                memories = self.work.__self__._memories
+                tensors = [x for memory in memories for x in memory._tensors().values()]
+                before = [x.clone() for x in tensors]
+                self.work()
+                for tensor, value in zip(tensors, before, strict=True):
+                    tensor.copy_(value)
+            self.work()
+            host[0] = True
+            made.append(self.work.__name__)
+
+    monkeypatch.setattr(window_module, "_on_host", lambda: host[0])
+    monkeypatch.setattr(decoding_module, "Recorded", StandIn)
+    monkeypatch.setattr(decoding_module, "CAPACITY", 4)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [
+        ("state", {"power": 2}),
+        ("auto", {"power": 2}),
+        ("keys", {"power": 4}),
+        ("auto", {"mixer": "softmax"}),
+    ],
+)
+@torch.no_grad()
+def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, memory, options):
+    torch.manual_seed(0)
+    how = {"backend": "triton", "form": "attention"} if "power" in options else {}
+    model = GPT(GPTConfig(vocab_size=VOCABULARY, layers=1, width=12, heads=2, max_document=50, **options, **how)).eval()
+    for parameter in model.blocks.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    tokens = torch.randint(VOCABULARY, (1, 20))
+    expected = model(tokens, return_state=False)[0]
+    decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory=memory), memory=memory)
+    for position in range(3, 20):
+        logits = decoder.step(tokens[:, position])
+        error = (logits - expected[:, position]).abs().max() / expected.abs().max()
+        assert error <= 1e-5, f"token {position}"
+    assert replays.count("_step") > 10
+    if memory == "state":
+        assert replays.count("_fold_all") == 3  # four folds of four tokens, the first of them not replayed
+    if memory == "auto" and "power" in options:
+        assert 3 < most_tokens(model) < 17
+        assert decoder.folded
+    after = decoder.close().more(model, tokens[:, :2])
+    whole = model(torch.cat([tokens, tokens[:, :2]], dim=1), return_state=False)[0][:, -1]
+    assert (after.logits - whole).abs().max() <= 1e-5 * whole.abs().max()

@@ -1,0 +1,92 @@
+"""A sequence over several ranks gives what one process gives, outputs and all gradients."""
+
+import pytest
+from parallel import cases
+
+TOLERANCE = 1e-9
+
+
+def assert_small(answers):
+    for rank, differences in enumerate(answers):
+        for name, difference in differences.items():
+            assert difference <= TOLERANCE, f"rank {rank}: {name} is off by {difference:.1e}"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ranks_equal_one_process(pool, ranks):
+    for found in pool.run(cases.random_cases, ranks, seeds=range(1000 * ranks, 1000 * ranks + 20)):
+        for differences, case in found:
+            assert max(differences.values()) <= TOLERANCE, f"{differences}: {case}"
+
+
+@pytest.mark.parametrize("exchange", ["gather", "rounds"])
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_a_gate_closed_at_a_border_lets_nothing_pass(pool, exchange, gate):
+    lengths = [5, 4, 1, 6]
+    closed = {"closed": (5, 9, 10), "kind": {"gate": gate}, "lengths": lengths, "exchange": exchange}
+    assert_small(pool.run(cases.compare, 4, seed=1, **closed))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "rounds"])
+def test_documents_cross_any_number_of_borders(pool, exchange):
+    # The second has the last token of rank 0, all of ranks 1 and 2, and the first two of rank 3.
+    documents = {"offsets": [0, 4, 14, 15, 20], "lengths": [5, 4, 3, 8], "exchange": exchange}
+    assert_small(pool.run(cases.compare, 4, seed=2, **documents))
+
+
+def test_ungated_states_add_up(pool):
+    kind = {"gate": "none", "rotation": "fixed"}
+    assert_small(pool.run(cases.compare, 3, seed=3, lengths=[4, 0, 5], kind=kind))
+
+
+def test_longer_sequences_in_chunks(pool):
+    assert_small(pool.run(cases.compare, 3, seed=4, lengths=[200, 90, 150], form="chunked"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_state_carries_from_one_sharded_call_to_the_next(pool, ranks):
+    lengths = {"lengths": [3, 4, 2, 5][:ranks], "more": [2, 0, 6, 1][:ranks]}
+    assert_small(pool.run(cases.states_carry_on, ranks, seed=5, **lengths))
+
+
+def test_ranks_tell_each_other_how_many_tokens_they_have(pool):
+    assert_small(pool.run(cases.shards_by_themselves, 3))
+
+
+def test_a_mesh_has_a_dimension_for_it(pool):
+    assert_small(pool.run(cases.of_a_mesh, 4))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_softmax_by_an_all_gather_equals_one_process(pool, ranks):
+    for seed in range(10):
+        for differences, case in pool.run(cases.softmax_compare, ranks, seed=100 * ranks + seed):
+            assert max(differences.values()) <= TOLERANCE, f"{differences}: {case}"
+
+
+@pytest.mark.parametrize("mixer", ["sympow", "softmax"])
+def test_a_model_on_shards_equals_one_process(pool, mixer):
+    assert_small(pool.run(cases.model_logits, 3, mixer=mixer))
+
+
+@pytest.mark.parametrize(("mixer", "piece", "length"), [("sympow", 3, 29), ("sympow", 40, 29), ("softmax", 10, 29)])
+def test_ranks_evaluate_a_document_together(pool, mixer, piece, length):
+    assert_small(pool.run(cases.evaluation, 3, mixer=mixer, piece=piece, length=length))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("lengths", "ValueError: lengths must have an entry for each of 2 ranks, got 3"),
+        ("length", "ValueError: q must have the 3 tokens of rank 0 of 2; got 4"),
+        ("exchange", "ValueError: exchange must be one of 'auto', 'gather', 'rounds'; got 'ring'"),
+        ("group", "TypeError: group must be a ProcessGroup or a DeviceMesh, got str"),
+        ("documents", "ValueError: initial_state and return_state cannot go with shards of packed documents"),
+        ("offsets", "ValueError: cu_seqlens must end at the length, 8; got 7"),
+        ("softmax", "ValueError: return_state cannot go with shards in softmax attention"),
+        ("take", "ValueError: x must have the whole sequence, 8 tokens, along dim 1; got 4"),
+        ("evaluation", "ValueError: piece must be at least 10 for a softmax model in 2 processes"),
+    ],
+)
+def test_mistakes_are_named(pool, what, message):
+    assert pool.run(cases.mistake, 2, what=what)[0].startswith(message)

@@ -1,0 +1,26 @@
+"""Shards on the fused kernels against float64, within twice the error of plain PyTorch in float32 on the whole."""
+
+import pytest
+import torch
+from parallel import cases
+
+pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kind", "offsets", "halves"),
+    [
+        ([140, 30, 9], {}, None, [2, 2, 2]),
+        ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [2, 0, 2]),
+        # The rank with one piece of a document goes through here, those with several around it in other ways.
+        ([30, 40, 20], {}, [0, 20, 80, 90], [0, 2, 0]),
+    ],
+    ids=["gated", "ungated", "documents"],
+)
+def test_shards_on_the_kernels(pool, lengths, kind, offsets, halves):
+    answers = pool.run(cases.on_kernels, 3, seed=1, lengths=lengths, kind=kind, offsets=offsets)
+    assert [used for used, _ in answers] == halves
+    for _, errors in answers:
+        for name, (error, measured) in errors.items():
+            assert error <= max(2 * measured, 2e-6), f"{name} is off by {error:.1e}, plain PyTorch by {measured:.1e}"

@@ -1,0 +1,19 @@
+"""Runs of several processes beside the same in one."""
+
+import pytest
+
+# Sums in another order. Losses are near 5.
+ROUNDING = 2e-5
+STEPS = 4
+
+
+def same(actual, expected):
+    """Whether two runs have the same numbers, but for rounding."""
+    assert len(actual) == len(expected)
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine.keys() - {"tokens_per_second"}:
+            # The longest half-life is of a gate at 0.999: a rounding there is a thousand times as much here.
+            tolerance = 1e-3 if name.startswith("half_life") else ROUNDING * (10 if name == "gradient_norm" else 1)
+            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (mine["step"], name)
+    return True

@@ -1,0 +1,54 @@
+"""Processes that share sequences out among them train as one process does."""
+
+import shutil
+
+import pytest
+from train.comparison import STEPS, same
+
+from sympow.train.checkpoint import read_seal
+from sympow.train.metrics import read_metrics
+
+# Four sequences of 33 tokens, which two processes cannot halve.
+UNEVEN = {"context": 33, "batch_tokens": 132}
+THOROUGH = UNEVEN | {"micro_batch_tokens": 33, "clip_norm": 0.5, "evaluate_every": 2}
+THOROUGH |= {"evaluate_tokens": 264}
+
+
+@pytest.mark.parametrize(("parallel", "others"), [("ddp", (1, 3)), ("fsdp", (3,))])
+def test_two_by_two_processes_equal_one_and_others_go_on(finish, alone, tmp_path, parallel, others):
+    two_by_two = {"processes": 4, "context_parallel": 2, "parallel": parallel}
+    printed = finish(tmp_path / "grid", steps=STEPS // 2, **two_by_two, **THOROUGH)
+    assert "on 4 × cpu, 2 to a sequence" in printed
+    for processes in others:
+        out = shutil.copytree(tmp_path / "grid", tmp_path / f"then-{processes}")
+        finish(out, processes=processes, resume=True, steps=STEPS, context_parallel=processes)
+        assert same(read_metrics(out / "metrics.jsonl"), alone(**THOROUGH))
+        assert read_seal(out / "checkpoints" / f"step-{STEPS:09d}")["world_size"] == processes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"short": "pack", "micro_batch_tokens": 66, "recompute": True},
+        {"mixer": "softmax", "gating": "scalar", "short": "pack"},
+        {"power": 4, "gating": "vector", "rotary": "learned"},
+    ],
+    ids=["packed", "softmax", "vector"],
+)
+def test_whatever_the_model_and_the_documents(finish, alone, tmp_path, changes):
+    changes = UNEVEN | changes
+    finish(tmp_path / "two", processes=2, context_parallel=2, steps=STEPS, **changes)
+    assert same(read_metrics(tmp_path / "two" / "metrics.jsonl"), alone(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_parallel": 3}, "context_parallel must divide the number of processes, 2; got 3"),
+        ({"context_parallel": 64}, "context_parallel must leave each process a token of the context, 32; got 64"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(start, tmp_path, changes, message):
+    training = start(tmp_path / "run", processes=2, **changes)
+    assert training.wait() == [2, 2]
+    assert message in " ".join(training.log.read_text().split())

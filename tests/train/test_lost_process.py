@@ -1,0 +1,70 @@
+"""A process that dies ends the run for all, by name, and torchrun goes on from the last checkpoint."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from train.comparison import STEPS, same
+from train.conftest import TINY, as_flags
+
+from sympow.train.metrics import read_metrics
+
+DYING = """
+import os, signal
+from sympow.train import trainer
+step = trainer._Run.step
+def dying(self, batch):
+    if os.environ["RANK"] == "{rank}" and self.step_number == 3:
+        os.kill(os.getpid(), signal.{signal})
+    return step(self, batch)
+trainer._Run.step = dying
+"""
+# A stopped process keeps its connections, so that only its silence tells; not as long here as in earnest.
+IMPATIENT = "from sympow.train import watch; watch.PATIENCE = 4.0\n"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_ends_all_by_name(start, tmp_path, rank):
+    began = time.monotonic()
+    training = start(tmp_path / "run", processes=3, context_parallel=3, code=DYING.format(rank=rank, signal="SIGKILL"))
+    codes = training.wait()
+    assert time.monotonic() - began < 60
+    assert codes.pop(rank) == -signal.SIGKILL
+    assert codes == [1, 1], training.log.read_text()
+    said = [line for line in training.log.read_text().splitlines() if line.startswith("stopped: ")]
+    # The first process keeps the store: with it goes what is known of the others' numbers.
+    named = f"rank {rank}, which keeps" if rank == 0 else f"rank {rank} (process {training.pids[rank]} on "
+    assert len(said) == 2, training.log.read_text()
+    assert all(named in line for line in said), said
+
+
+def test_a_process_that_hangs_ends_all_by_name(start, tmp_path):
+    code = IMPATIENT + DYING.format(rank=1, signal="SIGSTOP")
+    training = start(tmp_path / "run", processes=3, code=code)
+    end = time.monotonic() + 60
+    hanging = training.pids.pop(1)
+    try:
+        assert training.wait() == [1, 1], training.log.read_text()
+    finally:
+        training.pids.append(hanging)  # to be killed with the rest
+    assert time.monotonic() < end
+    assert training.log.read_text().count(f"stopped: rank 1 (process {hanging} on ") == 2
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(alone, texts, tmp_path):
+    out = tmp_path / "run"
+    settings = {"data": texts, "steps": STEPS, "save_every": 1, **TINY, "context_parallel": 2}
+    command = [
+        *(Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"),
+        *(Path(__file__).with_name("dying.py"), "--out", out, "--device", "cpu", *as_flags(settings)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DYING_RANK": "1", "DYING_STEP": "3"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "stopped: rank 1 (process " in done.stderr
+    assert f"resumed from {out / 'checkpoints' / 'step-'}" in done.stderr
+    assert same(read_metrics(out / "metrics.jsonl"), alone(save_every=1))
