@@ -91,6 +91,27 @@ def test_prompts_of_different_lengths_continue_together_as_alone(folder):
     assert len(set(alone)) > 1
 
 
+def test_an_interrupted_batch_leaves_what_was_generated(folder):
+    text_model = TextModel.load(folder, dtype=torch.float64)
+    readings = [text_model.read(text) for text in ("a", "a longer prompt")]
+    whole = text_model.continue_all(readings, 30, GREEDY)
+
+    def interrupt(tokens):
+        if tokens == 7:
+            raise KeyboardInterrupt
+
+    for text, expected in zip(text_model.continue_all(readings, 30, GREEDY, report=interrupt), whole, strict=True):
+        assert text
+        assert len(text) < len(expected)
+        assert expected.startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+
+@pytest.mark.parametrize("memory", ["state", "keys"])
+def test_what_is_kept_does_not_change_the_text(folder, memory):
+    options = ("--prompt", "def ", "--tokens", 40, "--temperature", 0)
+    assert run("generate", folder, *options, "--memory", memory).stdout == run("generate", folder, *options).stdout
+
+
 def test_a_text_read_in_two_parts_is_one_text(folder):
     text_model = TextModel.load(folder, dtype=torch.float64)
     whole, first = text_model.read("two parts"), text_model.read("two ")
@@ -114,7 +135,9 @@ def test_the_command_continues_a_prompt(folder):
     first, again = (run("generate", folder, "--prompt", "def ", "--tokens", 20, "--seed", 1) for _ in range(2))
     assert first.exit_code == 0, first.output
     assert first.stdout == again.stdout
-    assert "characters in" in first.stderr
+    assert "20 tokens in" in first.stderr
+    assert "tokens/s, after 5 tokens in keys and values of" in first.stderr
+    assert "when they outgrow it, beyond 18 tokens" in first.stderr
     several = run("generate", folder, "--prompt", "one", "--prompt", "another", "--tokens", 5, "--temperature", 0)
     assert several.exit_code == 0, several.output
     assert several.stdout.startswith("one")
@@ -127,6 +150,12 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     made = run("state", folder, text, "--out", state)
     assert made.exit_code == 0, made.output
     assert "21 tokens in a state of" in made.stdout
+    short = tmp_path / "short.txt"
+    short.write_text("short")
+    for memory, said in (("auto", "keys and values of"), ("keys", "kept as they are"), ("state", "a state of")):
+        made = run("state", folder, short, "--out", tmp_path / "short.reading", "--memory", memory)
+        assert "6 tokens in " in made.stdout
+        assert said in made.stdout
     options = ("--tokens", 15, "--temperature", 0)
     direct = run("generate", folder, "--file", text, "--prompt", "and more", *options)
     resumed = run("generate", folder, "--state", state, "--prompt", "and more", *options)
@@ -144,6 +173,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
         ((), "give a --prompt"),
         (("--prompt", "a", "--top-p", 2), "top_p must be above 0"),
         (("--file", "nowhere.txt"), "file must name a text file"),
+        (("--prompt", "a", "--memory", "all"), "memory must be one of"),
     ],
 )
 def test_the_command_names_mistakes(folder, arguments, message):

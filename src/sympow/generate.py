@@ -1,15 +1,18 @@
-"""Text from a model: the prompt is read in pieces, then tokens come one at a time from a state that never grows."""
+"""Tokens from a model: the prompt is read in pieces, then tokens come one at a time from a memory that never grows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sympow.model.gpt import GPT
-from sympow.reading import PIECE, Reading
+from sympow.decoding import Decoder
+from sympow.memory import Memory
+from sympow.model.gpt import GPT, PIECE
+from sympow.reading import Reading
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ class Sampling:
         if self.temperature == 0:
             return logits.argmax(-1)
         probabilities = self._kept(logits / self.temperature).softmax(-1)
-        return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)
+        # The least of exponential waiting times, each with its token's rate, falls to a token with its probability.
+        # `torch.multinomial` does the same, but has the host wait for the device to check its argument.
+        waiting = torch.empty_like(probabilities).exponential_(generator=generator)
+        return (probabilities / waiting).argmax(-1)
 
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits with −inf for tokens that are not to be chosen; the likeliest always stays."""
@@ -76,7 +82,6 @@ class Sampling:
         return logits
 
 
-@torch.no_grad()
 def generate(
     model: GPT,
     tokens: int,
@@ -87,8 +92,12 @@ def generate(
     stop: int | None = None,
     seed: int | None = None,
     piece: int = PIECE,
+    memory: Memory = "auto",
+    graphs: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the tokens that follow a prompt, (b,) at a time, as they come.
+    """Yields the tokens that follow a prompt, (b,) at a time on the CPU, as they come.
+
+    On a GPU the next step runs while the caller looks at a token.
 
     Args:
         tokens: how many to generate at most.
@@ -98,6 +107,9 @@ def generate(
         stop: the token that ends a sequence; generation ends when all sequences have had it.
         seed: of the choices; None: torch's own generator.
         piece: prompt tokens read at a time.
+        memory: what to keep of what was read. "auto": keys and values until they would take more bytes than a state,
+            then a state; "state", "keys": the one or the other throughout. All give the same numbers.
+        graphs: whether to decode with CUDA graphs, on a GPU.
 
     Example:
         >>> model = GPT(GPTConfig.preset("byte-400k"))
@@ -107,10 +119,10 @@ def generate(
     sampling = sampling or Sampling()
     if tokens < 0:
         raise ValueError(f"tokens must be at least 0, got {tokens}")
+    owned = prompt is not None
     if prompt is not None:
-        reading = (
-            Reading.start(model, prompt, piece=piece) if reading is None else reading.more(model, prompt, piece=piece)
-        )
+        options: Any = {"piece": piece, "memory": memory}
+        reading = Reading.start(model, prompt, **options) if reading is None else reading.more(model, prompt, **options)
     if reading is None:
         raise ValueError("prompt or reading must be given: there is nothing to go on from")
     device = reading.logits.device
@@ -120,15 +132,46 @@ def generate(
         seen = torch.zeros_like(reading.logits, dtype=torch.bool)
         if prompt is not None:
             seen.scatter_(1, prompt, True)
-    ended = torch.zeros(reading.batch, dtype=torch.bool, device=device)
+    decoder = Decoder(model, reading, tokens=tokens, memory=memory, owned=owned, graphs=graphs)
+    del reading
+    ended = torch.zeros(len(decoder.logits), dtype=torch.bool)
     for number in range(tokens):
-        token = sampling.choose(reading.logits, seen, generator)
+        token = sampling.choose(decoder.logits, seen, generator)
         if seen is not None:
             seen.scatter_(1, token.unsqueeze(1), True)
-        yield token
+        chosen = _Chosen(token, decoder.logits)
+        more = number + 1 < tokens
+        if more and device.type == "cuda":
+            decoder.step(token)
+        known = chosen.wait()
+        yield known
         if stop is not None:
-            ended |= token == stop
+            ended |= known == stop
             if bool(ended.all()):
                 return
-        if number + 1 < tokens:
-            reading = reading.more(model, token.unsqueeze(1))
+        if more and device.type != "cuda":
+            decoder.step(token)
+
+
+class _Chosen:
+    """Tokens on their way to the host.
+
+    Args:
+        token: (b,).
+        logits: that they were chosen by, (b, vocabulary).
+    """
+
+    def __init__(self, token: Tensor, logits: Tensor) -> None:
+        broken = logits.isnan().any()
+        self._copy = torch.cat([token, broken.to(token.dtype).unsqueeze(0)]).to("cpu", non_blocking=True)
+        self._arrival = torch.cuda.Event() if token.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def wait(self) -> Tensor:
+        """The tokens, once they are there. What the device was told to do after them may go on."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        if self._copy[-1]:
+            raise ValueError("the model's logits are not numbers: its parameters, or its dtype, do not bear this text")
+        return self._copy[:-1]

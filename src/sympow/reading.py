@@ -4,6 +4,9 @@ reading = Reading.start(model, tokens)          # tokens (b, t); a million of th
 reading.save("book.reading", model)
 reading = Reading.load("book.reading", model)   # the model that made it, and no other
 for token in generate(model, 100, reading=reading): ...
+
+What a reading holds is a state of fixed size, or, while they take less, the keys and values of what was read
+(`sympow.memory`); with softmax always the latter.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ from torch.nn.functional import linear
 
 from sympow.extras import require
 from sympow.layers.mixers import LayerState
-from sympow.model.gpt import GPT, ModelState
-from sympow.ops.softmax import KeyValueState
+from sympow.memory import Memory, fold, prepare
+from sympow.model.gpt import GPT, PIECE, ModelState
+from sympow.ops.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.state import State
+from sympow.ops.window import Window
 
-PIECE = 8_192
 FORMAT = "sympow reading 1"
-KINDS: dict[str, type[State] | type[KeyValueState]] = {"State": State, "KeyValueState": KeyValueState}
+KINDS: dict[str, type[LayerState]] = {
+    kind.__name__: kind for kind in (State, KeyValueState, PaddedKeyValueState, Window)
+}
 
 
 @dataclass(frozen=True)
@@ -46,37 +52,34 @@ class Reading:
 
     @classmethod
     @torch.no_grad()
-    def start(cls, model: GPT, tokens: Tensor, *, piece: int = PIECE) -> Reading:
+    def start(cls, model: GPT, tokens: Tensor, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
         """Reads a text from its beginning.
 
         Args:
             tokens: (b, t), at least one.
             piece: tokens read at a time; memory depends on it, and not on t.
+            memory: what to keep. "auto": keys and values if they take no more bytes than a state, else a state;
+                "state", "keys": the one or the other. All give the same numbers.
         """
-        logits, state = _read(model, tokens, None, piece)
+        logits, state = _read(model, tokens, None, piece, memory)
         return cls(logits, state, tokens.shape[1])
 
     @torch.no_grad()
-    def more(self, model: GPT, tokens: Tensor, *, piece: int = PIECE) -> Reading:
+    def more(self, model: GPT, tokens: Tensor, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
         """Reads on; this reading stays as it is."""
-        logits, state = _read(model, tokens, self.state, piece)
+        logits, state = _read(model, tokens, self.state, piece, memory)
         return replace(self, logits=logits, state=state, tokens=self.tokens + tokens.shape[1])
 
     @classmethod
+    @torch.no_grad()
     def cat(cls, readings: Sequence[Reading]) -> Reading:
-        """Several readings as one batch, of any lengths: states of one size can stand side by side.
-
-        Raises:
-            ValueError: a model with softmax has read texts of different lengths, which leave caches of different sizes.
-        """
+        """Several readings as one batch, of any lengths; keys and values beside a state are folded into one."""
         if not readings:
             raise ValueError("readings must hold at least one reading, got none")
-        layers: list[LayerState] = []
-        for members in zip(*(reading.state for reading in readings), strict=True):
-            if isinstance(members[0], State):
-                layers.append(State.cat(members))
-            else:
-                layers.append(KeyValueState.cat(members))
+        states = [reading.state for reading in readings]
+        if any(reading.folded for reading in readings):
+            states = [fold(state) for state in states]
+        layers = [_joined(members) for members in zip(*states, strict=True)]
         logits = torch.cat([reading.logits for reading in readings])
         return cls(logits, tuple(layers), max(reading.tokens for reading in readings))
 
@@ -88,6 +91,11 @@ class Reading:
     @property
     def batch(self) -> int:
         return self.logits.shape[0]
+
+    @property
+    def folded(self) -> bool:
+        """Whether it holds a state, and not keys and values."""
+        return any(isinstance(layer, State) for layer in self.state)
 
     def select(self, index: slice | Tensor) -> Reading:
         """Some of the texts, by a slice or an integer tensor, which may repeat and reorder them."""
@@ -160,12 +168,22 @@ def fingerprint_of(model: GPT) -> str:
     return digest.hexdigest()
 
 
-def _read(model: GPT, tokens: Tensor, state: ModelState | None, piece: int) -> tuple[Tensor, ModelState]:
+def _joined(layers: Sequence[LayerState]) -> LayerState:
+    """One layer of several readings as a batch."""
+    kind: Any = KeyValueState if isinstance(layers[0], KeyValueState) else type(layers[0])
+    return kind.cat(layers)
+
+
+def _read(
+    model: GPT, tokens: Tensor, state: ModelState | None, piece: int, memory: Memory
+) -> tuple[Tensor, ModelState]:
     """The logits after the last token, (b, vocabulary), and the state."""
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
     if piece < 1:
         raise ValueError(f"piece must be at least 1, got {piece}")
+    batch, length = tokens.shape
+    state = prepare(model, state, batch, length, memory)
     for part in tokens.split(piece, dim=1):
         features, state = model.features(part, state)
     assert state is not None
@@ -175,4 +193,5 @@ def _read(model: GPT, tokens: Tensor, state: ModelState | None, piece: int) -> t
 def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> LayerState:
     prefix = f"{number}."
     members: dict[str, Any] = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
-    return KINDS[plain.pop("kind")](**plain, **members)
+    kind: Any = KINDS[plain.pop("kind")]
+    return kind(**plain, **members)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.generate import Sampling, generate
-from sympow.model.gpt import GPT
+from sympow.memory import Memory
+from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
-from sympow.reading import PIECE, Reading
+from sympow.reading import Reading
 
 # What a decoder puts in place of bytes that are no character, or not yet.
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -45,14 +46,14 @@ class TextModel:
         ids = [self.tokenizer.boundary, *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
-    def read(self, text: str, *, piece: int = PIECE) -> Reading:
-        """Reads a text from its beginning."""
-        return Reading.start(self.model, self.encode(text), piece=piece)
+    def read(self, text: str, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
+        """Reads a text from its beginning; arguments as in `Reading.start`."""
+        return Reading.start(self.model, self.encode(text), piece=piece, memory=memory)
 
-    def read_on(self, reading: Reading, text: str, *, piece: int = PIECE) -> Reading:
+    def read_on(self, reading: Reading, text: str, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
         """Reads on in the same text; an empty one changes nothing."""
         tokens = self.encode(text)[:, 1:]
-        return reading.more(self.model, tokens, piece=piece) if tokens.shape[1] else reading
+        return reading.more(self.model, tokens, piece=piece, memory=memory) if tokens.shape[1] else reading
 
     def stream(
         self,
@@ -62,6 +63,8 @@ class TextModel:
         *,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        memory: Memory = "auto",
+        report: Callable[[int], None] | None = None,
     ) -> Iterator[str]:
         """Yields what follows one text, piece by piece, whole characters only.
 
@@ -70,12 +73,18 @@ class TextModel:
             tokens: to generate at most. The end of a document ends it too.
             stop: strings that end it; they are not part of it.
             seed: of the choices.
+            memory: what to keep, as in `generate`.
+            report: called with the number of tokens so far, at each.
         """
         if reading.batch != 1:
             raise ValueError(f"reading must be of one text, got {reading.batch}; use continue_all for several")
         decoder = TextDecoder(self.tokenizer, stop)
-        ids = generate(self.model, tokens, sampling, reading=reading, stop=self.tokenizer.boundary, seed=seed)
-        for token in ids:
+        ids = generate(
+            self.model, tokens, sampling, reading=reading, stop=self.tokenizer.boundary, seed=seed, memory=memory
+        )
+        for number, token in enumerate(ids, 1):
+            if report is not None:
+                report(number)
             yield from decoder.take(int(token))
             if decoder.stopped:
                 return
@@ -89,17 +98,29 @@ class TextModel:
         *,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        memory: Memory = "auto",
+        report: Callable[[int], None] | None = None,
     ) -> list[str]:
-        """What follows each of several texts of any lengths, generated together."""
+        """What follows each of several texts of any lengths, generated together; arguments as in `stream`.
+
+        Ctrl-C ends it; what was generated so far is returned.
+        """
         joined = Reading.cat(readings)
         decoders = [TextDecoder(self.tokenizer, stop) for _ in range(joined.batch)]
         texts = [""] * joined.batch
-        ids = generate(self.model, tokens, sampling, reading=joined, stop=self.tokenizer.boundary, seed=seed)
-        for step in ids:
-            for number, token in enumerate(step.tolist()):
-                texts[number] += "".join(decoders[number].take(token))
-            if all(decoder.stopped for decoder in decoders):
-                break
+        ids = generate(
+            self.model, tokens, sampling, reading=joined, stop=self.tokenizer.boundary, seed=seed, memory=memory
+        )
+        try:
+            for count, step in enumerate(ids, 1):
+                for number, token in enumerate(step.tolist()):
+                    texts[number] += "".join(decoders[number].take(token))
+                if report is not None:
+                    report(count)
+                if all(decoder.stopped for decoder in decoders):
+                    break
+        except KeyboardInterrupt:
+            pass
         return [text + "".join(decoder.finish()) for text, decoder in zip(texts, decoders, strict=True)]
 
 

@@ -1,0 +1,280 @@
+"""Tokens a second, and memory, against how much was read: conformal p = 2 beside softmax, on one GPU.
+
+    python benchmarks/generation_throughput.py --out benchmarks/results/h200_generation.json
+
+The paper's 124M model with random weights in bfloat16, batch 16, greedy, through `sympow.generate.generate`, so that
+what is timed is what a user gets: the model in CUDA graphs, the choice of tokens, and every token's way to the host.
+
+conformal     random tokens read in pieces into a state, windows of 64 tokens behind it
+softmax       the same model with fixed rotary and no gates, a cache of fixed room that holds random keys and values
+transformers  GPT-2 with a static cache that holds random keys and values, captured as a CUDA graph, or compiled with
+              --compile; a failure is reported, not fatal
+
+A sample is 64 tokens, so that each holds one fold of the windows (fewer with softmax, which has none). Peak memory is
+that of reading a prompt in pieces of --piece tokens and generating, beyond the model and the prompt, and of generating
+alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow import GPT, GPTConfig
+from sympow.generate import Sampling, generate
+from sympow.ops.softmax import KeyValueState
+from sympow.ops.window import CAPACITY
+from sympow.reading import Reading
+from sympow.report.timing import environment
+
+GREEDY = Sampling(temperature=0)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "conformal": {"mixer": "sympow", "power": 2, "gating": "scalar", "rotary": "scale"},
+    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
+}
+# Tokens before the first sample: with windows the second fold is recorded, so that all later ones are replayed.
+WARM_UP = {"conformal": 3 * CAPACITY, "softmax": 8, "transformers": 4}
+# Tokens of a sample; a captured fold comes once in every 64 steps.
+SAMPLE = {"conformal": CAPACITY, "softmax": 16, "transformers": 8}
+
+
+def make_model(options: argparse.Namespace, variant: str) -> GPT:
+    shape = {"vocab_size": options.vocabulary, "layers": options.layers, "width": options.width, "heads": options.heads}
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = GPT(GPTConfig(**{**shape, **VARIANTS[variant]}))
+    return model.to(getattr(torch, options.dtype)).eval()
+
+
+def random_tokens(options: argparse.Namespace, length: int) -> Tensor:
+    return torch.randint(options.vocabulary, (options.batch, length), device=options.device)
+
+
+@torch.no_grad()
+def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Reading:
+    """A reading of `length` tokens by a model with softmax: what it read does not change how long a step takes."""
+    shape = model.config.head_shape
+    size = (options.batch, length, shape.key_value_heads, shape.head_dim)
+    dtype = model.embedding.weight.dtype
+    layers = []
+    for _ in range(options.layers):
+        k, v = (torch.randn(size, device=options.device, dtype=dtype) for _ in range(2))
+        phase = torch.zeros(*size[::2], shape.head_dim // 2, dtype=torch.float64, device=options.device)
+        layers.append(KeyValueState(k, v, None, phase))
+    logits = torch.randn(options.batch, options.vocabulary, device=options.device)
+    return Reading(logits, tuple(layers), length)
+
+
+def sample_speed(tokens: Iterator[Any], batch: int, warm_up: int, sample: int, runs: int) -> dict[str, Any]:
+    """Tokens a second of `runs` stretches of an iterator that yields one token for each sequence at a time."""
+    for _ in range(warm_up):
+        next(tokens)
+    speeds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        for _ in range(sample):
+            next(tokens)
+        speeds.append(batch * sample / (time.perf_counter() - start))
+    median = statistics.median(speeds)
+    return {
+        "tokens_per_second": median,
+        "milliseconds_per_step": 1e3 * batch / median,
+        "spread": (max(speeds) - min(speeds)) / median,
+        "samples": runs,
+        "tokens_per_sample": sample,
+    }
+
+
+def time_generation(options: argparse.Namespace, variant: str, context: int) -> dict[str, Any]:
+    model = make_model(options, variant)
+    start = time.perf_counter()
+    if variant == "softmax":
+        reading = random_cache(model, options, context)
+    else:
+        reading = Reading.start(model, random_tokens(options, context), piece=options.read_piece, memory="state")
+    synchronize(options.device)
+    seconds_to_read = time.perf_counter() - start
+    warm_up, sample = WARM_UP[variant], SAMPLE[variant]
+    total = warm_up + sample * options.runs + 1
+    memory = "state" if variant == "conformal" else "auto"
+    tokens = generate(model, total, GREEDY, reading=reading, memory=memory)  # type: ignore[arg-type]
+    bytes_held = reading.nbytes
+    next(tokens)  # now there is a copy
+    del reading
+    row = sample_speed(tokens, options.batch, warm_up, sample, options.runs)
+    return {**row, "bytes_held": bytes_held, "seconds_to_read": seconds_to_read}
+
+
+def time_transformers(options: argparse.Namespace, context: int) -> dict[str, Any]:
+    """GPT-2 of the same size in transformers."""
+    import transformers
+
+    total = WARM_UP["transformers"] + SAMPLE["transformers"] * options.runs + 8
+    names: dict[str, Any] = {
+        "vocab_size": options.vocabulary,
+        "n_positions": context + total,
+        "n_embd": options.width,
+        "n_layer": options.layers,
+        "n_head": options.heads,
+        "attn_implementation": "sdpa",
+    }
+    config = transformers.GPT2Config(**names, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    torch.manual_seed(0)
+    with torch.device(options.device):
+        model = transformers.GPT2LMHeadModel(config).to(getattr(torch, options.dtype)).eval()
+    cache: Any = transformers.StaticCache(config=config, max_cache_len=context + total)
+    token = torch.zeros(options.batch, 1, dtype=torch.int64, device=options.device)
+    position = torch.full((1, 1), context, dtype=torch.int64, device=options.device)
+    forward: Callable[..., Any] = model
+    if options.compile:
+        forward = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+
+    @torch.no_grad()
+    def step() -> None:
+        logits = forward(
+            input_ids=token, past_key_values=cache, position_ids=position, use_cache=True, logits_to_keep=1
+        ).logits
+        token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+        position.add_(1)
+
+    with torch.no_grad():  # room for keys and values is made by the first call
+        model(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+        if isinstance(layer.cumulative_length, Tensor):
+            layer.cumulative_length.fill_(context)
+        else:
+            layer.cumulative_length = context
+    run: Callable[[], Any] = step
+    step()
+    if options.device == "cuda" and not options.compile:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        run = graph.replay
+
+    def tokens() -> Iterator[Any]:
+        while True:
+            run()
+            yield token.cpu()
+
+    row = sample_speed(tokens(), options.batch, WARM_UP["transformers"], SAMPLE["transformers"], options.runs)
+    how = "compiled" if options.compile else "captured as a CUDA graph" if options.device == "cuda" else "plain"
+    return {**row, "version": transformers.__version__, "how": how}
+
+
+def peak_memory(options: argparse.Namespace, prompt: int) -> dict[str, Any]:
+    """Bytes beyond the model and the prompt; CUDA only."""
+    model, tokens = make_model(options, "conformal"), random_tokens(options, prompt)
+    clean_up()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    made = generate(model, 2 * CAPACITY, GREEDY, prompt=tokens, piece=options.piece, memory="state")
+    next(made)
+    reading_and_first = torch.cuda.max_memory_allocated() - before
+    torch.cuda.reset_peak_memory_stats()
+    count = 1 + sum(1 for _ in made)
+    generating = torch.cuda.max_memory_allocated() - before
+    assert count == 2 * CAPACITY
+    return {"prompt": prompt, "peak_bytes": max(reading_and_first, generating), "peak_bytes_generating": generating}
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def clean_up() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for variant in (*VARIANTS, *(["transformers"] if options.transformers else [])):
+        for context in options.contexts:
+            row: dict[str, Any] = {"what": variant, "context": context}
+            clean_up()
+            if variant == "transformers":
+                try:
+                    row |= time_transformers(options, context)
+                except Exception as error:  # noqa: BLE001 - another library's failure must not lose our figures
+                    row["error"] = f"{type(error).__name__}: {error}"[:500]
+            else:
+                row |= time_generation(options, variant, context)
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    memory = []
+    if options.device == "cuda":
+        for prompt in options.prompts:
+            clean_up()
+            memory.append(peak_memory(options, prompt))
+            print(json.dumps(memory[-1]), flush=True)
+    return {"rows": rows, "memory": memory, "summary": summarise(rows, memory, options.contexts)}
+
+
+def summarise(rows: list[dict[str, Any]], memory: list[dict[str, Any]], contexts: list[int]) -> dict[str, float]:
+    """The comparisons that matter."""
+    speed = {(row["what"], row["context"]): row["tokens_per_second"] for row in rows if "error" not in row}
+    first, last = contexts[0], contexts[-1]
+    baselines = [speed[key] for key in speed if key[1] == last and key[0] != "conformal"]
+    summary = {
+        "speed at the longest context over that at the shortest": speed["conformal", last] / speed["conformal", first],
+        "times as fast as the faster softmax at the longest context": speed["conformal", last] / max(baselines),
+    }
+    for name in ("peak_bytes", "peak_bytes_generating"):
+        if memory:
+            summary[f"{name} after the longest prompt over the shortest"] = memory[-1][name] / memory[0][name]
+    return summary
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, help="JSON file to write")
+    add("--contexts", type=int, nargs="+", default=[1_024, 65_536], help="tokens read before those that are timed")
+    add("--prompts", type=int, nargs="+", default=[1_000, 100_000], help="prompts to take the peak memory of, on a GPU")
+    add("--piece", type=int, default=500, help="tokens of those prompts read at a time")
+    add("--read-piece", type=int, default=4_096, help="tokens of a context read at a time")
+    add("--batch", type=int, default=16)
+    add("--layers", type=int, default=12)
+    add("--width", type=int, default=768)
+    add("--heads", type=int, default=12)
+    add("--vocabulary", type=int, default=50_257)
+    add("--runs", type=int, default=7, help="samples")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
+    add("--dtype", help="by default bfloat16 on a GPU", choices=["bfloat16", "float32"])
+    add("--compile", action="store_true", help="compile transformers' model instead of capturing it")
+    add("--no-transformers", dest="transformers", action="store_false", help="leave transformers' GPT-2 out")
+    options = parser.parse_args()
+    options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    result = measure_all(options)
+    print(json.dumps(result["summary"], indent=2), flush=True)
+    if options.out:
+        command = "python " + " ".join(sys.argv)
+        names = ("batch", "layers", "width", "heads", "vocabulary", "dtype", "piece", "read_piece")
+        head = {"command": command, "environment": environment(options.device)}
+        setting = {name: getattr(options, name) for name in names}
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({**head, "setting": setting, **result}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""One token after another, from what was read: the fast way to generate.
+
+decoder = Decoder(model, reading)
+while ...:
+    logits = decoder.step(tokens)     # (b,) in, (b, vocabulary) out
+reading = decoder.close()             # as any reading: to save, to fork, to go on from
+
+Every layer decodes with a memory of fixed room that steps change in place. With symmetric powers it is a window behind
+a state (`sympow.Window`): a step reads the state and writes one key and value, and after every 64 tokens all are
+folded in. Or it is keys and values alone, as long as they take less than a state would (`sympow.memory`). With softmax
+it is a cache with room for all tokens to come. On a GPU, a step of the whole model is recorded as a CUDA graph and
+replayed: the host only says go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sympow.layers.mixers import LayerMemory, LayerState
+from sympow.memory import Memory, activation_dtype, check_memory, gates_per_pair
+from sympow.model.gpt import GPT
+from sympow.ops.key_value_cache import KeyValueCache
+from sympow.ops.softmax import KeyValueState
+from sympow.ops.state import State
+from sympow.ops.window import CAPACITY, Window
+from sympow.reading import Reading
+
+# Tokens to make room for where nobody says how many will come; room then doubles.
+LEAST_ROOM = 256
+
+
+class Recorded:
+    """Work on fixed tensors: recorded as a CUDA graph at the second call, replayed from then on.
+
+    The first call runs as it is, since it compiles kernels and makes tables, neither of which can be recorded.
+
+    Args:
+        work: what to do; on the device alone, always the same.
+        record: whether to record it at all.
+    """
+
+    def __init__(self, work: Callable[[], None], *, record: bool) -> None:
+        self._work, self._record = work, record
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._ran = False
+
+    def __call__(self) -> None:
+        if self._graph is None and self._record and self._ran:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile, say to load data.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._work()
+            self._graph = graph
+        if self._graph is None:
+            self._work()
+            self._ran = True
+        else:
+            self._graph.replay()
+
+
+class Decoder:
+    """Decodes token by token behind a reading, which stays as it is.
+
+    Args:
+        model: the one that has read.
+        reading: what was read; of one or several texts, of any lengths.
+        tokens: how many are to come, as far as known: room is made for as many. None: room grows as needed.
+        memory: "auto": keys and values, if that is what the reading holds, until they would take more bytes than a
+            state; "state": folded at once; "keys": kept, however many.
+        owned: whether the reading may be used up, where it is not needed any more; saves a copy.
+        graphs: whether to record steps as CUDA graphs, on a GPU.
+
+    Attributes:
+        logits: of the next token, (b, vocabulary). The next step may overwrite them.
+        tokens: how many were read, and decoded; of texts of different lengths, the longest's.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        reading: Reading,
+        *,
+        tokens: int | None = None,
+        memory: Memory = "auto",
+        owned: bool = False,
+        graphs: bool = True,
+    ) -> None:
+        check_memory(memory, model, reading.state)
+        if len(reading.state) != len(model.blocks):
+            raise ValueError(f"reading must be of a model with {len(model.blocks)} layers, got {len(reading.state)}")
+        self.logits = reading.logits
+        self.tokens = reading.tokens
+        self._model, self._memory = model, memory
+        self._expected = tokens
+        self._record = graphs and reading.logits.is_cuda
+        self._token = torch.zeros(reading.batch, dtype=torch.int64, device=reading.logits.device)
+        self._memories: list[LayerMemory] = [self._open(layer, owned) for layer in reading.state]
+        self._start_afresh()
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Logits (b, vocabulary) after one more token of each text.
+
+        Args:
+            tokens: (b,), on the model's device.
+        """
+        if tokens.shape != self._token.shape:
+            raise ValueError(f"tokens must be ({len(self._token)},), one for each text; got {tuple(tokens.shape)}")
+        self._make_room()
+        held = self._memories[0].tokens + 1
+        self._token.copy_(tokens)
+        self._advance()
+        for memory in self._memories:
+            memory.tokens = held  # replays do not count
+        self.tokens += 1
+        return self.logits
+
+    @property
+    def folded(self) -> bool:
+        """Whether there is a state, rather than keys and values alone."""
+        return any(isinstance(memory, Window) and memory.kv is not None for memory in self._memories)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memories, the room in them included."""
+        return sum(memory.nbytes for memory in self._memories)
+
+    @torch.no_grad()
+    def close(self) -> Reading:
+        """What was read and decoded, as a reading. The decoder is used up."""
+        layers: list[LayerState] = []
+        while self._memories:
+            memory = self._memories.pop(0)
+            if isinstance(memory, KeyValueCache) or memory.kv is not None:
+                layers.append(memory.close())
+            else:
+                layers.append(memory.resized(max(1, memory.tokens)))
+        return Reading(self.logits.clone(), tuple(layers), self.tokens)
+
+    def _start_afresh(self) -> None:
+        """For memories that were not there before."""
+        self._advance = Recorded(self._step, record=self._record)
+        self._fold = Recorded(self._fold_all, record=self._record)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self.logits = self._model.step(self._token, self._memories)
+
+    def _fold_all(self) -> None:
+        for memory in self._memories:
+            assert isinstance(memory, Window)
+            memory.fold(self._model.config.backend)
+
+    @torch.no_grad()
+    def _open(self, layer: LayerState, owned: bool) -> LayerMemory:
+        if isinstance(layer, KeyValueState):
+            return KeyValueCache.open(layer, capacity=self._room(layer.length))
+        if isinstance(layer, State):
+            return self._open_window(layer, owned)
+        if self._memory == "state" or (self._memory == "auto" and layer.tokens >= layer.most_tokens):
+            return self._open_window(layer.folded(), owned=True)
+        return layer.resized(self._room(layer.tokens, layer.most_tokens))
+
+    def _open_window(self, state: State, owned: bool) -> Window:
+        return Window.open(
+            state,
+            capacity=CAPACITY,
+            dtype=activation_dtype(self._model),
+            gate_per_pair=gates_per_pair(self._model),
+            copy=not owned,
+        )
+
+    def _room(self, held: int, most: int | None = None) -> int:
+        """Places for tokens beside those held; no more than take as much as a state, unless keys are asked for."""
+        room = held + max(1, self._expected) if self._expected is not None else max(held + LEAST_ROOM, 2 * held)
+        return room if most is None or self._memory == "keys" else min(room, most)
+
+    def _make_room(self) -> None:
+        """Folds or grows the memories where they are full; all layers are alike."""
+        first = self._memories[0]
+        if first.tokens < first.capacity:
+            return
+        if isinstance(first, Window) and first.kv is not None:
+            self._fold()
+            for memory in self._memories:
+                memory.tokens = 0
+            return
+        # One at a time, so that the old one of a layer is gone before the next layer's new one is made.
+        self._expected = None
+        for number, memory in enumerate(self._memories):
+            if isinstance(memory, KeyValueCache):
+                self._memories[number] = memory.resized(self._room(memory.tokens))
+            elif self._memory == "auto" and memory.tokens >= memory.most_tokens:
+                self._memories[number] = self._open_window(memory.close(self._model.config.backend), owned=True)
+            else:
+                self._memories[number] = memory.resized(self._room(memory.tokens, memory.most_tokens))
+        self._start_afresh()
+
+
+def decode(model: GPT, reading: Reading, tokens: Tensor, **options: object) -> tuple[Tensor, Reading]:
+    """Reads given tokens one at a time: logits after each, (b, t, vocabulary), and the reading after the last.
+
+    Args:
+        tokens: (b, t).
+        options: as in `Decoder`.
+    """
+    decoder = Decoder(model, reading, tokens=tokens.shape[1], **options)  # type: ignore[arg-type]
+    logits = [decoder.step(token).clone() for token in tokens.unbind(1)]
+    return torch.stack(logits, dim=1), decoder.close()

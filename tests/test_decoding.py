@@ -1,0 +1,310 @@
+"""Decoding token by token gives the logits of the whole forward pass, whatever is kept of what was read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from sympow import GPT, GPTConfig
+from sympow.decoding import Decoder, Recorded, decode
+from sympow.generate import Sampling, generate
+from sympow.memory import most_tokens
+from sympow.ops.softmax import KeyValueState, PaddedKeyValueState
+from sympow.ops.state import State
+from sympow.ops.window import Window
+from sympow.reading import Reading
+
+VOCABULARY = 50
+KINDS = [
+    pytest.param({"power": 2}, id="p2-conformal"),
+    pytest.param({"power": 4}, id="p4-conformal"),
+    pytest.param({"power": 2, "gating": "scalar", "rotary": "none"}, id="p2-gated"),
+    pytest.param({"power": 4, "gating": "none", "rotary": "fixed"}, id="p4-rotary"),
+    pytest.param({"power": 2, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
+]
+SOFTMAX = [
+    pytest.param({"mixer": "softmax"}, id="softmax"),
+    pytest.param({"mixer": "softmax", "gating": "none", "rotary": "fixed"}, id="softmax-rotary"),
+    pytest.param({"mixer": "softmax", "gating": "vector", "rotary": "pairs"}, id="softmax-pairs"),
+]
+PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torch.float32, 1e-4, id="float32")]
+
+
+def make(seed=0, dtype=torch.float64, **changes) -> GPT:
+    """A small model whose gates and rotations depend on the data."""
+    shape = {"vocab_size": VOCABULARY, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "max_document": 100}
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**shape, **changes})).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+        # A tied embedding alone would predict the token just read.
+        model.final_norm.weight.copy_(torch.randn_like(model.final_norm.weight))
+    return model
+
+
+def text(length=9, batch=2, seed=1):
+    return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def whole(model, tokens):
+    return model(tokens, return_state=False)[0]
+
+
+def assert_relative(actual, expected, tolerance, what="logits"):
+    assert actual.shape == expected.shape, what
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"{what}: off by {error:.1e}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("memory", ["auto", "state", "keys"])
+def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, tolerance, memory):
+    model, tokens = make(dtype=dtype, **kind), text()
+    expected = whole(model, tokens)
+    for split in range(1, 9):
+        reading = Reading.start(model, tokens[:, :split], piece=3, memory=memory)
+        assert_relative(reading.logits, expected[:, split - 1], tolerance, f"read {split}")
+        logits, after = decode(model, reading, tokens[:, split:], memory=memory)
+        assert_relative(logits, expected[:, split:], tolerance, f"split {split}")
+        assert after.tokens == 9
+        assert after.folded == (memory == "state" or (memory == "auto" and most_tokens(model) < 9))
+
+
+@pytest.mark.parametrize("kind", SOFTMAX)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_the_same_with_softmax(kind, dtype, tolerance):
+    model, tokens = make(dtype=dtype, **kind), text()
+    expected = whole(model, tokens)
+    for split in range(1, 9):
+        reading = Reading.start(model, tokens[:, :split], piece=3)
+        logits, after = decode(model, reading, tokens[:, split:])
+        assert_relative(logits, expected[:, split:], tolerance, f"split {split}")
+        assert type(after.state[0]) is KeyValueState
+        more = after.more(model, text(3))
+        assert_relative(more.logits, whole(model, torch.cat([tokens, text(3)], 1))[:, -1], tolerance, "read on")
+
+
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_a_long_text_splits_at_random_positions(power, dtype, tolerance):
+    model = make(dtype=dtype, power=power, layers=1, width=8, heads=2, key_value_heads=None, max_document=5_000)
+    tokens = text(5_000, 1)
+    expected = whole(model, tokens)
+    for split in torch.randint(1, 4_950, (10,), generator=torch.Generator().manual_seed(power)).tolist():
+        for memory in ("auto", "keys"):
+            reading = Reading.start(model, tokens[:, :split], piece=1_000, memory=memory)
+            logits, _ = decode(model, reading, tokens[:, split : split + 3], memory=memory)
+            assert_relative(reading.logits, expected[:, split - 1], tolerance, f"{memory}, read {split}")
+            assert_relative(logits, expected[:, split : split + 3], tolerance, f"{memory}, split {split}")
+
+
+@pytest.mark.parametrize("kind", KINDS + SOFTMAX)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize(("kept", "then"), [("auto", "auto"), ("keys", "keys"), ("keys", "auto")])
+def test_texts_of_different_lengths_decode_together_as_alone(kind, dtype, tolerance, kept, then):
+    model, tokens, new = make(dtype=dtype, **kind), text(30, 3), text(70, 3, seed=5)
+    lengths = (30, 11, 2)
+    readings = [Reading.start(model, row[None, :n], memory=kept) for row, n in zip(tokens, lengths, strict=True)]
+    together = Reading.cat(readings)
+    logits, after = decode(model, together, new, memory=then)
+    assert after.folded == (model.config.mixer == "sympow" and then == "auto")
+    ahead = after.more(model, text(2, 3), memory=then)
+    for i, n in enumerate(lengths):
+        alone = torch.cat([tokens[i : i + 1, :n], new[i : i + 1], text(2, 3)[i : i + 1]], dim=1)
+        expected = whole(model, alone)
+        assert_relative(logits[i], expected[0, n : n + 70], tolerance, f"text of {n}")
+        assert_relative(ahead.logits[i], expected[0, -1], tolerance, f"text of {n}, read on")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+def test_keys_are_folded_when_they_outgrow_the_state(kind, dtype, tolerance):
+    model, tokens = make(dtype=dtype, **kind), text(150)
+    most = most_tokens(model)
+    assert 2 < most < 60
+    expected = whole(model, tokens)
+    decoder = Decoder(model, Reading.start(model, tokens[:, :2]))
+    for position in range(2, 150):
+        held = position + 1
+        logits = decoder.step(tokens[:, position])
+        assert_relative(logits, expected[:, position], tolerance, f"token {position}")
+        assert decoder.folded == (held > most)
+        assert decoder.tokens == held
+    assert_relative(decoder.close().more(model, text(4)).logits, whole(model, torch.cat([tokens, text(4)], 1))[:, -1],
+                    tolerance, "read on")  # fmt: skip
+
+
+def test_a_window_holds_no_more_than_a_state_would():
+    model = make(power=4, dtype=torch.float32)
+    window = Reading.start(model, text(3), memory="keys").state[0]
+    assert isinstance(window, Window)
+    # d = 4, p = 4: 35 features; keys, values and one running sum a token.
+    assert window.bytes_of_a_state == 35 * 5 * 4
+    assert window.bytes_of_a_token == 4 * 4 + 4 * 4 + 8
+    assert most_tokens(model) == window.most_tokens == 17
+    state = Reading.start(model, text(3), memory="state").state[0]
+    assert window.bytes_of_a_state == (state.kv.nbytes + state.normalizer.nbytes) // (2 * 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("piece", [1, 7, 100])
+def test_a_prompt_is_read_in_pieces_whatever_is_kept(kind, piece):
+    model, tokens = make(**kind), text(40)
+    expected = whole(model, tokens)
+    for memory, kept in (("keys", Window), ("state", State), ("auto", State)):
+        reading = Reading.start(model, tokens, piece=piece, memory=memory)
+        assert_relative(reading.logits, expected[:, -1], 1e-9, memory)
+        assert all(isinstance(layer, kept) for layer in reading.state)
+
+
+@pytest.mark.parametrize("power", [2, 4])
+def test_reading_on_folds_what_has_outgrown_the_state(power):
+    model, tokens = make(power=power), text(60)
+    most = most_tokens(model)
+    reading = Reading.start(model, tokens[:, : most - 1])
+    assert not reading.folded
+    on_the_limit = reading.more(model, tokens[:, most - 1 : most])
+    assert not on_the_limit.folded
+    beyond = on_the_limit.more(model, tokens[:, most : most + 1])
+    assert beyond.folded
+    assert not on_the_limit.folded  # it stays as it is
+    again = on_the_limit.more(model, tokens[:, most : most + 1], memory="keys")
+    assert not again.folded
+    assert_relative(beyond.logits, whole(model, tokens[:, : most + 1])[:, -1], 1e-9)
+    assert_relative(again.logits, beyond.logits, 1e-9)
+    with pytest.raises(ValueError, match="memory='keys' comes too late"):
+        beyond.more(model, tokens[:, :1], memory="keys")
+
+
+@pytest.mark.parametrize("memory", ["keys", "state"])
+def test_readings_are_saved_loaded_forked_and_joined(memory, tmp_path):
+    model, tokens, new = make(power=4), text(12), text(8, seed=4)
+    expected = whole(model, torch.cat([tokens, new], dim=1))[:, 12:]
+    reading = Reading.start(model, tokens, memory=memory)
+    reading.save(tmp_path / "text.reading", model)
+    loaded = Reading.load(tmp_path / "text.reading", model)
+    assert loaded.folded == (memory == "state")
+    assert loaded.nbytes == reading.nbytes
+    assert torch.equal(decode(model, loaded, new)[0], decode(model, reading, new)[0])
+    forked = reading.fork(2)
+    both = decode(model, forked, new.repeat_interleave(2, dim=0))[0]
+    assert_relative(both, expected.repeat_interleave(2, dim=0), 1e-9, "forked")
+    # Keys and values beside a state are folded to stand beside it.
+    other = Reading.start(model, tokens[:, :5], memory="state")
+    joined = Reading.cat([reading, other])
+    assert joined.folded
+    logits, _ = decode(model, joined, torch.cat([new, new]))
+    assert_relative(logits[:2], expected, 1e-9, "joined")
+    shorter = whole(model, torch.cat([tokens[:, :5], new], dim=1))[:, 5:]
+    assert_relative(logits[2:], shorter, 1e-9, "the shorter")
+
+
+def test_a_padded_reading_of_softmax_is_saved_and_joined(tmp_path):
+    model, tokens = make(mixer="softmax"), text(9, 3)
+    parts = [Reading.start(model, row[None, :n]) for row, n in zip(tokens, (9, 4, 6), strict=True)]
+    padded = Reading.cat(parts[:2])
+    assert isinstance(padded.state[0], PaddedKeyValueState)
+    padded.save(tmp_path / "text.reading", model)
+    joined = Reading.cat([Reading.load(tmp_path / "text.reading", model), parts[2]])
+    logits, after = decode(model, joined, text(3, 3))
+    for i, n in enumerate((9, 4, 6)):
+        expected = whole(model, torch.cat([tokens[i : i + 1, :n], text(3, 3)[i : i + 1]], dim=1))
+        assert_relative(logits[i], expected[0, n:], 1e-9, f"text of {n}")
+    assert type(Reading.cat([parts[0], parts[0]]).state[0]) is KeyValueState
+    assert after.tokens == 12
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *SOFTMAX])
+@pytest.mark.parametrize("length", [5, 90])
+def test_decoding_leaves_the_reading_as_it_is(kind, length):
+    model = make(**kind)
+    reading = Reading.start(model, text(length))
+    first, second = (decode(model, reading, text(80, seed=7))[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("memory", ["state", "auto", "keys"])
+def test_memory_does_not_grow_where_the_number_of_tokens_is_known(memory):
+    model = make(power=2)
+    decoder = Decoder(model, Reading.start(model, text(90), memory=memory), tokens=200, memory=memory)
+    decoder.step(text(1)[:, 0])
+    tensors = [x.data_ptr() for m in decoder._memories for x in m._tensors().values()]
+    size = decoder.nbytes
+    for token in text(199).unbind(1):
+        decoder.step(token)
+    assert decoder.nbytes == size
+    assert [x.data_ptr() for m in decoder._memories for x in m._tensors().values()] == tensors
+
+
+@pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}], ids=str)
+def test_room_grows_where_it_is_not_known(kind, monkeypatch):
+    monkeypatch.setattr("sympow.decoding.LEAST_ROOM", 4)
+    model, tokens = make(**kind), text(60)
+    expected = whole(model, tokens)
+    decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory="auto"), memory="keys")
+    for position in range(3, 60):
+        assert_relative(decoder.step(tokens[:, position]), expected[:, position], 1e-9, f"token {position}")
+    assert not decoder.folded
+
+
+def test_autocast_decides_the_dtype_of_keys_and_values():
+    model = make(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        reading = Reading.start(model, text(2))
+        assert reading.state[0].values.dtype == torch.bfloat16
+        logits, after = decode(model, reading, text(2))
+        assert logits.isfinite().all()
+        assert after.state[0].values.dtype == torch.bfloat16
+        logits, after = decode(model, after, text(20))
+    assert logits.isfinite().all()
+    assert after.folded
+
+
+@pytest.mark.parametrize("memory", ["auto", "state", "keys"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_generated_tokens_are_the_argmax_of_the_forward_pass(kind, memory):
+    model, tokens = make(**kind), text(6)
+    found = torch.stack(list(generate(model, 40, Sampling(temperature=0), prompt=tokens, memory=memory)), dim=1)
+    for _ in range(40):
+        tokens = torch.cat([tokens, whole(model, tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(found, tokens[:, 6:])
+
+
+def test_logits_that_are_no_numbers_are_not_passed_over():
+    model = make()
+    reading = Reading.start(model, text())
+    with torch.no_grad():
+        model.final_norm.weight.fill_(float("nan"))
+    tokens = generate(model, 3, reading=reading)
+    next(tokens)
+    with pytest.raises(ValueError, match="logits are not numbers"):
+        next(tokens)
+
+
+def test_the_first_call_of_recorded_work_runs_as_it_is():
+    calls = []
+    work = Recorded(lambda: calls.append(1), record=False)
+    work()
+    work()
+    assert len(calls) == 2
+
+
+def test_mistakes_are_named():
+    model, softmax = make(), make(mixer="softmax")
+    reading = Reading.start(model, text())
+    with pytest.raises(ValueError, match="memory must be one of 'auto', 'state', 'keys'; got 'all'"):
+        Reading.start(model, text(), memory="all")
+    with pytest.raises(ValueError, match="memory='state' is for symmetric power attention"):
+        Reading.start(softmax, text(), memory="state")
+    with pytest.raises(ValueError, match=r"tokens must be \(2,\), one for each text; got \(3,\)"):
+        Decoder(model, reading).step(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="tokens must lie between 0 and 49; got 50"):
+        Decoder(model, reading).step(torch.tensor([0, 50]))
+    with pytest.raises(ValueError, match="reading must be of a model with 2 layers, got 1"):
+        Decoder(model, replace(reading, state=reading.state[:1]))
+    window = Reading.start(model, text(3, 1), memory="keys").state
+    with pytest.raises(ValueError, match="cu_seqlens cannot go with a state of keys and values"):
+        model(text(4, 1), window, cu_seqlens=torch.tensor([0, 2, 4]))

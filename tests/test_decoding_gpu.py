@@ -1,0 +1,123 @@
+"""Decoding on a GPU: the same tokens with CUDA graphs as without, and no waiting for the device."""
+
+import copy
+
+import pytest
+import torch
+
+from sympow import GPT, GPTConfig
+from sympow.decoding import Decoder, decode
+from sympow.generate import Sampling, generate
+from sympow.memory import most_tokens
+from sympow.reading import Reading
+
+pytestmark = pytest.mark.gpu
+VOCABULARY = 211
+KINDS = [
+    pytest.param({"power": 2, "heads": 2}, id="p2-64"),
+    pytest.param({"power": 2, "heads": 8}, id="p2-16"),
+    pytest.param({"power": 4, "heads": 8, "key_value_heads": 4}, id="p4-16"),
+    pytest.param({"power": 2, "heads": 8, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
+    pytest.param({"mixer": "softmax", "heads": 2, "gating": "none", "rotary": "fixed"}, id="softmax"),
+    pytest.param({"mixer": "softmax", "heads": 4, "key_value_heads": 2}, id="softmax-gated"),
+]
+
+
+def make(dtype=torch.bfloat16, **changes) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**{"vocab_size": VOCABULARY, "layers": 2, "width": 128, "max_document": 1_000, **changes}))
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+        model.final_norm.weight.copy_(torch.randn_like(model.final_norm.weight))
+    return model.to(dtype).cuda().eval()
+
+
+def text(length, batch=3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (batch, length), generator=generator).cuda()
+
+
+def error(actual, expected):
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_as_good_as_those_of_the_whole_pass(kind):
+    model, tokens = make(**kind), text(300)
+    with torch.no_grad():
+        exact = copy.deepcopy(model).double()(tokens, return_state=False)[0][:, 60:]
+        plain = error(model(tokens, return_state=False)[0][:, 60:], exact)
+    for memory in ("auto", "keys") if kind.get("mixer") == "softmax" else ("auto", "state", "keys"):
+        reading = Reading.start(model, tokens[:, :60], piece=50, memory=memory)
+        logits, after = decode(model, reading, tokens[:, 60:], memory=memory)
+        assert error(logits, exact) <= 2 * plain
+        assert after.tokens == 300
+        if memory == "auto" and "power" in kind:
+            assert after.folded == (most_tokens(model) < 300)
+        again, _ = decode(model, reading, tokens[:, 60:], memory=memory, graphs=False)
+        assert error(again, exact) <= 2 * plain
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_the_same_with_graphs_and_without(kind):
+    model, tokens = make(**kind), text(40)
+    for sampling in (Sampling(temperature=0), Sampling(temperature=0.8, top_k=50, repetition_penalty=1.2)):
+        with_graphs, without = (
+            torch.stack(list(generate(model, 150, sampling, prompt=tokens, seed=3, graphs=graphs)))
+            for graphs in (True, False)
+        )
+        assert not with_graphs.is_cuda
+        assert torch.equal(with_graphs, without)
+
+
+def test_texts_of_different_lengths_decode_together_as_alone():
+    for kind in ({"power": 2, "heads": 8}, {"mixer": "softmax", "heads": 2, "gating": "none", "rotary": "fixed"}):
+        model, tokens, new = make(**kind), text(70), text(100, seed=2)
+        readings = [Reading.start(model, row[None, :n]) for row, n in zip(tokens, (70, 33, 5), strict=True)]
+        together, _ = decode(model, Reading.cat(readings), new)
+        for row, reading in enumerate(readings):
+            alone, _ = decode(model, reading, new[row : row + 1])
+            assert error(together[row], alone[0].double()) <= 2e-2
+
+
+def test_a_stop_token_ends_generation_where_it_came():
+    model, tokens = make(power=2, heads=2), text(20, batch=1)
+    greedy = [int(token) for token in generate(model, 30, Sampling(temperature=0), prompt=tokens)]
+    stopped = [int(t) for t in generate(model, 30, Sampling(temperature=0), prompt=tokens, stop=greedy[10])]
+    assert stopped == greedy[: greedy.index(greedy[10]) + 1]
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[4]])
+def test_steps_wait_for_nothing_and_take_no_memory(kind):
+    model, tokens = make(**kind), text(200)
+    memory = "auto" if kind.get("mixer") == "softmax" else "state"
+    decoder = Decoder(model, Reading.start(model, tokens, memory=memory), tokens=400, memory=memory)
+    token = tokens[:, 0].clone()
+    sampling, generator = Sampling(top_k=20, top_p=0.9, min_p=0.01), torch.Generator("cuda").manual_seed(0)
+    for _ in range(140):  # steps and folds are recorded
+        token = sampling.choose(decoder.step(token), None, generator)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(200):
+            token = sampling.choose(decoder.step(token), None, generator)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_allocated() <= before + 4096
+    assert decoder.logits.isfinite().all()
+
+
+def test_the_small_projections_are_exact():
+    from sympow.layers.projection import FloatLinear
+
+    torch.manual_seed(0)
+    layer = FloatLinear(768, 12, bias=3.0).cuda().bfloat16()
+    torch.nn.init.normal_(layer.weight, std=0.05)
+    x = torch.randn(16, 1, 768, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = layer(x)
+    expected = x.double() @ layer.weight.double().mT + layer.bias.double()
+    assert found.dtype == torch.float32
+    assert error(found, expected) <= 1e-6
