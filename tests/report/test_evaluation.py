@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from sympow import GPT, GPTConfig
 from sympow.cli import app
+from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.storage import save_model
 from sympow.report.evaluation import contexts_up_to, held_out_documents
 
@@ -21,6 +22,7 @@ def runs(tmp_path_factory):
     for name, mixer in (("first", "sympow"), ("second", "softmax")):
         config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, mixer=mixer)
         save_model(folder / name / "model", config, GPT(config).state_dict())
+        ByteTokenizer().save(folder / name / "model")
     return folder
 
 
@@ -57,15 +59,49 @@ def test_the_losses_are_those_of_the_model(runs, tmp_path):
 def test_contexts_grow_to_the_length():
     assert contexts_up_to(48) == [1, 4, 16, 48]
     assert contexts_up_to(64) == [1, 4, 16, 64]
+    assert contexts_up_to(12, 2) == [1, 2, 4, 8, 12]
     assert contexts_up_to(1) == [1]
+
+
+def test_probes_are_part_of_an_evaluation(runs, tmp_path):
+    probes = ("--probe", "recall", "--pairs", 2, "--pairs", 4, "--probe", "passkey", "--distance", 40)
+    short = ("--length", LENGTH, "--documents", 1, "--device", "cpu")
+    result = evaluate(runs / "first" / "model", *short, *probes, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
+    assert {point["pairs"] for point in found["recall"]} == {2, 4}
+    assert [point["distance"] for point in found["passkey"]] == [40]
+    # What it has not learned, it can only guess.
+    assert all(point["loss"] == pytest.approx(5.5, abs=0.5) for point in found["recall"])
+    assert (tmp_path / "probes.png").stat().st_size > 0
+    assert (tmp_path / "loss_by_context.png").stat().st_size > 0
+    assert "Associative recall" in result.stdout
+    assert "Passkey" in result.stdout
+
+
+def test_the_length_is_four_times_the_training_context(runs, tmp_path):
+    (runs / "first" / "config.yaml").write_text("data: {context: 8}\n")
+    evaluate(runs / "first" / "model", "--documents", 1, "--device", "cpu", "--out", tmp_path)
+    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
+    assert found["trained_at"] == 8
+    assert list(found["by_context"]) == ["1", "2", "4", "8", "16", "32"]
+
+
+def test_runs_of_one_name_are_told_apart(runs):
+    result = evaluate(runs / "first" / "model", runs / "first" / "model")
+    assert result.exit_code == 2
+    assert "runs with different names, got first, first" in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--length", 0), "length and documents must be at least 1, got 0"),
-        (("--length", 10**9), "fewer than"),
-        (("--data", "nowhere"), "source must be"),
+        (("--length", 0), "length must be at least 1, got 0"),
+        (("--documents", 0), "documents must be at least 1, got 0"),
+        (("--length", 10**9), "has no document of length=1,000,000,000 tokens"),
+        (("--data", "nowhere", "--length", 8), "source must be"),
+        (("--probe", "sight"), "probe must be one of 'recall', 'passkey'; got 'sight'"),
+        (("--probe", "recall", "--pairs", 0, "--length", 8), "pairs must be numbers of at least 1, got (0,)"),
     ],
 )
 def test_mistakes_are_named(runs, arguments, message):

@@ -1,93 +1,252 @@
-"""Loss against how much was read, of one model or several: a table, JSON and a figure."""
+"""What `sympow evaluate` shows of one model or several: loss against how much was read, and probes of the state."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from sympow.data import Loader, open_dataset
-from sympow.evaluate import PositionLosses, loss_by_position
+from sympow.checks import check_at_least, check_choice
+from sympow.data import load_tokenizer, open_dataset
+from sympow.data.files import write_atomically
+from sympow.evaluate import (
+    PasskeyPoint,
+    PositionLosses,
+    RecallPoint,
+    Vocabulary,
+    associative_recall,
+    loss_by_position,
+    passkey_retrieval,
+    stretches,
+)
+from sympow.evaluate.passkey import DISTANCES
+from sympow.evaluate.recall import PAIRS
 from sympow.extras import require
+from sympow.model.gpt import GPT
 from sympow.model.storage import load_model
+from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
+from sympow.report.evaluations import averages_over_ranges
 from sympow.report.figures import plot_loss_by_position
 from sympow.report.timing import environment
 
+FILE = "evaluation.json"
+PROBES = ("recall", "passkey")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to evaluate on, and how.
+
+    Attributes:
+        data: as for training; its held-out documents are read.
+        length: tokens to read of each document.
+        documents: how many.
+        probes: "recall" and "passkey", or fewer.
+        pairs: of the recall probe.
+        distances: of the passkey probe.
+        piece: tokens read at a time.
+        device: "cuda" or "cpu".
+        dtype: of products, under autocast; None: no autocast.
+    """
+
+    data: str
+    length: int
+    documents: int
+    probes: tuple[str, ...] = ()
+    pairs: tuple[int, ...] = PAIRS
+    distances: tuple[int, ...] = DISTANCES
+    piece: int = 8_192
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("length", "documents", "piece"):
+            check_at_least(name, getattr(self, name), 1)
+        for probe in self.probes:
+            check_choice("probe", probe, PROBES)
+        for name, values in (("pairs", self.pairs), ("distances", self.distances)):
+            if not values or min(values) < 1:
+                raise ValueError(f"{name} must be numbers of at least 1, got {values}")
+
+
+@dataclass(frozen=True)
+class ModelEvaluation:
+    """What was found of one model.
+
+    Attributes:
+        losses: by position.
+        trained_at: context of its training, if the run's folder says it.
+        recall, passkey: of the probes that were asked for.
+    """
+
+    losses: PositionLosses
+    trained_at: int | None = None
+    recall: list[RecallPoint] = field(default_factory=list)
+    passkey: list[PasskeyPoint] = field(default_factory=list)
+
+    def as_json(self, *, positions: bool) -> dict[str, Any]:
+        """For a file; with or without the loss at every single position."""
+        mean = self.losses.mean.tolist()
+        content: dict[str, Any] = {
+            "documents": self.losses.documents,
+            "trained_at": self.trained_at,
+            "by_context": rounded(self.losses.by_context(contexts_up_to(len(mean), 2))),
+            "by_position": rounded({round(at, 1): x for at, x in zip(*averages_over_ranges(mean), strict=True)}),
+            "recall": [rounded(asdict(point)) for point in self.recall],
+            "passkey": [rounded(asdict(point)) for point in self.passkey],
+        }
+        if positions:
+            content["mean"] = [round(x, 5) for x in mean]
+            content["error"] = [None if x != x else round(x, 5) for x in self.losses.error.tolist()]
+        return content
+
 
 def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of stretches of held-out documents, (1, length) each, from each document's beginning on.
+    """Inputs and targets of stretches of held-out documents, (1, length) each: `sympow.evaluate.stretches`."""
+    return stretches(open_dataset(data, "heldout"), length, documents)
 
-    Raises:
-        ValueError: no held-out document is that long.
+
+def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | None = None) -> ModelEvaluation:
+    """An exported model on held-out documents, with progress on the terminal.
+
+    Args:
+        group: processes that read each document together. The first one makes the probes, and shows progress.
     """
-    loader = Loader(open_dataset(data, "heldout"), length, 1, short="drop", shuffle=False, epochs=1)
-    return ((batch.inputs, batch.targets) for batch in islice(loader, documents))
-
-
-def evaluate_model(
-    checkpoint: Path, data: str, length: int, documents: int, *, device: str, dtype: torch.dtype | None, piece: int
-) -> PositionLosses:
-    """Losses of an exported model on held-out documents, with progress on the terminal."""
-    model = load_model(checkpoint, device)
+    first = group is None or group.rank() == 0
+    model = load_model(checkpoint, setting.device)
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
-    with rich.Progress(console=console, transient=True) as progress:
-        task = progress.add_task(str(checkpoint), total=documents)
-        return loss_by_position(
+    with rich.Progress(console=console, transient=True, disable=not first) as progress:
+        task = progress.add_task(str(checkpoint), total=setting.documents)
+        losses = loss_by_position(
             model,
-            held_out_documents(data, length, documents),
-            piece=piece,
-            dtype=dtype,
+            held_out_documents(setting.data, setting.length, setting.documents),
+            piece=setting.piece,
+            dtype=setting.dtype,
             report=lambda done: progress.update(task, completed=done),
+            group=group,
+        )
+        recall, passkey = run_probes(model, checkpoint, setting) if first else ([], [])
+    return ModelEvaluation(losses, training_context(checkpoint), recall, passkey)
+
+
+def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
+    """The probes that were asked for, on held-out documents."""
+    how: dict[str, Any] = {"piece": setting.piece, "dtype": setting.dtype}
+    recall: list[RecallPoint] = []
+    passkey: list[PasskeyPoint] = []
+    if setting.probes:
+        heldout = open_dataset(setting.data, "heldout")
+        trained_for_it = setting.data.partition(":")[0] == "mqar"
+        if "recall" in setting.probes:
+            vocabulary = Vocabulary.of_task(heldout.boundary) if trained_for_it else Vocabulary.of_text(heldout)
+            recall = associative_recall(model, vocabulary, pairs=setting.pairs, **how)
+        if "passkey" in setting.probes:
+            if trained_for_it:
+                raise ValueError("the probe passkey needs documents of text; mqar has none")
+            passkey = passkey_retrieval(model, load_tokenizer(checkpoint), heldout, distances=setting.distances, **how)
+    return recall, passkey
+
+
+def training_context(checkpoint: Path) -> int | None:
+    """Of the run whose model folder it is, if its config lies beside it."""
+    path = checkpoint.resolve().parent / "config.yaml"
+    if checkpoint.resolve().name != "model" or not path.is_file():
+        return None
+    content = require("yaml", "train").safe_load(path.read_text("utf-8"))
+    context = content.get("data", {}).get("context") if isinstance(content, dict) else None
+    return context if isinstance(context, int) else None
+
+
+def contexts_up_to(length: int, ratio: int = 4) -> list[int]:
+    """1, 4, 16, … and the length itself; or by another ratio."""
+    contexts = [1]
+    while contexts[-1] * ratio < length:
+        contexts.append(contexts[-1] * ratio)
+    return [*contexts, length] if length > 1 else contexts
+
+
+def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None:
+    """Average loss within each context, one column per model, and a table per probe."""
+    rows = [
+        (f"{context:,}", [f"{one.losses.average(0, context):.4f}" for one in found.values()])
+        for context in contexts_up_to(length)
+    ]
+    last = max(1, length // 8)
+    rows.append((f"last {last:,}", [f"{one.losses.average(length - last):.4f}" for one in found.values()]))
+    _print_table("Average loss within a context, nats a token", "context", list(found), rows)
+    recalls = {name: one.recall for name, one in found.items() if one.recall}
+    if recalls:
+        points = next(iter(recalls.values()))
+        rows = [
+            (
+                f"{point.pairs} pairs, {point.nearest} to {point.farthest} tokens ago",
+                [f"{100 * one[n].accuracy:.0f} %  {one[n].loss:.2f}" for one in recalls.values()],
+            )
+            for n, point in enumerate(points)
+        ]
+        title = f"Associative recall: accuracy and loss (a guess among the values has {points[0].guess:.2f})"
+        _print_table(title, "", list(recalls), rows)
+    keys = {name: one.passkey for name, one in found.items() if one.passkey}
+    if keys:
+        rows = [
+            (
+                f"{point.distance:,}",
+                [f"{100 * one[n].accuracy:.0f} %  {one[n].loss:.2f}, {one[n].control:.2f}" for one in keys.values()],
+            )
+            for n, point in enumerate(next(iter(keys.values())))
+        ]
+        _print_table(
+            "Passkey: accuracy, loss of the key, loss of a key that was not told", "tokens ago", list(keys), rows
         )
 
 
-def contexts_up_to(length: int) -> list[int]:
-    """1, 4, 16, … and the length itself."""
-    contexts = [4**power for power in range(20) if 4**power < length]
-    return [*contexts, length]
-
-
-def print_losses(losses: Mapping[str, PositionLosses], length: int) -> None:
-    """Average loss within each context, and its standard error at the longest, one column per model."""
-    console = require("rich.console", "cli").Console()
-    table = require("rich.table", "cli").Table(
-        title="Average loss within a context, nats a token", title_justify="left"
-    )
-    table.add_column("context", justify="right")
-    for name in losses:
-        table.add_column(name, justify="right")
-    for context in contexts_up_to(length):
-        table.add_row(f"{context:,}", *(f"{found.average(0, context):.4f}" for found in losses.values()))
-    last = max(1, length // 8)
-    cells = (f"{found.average(length - last):.4f}" for found in losses.values())
-    table.add_row(f"last {last:,}", *cells)
-    console.print(table)
-
-
-def save_losses(losses: Mapping[str, PositionLosses], facts: dict[str, Any], folder: Path) -> None:
-    """Writes evaluation.json (averages by context, losses by position) and loss_by_position.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    length = len(next(iter(losses.values())).mean)
+def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any], folder: Path) -> list[Path]:
+    """Writes evaluation.json and the figures, and returns their paths."""
     content = {
         **facts,
         "environment": environment(facts["device"]),
-        "models": {
-            name: {
-                "documents": found.documents,
-                "by_context": found.by_context(contexts_up_to(length)),
-                "mean": [round(x, 5) for x in found.mean.tolist()],
-                "error": [None if x != x else round(x, 5) for x in found.error.tolist()],
-            }
-            for name, found in losses.items()
-        },
+        "models": {name: one.as_json(positions=True) for name, one in found.items()},
     }
-    (folder / "evaluation.json").write_text(json.dumps(content) + "\n")
-    plot_loss_by_position(
-        {"held-out documents": {n: f.mean for n, f in losses.items()}}, folder / "loss_by_position.png"
+    write_atomically(folder / FILE, (json.dumps(content) + "\n").encode())
+    written = [folder / FILE, folder / "loss_by_context.png", folder / "loss_by_position.png"]
+    trained_at = {one.trained_at for one in found.values()}
+    plot_loss_by_context(
+        {name: one.losses.by_context(contexts_up_to(len(one.losses.mean), 2)) for name, one in found.items()},
+        trained_at.pop() if len(trained_at) == 1 else None,
+        written[1],
     )
+    plot_loss_by_position({"held-out documents": {n: one.losses.mean for n, one in found.items()}}, written[2])
+    if any(one.recall or one.passkey for one in found.values()):
+        written.append(folder / "probes.png")
+        plot_probes(
+            {name: one.recall for name, one in found.items() if one.recall},
+            {name: one.passkey for name, one in found.items() if one.passkey},
+            written[-1],
+        )
+    return written
+
+
+def rounded(numbers: Mapping[Any, Any]) -> dict[Any, Any]:
+    """With numbers as precise as they are meaningful, so that files stay small; None for what is no number."""
+    return {
+        key: (None if value != value else round(value, 5)) if isinstance(value, float) else value
+        for key, value in numbers.items()
+    }
+
+
+def _print_table(title: str, first: str, names: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> None:
+    console = require("rich.console", "cli").Console()
+    table = require("rich.table", "cli").Table(title=title, title_justify="left")
+    table.add_column(first, justify="right")
+    for name in names:
+        table.add_column(name, justify="right")
+    for label, cells in rows:
+        table.add_row(label, *cells)
+    console.print(table)

@@ -8,6 +8,8 @@ from pathlib import Path
 from torch import Tensor
 
 from sympow.extras import require
+from sympow.report.evaluations import averages_over_ranges
+from sympow.report.style import VARIANTS
 from sympow.report.timing import Timing
 
 # One colour per method, the same in every figure; distinguishable without colour vision by lightness and marker too.
@@ -17,14 +19,6 @@ STYLES = {
     "chunked form": {"color": "#1764ab", "marker": "D", "linestyle": "-"},
     "retention": {"color": "#7a4fa3", "marker": "^", "linestyle": "--"},
     "fla": {"color": "#3d8b4f", "marker": "v", "linestyle": "--"},
-}
-
-
-VARIANT_STYLES = {
-    "softmax": {"color": "#444444", "linestyle": "--"},
-    "sympow": {"color": "#c9a227", "linestyle": "-"},
-    "sympow + gating": {"color": "#d1752b", "linestyle": "-"},
-    "conformal": {"color": "#1764ab", "linestyle": "-"},
 }
 
 
@@ -42,8 +36,8 @@ def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path
     )
     for axes, (title, curves) in zip(grid[0], panels.items(), strict=True):
         for name, losses in curves.items():
-            centres, means = _in_growing_ranges(losses)
-            axes.plot(centres, means, label=name, **VARIANT_STYLES.get(name, {}))
+            centres, means = averages_over_ranges(losses.tolist())
+            axes.plot(centres, means, label=name, **(VARIANTS[name].for_matplotlib if name in VARIANTS else {}))
         axes.set(xscale="log", xlabel="position (tokens)", title=title)
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -52,19 +46,6 @@ def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
-
-
-def _in_growing_ranges(losses: Tensor) -> tuple[list[float], list[float]]:
-    """Means over ranges four to an octave, from position 8 on, and the ranges' geometric centres."""
-    centres, means = [], []
-    start = 8.0
-    while round(start) < len(losses):
-        stop = min(start * 2**0.25, len(losses))
-        if round(stop) > round(start):
-            centres.append((start * stop) ** 0.5)
-            means.append(float(losses[round(start) : round(stop)].mean()))
-        start *= 2**0.25
-    return centres, means
 
 
 def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:

@@ -1,0 +1,136 @@
+"""What `sympow inspect` does: a text with each token coloured by how much a head forgot and turned there."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sympow.checks import check_at_least
+from sympow.data.tokenizer import Tokenizer
+from sympow.model.gpt import PIECE
+from sympow.reading import Reading
+from sympow.report.capture import LayerCapture, capture
+from sympow.report.page import build_page
+from sympow.text import TextDecoder, TextModel
+
+TOKENS = 8_192
+START = "start of document"
+SCRIPTS = ("numbers.js", "elements.js", "heatmap.js", "inspect.js")
+# log γ and β as 16-bit codes, which keeps a page a seventh of what decimals would take. Forgetting is coded by the
+# logarithm of −log γ between these two: from a half-life of seven billion tokens to γ = exp(−100).
+SLOWEST, FASTEST = 1e-10, 1e2
+NEVER, CODES = 0, 65_535
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A text as a model read it.
+
+    Attributes:
+        texts: what each token says; a token that is part of a character says it with the last of its parts.
+        ids: of the tokens; the first is the boundary before a document.
+        layers: per layer, over these tokens.
+        left_out: tokens of the text after these.
+    """
+
+    texts: list[str]
+    ids: list[int]
+    layers: list[LayerCapture]
+    left_out: int
+
+
+def inspect_text(text_model: TextModel, text: str, *, tokens: int = TOKENS, piece: int = PIECE) -> Inspection:
+    """Reads a text and watches gates and rotations.
+
+    Args:
+        tokens: to read at most.
+        piece: tokens read at a time; memory depends on it.
+
+    Raises:
+        ValueError: the text is empty, or the model has neither a gate nor a rotation that depends on the text.
+    """
+    check_at_least("tokens", tokens, 1)
+    all_ids = text_model.encode(text)
+    if all_ids.shape[1] < 2:
+        raise ValueError("the text must not be empty")
+    # The boundary before it is not of the text.
+    read = all_ids[:, : tokens + 1]
+    layers = capture(text_model.model, lambda: Reading.start(text_model.model, read, piece=piece))
+    if all(layer.log_gamma is None and layer.beta is None for layer in layers):
+        config = text_model.model.config
+        raise ValueError(
+            f"the model has nothing to show: it neither forgets nor turns by what it reads (gating={config.gating!r}, "
+            f"rotary={config.rotary!r})"
+        )
+    ids = read[0].tolist()
+    return Inspection(token_texts(text_model.tokenizer, ids), ids, layers, all_ids.shape[1] - read.shape[1])
+
+
+def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """What each token adds to the text; the first is the boundary."""
+    decoder = TextDecoder(tokenizer)
+    texts = [START, *("".join(decoder.take(token)) for token in ids[1:])]
+    texts[-1] += "".join(decoder.finish())
+    return texts
+
+
+def build_inspection_page(inspection: Inspection, title: str) -> str:
+    """HTML of the whole page."""
+    return build_page(title, "inspect.html", SCRIPTS, inspection_data(inspection, title))
+
+
+def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
+    """What the page's script reads. Of a gate or a rotation per pair, the mean over pairs: of log γ, and of β."""
+    return {
+        "title": title,
+        "texts": inspection.texts,
+        "ids": inspection.ids,
+        "leftOut": inspection.left_out,
+        "slowest": SLOWEST,
+        "fastest": FASTEST,
+        "layers": [
+            {
+                "heads": _heads(layer),
+                "pairs": any(x is not None and x.ndim == 3 for x in (layer.log_gamma, layer.beta)),
+                # Rows of heads: a head's tokens lie together.
+                "forgetting": None
+                if layer.log_gamma is None
+                else _packed(forgetting_codes(_of_heads(layer.log_gamma))),
+                "beta": None if layer.beta is None else _packed(beta_codes(_of_heads(layer.beta))),
+            }
+            for layer in inspection.layers
+        ],
+    }
+
+
+def forgetting_codes(log_gamma: Tensor) -> NDArray[np.uint16]:
+    """0 where nothing is forgotten; 1 … 65,535 for −log γ between SLOWEST and FASTEST, in equal ratios."""
+    rate = -log_gamma.double()
+    low, high = np.log(SLOWEST), np.log(FASTEST)
+    places = ((rate.clamp(SLOWEST, FASTEST).log() - low) / (high - low) * (CODES - 1)).round() + 1
+    return torch.where(rate > 0, places, NEVER).numpy().astype(np.uint16)
+
+
+def beta_codes(beta: Tensor) -> NDArray[np.uint16]:
+    """0 … 65,535 for β between 0 and 2, the ends of 1 + tanh."""
+    return (beta.double().clamp(0, 2) / 2 * CODES).round().numpy().astype(np.uint16)
+
+
+def _heads(layer: LayerCapture) -> int:
+    found = layer.log_gamma if layer.log_gamma is not None else layer.beta
+    return 0 if found is None else found.shape[1]
+
+
+def _of_heads(x: Tensor) -> Tensor:
+    """(tokens, heads[, pairs]) → (heads, tokens)."""
+    return (x.mean(-1) if x.ndim == 3 else x).T
+
+
+def _packed(codes: NDArray[np.uint16]) -> str:
+    return base64.b64encode(codes.astype("<u2").tobytes()).decode("ascii")

@@ -1,0 +1,76 @@
+import os
+import shutil
+
+import pytest
+from report.made_up import VARIANTS, write_run
+
+# The first of these that there is.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# As root there is no sandbox, and no test needs the network.
+BROWSER_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+RECALL = [
+    {"pairs": pairs, "nearest": near, "farthest": 4 * near, "accuracy": pairs / 8, "loss": 1.0, "guess": 2.0}
+    for pairs in (2, 4)
+    for near in (4, 64)
+]
+PASSKEY = [{"distance": distance, "accuracy": 0.5, "loss": 3.0, "control": 5.0} for distance in (16, 256)]
+
+
+@pytest.fixture(scope="session")
+def experiment(tmp_path_factory):
+    """Runs as the paper's figures need them: two powers, two contexts, four variants, two seeds; losses made up."""
+    folder = tmp_path_factory.mktemp("experiment")
+    for place, (name, variant) in enumerate(VARIANTS.items()):
+        for context in (64, 256):
+            for power in (2,) if name == "softmax" else (2, 4):
+                for seed in (0, 1):
+                    base = 3 - 0.1 * place - 0.05 * power + 0.02 * seed
+                    # A jagged fall.
+                    losses = [base + 3 / step + 0.05 * (-1) ** step for step in range(1, 41)]
+                    speeds = {step: {"tokens_per_second": 1000.0 * (place + 1)} for step in (10, 20, 30, 40)}
+                    layers = {"half_life/layer_0": 500.0, "half_life/layer_1": 20.0, "beta_mean/layer_0": 0.7}
+                    lines = {
+                        step: numbers | (layers if name == "conformal" else {}) for step, numbers in speeds.items()
+                    }
+                    lines[40] = lines[40] | {"heldout_loss": base + 0.5}
+                    heads = {
+                        "half_life": [[700.0, 30.0], [None, 2.5]],
+                        "beta_mean": [[1.0, 0.4], [1.6, 1.1]],
+                    }
+                    write_run(
+                        folder / f"{name}-p{power}-{context}" / f"seed{seed}",
+                        losses,
+                        lines=lines,
+                        evaluation=[base + 1 / (n + 1) for n in range(512)],
+                        probes={"recall": RECALL, "passkey": PASSKEY},
+                        head_table=heads if name == "conformal" else None,
+                        seed=seed,
+                        context=context,
+                        batch_tokens=1024,
+                        **variant,
+                        **({} if name == "softmax" else {"power": power}),
+                    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium; of a module, since the library's event loop must not outlive its tests."""
+    pytest.importorskip("playwright.sync_api", reason="needs playwright, which comes with the extra dev")
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("SYMPOW_BROWSER") or next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
+        yield chromium
+        chromium.close()

@@ -1,0 +1,43 @@
+"""Run folders with made-up numbers."""
+
+import json
+
+from sympow.train import TrainConfig
+
+VARIANTS = {
+    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
+    "sympow": {"gating": "none", "rotary": "fixed"},
+    "gating": {"gating": "scalar", "rotary": "fixed"},
+    "conformal": {"gating": "scalar", "rotary": "scale"},
+}
+
+
+def write_run(folder, losses, *, lines=None, evaluation=None, probes=None, head_table=None, **changes):
+    """A run folder as training leaves it, from numbers.
+
+    Args:
+        losses: of every step made.
+        lines: by step, what else its line of metrics has.
+        evaluation: loss at each position.
+        probes: what else the evaluation has.
+        head_table: quantities by layer and head.
+        changes: of the config; as many steps as there are losses unless it says otherwise.
+    """
+    folder.mkdir(parents=True)
+    changes = {"steps": len(losses), "context": 64, "batch_tokens": 128, **changes}
+    (folder / "config.yaml").write_text(TrainConfig().changed(**changes).to_yaml())
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step, loss in enumerate(losses, start=1):
+            file.write(json.dumps({"step": step, "loss": loss, **(lines or {}).get(step, {})}) + "\n")
+    if evaluation is not None:
+        write_evaluation(folder / "evaluation.json", {folder.name: evaluation}, **(probes or {}))
+    if head_table is not None:
+        (folder / "heads.json").write_text(json.dumps({"tokens": 4096, "data": "stdlib", "quantities": head_table}))
+    return folder
+
+
+def write_evaluation(path, means, **probes):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"documents": 3, "by_context": {}, "error": [], **probes}
+    models = {name: {**content, "mean": mean} for name, mean in means.items()}
+    path.write_text(json.dumps({"data": "stdlib", "models": models}))

@@ -1,0 +1,156 @@
+"""The page of `sympow inspect` in a headless Chromium, from disk."""
+
+import math
+
+import pytest
+import torch
+from report.pages import open_page, overlaps, picture_of
+from report.test_heads import layer_by_layer, lively_model
+
+from sympow.data.tokenizer import ByteTokenizer
+from sympow.report.inspection import build_inspection_page, inspect_text
+from sympow.text import TextModel
+
+LINE = "A state <b>that</b> forgets, naïvely;\n\tand turns.\n"
+TEXT = LINE * 120
+
+
+@pytest.fixture(scope="module")
+def text_model():
+    return TextModel(lively_model(), ByteTokenizer())
+
+
+@pytest.fixture(scope="module")
+def path(text_model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "inspect.html"
+    path.write_text(build_inspection_page(inspect_text(text_model, TEXT, tokens=5000), "Made up"), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(browser, path):
+    with open_page(browser, path) as page:
+        yield page
+
+
+def colours(page, count=40):
+    """How the first tokens look."""
+    return page.locator(".token").evaluate_all(
+        f"tokens => tokens.slice(0, {count}).map((token) => getComputedStyle(token).backgroundColor)"
+    )
+
+
+def lost(gamma):
+    """1 − γ, as it is written: near 1 as "1 − 5e-4"."""
+    return float(gamma.removeprefix("1 − ")) if gamma.startswith("1 − ") else 1 - float(gamma)
+
+
+def test_it_shows_the_text_and_says_what_is_left_out(page):
+    assert page.locator("h1").text_content() == "Made up"
+    shown = page.locator(".block").first.text_content().replace("⏎", "").removeprefix("start of document")
+    assert TEXT.startswith(shown)
+    assert len(shown) > 100
+    left_out = len(TEXT.encode()) - 5000
+    assert f"goes on for {left_out:,} tokens that are not shown" in page.locator("#notes").text_content()
+
+
+@pytest.mark.parametrize(("layer", "head", "token"), [(0, 0, 5), (1, 1, 30)])
+def test_pointing_at_a_token_reads_its_numbers(page, text_model, layer, head, token):
+    page.locator("#layer").select_option(str(layer))
+    page.locator("#head").select_option(str(head))
+    page.locator(f'[data-token="{token}"]').hover()
+    cells = page.locator("#tooltip td").all_text_contents()
+    found = dict(zip(cells[::2], cells[1::2], strict=True))
+    # Computed without the page, from the same tokens.
+    log_gamma, beta = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :100])[layer]
+    rate = -log_gamma[token, head].item()
+    assert lost(found["γ"]) == pytest.approx(-math.expm1(-rate), rel=5e-3)
+    assert float(found["half-life"].removesuffix(" tokens").replace(",", "")) == pytest.approx(
+        math.log(2) / rate, rel=2e-3
+    )
+    assert float(found["β"]) == pytest.approx(beta[token, head].item(), abs=2e-3)
+    assert page.locator("#tooltip strong").text_content() == f'"{TEXT[token - 1]}"'
+
+
+def test_layer_head_and_quantity_change_the_colours(page):
+    seen = [colours(page)]
+    page.locator("#head").select_option("1")
+    seen.append(colours(page))
+    page.locator("#layer").select_option("1")
+    seen.append(colours(page))
+    page.locator("#quantity").select_option("turning")
+    seen.append(colours(page))
+    assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
+    page.locator("#quantity").select_option("forgetting")
+    page.locator("#same-scale").check()
+    assert colours(page) not in seen
+
+
+def test_the_most_forgetful_token_is_the_strongest(page, text_model):
+    page.locator("#quantity").select_option("forgetting")
+    strengths = page.locator(".token").evaluate_all(
+        "tokens => tokens.slice(0, 100).map((token) => Number(token.style.getPropertyValue('--forgot')))"
+    )
+    log_gamma, _ = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :100])[0]
+    by_forgetting = torch.argsort(log_gamma[:, 0]).tolist()
+    assert strengths[by_forgetting[0]] == 1
+    assert strengths[by_forgetting[-1]] == 0
+    assert strengths[by_forgetting[0]] >= strengths[by_forgetting[50]] >= strengths[by_forgetting[-1]]
+
+
+def test_the_map_has_every_heads_median(page, text_model):
+    def cells():
+        return page.locator("#map rect.cell").evaluate_all("cells => cells.map((cell) => Number(cell.dataset.value))")
+
+    read = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :5001])
+    # Of the text: the boundary before it does not count.
+    half_lives = [math.log(2) / -log_gamma[1:].median(0).values for log_gamma, _ in read]
+    assert cells() == pytest.approx(torch.cat(half_lives).tolist(), rel=5e-3)
+    page.locator("#quantity").select_option("turning")
+    assert cells() == pytest.approx(torch.cat([beta[1:].mean(0) for _, beta in read]).tolist(), abs=1e-3)
+
+
+def test_a_head_can_be_chosen_on_the_map(page):
+    page.locator('#map rect.cell[data-row="1"][data-column="1"]').click()
+    assert page.locator("#layer").input_value() == "1"
+    assert page.locator("#head").input_value() == "1"
+    assert "Layer 1, head 1" in page.locator("#profile-title").text_content()
+
+
+def test_a_long_text_is_made_as_it_comes_into_view(page):
+    there = page.locator(".token").count()
+    assert 400 <= there < 3000
+    assert page.locator('[data-token="5000"]').count() == 0
+    profile = page.locator("#profile svg")
+    box = profile.bounding_box()
+    # The end of the text, from above.
+    profile.click(position={"x": box["width"] - 8, "y": 40})
+    page.locator(".token.here").wait_for()
+    assert int(page.locator(".token.here").get_attribute("data-token")) > 4900
+    assert page.locator(".token.here").is_visible()
+    # What comes into view has the colours of the head that was chosen meanwhile.
+    page.locator("#head").select_option("1")
+    page.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
+    page.wait_for_function("document.querySelectorAll('.token').length > 2000")
+
+
+def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
+    model = TextModel(lively_model(rotary="fixed"), ByteTokenizer())
+    path = tmp_path / "page.html"
+    path.write_text(build_inspection_page(inspect_text(model, LINE), "Gated"), encoding="utf-8")
+    with open_page(browser, path) as page:
+        assert page.locator("#quantity").input_value() == "forgetting"
+        assert page.locator("#quantity option:disabled").count() == 2
+        page.locator('[data-token="3"]').hover()
+        assert "β" not in page.locator("#tooltip").text_content()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_looks_right(browser, path, tmp_path, width, scheme):
+    with open_page(browser, path, width=width, scheme=scheme) as page:
+        page.locator(".token").first.wait_for()
+        assert overlaps(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        picture = picture_of(page, tmp_path / "page.png")[:900]
+    assert len({tuple(pixel) for pixel in (picture[::4, ::4].reshape(-1, 3) * 15).round().tolist()}) > 20

@@ -1,0 +1,305 @@
+"""The report's page in a headless Chromium, from disk."""
+
+import pytest
+from report.pages import open_page, overlaps, picture_of, share_of
+
+from sympow.report.grouping import group_runs
+from sympow.report.report_page import build_report_page
+from sympow.report.runs import collect
+from sympow.report.style import DARK_PAPER, LIGHT_PAPER, VARIANTS, assign_styles
+
+
+@pytest.fixture(scope="module")
+def path(experiment, tmp_path_factory):
+    groups = group_runs(collect([experiment]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    path = tmp_path_factory.mktemp("page") / "index.html"
+    path.write_text(build_report_page("Made-up runs", groups, styles, ["One thing to know."]), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def page(browser, path):
+    with open_page(browser, path) as page:
+        yield page
+
+
+def lines(page, section, series=None):
+    """The paths of curves in a section."""
+    wanted = f'[data-series="{series}"]' if series else ""
+    return [element.get_attribute("d") for element in page.query_selector_all(f"#{section} path.line{wanted}")]
+
+
+def titles(page, section):
+    return page.locator(f"#{section} figcaption").all_text_contents()
+
+
+def ticks(page, section, n=0):
+    return page.locator(f"#{section} figure").nth(n).locator("text.tick").all_text_contents()
+
+
+def axis_labels(page, section):
+    return page.locator(f"#{section} figure").first.locator("text.axis-label").all_text_contents()
+
+
+def heights(path):
+    """y of every point of a path, in pixels."""
+    return [float(point.split(",")[1]) for point in path.removeprefix("M").split("L")]
+
+
+def roughness(path):
+    ys = heights(path)
+    return sum(abs(a - 2 * b + c) for a, b, c in zip(ys, ys[1:], ys[2:], strict=False))
+
+
+def test_it_shows_every_section(page):
+    assert page.title() == page.locator("h1").text_content() == "Made-up runs"
+    assert page.locator("#summary").text_content() == "28 runs of 14 configs with 2 seeds"
+    assert "One thing to know." in page.locator("#notes").text_content()
+    assert titles(page, "final") == titles(page, "speed") == ["p = 4", "p = 2"]
+    contexts = [f"p = {power}, training context {context}" for power in (4, 2) for context in (64, 256)]
+    assert titles(page, "curves") == contexts
+    assert titles(page, "beyond") == [title.replace("training context", "trained at") for title in contexts]
+    assert titles(page, "heads") == ["By layer and head", "By layer over training"]
+    assert page.locator("#run-table tbody tr").count() == 28
+    # Four variants in each panel.
+    for section, panels in (("final", 2), ("beyond", 4), ("curves", 4), ("speed", 2), ("probes", 4)):
+        assert len(lines(page, section)) == 4 * panels
+        assert all(lines(page, section))
+
+
+def test_a_series_can_be_hidden_everywhere_and_shown_again(page):
+    button = page.locator('#final .legend button[data-series="sympow"]')
+    assert button.get_attribute("aria-pressed") == "true"
+    button.click()
+    assert button.get_attribute("aria-pressed") == "false"
+    for section in ("final", "beyond", "curves", "speed"):
+        assert lines(page, section, "sympow") == []
+        assert lines(page, section, "conformal") != []
+    assert page.locator("#shown").text_content() == "20 of 28 runs"
+    page.locator("#final .legend .all").click()
+    assert len(lines(page, "curves", "sympow")) == 4
+
+
+def test_a_double_click_shows_one_series_alone(page):
+    page.locator('#curves .legend button[data-series="conformal"]').dblclick()
+    assert len(lines(page, "curves")) == len(lines(page, "curves", "conformal")) == 4
+
+
+def test_smoothing_smooths(page):
+    def set_smoothing(value):
+        page.locator("#smoothing").fill(str(value))
+        return lines(page, "curves", "conformal")[0]
+
+    rough, smooth = set_smoothing(0), set_smoothing(20)
+    assert page.locator("#smoothing-value").text_content() == "over 8 steps"
+    assert roughness(smooth) < roughness(rough) / 3
+    set_smoothing(0)
+    assert page.locator("#smoothing-value").text_content() == "none"
+
+
+def test_curves_against_tokens_and_time_and_on_logarithmic_axes(page):
+    assert axis_labels(page, "curves") == ["step", "training loss (nats per token)"]
+    assert "40" in ticks(page, "curves")
+    page.locator("#curve-x").select_option("tokens")
+    assert axis_labels(page, "curves")[0] == "tokens"
+    # 40 steps of 1,024 tokens.
+    assert "40,000" in ticks(page, "curves")
+    page.locator("#curve-x").select_option("time")
+    assert axis_labels(page, "curves")[0] == "time on steps"
+    assert any(tick.endswith(" s") for tick in ticks(page, "curves"))
+    page.locator("#curve-x").select_option("steps")
+    before = lines(page, "curves")[0]
+    page.locator("#curve-log-x").check()
+    assert {"1", "10"} <= set(ticks(page, "curves"))
+    after = lines(page, "curves")[0]
+    page.locator("#curve-log-y").check()
+    assert len({before, after, lines(page, "curves")[0]}) == 3
+
+
+def test_the_beginning_can_have_its_room(page):
+    tops = [min(heights(lines(page, "curves")[0]))]
+    page.locator("#late").uncheck()
+    tops.append(min(heights(lines(page, "curves")[0])))
+    # Out of the picture at first, inside of it then.
+    assert tops[0] < 0 < tops[1]
+
+
+def test_another_metric_and_each_seed(page):
+    page.locator("#metric").select_option(label="held-out loss (nats per token)")
+    assert axis_labels(page, "curves")[1] == "held-out loss (nats per token)"
+    page.locator("#metric").select_option("loss")
+    assert page.locator("#curves path.faint").count() == 0
+    page.locator("#each-seed").check()
+    assert page.locator("#curves path.faint").count() == 4 * 4 * 2
+
+
+def test_pointing_reads_numbers(page):
+    plot = page.locator("#final svg[role=img]").first
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 60)
+    text = page.locator("#tooltip").text_content()
+    # p = 4 at 256: mean of two seeds, 0.02 apart, of the last four of forty losses.
+    base = 3 - 0.3 - 0.2
+    tail = sum(3 / step for step in range(37, 41)) / 4
+    assert "training context (tokens): 256" in text
+    assert f"conformal{base + 0.01 + tail:.3f}{base + tail:.3f} to {base + 0.02 + tail:.3f}, 2 seeds" in text
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] - 40)
+    assert page.locator("#tooltip").is_hidden()
+
+
+def test_arrow_keys_read_numbers_too(page):
+    page.locator("#final svg[role=img]").first.focus()
+    page.keyboard.press("ArrowRight")
+    assert "training context (tokens): 64" in page.locator("#tooltip").text_content()
+    page.keyboard.press("ArrowRight")
+    assert "training context (tokens): 256" in page.locator("#tooltip").text_content()
+
+
+def test_dragging_looks_closer_and_a_button_goes_back(page):
+    plot = page.locator("#curves svg[role=img]").first
+    plot.scroll_into_view_if_needed()
+    whole = lines(page, "curves")[0]
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 150, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 300, box["y"] + 160, steps=4)
+    page.mouse.up()
+    assert lines(page, "curves")[0] != whole
+    # What is chosen elsewhere leaves it as it is.
+    page.locator('#curves .legend button[data-series="softmax"]').click()
+    page.locator('#curves .legend button[data-series="softmax"]').click()
+    assert lines(page, "curves")[0] != whole
+    page.get_by_role("button", name="Whole range").click()
+    assert lines(page, "curves")[0] == whole
+
+
+def test_a_filter_is_for_the_whole_page(page):
+    page.locator("#filter").fill("conformal context=64 p=2")
+    assert page.locator("#shown").text_content() == "2 of 28 runs"
+    assert titles(page, "curves") == ["p = 2, training context 64"]
+    names = page.locator("#run-table tbody tr").evaluate_all("rows => rows.map((row) => row.dataset.run)")
+    assert names == ["conformal-p2-64/seed0", "conformal-p2-64/seed1"]
+    assert page.locator("#head-run option").all_text_contents() == [
+        "conformal, p = 2, context 64, seed 0",
+        "conformal, p = 2, context 64, seed 1",
+    ]
+    page.locator("#filter").fill("nothing-like-this")
+    assert page.locator("#final .empty").is_visible()
+    assert page.locator("#heads .empty").is_visible()
+    page.locator("#filter").fill("")
+    assert page.locator("#shown").text_content() == "28 runs"
+
+
+def test_loss_beyond_the_training_context(page):
+    assert page.locator("#beyond .training-context").count() == 4
+    # 1, 2, … 512, and no more than what was evaluated.
+    assert len(heights(lines(page, "beyond", "conformal")[0])) == 10
+    page.locator("#beyond-kind").select_option("byPosition")
+    assert axis_labels(page, "beyond")[0] == "position (tokens)"
+    assert len(heights(lines(page, "beyond", "conformal")[0])) > 10
+
+
+def test_probes_of_the_state(page):
+    assert titles(page, "probes") == titles(page, "beyond")
+    choices = page.locator("#probe option").all_text_contents()
+    assert choices == ["associative recall of 2 pairs", "associative recall of 4 pairs", "passkey"]
+    plot = page.locator("#probes svg[role=img]").first
+    for probe, shown in (("2", "conformal0.25"), ("4", "conformal0.5"), ("passkey", "conformal2")):
+        page.locator("#probe").select_option(probe)
+        plot.focus()
+        page.keyboard.press("ArrowRight")
+        assert shown in page.locator("#tooltip").text_content()
+    assert axis_labels(page, "probes")[1] == "gained by being told (nats per key)"
+
+
+def test_heat_maps_of_heads(page):
+    def cells(n=0):
+        found = page.locator("#heads figure").nth(n).locator("rect.cell")
+        return found.evaluate_all("cells => cells.map((cell) => cell.dataset.value)")
+
+    assert cells() == ["700", "30", None, "2.5"]
+    assert cells(1) == ["500"] * 4 + ["20"] * 4
+    page.locator("#heads rect.cell").nth(2).hover()
+    assert "layer 1, head 0: never forgets" in page.locator("#tooltip").text_content()
+    page.locator("#head-quantity").select_option("beta_mean")
+    assert cells() == ["1", "0.4", "1.6", "1.1"]
+    chosen = page.locator("#head-run").input_value()
+    page.locator("#head-run").select_option(label="conformal, p = 4, context 256, seed 1")
+    assert page.locator("#head-run").input_value() != chosen
+    assert cells() == ["1", "0.4", "1.6", "1.1"]
+
+
+def test_the_final_loss_can_be_the_held_out_one(page):
+    page.locator("#final-kind").select_option("finalHeldoutLoss")
+    assert axis_labels(page, "final")[1] == "held-out loss (nats per token)"
+    page.locator("#final details summary").click()
+    row = page.locator("#final .numbers tbody tr").filter(has_text="conformal").first
+    assert row.locator("td").all_text_contents() == ["p = 4", "conformal", "3.01", "3.01"]
+
+
+def test_the_table_sorts_marks_and_opens(page):
+    head = page.locator("#run-table thead")
+    assert "learning rate" not in head.text_content()
+    assert "learning rate" in page.locator("#same").text_content()
+    head.get_by_role("button", name="final loss").click()
+    values = [float(x) for x in page.locator("#run-table tbody td:nth-child(4)").all_text_contents()]
+    assert values == sorted(values)
+    assert len(set(values)) > 5
+    head.get_by_role("button", name="final loss").click()
+    values = [float(x) for x in page.locator("#run-table tbody td:nth-child(4)").all_text_contents()]
+    assert values == sorted(values, reverse=True)
+    # Softmax is not the commonest mixer.
+    marked = page.locator("#run-table td.different").all_text_contents()
+    assert marked.count("softmax") == 4
+    assert "sympow" not in marked
+    page.get_by_role("button", name="softmax-p2-64/seed1").click()
+    command = page.locator("#run-table .command").text_content()
+    assert command.startswith("sympow train --config ")
+    assert "softmax-p2-64/seed1/config.yaml" in command
+    page.locator("#all-settings").check()
+    assert "learning rate" in page.locator("#run-table thead").text_content()
+
+
+def test_light_and_dark_can_be_chosen(page):
+    def colours():
+        return page.evaluate(
+            """() => [getComputedStyle(document.body).backgroundColor,
+                      getComputedStyle(document.querySelector('path.line[data-series="conformal"]')).stroke]"""
+        )
+
+    light = colours()
+    page.locator("#theme").select_option("dark")
+    dark = colours()
+    assert light[0] == "rgb(255, 255, 255)"
+    assert dark[0] == "rgb(20, 23, 28)"
+    assert light[1] != dark[1]
+    page.locator("#theme").select_option("auto")
+    assert colours() == light
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_it_looks_right(browser, path, tmp_path, width, scheme):
+    with open_page(browser, path, width=width, scheme=scheme) as page:
+        assert overlaps(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        picture = picture_of(page, tmp_path / "page.png")
+    assert picture.shape[1] == width
+    paper = LIGHT_PAPER if scheme == "light" else DARK_PAPER
+    assert 0.2 < share_of(picture, paper) < 0.98
+    for name in ("sympow", "sympow + gating", "conformal"):
+        assert share_of(picture, getattr(VARIANTS[name], scheme)) > 1e-4, name
+
+
+def test_it_prints_light_and_without_controls(browser, path, tmp_path):
+    with open_page(browser, path, scheme="dark") as page:
+        page.emulate_media(media="print")
+        assert page.locator("#filter").is_hidden()
+        assert page.locator("#smoothing").is_hidden()
+        assert page.locator("#curves svg[role=img]").first.is_visible()
+        picture = picture_of(page, tmp_path / "print.png")
+        assert share_of(picture, LIGHT_PAPER) > 0.5
+        pdf = page.pdf()
+    assert pdf.startswith(b"%PDF")
