@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from sympow.checks import check_choice
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
+from sympow.memory import MEMORIES
 from sympow.model.config import MIXERS, PRESETS, GPTConfig
+from sympow.model.gpt import PIECE
 from sympow.ops.validation import BACKENDS, check_power
 
 try:
@@ -21,12 +26,18 @@ except ModuleNotFoundError as error:
     ) from error
 
 from sympow.data.cli import app as data_app
+from sympow.experiment.cli import experiment
 from sympow.train.cli import train
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from sympow.reading import Reading
     from sympow.text import TextModel
 
+MEMORY_HELP = (
+    "What to keep of what was read: state, keys (and values), or auto: keys until they would take more than a state."
+)
 app = typer.Typer(
     help="Conformal symmetric power transformers.",
     no_args_is_help=True,
@@ -36,6 +47,7 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 app.command()(train)
+app.command()(experiment)
 
 
 @app.callback()
@@ -102,7 +114,7 @@ def bench(
     backend: Annotated[list[str] | None, typer.Option(help="torch, triton or auto; repeat for more.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Time only methods with this in their name.")] = None,
     backward: Annotated[bool, typer.Option(help="Time forward and backward together, too.")] = True,
-    runs: Annotated[int, typer.Option(help="Calls per measurement.")] = 20,
+    runs: Annotated[int, typer.Option(help="Rounds, each with a sample of every method.")] = 20,
     out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure goes beside it.")] = None,
 ) -> None:
     """Times forms and backends beside softmax, and beside retention and fla where they are installed."""
@@ -144,35 +156,54 @@ def evaluate(
     checkpoints: Annotated[list[Path], typer.Argument(help="The model folders of one or more runs.")],
     data: Annotated[str, typer.Option(help="As for training; its held-out documents are read.")] = "stdlib",
     length: Annotated[
-        int, typer.Option(help="Tokens to read of each document; longer than training, if you like.")
-    ] = 4_096,
+        int | None, typer.Option(help="Tokens to read of each document; by default 4 times the training context.")
+    ] = None,
     documents: Annotated[int, typer.Option(help="How many documents.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="Folder for JSON and figure.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = 8_192,
+    probe: Annotated[list[str] | None, typer.Option(help="Probe the state, too: recall, passkey; repeatable.")] = None,
+    pairs: Annotated[list[int] | None, typer.Option(help="Pairs for the probe recall; repeat for more.")] = None,
+    distance: Annotated[list[int] | None, typer.Option(help="Tokens for the probe passkey; repeat for more.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for JSON and figures.")] = None,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = PIECE,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
-    """Loss on held-out documents against how much of them was read."""
+    """Loss on held-out documents against how much of them was read, and probes of what the state holds.
+
+    Under torchrun, processes read each document together: torchrun --nproc-per-node 8 -m sympow.cli evaluate …
+    """
     import torch
 
-    from sympow.report.evaluation import evaluate_model, print_losses, save_losses
+    from sympow.report.evaluation import Setting, evaluate_model, print_evaluations, save_evaluations, training_context
 
     try:
         device, dtype = _device_and_dtype(device, dtype)
-        if length < 1 or documents < 1:
-            raise ValueError(f"length and documents must be at least 1, got {length} and {documents}")
-        autocast = torch.bfloat16 if dtype == "bfloat16" else None
-        losses = {
-            _name_of(path): evaluate_model(path, data, length, documents, device=device, dtype=autocast, piece=piece)
-            for path in checkpoints
-        }
+        if length is None:
+            length = 4 * max(training_context(path) or 1_024 for path in checkpoints)
+        given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
+        setting = Setting(
+            data,
+            length,
+            documents,
+            tuple(probe or ()),
+            piece=piece,
+            device=device,
+            dtype=torch.bfloat16 if dtype == "bfloat16" else None,
+            **{name: values for name, values in given.items() if values},
+        )
+        names = [_name_of(path) for path in checkpoints]
+        if len(set(names)) < len(names):
+            raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+        with _processes(device) as group:
+            found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    print_losses(losses, length)
+    if os.environ.get("RANK", "0") != "0":
+        return
+    print_evaluations(found, length)
     if out is not None:
         facts = {"command": "sympow " + " ".join(sys.argv[1:]), "data": data, "device": device, "dtype": dtype}
-        save_losses(losses, facts, out)
-        typer.echo(f"wrote {out / 'evaluation.json'} and {out / 'loss_by_position.png'}", err=True)
+        written = save_evaluations(found, facts, out)
+        typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
 
 
 @app.command()
@@ -189,7 +220,8 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeat for more.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choices; by default another each time.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens of a prompt read at a time; memory depends on it.")] = 8_192,
+    piece: Annotated[int, typer.Option(help="Tokens of a prompt read at a time; memory depends on it.")] = PIECE,
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
@@ -199,15 +231,23 @@ def generate(
 
     try:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+        check_choice("memory", memory, MEMORIES)
         text_model = _load_text_model(checkpoint, device, dtype)
-        before = _read_before(text_model, file, state, piece)
+        how: dict[str, Any] = {"piece": piece, "memory": memory}
+        before = _read_before(text_model, file, state, how)
         if before is None and not prompt:
             raise ValueError("give a --prompt, a --file or a --state to go on from")
         readings = [
-            text_model.read(text, piece=piece) if before is None else text_model.read_on(before, text, piece=piece)
+            text_model.read(text, **how) if before is None else text_model.read_on(before, text, **how)
             for text in prompt or [""]
         ]
-        options: dict[str, Any] = {"tokens": tokens, "sampling": sampling, "stop": stop or (), "seed": seed}
+        options: dict[str, Any] = {
+            "tokens": tokens,
+            "sampling": sampling,
+            "stop": stop or (),
+            "seed": seed,
+            "memory": memory,
+        }
         if len(readings) == 1:
             print_stream(text_model, readings[0], **options)
         else:
@@ -222,21 +262,99 @@ def state_(
     file: Annotated[Path, typer.Argument(help="The text to read.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     after: Annotated[Path | None, typer.Option(help="A file of this command: read on from there.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = 8_192,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = PIECE,
+    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
     """Reads a text into a file, to go on from later: `sympow generate … --state FILE`."""
-    from sympow.report.info import format_bytes
+    from sympow.report.generation import describe_memory
 
     try:
+        check_choice("memory", memory, MEMORIES)
         text_model = _load_text_model(checkpoint, device, dtype)
-        reading = _read_before(text_model, file, after, piece)
+        reading = _read_before(text_model, file, after, {"piece": piece, "memory": memory})
         assert reading is not None
         reading.save(out, text_model.model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(f"{out}: {reading.tokens:,} tokens in a state of {format_bytes(reading.nbytes)}")
+    typer.echo(f"{out}: {reading.tokens:,} tokens in {describe_memory(reading, memory)}")  # type: ignore[arg-type]
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs however deep.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")],
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training runs",
+    heads: Annotated[
+        bool, typer.Option(help="Measure what heads learned, where it is not known yet; kept in the run's folder.")
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu, for that; by default what there is.")] = None,
+) -> None:
+    """Figures and one page of runs: losses, curves, speed, settings, and what gates and rotations learned."""
+    from sympow.report.writing import write_report
+
+    try:
+        device, _ = _device_and_dtype(device, None)
+        written = write_report(runs, out, title=title, heads=heads, device=device)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)
+
+
+@app.command(name="inspect")
+def inspect_(
+    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
+    file: Annotated[Path | None, typer.Argument(help="The text to read; - for standard input.")] = None,
+    text: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("inspect.html"),
+    tokens: Annotated[int, typer.Option(help="Tokens to read at most; the page grows with them.")] = 8_192,
+    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = PIECE,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
+) -> None:
+    """A page that shows a text with each token coloured by how much a head forgot (γ) and turned (β) there."""
+    from sympow.data.files import write_atomically
+    from sympow.report.inspection import build_inspection_page, inspect_text
+
+    try:
+        if (file is None) == (text is None):
+            raise ValueError("give either a file (- for standard input) or a --text")
+        content = _read_text(file) if text is None else text
+        inspection = inspect_text(_load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
+        named = "a text" if file is None or str(file) == "-" else file.name
+        title = f"{named}, as {checkpoint} reads it"
+        write_atomically(out, build_inspection_page(inspection, title).encode())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if inspection.left_out:
+        typer.echo(
+            f"the text has {tokens + inspection.left_out:,} tokens; the first {tokens:,} are shown (--tokens)", err=True
+        )
+    typer.echo(f"wrote {out}", err=True)
+
+
+def _read_text(file: Path | None) -> str:
+    """A file's content, or what comes in."""
+    if str(file) == "-":
+        return sys.stdin.read()
+    if file is None or not file.is_file():
+        raise ValueError(f"file must name a text file, and {file} is none")
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+@contextmanager
+def _processes(device: str) -> Iterator[ProcessGroup | None]:
+    """The processes that torchrun started; None: this is the only one."""
+    if "RANK" not in os.environ:
+        yield None
+        return
+    import torch.distributed as dist
+
+    from sympow.train.distributed import process_group
+
+    with process_group(device):
+        yield dist.group.WORLD
 
 
 def _load_text_model(checkpoint: Path, device: str | None, dtype: str | None) -> TextModel:
@@ -265,7 +383,7 @@ def _name_of(checkpoint: Path) -> str:
     return path.parent.name if path.name == "model" else path.name
 
 
-def _read_before(text_model: TextModel, file: Path | None, state: Path | None, piece: int) -> Reading | None:
+def _read_before(text_model: TextModel, file: Path | None, state: Path | None, how: dict[str, Any]) -> Reading | None:
     """What comes before a prompt: a saved state, then a file."""
     from sympow.reading import Reading
 
@@ -275,7 +393,7 @@ def _read_before(text_model: TextModel, file: Path | None, state: Path | None, p
     if not file.is_file():
         raise ValueError(f"file must name a text file, and {file} is none")
     text = file.read_text(errors="replace")
-    return text_model.read(text, piece=piece) if reading is None else text_model.read_on(reading, text, piece=piece)
+    return text_model.read(text, **how) if reading is None else text_model.read_on(reading, text, **how)
 
 
 def main() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from sympow.data.associative_recall import NAME as RECALL
+from sympow.data.associative_recall import AssociativeRecall, RecallTask
 from sympow.data.dataset import TokenDataset
 from sympow.data.longcrawl64 import LongCrawl64
 from sympow.data.manifest import MANIFEST_FILE
@@ -22,12 +24,15 @@ def open_dataset(
 
     Args:
         source: "stdlib" (this Python's standard library as bytes), a folder that `prepare` wrote, or LongCrawl64: the
-            folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays.
+            folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays; or "mqar", the
+            synthetic task of associative recall, with options as in "mqar:pairs=32,length=256".
         split: "train" or "heldout".
         storage_options: for an address, what fsspec needs to open it.
     """
     if source == STANDARD_LIBRARY:
         return StandardLibrary(split)
+    if str(source).partition(":")[0] == RECALL and not Path(source).exists():
+        return AssociativeRecall(RecallTask.parse(str(source)), split)
     path = Path(source)
     if (path / MANIFEST_FILE).is_file():
         return ShardDataset(path, split)
@@ -36,6 +41,6 @@ def open_dataset(
     if (path / WORK_FOLDER).is_dir():
         raise ValueError(f"{source} is only partly prepared: run the same `sympow data prepare` again to finish it")
     raise ValueError(
-        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}) or a folder or address of "
-        f"LongCrawl64 (with a {split}.zarr); got {str(source)!r}"
+        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}), {RECALL!r}, or a folder or "
+        f"address of LongCrawl64 (with a {split}.zarr); got {str(source)!r}"
     )

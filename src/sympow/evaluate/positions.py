@@ -10,12 +10,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from sympow.model.gpt import GPT, ModelState
+from sympow.checks import check_at_least
+from sympow.evaluate.pieces import read_in_pieces
+from sympow.model.gpt import GPT, PIECE
 from sympow.model.losses import token_losses
-
-PIECE = 8_192
+from sympow.parallel.shards import as_group
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ def loss_by_position(
     piece: int = PIECE,
     dtype: torch.dtype | None = None,
     report: Callable[[int], None] | None = None,
+    group: ProcessGroup | DeviceMesh | None = None,
 ) -> PositionLosses:
     """Mean loss at every position of documents of one length.
 
@@ -58,13 +63,15 @@ def loss_by_position(
         piece: tokens read at a time.
         dtype: of products, under autocast; None: no autocast.
         report: called with the number of documents read so far.
+        group: processes that read each document together, all called with the same documents: each reads `piece` tokens
+            at a time, and all get the same losses. So a document may be as long as one process would take too long for.
 
     Raises:
         ValueError: there are no documents, or they differ in length.
     """
-    if piece < 1:
-        raise ValueError(f"piece must be at least 1, got {piece}")
+    check_at_least("piece", piece, 1)
     device = model.embedding.weight.device
+    ranks = None if group is None else as_group(group)
     total = square = None
     count = 0
     was_training = model.training
@@ -76,7 +83,7 @@ def loss_by_position(
                     f"inputs and targets must be (batch, time) alike, got {tuple(inputs.shape)} and "
                     f"{tuple(targets.shape)}"
                 )
-            losses = _read(model, inputs.to(device), targets.to(device), piece, dtype).double().cpu()
+            losses = _read(model, inputs.to(device), targets.to(device), piece, dtype, ranks).double().cpu()
             if total is None or square is None:
                 total, square = torch.zeros(2, losses.shape[1], dtype=torch.float64)
             if losses.shape[1] != len(total):
@@ -95,14 +102,16 @@ def loss_by_position(
     return PositionLosses(mean, (variance / count).sqrt(), count)
 
 
-def _read(model: GPT, inputs: Tensor, targets: Tensor, piece: int, dtype: torch.dtype | None) -> Tensor:
+def _read(
+    model: GPT, inputs: Tensor, targets: Tensor, piece: int, dtype: torch.dtype | None, group: ProcessGroup | None
+) -> Tensor:
     """Losses (b, t), the state carried from piece to piece."""
-    state: ModelState | None = None
-    parts = []
-    for start in range(0, inputs.shape[1], piece):
-        now = slice(start, start + piece)
-        more = start + piece < inputs.shape[1]
-        with torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None):
-            features, state = model.features(inputs[:, now], state, return_state=more)
-        parts.append(token_losses(features, model.embedding.weight, targets[:, now], dtype=dtype))
-    return torch.cat(parts, dim=1)
+    weight = model.embedding.weight
+    losses = torch.zeros(targets.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
+    for now, features in read_in_pieces(model, inputs, piece, dtype, group):
+        if features.shape[1]:
+            losses[:, now] = token_losses(features, weight, targets[:, now], dtype=dtype)
+    if group is not None:
+        # Each process has some of the positions, and zero at the others.
+        dist.all_reduce(losses, group=group)
+    return losses

@@ -1,0 +1,77 @@
+"""What the paper leaves open: when data-dependent rotation pays, other gates and rotations, what the state holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sympow.experiment import Run, Scale
+
+CURVES = ("softmax", "sympow", "gating", "conformal")
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+PAIRS = (16, 64, 128)
+
+
+def learning_rate(scale: Scale) -> list[Run]:
+    """The learning rate of a scale, chosen once on the softmax baseline; its best goes into `scales.py`."""
+    return [scale.run("softmax", context=scale.contexts[2][1], learning_rate=rate) for rate in RATES]
+
+
+def gates(scale: Scale) -> list[Run]:
+    """Gates: none, fixed, learned, data-dependent (the paper's), and one per rotated pair, p = 2."""
+    variants = ("sympow", "fixed-gate", "learned-gate", "gating", "vector-gate")
+    return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
+
+
+def rotations(scale: Scale) -> list[Run]:
+    """Rotations beside the paper's gate: none, fixed, learned rates, data-dependent (the paper's), per pair, p = 2."""
+    variants = ("unrotated", "gating", "learned-rates", "conformal", "pair-rotation")
+    return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
+
+
+def rotation(scale: Scale) -> list[Run]:
+    """Whether and when data-dependent rotation pays: conformal against gating, one thing changed at a time, p = 2."""
+    # What is particular about a run, and the variants it is made of: what concerns W_β alone leaves gating as it is.
+    both, turning = ("gating", "conformal"), ("conformal",)
+    grid: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        (both, {}),
+        # Training length.
+        (both, {"tokens": 2 * scale.tokens}),
+        (both, {"tokens": 4 * scale.tokens}),
+        # Learning rate of W_β.
+        (turning, {"rotation_rate": 0.1}),
+        (turning, {"rotation_rate": 0.01}),
+        # Scale of the gradient through β, and a limit on the gradient as a whole.
+        (turning, {"rotation_gradient": 0.1}),
+        (turning, {"rotation_gradient": 0.01}),
+        (both, {"clip_norm": 1.0}),
+        # Initialisation of W_β.
+        (turning, {"rotation_init": 0.02}),
+        # N: how fast the fastest pairs turn does not depend on it, how slow the slowest do.
+        (both, {"max_document": 1_024}),
+        (both, {"max_document": 1_048_576}),
+        # Other rotations, and none.
+        (("unrotated", "learned-rates", "pair-rotation"), {}),
+        (("pair-rotation",), {"rotation_rate": 0.1}),
+    ]
+    return [
+        scale.run(variant, context=scale.ablation, seed=seed, **changes)
+        for seed in scale.seeds
+        for variants, changes in grid
+        for variant in variants
+    ]
+
+
+def recall(scale: Scale) -> list[Run]:
+    """What the state holds: models trained on associative recall of more and more pairs, p = 2."""
+    # Heads so small that the state is filled: 16 numbers, 136 features.
+    size: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4}
+    runs = []
+    for seed in scale.seeds:
+        for pairs in PAIRS[:1] if scale.name == "cpu" else PAIRS:
+            context = 8 * pairs
+            evaluation = replace(scale.evaluation, tokens=64 * context, length=0, pairs=(pairs,), distances=())
+            what: dict[str, Any] = {"context": context, "evaluation": evaluation, "title": f"recall-{pairs}"}
+            data = f"mqar:pairs={pairs},length={context}"
+            runs += [scale.run(variant, seed=seed, **what, data=data, **size) for variant in CURVES]
+    return runs

@@ -1,0 +1,62 @@
+"""The figures of the paper (§4 and its appendix) as runs."""
+
+from __future__ import annotations
+
+from sympow.experiment import Run, Scale
+
+CURVES = ("softmax", "sympow", "gating", "conformal")
+
+
+def figure1(scale: Scale) -> list[Run]:
+    """Fig. 1: final training loss against training context, p = 2 and p = 4."""
+    return _in_order_of_seeds([run for power in scale.contexts for run in _panel(scale, power)])
+
+
+def figure2(scale: Scale) -> list[Run]:
+    """Fig. 2: held-out loss by evaluation context, beyond the training context. A part of Fig. 1's runs."""
+    return _in_order_of_seeds(
+        [
+            run
+            for power, context in scale.beyond.items()
+            for run in _panel(scale, power)
+            if run.config.data.context == context
+        ]
+    )
+
+
+def figure3(scale: Scale) -> list[Run]:
+    """Fig. 3: training curves, p = 4. A part of Fig. 1's runs."""
+    return _in_order_of_seeds(_panel(scale, 4))
+
+
+def figure4(scale: Scale) -> list[Run]:
+    """Fig. 4: training curves, p = 2. A part of Fig. 1's runs."""
+    return _in_order_of_seeds(_panel(scale, 2))
+
+
+def ablation(scale: Scale) -> list[Run]:
+    """§4.2.1: data-dependent rotation alone, gating alone, both, and neither, p = 2."""
+    variants = ("sympow", "rotation", "gating", "conformal")
+    return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
+
+
+def _panel(scale: Scale, power: int) -> list[Run]:
+    """A curve for every variant over the contexts of a power.
+
+    Several seeds where differences are small: gating and conformal at p = 2, everything at its longer contexts, and
+    gating and conformal at the longest context of p = 4, where runs cost most.
+    """
+    contexts = scale.contexts[power]
+    runs = []
+    for context in contexts:
+        for variant in CURVES:
+            close = variant in ("gating", "conformal") and (power == 2 or context == contexts[-1])
+            long = power == 2 and context in contexts[-2:]
+            seeds = scale.seeds if close or long else scale.seeds[:1]
+            runs += [scale.run(variant, context=context, power=power, seed=seed) for seed in seeds]
+    return runs
+
+
+def _in_order_of_seeds(runs: list[Run]) -> list[Run]:
+    """All points once before any of them twice: of a grid that is cut short, the most is then known."""
+    return sorted(runs, key=lambda run: run.config.run.seed)

@@ -1,0 +1,247 @@
+"""Writes what came out into docs/reproduction.md, between its two marks, beside what the authors measured.
+
+    python experiments/reproduction_tables.py --results experiments/results/small
+
+Numbers are final training losses unless said otherwise. A difference is that of two runs with the same seed, which see
+the same batches, averaged over the seeds both have, ± the standard error of that mean. A claim holds if the difference
+has the claimed sign and is more than two standard errors away from zero; with one seed only the sign is known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sympow.data.files import write_atomically
+from sympow.experiment.results import all_rows
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+CURVES = ("softmax", "sympow", "gating", "conformal")
+# Training loss near step 100,000, LongCrawl64, 124M parameters; read off the authors' published plots.
+AUTHORS: dict[tuple[int, int], tuple[float, float, float, float]] = {
+    (2, 256): (2.565, 2.581, 2.567, 2.519),
+    (2, 1_024): (2.412, 2.494, 2.440, 2.379),
+    (2, 4_096): (2.375, 2.458, 2.358, 2.281),
+    (2, 8_192): (2.362, 2.480, 2.365, 2.296),
+    (4, 1_024): (2.412, 2.412, 2.401, 2.346),
+    (4, 4_096): (2.375, 2.320, 2.313, 2.249),
+    (4, 16_384): (2.389, 2.345, 2.304, 2.233),
+}
+# Trained at 16,384, evaluated at 65,536, p = 4.
+AUTHORS_BEYOND = (2.79, 7.12, 2.29, 2.18)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two variants, over seeds.
+
+    Attributes:
+        mean: of the first less the second.
+        error: standard error; None with one seed.
+        seeds: how many.
+    """
+
+    mean: float
+    error: float | None
+    seeds: int
+
+    def __str__(self) -> str:
+        spread = "one seed" if self.error is None else f"± {self.error:.3f}, {self.seeds} seeds"
+        return f"{self.mean:+.3f} ({spread})"
+
+    def holds(self, sign: int) -> str:
+        """Whether it is above zero (sign 1) or below (−1)."""
+        if self.error is None:
+            return f"{'yes' if self.mean * sign > 0 else 'no'}, by one seed"
+        if abs(self.mean) <= 2 * self.error:
+            return "not to be told"
+        return "yes" if self.mean * sign > 0 else "no"
+
+
+class Results:
+    """Rows of finished runs, to be asked for by what they are."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = [row for row in rows if row["status"] == "done"]
+
+    def of(self, variant: str, power: int, context: int, changes: dict[str, Any] | None = None) -> dict[int, Row]:
+        """By seed."""
+        power_of = None if variant == "softmax" else power
+        wanted = (variant, power_of, context, changes or {})
+        return {
+            row["seed"]: row
+            for row in self.rows
+            if (row["variant"], row["power"], row["context"], row["changes"]) == wanted
+        }
+
+    def contexts(self, power: int) -> list[int]:
+        return sorted({row["context"] for row in self.rows if row["power"] == power and not row["changes"]})
+
+
+def final_loss(row: Row) -> float:
+    return float(row["final_loss"])
+
+
+def within(context: int) -> Callable[[Row], float]:
+    return lambda row: float(row["by_context"][str(context)])
+
+
+def difference(
+    one: dict[int, Row], other: dict[int, Row], number: Callable[[Row], float] = final_loss
+) -> Difference | None:
+    """Over the seeds that both have; None: there are none."""
+    found = [number(one[seed]) - number(other[seed]) for seed in sorted(one.keys() & other.keys())]
+    if not found:
+        return None
+    error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
+    return Difference(statistics.fmean(found), error, len(found))
+
+
+def mean(rows: dict[int, Row], number: Callable[[Row], float] = final_loss) -> str:
+    found = [number(row) for row in rows.values()]
+    if not found:
+        return "–"
+    return f"{statistics.fmean(found):.3f}" + (f" ± {statistics.stdev(found):.3f}" if len(found) > 1 else "")
+
+
+def tables(results: Results) -> Iterator[str]:
+    """Every table there are results for."""
+    if not results.rows:
+        yield "No results yet.\n"
+        return
+    yield from _losses(results)
+    yield from _claims(results)
+    yield from _beyond(results)
+    yield from _variants(results)
+    yield from _rotation(results)
+
+
+def _losses(results: Results) -> Iterator[str]:
+    yield "### Final training loss (Fig. 1)\n\nThe authors' number, ours (mean ± deviation of one run over seeds).\n"
+    yield _table_head(["p, context", *CURVES])
+    for power in (2, 4):
+        for context in results.contexts(power):
+            theirs = AUTHORS.get((power, context), ("–",) * 4)
+            ours = [mean(results.of(variant, power, context)) for variant in CURVES]
+            cells = [f"{one}, {other}" for one, other in zip(theirs, ours, strict=True)]
+            yield _table_row([f"{power}, {context:,}", *cells])
+    yield ""
+
+
+def _claims(results: Results) -> Iterator[str]:
+    yield "### Orderings\n"
+    yield _table_head(["claim", "where", "authors", "ours", "holds"])
+    for power in (2, 4):
+        contexts = results.contexts(power)
+        if not contexts:
+            continue
+        for context in sorted({contexts[0], contexts[-1]}):
+            claims = (
+                ("sympow is worse than softmax", "sympow", "softmax", 1),
+                ("gating is better than sympow", "gating", "sympow", -1),
+                ("conformal is better than gating", "conformal", "gating", -1),
+            )
+            for claim, one, other, sign in claims:
+                found = difference(results.of(one, power, context), results.of(other, power, context))
+                if found is None:
+                    continue
+                theirs = AUTHORS.get((power, context))
+                known = f"{_of(theirs, one) - _of(theirs, other):+.3f}" if theirs else "–"
+                yield _table_row([claim, f"p = {power}, {context:,}", known, str(found), found.holds(sign)])
+    yield ""
+
+
+def _beyond(results: Results) -> Iterator[str]:
+    trained = [(power, context) for power in (2, 4) for context in results.contexts(power) if context >= 4_096]
+    if not trained:
+        return
+    yield "### Beyond the training context (Fig. 2)\n\nAverage held-out loss within the training context, and beyond.\n"
+    yield _table_head(["p, trained at", "evaluated at", *CURVES])
+    for power, context in trained:
+        rows = [results.of(variant, power, context) for variant in CURVES]
+        known = {int(at) for of in rows for row in of.values() for at in row["by_context"]}
+        for at in (context, 4 * context, 65_536):
+            if at in known:
+                cells = [mean({s: r for s, r in of.items() if str(at) in r["by_context"]}, within(at)) for of in rows]
+                yield _table_row([f"{power}, {context:,}", f"{at:,}", *cells])
+    yield _table_row(["authors: 4, 16,384", "65,536", *map(str, AUTHORS_BEYOND)])
+    yield ""
+
+
+def _variants(results: Results) -> Iterator[str]:
+    """The ablation and other gates and rotations: whatever has no changes at a context that has them."""
+    paper = set(CURVES)
+    others = [row for row in results.rows if row["variant"] not in paper and not row["changes"]]
+    if not others:
+        return
+    yield "### Other gates and rotations, p = 2\n"
+    yield _table_head(["context", "variant", "train loss", "held out", "less gating"])
+    for context in sorted({row["context"] for row in others}):
+        names = [*CURVES, *sorted({row["variant"] for row in others if row["context"] == context})]
+        gated = results.of("gating", 2, context)
+        for name in names:
+            rows = results.of(name, 2, context)
+            if rows:
+                held_out = mean(rows, lambda row: float(row["heldout_loss"]))
+                against = difference(rows, gated) if name != "gating" else None
+                yield _table_row([f"{context:,}", name, mean(rows), held_out, str(against or "")])
+    yield ""
+
+
+def _rotation(results: Results) -> Iterator[str]:
+    only_of_rotations = ("rotation_rate", "rotation_gradient", "rotation_init")
+    kinds = {
+        (row["variant"], row["context"], json.dumps(row["changes"], sort_keys=True)): row["changes"]
+        for row in results.rows
+        if row["variant"] in ("conformal", "learned-rates", "pair-rotation", "unrotated") and row["power"] == 2
+    }
+    lines = []
+    for (variant, context, _), changes in sorted(kinds.items()):
+        shared = {name: value for name, value in changes.items() if name not in only_of_rotations}
+        one, other = results.of(variant, 2, context, changes), results.of("gating", 2, context, shared)
+        found, held_out = difference(one, other), difference(one, other, lambda row: float(row["heldout_loss"]))
+        if found is not None and held_out is not None:
+            what = ", ".join(f"{name} {value:,}" for name, value in changes.items()) or "–"
+            lines.append(_table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)]))
+    if lines:
+        yield "### Does rotation pay? Loss less that of gating with the same settings, p = 2\n"
+        yield _table_head(["variant", "context", "changed", "train loss", "held out", "better than gating"])
+        yield from lines
+        yield ""
+
+
+def _of(row: tuple[float, ...], variant: str) -> float:
+    return row[CURVES.index(variant)]
+
+
+def _table_head(cells: Sequence[str]) -> str:
+    return _table_row(cells) + "\n" + _table_row(["---"] * len(cells))
+
+
+def _table_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=Path("experiments/results/small"))
+    parser.add_argument("--page", type=Path, default=Path("docs/reproduction.md"))
+    arguments = parser.parse_args()
+    text = arguments.page.read_text("utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"{arguments.page} must have the marks {BEGIN} and {END}")
+    written = "\n".join(tables(Results(all_rows(arguments.results))))
+    write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Held-out stretches: from the beginnings on, every document before any of them twice."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from sympow import GPT, GPTConfig
+from sympow.evaluate import loss_by_position, stretches
+from sympow.report.memory import PeakMemory
+
+
+@dataclass
+class Documents:
+    lengths: np.ndarray
+    name: str = "some documents"
+    boundary: int = 99
+    content: list = field(init=False)
+
+    def __post_init__(self):
+        self.content = [100 * (n + 1) + np.arange(length) for n, length in enumerate(self.lengths)]
+
+    def read(self, document, start, stop):
+        return self.content[document][start:stop]
+
+
+DATASET = Documents(np.array([7, 3, 4]))
+
+
+def test_every_document_comes_before_any_comes_twice():
+    found = [targets[0, 0].item() for _, targets in stretches(DATASET, 3, 10)]
+    assert found == [100, 200, 300, 103]
+
+
+def test_inputs_are_the_tokens_before():
+    (first, *_, last) = stretches(DATASET, 3, 10)
+    assert (first[0].tolist(), first[1].tolist()) == ([[99, 100, 101]], [[100, 101, 102]])
+    assert (last[0].tolist(), last[1].tolist()) == ([[102, 103, 104]], [[103, 104, 105]])
+
+
+def test_batches_hold_several_and_the_last_what_is_left():
+    shapes = [tuple(inputs.shape) for inputs, _ in stretches(DATASET, 2, 5, batch=3)]
+    assert shapes == [(3, 2), (2, 2)]
+
+
+def test_too_long_a_stretch_is_refused():
+    with pytest.raises(ValueError, match=r"some documents has no document of length=8 tokens; the longest has 7"):
+        stretches(DATASET, 8, 1)
+    with pytest.raises(ValueError, match="count must be at least 1, got 0"):
+        stretches(DATASET, 3, 0)
+
+
+def test_memory_does_not_depend_on_how_much_is_read():
+    """Four times the tokens, up to 65,536: what is kept of each is its loss, and no feature."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=17, layers=1, width=32, heads=2))
+    peaks = {}
+    for length in (16_384, 65_536):
+        document = tuple(torch.randint(17, (2, 1, length)))
+        with PeakMemory() as memory:
+            loss_by_position(model, [document], piece=2_048)
+        peaks[length] = memory.peak
+    per_token = (peaks[65_536] - peaks[16_384]) / (65_536 - 16_384)
+    # float32 and float64 losses, their sums and squares; the features of a token alone would have 128.
+    assert per_token < 64
+
+
+@pytest.mark.gpu
+def test_a_long_document_on_a_gpu_in_pieces_is_that_in_one_pass_in_less_memory():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=17, layers=2, width=64, heads=2)).double().cuda()
+    document = tuple(torch.randint(17, (2, 1, 65_536)))
+    found, peaks = [], []
+    for piece in (8_192, 65_536):
+        torch.cuda.reset_peak_memory_stats()
+        found.append(loss_by_position(model, [document], piece=piece).mean)
+        peaks.append(torch.cuda.max_memory_allocated())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-8, atol=1e-8)
+    assert peaks[0] < peaks[1] / 2

@@ -1,0 +1,95 @@
+"""Probes of the state: they find what a model remembers and for how long, and nothing else."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from evaluate_oracles import Oracle
+from torch.nn.functional import cross_entropy
+
+from sympow import GPT, GPTConfig
+from sympow.data import load_tokenizer, open_dataset
+from sympow.evaluate import Vocabulary, associative_recall, passkey_retrieval
+from sympow.evaluate.answers import score_answers
+
+VOCABULARY = Vocabulary(np.arange(0, 20), np.arange(20, 40), boundary=40)
+
+
+@pytest.mark.parametrize("piece", [3, 100])
+def test_answers_are_scored_as_a_forward_pass_scores_them(piece):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2))
+    tokens, places = torch.randint(17, (3, 12)), torch.tensor([1, 4, 11])
+    found = score_answers(model, tokens, places, piece=piece)
+    logits = model(tokens)[0].detach()[:, places - 1]
+    expected = cross_entropy(logits.flatten(0, 1), tokens[:, places].flatten(), reduction="none").view(3, 3)
+    torch.testing.assert_close(found.losses, expected, rtol=1e-4, atol=1e-5)
+    assert found.right.tolist() == (logits.argmax(-1) == tokens[:, places]).tolist()
+    assert model.training
+
+
+def test_what_is_remembered_is_recalled():
+    points = associative_recall(Oracle(41, order=1, memory=10**6), VOCABULARY, pairs=(2, 16), sequences=8, piece=7)
+    assert {point.pairs for point in points} == {2, 16}
+    assert sum(point.answers for point in points if point.pairs == 16) == 8 * 16
+    for point in points:
+        assert point.accuracy == 1
+        assert point.loss == pytest.approx(0, abs=1e-6)
+        assert point.guess == pytest.approx(math.log(20))
+
+
+def test_what_is_forgotten_is_not_recalled():
+    points = associative_recall(Oracle(41, order=1, memory=16), VOCABULARY, pairs=(16,), sequences=8)
+    near = [point for point in points if point.farthest <= 16]
+    far = [point for point in points if point.nearest > 16]
+    assert near
+    assert far
+    assert all(point.accuracy == 1 for point in near)
+    assert all(point.accuracy == 0 and point.loss > 10 for point in far)
+
+
+def test_distances_are_those_to_the_pair():
+    """One pair is asked for right after it was told."""
+    (point,) = associative_recall(Oracle(41, order=1, memory=2), VOCABULARY, pairs=(1,), sequences=4)
+    assert (point.nearest, point.farthest, point.accuracy) == (2, 2, 1)
+
+
+def test_a_vocabulary_of_text_has_its_commonest_tokens():
+    heldout = open_dataset("stdlib", "heldout")
+    found = Vocabulary.of_text(heldout, size=10)
+    assert len(found.keys) == len(found.values) == 5
+    assert set(map(chr, [*found.keys, *found.values])) >= set(" etr")
+    assert heldout.boundary not in [*found.keys, *found.values]
+
+
+def test_more_pairs_than_keys_are_refused():
+    with pytest.raises(ValueError, match="pairs must be at most 20, the keys there are; got 21"):
+        associative_recall(Oracle(41, 1, 10), VOCABULARY, pairs=(21,))
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_tokenizer("bytes"), open_dataset("stdlib", "heldout")
+
+
+def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
+    model = Oracle(257, order=14, memory=200)
+    near, far = passkey_retrieval(model, *text, distances=(50, 400), keys=4, piece=64)
+    assert (near.distance, far.distance) == (50, 400)
+    assert near.accuracy == 1
+    assert near.loss == pytest.approx(0, abs=1e-4)
+    # A key that was not told is as unlikely from near as from far.
+    assert near.control > 10
+    assert far.accuracy == 0
+    assert far.loss == pytest.approx(far.control)
+
+
+def test_mistakes_of_a_passkey_are_named(text):
+    tokenizer, documents = text
+    with pytest.raises(ValueError, match="distances must leave room in a document"):
+        passkey_retrieval(Oracle(257, 8, 8), tokenizer, documents, distances=(10**9,))
+    with pytest.raises(ValueError, match="tokenizer must be the model's: it has 257 ids, the model 41"):
+        passkey_retrieval(Oracle(41, 8, 8), tokenizer, documents)
+    with pytest.raises(ValueError, match="keys must be at least 1, got 0"):
+        passkey_retrieval(Oracle(257, 8, 8), tokenizer, documents, keys=0)

@@ -1,0 +1,105 @@
+"""The programs in experiments/: a corpus from an archive, and tables from results."""
+
+import importlib.util
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from sympow.data import open_dataset
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, monkeypatch):
+    script = load("prepare_corpus")
+    for split, words in (("train", ["state", "gate"]), ("heldout", ["rotation"])):
+        (tmp_path / "texts" / split).mkdir(parents=True)
+        for word in words:
+            (tmp_path / "texts" / split / f"{word}.txt").write_text(f"{word} and {word} " * 20)
+    with tarfile.open(tmp_path / "texts.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "texts", ".")
+    texts, tokens = tmp_path / "texts.tar.xz", tmp_path / "tokens.tar.xz"
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["prepare_corpus.py", *map(str, arguments)])
+        script.main()
+
+    run(texts, "--out", tmp_path / "here", "--archive", tokens, "--vocab-size", 270, "--workers", 1)
+    run(tokens, "--out", tmp_path / "there")
+    assert "train: 2 documents" in capsys.readouterr().out
+    for split in ("train", "heldout"):
+        here, there = (open_dataset(tmp_path / name, split) for name in ("here", "there"))
+        assert here.fingerprint == there.fingerprint
+        text = there.load_tokenizer().decode(there.read(0, 0, there.lengths[0]))
+        assert text == ("gate and gate " * 20 if split == "train" else "rotation and rotation " * 20)
+    with tarfile.open(tmp_path / "other.tar.xz", "w:xz") as tar:
+        tar.add(tmp_path / "texts" / "train", "train")
+    with pytest.raises(SystemExit, match=r"must hold heldout/\*.txt"):
+        run(tmp_path / "other.tar.xz", "--out", tmp_path / "nowhere")
+
+
+def row(variant, power, context, seed, loss, **others):
+    return {
+        "run": f"{variant}-{power}-{context}-{seed}",
+        "variant": variant,
+        "power": power,
+        "context": context,
+        "seed": seed,
+        "changes": {},
+        "status": "done",
+        "final_loss": loss,
+        "heldout_loss": loss + 1,
+        "by_context": {"8192": loss + 1, "32768": loss + 2},
+        **others,
+    }
+
+
+def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
+    rows = []
+    for seed, noise in enumerate((0.0, 0.01, -0.01)):
+        rows += [
+            row("softmax", None, 8192, seed, 2.0 + noise),
+            row("sympow", 2, 8192, seed, 2.5 + noise),
+            row("gating", 2, 8192, seed, 2.1 + noise),
+            # Better by as much as it is worse, depending on the seed.
+            row("conformal", 2, 8192, seed, 2.1 - 2 * noise),
+            row("conformal", 2, 8192, seed, 2.05 + noise + seed / 1000, changes={"rotation_rate": 0.1}),
+        ]
+    rows.append(row("conformal", 2, 8192, 7, 9.0, status="diverged"))
+    for one in rows:
+        path = tmp_path / "results" / "runs" / f"{one['run']}{len(one['changes'])}" / "result.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(one))
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- results: begin -->\nyesterday\n<!-- results: end -->\nAfter.\n")
+    arguments = ["--results", str(tmp_path / "results"), "--page", str(page)]
+    monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", *arguments])
+    load("reproduction_tables").main()
+    text = page.read_text()
+    assert text.startswith("Before.\n")
+    assert text.endswith("After.\n")
+    assert "yesterday" not in text
+    lines = text.splitlines()
+    assert (
+        "| 2, 8,192 | 2.362, 2.000 ± 0.010 | 2.48, 2.500 ± 0.010 | 2.365, 2.100 ± 0.010 | 2.296, 2.100 ± 0.020 |"
+        in lines
+    )
+    claims = {line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ") for line in lines}
+    assert claims["sympow is worse than softmax"] == "yes"
+    assert claims["gating is better than sympow"] == "yes"
+    assert claims["conformal is better than gating"] == "not to be told"
+    slower = next(line for line in lines if "rotation_rate 0.1" in line)
+    assert "-0.049 (± 0.001, 3 seeds)" in slower
+    assert slower.endswith("| yes |")
+    assert any("32,768" in line and "4.000" in line for line in lines)
