@@ -63,6 +63,12 @@ def test_a_vocabulary_of_text_has_its_commonest_tokens():
     assert heldout.boundary not in [*found.keys, *found.values]
 
 
+def test_by_default_there_are_no_more_pairs_than_keys():
+    """A text in bytes has fewer common tokens than the largest number asks for."""
+    points = associative_recall(Oracle(41, order=1, memory=10**6), VOCABULARY, sequences=2)
+    assert {point.pairs for point in points} == {4, 16}
+
+
 def test_more_pairs_than_keys_are_refused():
     with pytest.raises(ValueError, match="pairs must be at most 20, the keys there are; got 21"):
         associative_recall(Oracle(41, 1, 10), VOCABULARY, pairs=(21,))

@@ -87,7 +87,7 @@ def associative_recall(
     model: GPT,
     vocabulary: Vocabulary,
     *,
-    pairs: Sequence[int] = PAIRS,
+    pairs: Sequence[int] | None = None,
     sequences: int = SEQUENCES,
     seed: int = 0,
     piece: int = PIECE,
@@ -97,7 +97,7 @@ def associative_recall(
 
     Args:
         vocabulary: ids to use.
-        pairs: how many to show; each number is a setting of its own.
+        pairs: how many to show; each number is a setting of its own. None: those of PAIRS that there are keys for.
         sequences: per setting.
         seed: of the pairs.
         piece, dtype: as in `score_answers`.
@@ -105,6 +105,8 @@ def associative_recall(
     Raises:
         ValueError: there are fewer keys than pairs.
     """
+    if pairs is None:
+        pairs = [number for number in PAIRS if number <= len(vocabulary.keys)] or [len(vocabulary.keys)]
     most = max(pairs)
     if most > len(vocabulary.keys):
         raise ValueError(f"pairs must be at most {len(vocabulary.keys)}, the keys there are; got {most}")

@@ -26,7 +26,6 @@ from sympow.evaluate import (
     stretches,
 )
 from sympow.evaluate.passkey import DISTANCES
-from sympow.evaluate.recall import PAIRS
 from sympow.extras import require
 from sympow.model.gpt import GPT
 from sympow.model.storage import load_model
@@ -48,7 +47,7 @@ class Setting:
         length: tokens to read of each document.
         documents: how many.
         probes: "recall" and "passkey", or fewer.
-        pairs: of the recall probe.
+        pairs: of the recall probe; None: as many as there are tokens for.
         distances: of the passkey probe.
         piece: tokens read at a time.
         device: "cuda" or "cpu".
@@ -59,7 +58,7 @@ class Setting:
     length: int
     documents: int
     probes: tuple[str, ...] = ()
-    pairs: tuple[int, ...] = PAIRS
+    pairs: tuple[int, ...] | None = None
     distances: tuple[int, ...] = DISTANCES
     piece: int = 8_192
     device: str = "cpu"
@@ -71,7 +70,7 @@ class Setting:
         for probe in self.probes:
             check_choice("probe", probe, PROBES)
         for name, values in (("pairs", self.pairs), ("distances", self.distances)):
-            if not values or min(values) < 1:
+            if values is not None and (not values or min(values) < 1):
                 raise ValueError(f"{name} must be numbers of at least 1, got {values}")
 
 

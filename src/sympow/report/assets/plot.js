@@ -95,7 +95,8 @@ function makeScale(spec, name, zoom, from, to) {
     if (!(axis.fromZero && low === 0)) first -= room;
     last += room;
   } else if (log) {
-    const room = (last - first) * 0.03;
+    // For marks that stand beside each other where they would cover each other.
+    const room = (last - first) * 0.05;
     [first, last] = [first - room, last + room];
   }
   const scale = (value) => from + ((pass(value) - first) / (last - first)) * (to - from);
