@@ -110,7 +110,9 @@ class Report:
     sass: str
 
 
-def compile_kernel(kernel, blocks, constants, warps, stages, registers=None, dtype="bf16", fusion=True) -> Report:
+def compile_kernel(
+    kernel, blocks, constants, warps, stages, registers=None, dtype="bf16", fusion=True, disassemble=False
+) -> Report:
     """Compiles for sm_90. `blocks`: shape of each descriptor's block, by argument, None for an absent one."""
     signature, constexprs, attributes = {}, {}, {}
     in_gluon = isinstance(kernel, GluonJITFunction)
@@ -138,13 +140,13 @@ def compile_kernel(kernel, blocks, constants, warps, stages, registers=None, dty
         cubin.write_bytes(compiled.asm["cubin"])
         ptx.write_text(compiled.asm["ptx"])
         usage = _run("cuobjdump", "-res-usage", str(cubin)).stdout
-        sass = _run("cuobjdump", "-sass", str(cubin)).stdout
+        sass = _run("cuobjdump", "-sass", str(cubin)).stdout if disassemble else ""
         limit = [f"-maxrregcount={registers}"] if registers else []
         notes = _run("ptxas", "-arch=sm_90a", "-v", *limit, str(ptx), "-o", os.devnull).stderr
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     return Report(
-        int(found.group(1)), int(found.group(2)), compiled.metadata.shared, sass.count("HGMMA"),
-        "serialized" in notes, sass,
+        int(found.group(1)), int(found.group(2)), compiled.metadata.shared,
+        compiled.asm["ptx"].count("wgmma.mma_async"), "serialized" in notes, sass,
     )  # fmt: skip
 
 
@@ -346,7 +348,7 @@ def loops(sass: str) -> list[tuple[int, Counter]]:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        report = compile_kernel(*CASES[sys.argv[1]])
+        report = compile_kernel(*CASES[sys.argv[1]], disassemble=True)
         Path(sys.argv[2]).write_text(report.sass)
         for length, counts in loops(report.sass):
             print(length, dict(counts.most_common(16)))
