@@ -119,6 +119,7 @@ def main() -> None:
         f"Runs:         {out / 'runs'}  (metrics.jsonl, checkpoints, model; tensorboard --logdir {out / 'runs'})"
     )
     console.print(f"Go on:        sympow train --resume --out {runs[longest, 'conformal']} --steps 1000")
+    console.print(f"A page:       sympow report {out / 'runs'} -o {out / 'report'}")
     console.print("Your text:    sympow data prepare TEXT… --out DIR, then sympow train --data DIR")
     console.print("The operator: make forms, README.md, docs/mathematics.md")
 
