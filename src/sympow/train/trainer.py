@@ -194,7 +194,7 @@ class _Run:
         if update.under_way and full_norm is norm:
             # The device decides by itself whether to move: the host will see the numbers when it is further on. Once
             # it did not, it stays where it is.
-            self.refused = self.refused | ~(loss + full_norm).isfinite()
+            self.refused = self.refused | ~(loss.isfinite() & full_norm.isfinite())
             take(unless=self.refused)
         else:
             self._numbers_of(update)
