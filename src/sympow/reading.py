@@ -25,6 +25,7 @@ from torch.nn.functional import linear
 from sympow.extras import require
 from sympow.layers.mixers import LayerState
 from sympow.memory import Memory, fold, prepare
+from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.model.gpt import GPT, PIECE, ModelState
 from sympow.ops.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.state import State
@@ -158,7 +159,7 @@ def fingerprint_of(model: GPT) -> str:
     How it computes (form, backend, chunks) is no part of it: all give the same numbers.
     """
     described = asdict(model.config)
-    for name in ("form", "backend", "chunk_size"):
+    for name in WAYS_TO_COMPUTE:
         described.pop(name)
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
     for name, parameter in sorted(model.state_dict().items()):

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from support import assert_close
+from support import assert_close, interpreted
 
 pytest.importorskip("triton", reason="needs Triton")
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+pytestmark = interpreted
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 5, 1), (3, 300, 12), (2, 256, 40)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sympow
-from support import Inputs, assert_close, gradients, random_inputs, run
+from support import Inputs, assert_close, gradients, interpreted, random_inputs, run
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -16,11 +16,6 @@ import triton
 import triton.language as tl
 
 from sympow.kernels.common import round_to
-
-# The interpreter knows float32, the kernels on a GPU are for bfloat16: what is below runs in one or the other.
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU"
-)
 
 
 def compare(inputs: Inputs, power: int, form: str, *, cu_seqlens=None, **options) -> None:

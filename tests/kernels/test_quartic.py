@@ -3,14 +3,13 @@
 import pytest
 import torch
 
+from support import interpreted
+
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow.kernels import quartic_op
 from sympow.kernels.quartic_op import past_attention
 
-interpreted = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU"
-)
 NAMES = ("numerator", "denominator", "dq", "dk", "dv", "d log_gamma")
 
 

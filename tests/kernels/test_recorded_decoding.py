@@ -7,6 +7,8 @@ none of the host's, which keeps count: what it leaves out, the decoder must do.
 import pytest
 import torch
 
+from support import interpreted
+
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow import GPT, GPTConfig
@@ -16,7 +18,7 @@ from sympow.memory import most_tokens
 from sympow.ops import window as window_module
 from sympow.reading import Reading
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+pytestmark = interpreted
 VOCABULARY = 23
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support import assert_close, random_inputs
+from support import assert_close, interpreted, random_inputs
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.softmax import KeyValueState, PaddedKeyValueState, softmax_attention
 
@@ -15,6 +15,7 @@ CASES = [
     pytest.param("pairs", "scalar", 2, id="pairs-groups"),
     pytest.param("none", "vector", 1, id="vector-gate"),
 ]
+BACKENDS = ["torch", pytest.param("triton", marks=interpreted)]
 
 
 def inputs_of(rotation, gate, group, dtype, seed=0):
@@ -46,7 +47,7 @@ def test_steps_equal_the_whole(rotation, gate, group, prompt):
             assert_close(getattr(found, name), getattr(after, name), 1e-12, name)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+@interpreted
 @pytest.mark.parametrize(("rotation", "gate", "group"), CASES)
 def test_the_kernel_equals_the_whole(rotation, gate, group):
     pytest.importorskip("triton", reason="needs Triton")
@@ -61,7 +62,7 @@ def test_the_kernel_equals_the_whole(rotation, gate, group):
     assert torch.equal(found.v, inputs.v)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+@interpreted
 def test_the_kernel_across_its_parts_and_closed_gates():
     pytest.importorskip("triton", reason="needs Triton")
     inputs = random_inputs(3, batch=1, length=600, heads=1, dim=4, value_dim=4, dtype=torch.float32)
@@ -74,20 +75,20 @@ def test_the_kernel_across_its_parts_and_closed_gates():
     assert_close(step_through(cache, inputs, start, "triton"), expected[:, start:], 2e-5, "y")
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_without_room_is_not_a_number(backend):
-    if backend == "triton" and (torch.cuda.is_available() or not pytest.importorskip("triton")):
-        pytest.skip("float32 runs in Triton's interpreter, without a GPU")
+    if backend == "triton":
+        pytest.importorskip("triton", reason="needs Triton")
     inputs = inputs_of("fixed", "none", 1, torch.float32)
     y = step_through(cache_of(inputs, PROMPT, LENGTH - 1), inputs, PROMPT, backend)
     assert y[:, :-1].isfinite().all()
     assert y[:, -1].isnan().all()
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_of_different_lengths(backend):
-    if backend == "triton" and (torch.cuda.is_available() or not pytest.importorskip("triton")):
-        pytest.skip("float32 runs in Triton's interpreter, without a GPU")
+    if backend == "triton":
+        pytest.importorskip("triton", reason="needs Triton")
     dtype = torch.float32 if backend == "triton" else torch.float64
     tolerance = 2e-6 if backend == "triton" else 1e-12
     inputs = inputs_of("scale", "scalar", 1, dtype)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support import Inputs, assert_close, assert_states_close, random_inputs, run
+from support import Inputs, assert_close, assert_states_close, interpreted, random_inputs, run
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow.ops import window as window_module
 from sympow.ops.window import Window
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+pytestmark = interpreted
 PROMPT = 6
 
 

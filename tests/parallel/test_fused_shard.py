@@ -1,11 +1,12 @@
 """Shards on the fused kernels against float64, within twice the error of plain PyTorch in float32 on the whole."""
 
 import pytest
-import torch
 from parallel import cases
 
+from support import interpreted
+
 pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+pytestmark = interpreted
 
 
 @pytest.mark.parametrize(

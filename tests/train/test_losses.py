@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from support import assert_close
+from support import assert_close, interpreted
 from sympow.model import losses
 from sympow.model.losses import linear_cross_entropy, token_losses
 from sympow.report.memory import PeakMemory
@@ -116,7 +116,7 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
         first.sum().backward()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+@interpreted
 @pytest.mark.parametrize(("vocabulary", "columns"), [(29, 29), (29, 64), (300, 320), (9_000, 9_024)])
 def test_the_kernel_gives_value_and_gradient(vocabulary, columns):
     pytest.importorskip("triton", reason="needs Triton")
@@ -131,7 +131,7 @@ def test_the_kernel_gives_value_and_gradient(vocabulary, columns):
     assert_close(replaced, gradient, 1e-6, "gradient")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU")
+@interpreted
 def test_the_kernel_makes_a_target_that_is_none_visible():
     pytest.importorskip("triton", reason="needs Triton")
     actual, _ = losses._fused_step(torch.randn(3, 32), torch.tensor([0, 31, 5]), 29, 1.0)

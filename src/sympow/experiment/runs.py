@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sympow.checks import check_at_least
+from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.train.config import TrainConfig
 
 # The paper's curves (§4), the parts of its ablation (§4.2.1), and what its conclusion leaves open.
@@ -26,9 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 BOOKKEEPING = frozenset(
     {
         "vocab_size",  # the data's, known when it is opened
-        "form",
-        "backend",
-        "chunk_size",
+        *WAYS_TO_COMPUTE,
         "micro_batch_tokens",
         "compile",
         "recompute",

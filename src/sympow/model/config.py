@@ -15,6 +15,10 @@ from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size,
 MIXERS = ("sympow", "softmax")
 
 
+# Fields that say how a model computes: they may change from one day to the next, and what it is does not.
+WAYS_TO_COMPUTE = ("form", "backend", "chunk_size")
+
+
 @dataclass(frozen=True)
 class GPTConfig:
     """A decoder-only transformer with symmetric power or softmax attention (paper §4).
@@ -65,7 +69,7 @@ class GPTConfig:
         check_power(self.power)
         check_chunk_size(self.chunk_size, self.form)
         if self.mixer == "softmax":
-            for name in ("power", "form", "backend", "chunk_size"):
+            for name in ("power", *WAYS_TO_COMPUTE):
                 default = GPTConfig.__dataclass_fields__[name].default
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")

@@ -208,12 +208,7 @@ def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Te
     from sympow.kernels.decode_op import fused_decode
 
     y, kv, normalizer, phase = fused_decode(
-        sequence.q.squeeze(1),
-        sequence.k.squeeze(1),
-        sequence.v.squeeze(1),
-        None if sequence.log_gamma is None else sequence.log_gamma.squeeze(1),
-        None if sequence.beta is None else sequence.beta.squeeze(1),
-        sequence.theta,
+        *sequence.one_token(),
         state.kv,
         state.normalizer,
         state.phase,

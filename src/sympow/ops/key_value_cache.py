@@ -159,12 +159,7 @@ class KeyValueCache(TensorRecord):
             length = softmax_workspace(sequences, sequence.group, sequence.value_dim, self.capacity)
             self.workspace = self.keys.new_empty(length, dtype=torch.float32)
         y = fused_softmax_step(
-            sequence.q.squeeze(1),
-            sequence.k.squeeze(1),
-            sequence.v.squeeze(1),
-            None if sequence.log_gamma is None else sequence.log_gamma.squeeze(1),
-            None if sequence.beta is None else sequence.beta.squeeze(1),
-            sequence.theta,
+            *sequence.one_token(),
             self.keys,
             self.values,
             self.decay,

@@ -75,6 +75,16 @@ class Sequence:
             power=self.power,
         )
 
+    def one_token(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """q (b, h, d), k, v, log γ, β and θ of a sequence of one token, without the axis of time."""
+        q, k, v, log_gamma, beta = (
+            None if x is None else x.squeeze(1) for x in (self.q, self.k, self.v, self.log_gamma, self.beta)
+        )
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        return q, k, v, log_gamma, beta, self.theta
+
 
 @dataclass(frozen=True)
 class Prepared:

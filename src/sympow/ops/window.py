@@ -225,18 +225,13 @@ class Window(TensorRecord):
             resized.narrow(axis, 0, kept).copy_(x.narrow(axis, 0, kept))
             return resized
 
-        copied: dict[str, Any] = {
-            name: None if x is None else x.clone(memory_format=torch.contiguous_format)
-            for name in ("count", "arrivals", "phase", "kv", "normalizer")
-            for x in [getattr(self, name)]
-        }
         return replace(
             self,
             keys=fitted(self.keys, 3),
             values=fitted(self.values, 2),
             decay=fitted(self.decay, 2),
             workspace=None,
-            **copied,
+            **self._copies_of_what_folds_change(),
         )
 
     @classmethod
@@ -378,12 +373,15 @@ class Window(TensorRecord):
         Args:
             backend: as in `sympow.attention`.
         """
-        # A fold changes these; keys, values and their decays it only reads.
-        names = ("count", "arrivals", "phase", "kv", "normalizer")
-        changed: dict[str, Any] = {
-            name: None if x is None else x.clone() for name in names for x in [getattr(self, name)]
+        return replace(self, **self._copies_of_what_folds_change()).close(backend)
+
+    def _copies_of_what_folds_change(self) -> dict[str, Any]:
+        """By field: all but keys, values and their decays, which a fold only reads."""
+        return {
+            name: None if x is None else x.clone(memory_format=torch.contiguous_format)
+            for name in ("count", "arrivals", "phase", "kv", "normalizer")
+            for x in [getattr(self, name)]
         }
-        return replace(self, **changed).close(backend)
 
     def _check(
         self,
@@ -460,12 +458,7 @@ class Window(TensorRecord):
             batch = sequence.batch
             self.workspace = self.decay.new_empty(batch, -(-length // batch), dtype=torch.float32)
         y = fused_window_step(
-            sequence.q.squeeze(1),
-            sequence.k.squeeze(1),
-            sequence.v.squeeze(1),
-            None if sequence.log_gamma is None else sequence.log_gamma.squeeze(1),
-            None if sequence.beta is None else sequence.beta.squeeze(1),
-            sequence.theta,
+            *sequence.one_token(),
             self.kv,
             self.normalizer,
             self.keys,
@@ -559,11 +552,15 @@ class Window(TensorRecord):
         Where a sequence holds fewer tokens than s, keys and values are zero, and the sum is that of its last token:
         such keys have no score, and nothing decays after the last token.
         """
-        places = slice(self._filled())
-        slots = torch.arange(self.capacity, device=self.count.device)[places]
-        empty = (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
+        places, empty = self._places()
         keys, values = (x[:, :, places].to(dtype).masked_fill(empty, 0.0) for x in (self.keys.mT, self.values))
         return keys, values, torch.where(empty, self._decay_so_far(), self.decay[:, :, places])
+
+    def _places(self) -> tuple[slice, Tensor]:
+        """Those to look at, and which of them hold nothing, (b, n, s, 1) bool."""
+        filled = self._filled()
+        slots = torch.arange(filled, device=self.count.device)
+        return slice(filled), (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
 
     def _filled(self) -> int:
         """How many places, from the first, have to be looked at; on a GPU all, since only the device knows."""
@@ -573,9 +570,7 @@ class Window(TensorRecord):
 
     def _decay_so_far(self) -> Tensor:
         """The running sum of log γ^(1/p) up to the last token in the window: (b, n, 1, 1 or d/2)."""
-        places = slice(self._filled())
-        slots = torch.arange(self.capacity, device=self.count.device)[places]
-        empty = (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
+        places, empty = self._places()
         # The last is the least, since none grows.
         return self.decay[:, :, places].masked_fill(empty, 0.0).amin(2, keepdim=True)
 

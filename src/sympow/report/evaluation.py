@@ -27,7 +27,7 @@ from sympow.evaluate import (
 )
 from sympow.evaluate.passkey import DISTANCES
 from sympow.extras import require
-from sympow.model.gpt import GPT
+from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
 from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
 from sympow.report.evaluations import averages_over_ranges
@@ -60,7 +60,7 @@ class Setting:
     probes: tuple[str, ...] = ()
     pairs: tuple[int, ...] | None = None
     distances: tuple[int, ...] = DISTANCES
-    piece: int = 8_192
+    piece: int = PIECE
     device: str = "cpu"
     dtype: torch.dtype | None = None
 

@@ -21,6 +21,7 @@ from sympow.data.dataset import TokenDataset
 from sympow.data.files import write_atomically
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
+from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
@@ -52,8 +53,6 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "model"
 # Tokens to look at gates and rotations with.
 SAMPLE_TOKENS = 2_048
-# How a model computes may change from one day to the next; what it is may not.
-WAYS_TO_COMPUTE = ("form", "backend", "chunk_size")
 
 
 class NonFiniteLossError(ArithmeticError):
