@@ -23,12 +23,11 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from sympow.kernels.attention_backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention_forward import forward_kernel
-from sympow.kernels.chunk_states import fold_kernel, scan_kernel, update_kernel
+from sympow.kernels.chunk_states import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
 from sympow.kernels.decode import step_kernel
 from sympow.kernels.few_rows import few_rows_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.past_weights import past_weights_kernel
 from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
@@ -54,7 +53,6 @@ POINTERS = {
             "normalizer_ptr",
             "normalizer_out_ptr",
             "log_gamma_ptr",
-            "begin_ptr",
             "past_ptr",
             "rest_ptr",
             "spans_ptr",
@@ -84,6 +82,17 @@ POINTERS = {
     "whole_ptr": "*i32",
     **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
     **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
+}
+# Arguments that are several in one.
+TUPLES = {
+    "xs": ("*fp32",) * 3,
+    "outs": ("*bf16",) * 3,
+    "begins": ("*fp32",) * 3,
+    "ends": ("*fp32",) * 3,
+    "others": ("*bf16",) * 3,
+    "sizes": ("i32",) * 3,
+    "start_strides": ("i32",) * 3,
+    "end_strides": ("i32",) * 3,
 }
 # Counts that are no multiple of 16 in general; every other integer argument is one in the cases that matter.
 UNALIGNED = {
@@ -125,6 +134,9 @@ def compile_kernel(
             block = list(blocks[name])
             layout = f",{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}" if in_gluon else ""
             signature[name] = f"tensordesc<{dtype}{block}{layout}>"
+        elif name in TUPLES:
+            signature[name] = TUPLES[name]
+            attributes |= {(index, n): [["tt.divisibility", 16]] for n in range(len(TUPLES[name]))}
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
         else:
@@ -195,13 +207,6 @@ def hopper_case(which, power=2, group=1, gated=True):
         absent = ("whole_ptr", "rest_ptr", "to_end_ptr", "from_start_ptr")
         constants |= {name: None for name in absent if name in kernel.arg_names}
     return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
-
-
-def past_weights_case(d=64, rows=64):
-    constants = {
-        "GROUP": 1, "D": d, "DOCUMENTS": False, "PRECISION": "tf32", "ROWS": rows, "TILES": 4, "STAGES": 3,
-    }  # fmt: skip
-    return past_weights_kernel, {"q_desc": _tile(rows, d), "normalizer_desc": [1, d, d]}, constants, 4, 3
 
 
 def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
@@ -294,13 +299,12 @@ CASES = {
     "hopper query gradient": hopper_case("query"),
     "hopper key gradient": hopper_case("key"),
     "hopper key gradient, GQA": hopper_case("key", group=4),
-    "past weights": past_weights_case(),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),
     "fold": (
         fold_kernel, {"x_desc": _tile(64, 64)},
-        dict(GROUP=1, D=64, GATED=True, REVERSE=False, PRECISION="tf32", TOKENS=64), 4, 3,
+        dict(GROUP=1, D=64, GATED=True, REVERSE=False, PRECISION="tf32", TOKENS=64), 4, 3, FOLD_REGISTERS,
     ),
     "scan": (
         scan_kernel, {}, dict(GATED=True, REVERSE=True, STARTED=True, ENDED=True, MULTIPLIED=True, BLOCK=1024), 4, 3,

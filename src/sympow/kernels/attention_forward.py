@@ -8,6 +8,10 @@ A program owns a tile of queries that starts at row r and visits, in this order,
 2. the keys of its chunk before r: scores to the p-th power times exp(G_r − G_j), one factor per column;
 3. the keys of its own tile, where exp(G_i − G_j) is formed for each element.
 Between 2 and 3 the sums are multiplied by exp(G_i − G_r) per row. No exponent is ever positive.
+
+How much a query sees of the state, φ(q) Z = Σ_ia q_i q_a Z_ia, is a sum of numbers of both signs. Where it is less than
+the rounding of Z explains, nothing is known about it, and to divide by it could give outputs of any size: such a query
+sees nothing, and neither φ(q) S nor its gradients count.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.chunk_states import ChunkStates, sum_at
 from sympow.kernels.common import (
+    EPSILON,
+    STATE_EPSILON,
     block_dim,
     dot_precision,
     empty_aligned,
@@ -33,7 +39,6 @@ from sympow.kernels.common import (
 )
 from sympow.kernels.documents import Documents
 from sympow.kernels.gates import Gates
-from sympow.kernels.past_weights import past_weights
 from sympow.kernels.scaling import power_of_two_scale
 
 
@@ -45,15 +50,22 @@ def _row_parts(scores, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _query_state(
-    acc, weight, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, slot,
+    acc, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, slot,
     D: tl.constexpr, E: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds φ(q) S to acc; q_low and q_high are the two halves of q, not yet scaled.
+    """φ(q) S, on top of acc = 0, and φ(q) Z; q_low and q_high are the two halves of q, not yet scaled.
 
     S is symmetric in its two feature indices (i, a), so of the block with i in the upper and a in the lower half
     nothing is read; its mirror image counts twice.
     """
     HALF: tl.constexpr = D // 2
+    normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
+    found = tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
+    size = tl.abs(q)
+    most = tl.sum(tl.dot(size, tl.abs(normalizer), input_precision=PRECISION) * size.to(tl.float32), axis=1)
+    epsilon = STATE_EPSILON if q.dtype == tl.bfloat16 else EPSILON
+    # NaN is not below anything, and stays visible.
+    unseen = found < epsilon * most
     scale = scale.to(q_low.dtype)
     q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
     # Two sums, so that one product can run while the operand of the other is made; to wait for the second is to wait
@@ -78,10 +90,7 @@ def _query_state(
         acc = tl.dot(q_high * even_scaled[:, None], kv_even.T, acc, input_precision=PRECISION)
         other = settle(tl.dot(q_high * odd_scaled[:, None], kv_odd.T, other, input_precision=PRECISION))
     acc += other
-    # `past_weights` has found the same before; but without a product here, ptxas serialises all others.
-    normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
-    weight += tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
-    return acc, weight
+    return tl.where(unseen[:, None], 0.0, acc), tl.where(unseen, 0.0, found)
 
 
 @triton.jit
@@ -93,7 +102,7 @@ def forward_kernel(
     WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """y_i for a tile of queries, and Σ_j B_ij."""
+    """y_i for a tile of queries, Σ_j B_ij, and what of that a state gave, decayed no further than that state."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys first: they would end last
     sequence = tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
@@ -118,6 +127,7 @@ def forward_kernel(
         reference = tl.load(sums_ptr + first)
 
     if WITH_STATE:
+        past_ptr += sequence.to(tl.int64) * length
         # A document that began in this chunk has nothing in the state.
         if (boundary >= first_boundary) & (document_start <= chunk_start):
             # Read again, since here they are wanted in another register layout than q.
@@ -125,12 +135,10 @@ def forward_kernel(
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             acc, weight = _query_state(
-                acc, weight, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
+                acc, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
                 normalizer_desc, kv_sequence * slots + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
             )  # fmt: skip
-            past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
-            acc = tl.where((past == 0)[:, None], 0.0, acc)
-            weight = tl.where(past == 0, 0.0, weight)
+            tl.store(past_ptr + rows, weight, mask=rows < length)
             if GATED:
                 since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
                 acc *= since_state
@@ -203,7 +211,7 @@ def attend(
     stages: int = 3,
     registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """y (b, t, h, e), the rows' weights Σ_j B_ij (b, h, t) float32, and what of them states gave (`past_weights`).
+    """y (b, t, h, e), the rows' weights Σ_j B_ij (b, h, t) float32, and what of them states gave (b, h, t) float32.
 
     Args:
         gates: from `running_sums` with tiles of `columns` tokens, or None.
@@ -230,7 +238,7 @@ def attend(
         low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d // 2])
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d])
-        past = past_weights(q, states, documents)
+        past = torch.zeros_like(weight)
     forward_kernel[(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),

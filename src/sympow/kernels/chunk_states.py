@@ -19,7 +19,7 @@ a < d/2 is neither computed nor kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,7 +29,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import divide_steps, dot_precision, head_major, settle
 
-FOLD_TOKENS = 64
+# In a tile. Each is read and written as a whole, so that tokens and their transposed copies lie in memory tile by tile.
+TILE_TOKENS = 64
+# A thread's, so that six programs of a fold share a multiprocessor: those of 65,536 tokens then run all at once.
+FOLD_REGISTERS = 80
+
+# Z, and S for the lower and for the upper half of the entries.
+Parts = tuple[Any, Any, Any]
+NO_PARTS: Parts = (None, None, None)
 
 
 class FullState(NamedTuple):
@@ -97,7 +104,7 @@ def _token_weights(
 @triton.jit
 def fold_kernel(
     x_desc, sums_ptr, factor_ptr, past_ptr, transposed_ptr, normalizer_ptr,
-    length, padded, factor_padded, kv_heads,
+    length, all_tiles, factor_padded, kv_heads,
     slots, first_chunk, first_slot, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -134,8 +141,8 @@ def fold_kernel(
         x = x_desc.load([batch, kv_head * GROUP + member, start, 0]).reshape(TOKENS, D)
         decayed = (x * decay[:, None]).to(x.dtype)
         weighted = (x * weight[:, None]).to(x.dtype) if REVERSE else decayed
-        offsets = ((first_sequence + member) * D + dims[:, None]) * padded + (start + tl.arange(0, TOKENS))[None, :]
-        tl.store(transposed_ptr + offsets, decayed.T)
+        target = ((first_sequence + member) * all_tiles + index * tiles + tile) * (D * TOKENS)
+        tl.store(transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
         normalizer = settle(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
         decay, weight = next_decay, next_weight
     out = normalizer_ptr + (kv_sequence * slots + slot).to(tl.int64) * D * D
@@ -144,7 +151,7 @@ def fold_kernel(
 
 @triton.jit
 def update_kernel(
-    x_desc, y_desc, transposed_desc, out_desc, kv_heads, slots, first_chunk, first_slot, chunk,
+    x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, slots, first_chunk, first_slot, chunk,
     first_entry, first_column,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
@@ -160,12 +167,12 @@ def update_kernel(
         member, tile = divide_steps(step, tiles, GROUP)
         head = kv_head * GROUP + member
         start = chunk_start + tile * TOKENS
-        row = (batch * kv_heads * GROUP + head) * D + entry
+        row = ((batch * kv_heads * GROUP + head) * all_tiles + start // TOKENS) * D + entry
         y = y_desc.load([batch, head, start, 0]).reshape(TOKENS, E).T
         x = x_desc.load([batch, head, start, first_column]).reshape(TOKENS, COLUMNS)
         sums = ()
         for n in tl.static_range(ENTRIES):
-            x_entry = transposed_desc.load([row + n, start]).reshape(TOKENS)
+            x_entry = transposed_desc.load([row + n, 0]).reshape(TOKENS)
             product = tl.dot(y * x_entry[None, :], x, accs[n], input_precision=PRECISION)
             # To wait for the last product is to wait for all.
             sums = sums + (settle(product) if n == ENTRIES - 1 else product,)
@@ -176,18 +183,13 @@ def update_kernel(
 
 
 @triton.jit
-def scan_kernel(
-    x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, sums_ptr, length, slots, first, chunk, size,
-    stride_start, stride_end, products,
+def _scan_block(
+    block, kv_sequence, x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, product_stride, sums_ptr,
+    length, slots, first, chunk, size, stride_start, stride_end,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, MULTIPLIED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the slots; REVERSE: from the last slot backwards.
-
-    STARTED: the first slot visited is given. ENDED: the last one visited is also stored in float32. MULTIPLIED: leaves
-    each program's part of the inner products with other states, slot by slot.
-    """
-    block, kv_sequence = tl.program_id(0), tl.program_id(1)
+    """One block of each slot's numbers, slot by slot."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     base = kv_sequence.to(tl.int64) * slots * size
     if GATED:
@@ -209,30 +211,61 @@ def scan_kernel(
         tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
         if MULTIPLIED:
             other = tl.load(other_ptr + base + slot.to(tl.int64) * size + offsets).to(tl.float32)
-            target = product_ptr + (kv_sequence.to(tl.int64) * slots + slot) * products + block
+            target = product_ptr + (kv_sequence.to(tl.int64) * slots + slot) * product_stride
             tl.store(target, tl.sum(state * other, axis=0))
     if ENDED:
         tl.store(end_ptr + kv_sequence.to(tl.int64) * stride_end + offsets, state)
 
 
+@triton.jit
+def scan_kernel(
+    xs, outs, begins, ends, others, product_ptr, sums_ptr, length, slots, first, chunk,
+    sizes, start_strides, end_strides,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, MULTIPLIED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the slots; REVERSE: from the last slot backwards.
+
+    For Z and both parts of S at once: Z alone is so small that it would take as long as one read after the other does.
+
+    STARTED: the first slot visited is given. ENDED: the last one visited is also stored in float32. MULTIPLIED: leaves
+    each program's part of the inner products with other states, slot by slot.
+    """
+    program, kv_sequence = tl.program_id(0), tl.program_id(1)
+    block = program
+    for part in tl.static_range(3):
+        blocks = sizes[part] // BLOCK
+        if (block >= 0) & (block < blocks):
+            _scan_block(
+                block, kv_sequence, xs[part], outs[part], begins[part], ends[part], others[part],
+                product_ptr + program if MULTIPLIED else None, tl.num_programs(0), sums_ptr, length, slots, first,
+                chunk, sizes[part], start_strides[part], end_strides[part],
+                GATED, REVERSE, STARTED, ENDED, MULTIPLIED, BLOCK,
+            )  # fmt: skip
+        block -= blocks
+
+
 def _scan(
-    x: Tensor, out: Tensor, start: Tensor | None, end: Tensor | None, other: Tensor | None, sums: Tensor | None,
+    xs: Parts, outs: Parts, starts: Parts, ends: Parts, others: Parts, sums: Tensor | None,
     length: int, first: int, chunk: int, reverse: bool,
 ) -> Tensor | None:  # fmt: skip
-    """Inner products with `other`, if given, in parts: (b, h_kv, slots, parts)."""
-    batch, heads, slots = x.shape[:3]
-    size = x[0, 0, 0].numel()
-    block = min(1024, size)
-    products = None
-    if other is not None:
-        products = x.new_empty(batch, heads, slots, size // block, dtype=torch.float32)
-    scan_kernel[(size // block, batch * heads)](
-        x, out, start, end, other, products, sums, length, slots, first, chunk, size,
-        0 if start is None else start.stride(1), 0 if end is None else end.stride(1), size // block,
-        GATED=sums is not None, REVERSE=reverse, STARTED=start is not None, ENDED=end is not None,
-        MULTIPLIED=other is not None, BLOCK=block, num_warps=4,
+    """Inner products with `others`, if given, in parts: (b, h_kv, slots, parts)."""
+    batch, heads, slots = xs[0].shape[:3]
+    sizes = tuple(x[0, 0, 0].numel() for x in xs)
+    block = min(1024, *sizes)
+    programs = sum(sizes) // block
+    products = None if others[0] is None else xs[0].new_empty(batch, heads, slots, programs, dtype=torch.float32)
+    scan_kernel[(programs, batch * heads)](
+        xs, outs, starts, ends, others, products, sums, length, slots, first, chunk, sizes,
+        _head_strides(starts), _head_strides(ends),
+        GATED=sums is not None, REVERSE=reverse, STARTED=starts[0] is not None, ENDED=ends[0] is not None,
+        MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return products
+
+
+def _head_strides(parts: Parts) -> tuple[int, ...]:
+    return tuple(0 if part is None else part.stride(1) for part in parts)
 
 
 def chunk_states(
@@ -251,7 +284,6 @@ def chunk_states(
     want_end: bool = False,
     other: ChunkStates | None = None,
     entries: int = 2,
-    tokens: int = 64,
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
@@ -261,7 +293,8 @@ def chunk_states(
     Args:
         full: also compute what symmetry makes redundant; needed with `start` or `want_end`.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
-        past: (b, h, t), of `past_weights`: a query that saw nothing of its state does not count; only with `reverse`.
+        past: (b, h, t), what states gave to queries (`attend`): one that got nothing does not count; only with
+            `reverse`.
         reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
         boundaries: the first and the last to keep; None: those between chunks. The first is 0 or 1, the last that
             between the last two chunks or that after the last one.
@@ -283,10 +316,10 @@ def chunk_states(
         return None, None, None
     assert full or not (start or want_end or other)
     half = dim // 2
-    padded = chunks * chunk
+    all_tiles = chunks * chunk // TILE_TOKENS
     group = heads // kv_heads
     columns_high = dim if full else half
-    transposed = x.new_empty(batch, heads, dim, padded)
+    transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
     normalizer = x.new_empty(batch, kv_heads, slots, dim, dim)
     low = x.new_empty(batch, kv_heads, slots, half, value_dim, dim)
     high = x.new_empty(batch, kv_heads, slots, half, value_dim, columns_high)
@@ -298,23 +331,23 @@ def chunk_states(
     where = (slots, first, 0, chunk) if reverse else (slots, 0, 1 - first, chunk)
     if count:
         fold_kernel[(count, batch * kv_heads)](
-            head_major(x, (FOLD_TOKENS, dim)), sums, factor, past, transposed, sums_z, length, padded,
+            head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, sums_z, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
-            GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=FOLD_TOKENS,
-            num_warps=4,
+            GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
+            num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 else None,
         )  # fmt: skip
-        y_desc = head_major(y, (tokens, value_dim))
-        transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 2), [1, tokens])
+        y_desc = head_major(y, (TILE_TOKENS, value_dim))
+        transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
         for out, first_entry in ((sums_low, 0), (sums_high, half)):
             columns = out.shape[-1]
             together = entries * dim // columns  # as many as the registers hold
             flat = out.view(-1, half, value_dim, columns)
             update_kernel[(half // together, count, batch * kv_heads)](
-                head_major(x, (tokens, columns)), y_desc, transposed_desc,
+                head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
                 TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
-                kv_heads, *where, first_entry, dim - columns,
+                all_tiles, kv_heads, *where, first_entry, dim - columns,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
-                TOKENS=tokens, STAGES=stages, num_warps=warps, maxnreg=registers,
+                TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers,
             )  # fmt: skip
     end = None
     if want_end:
@@ -322,16 +355,17 @@ def chunk_states(
             x.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32),
             x.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32),
         )
-    others = (other.normalizer, other.low, other.high) if other else (None, None, None)
-    parts = zip((sums_z, sums_low, sums_high), (normalizer, low, high), _parts(start), _parts(end), others, strict=True)
-    products = [_scan(*part, sums, length, first, chunk, reverse) for part in parts]
-    total = torch.cat(products, dim=-1).sum(-1, dtype=torch.float64) if other else None  # type: ignore[arg-type]
+    others = (other.normalizer, other.low, other.high) if other else NO_PARTS
+    products = _scan(
+        (sums_z, sums_low, sums_high), (normalizer, low, high), _parts(start), _parts(end), others, sums, length, first,
+        chunk, reverse,
+    )  # fmt: skip
+    total = None if products is None else products.sum(-1, dtype=torch.float64)
     return ChunkStates(low, high, normalizer, chunk, first), end, total
 
 
-def _parts(state: FullState | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Z, and S for the lower and for the upper half of the entries."""
+def _parts(state: FullState | None) -> Parts:
     if state is None:
-        return None, None, None
+        return NO_PARTS
     half = state.kv.shape[2] // 2
     return state.normalizer, state.kv[:, :, :half], state.kv[:, :, half:]
