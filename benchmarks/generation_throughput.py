@@ -10,9 +10,9 @@ softmax       the same model with fixed rotary and no gates, a cache of fixed ro
 transformers  GPT-2 with a static cache that holds random keys and values, captured as a CUDA graph, or compiled with
               --compile; a failure is reported, not fatal
 
-A sample is 64 tokens, so that each holds one fold of the windows (fewer with softmax, which has none). Peak memory is
-that of reading a prompt in pieces of --piece tokens and generating, beyond the model and the prompt, and of generating
-alone.
+All are prepared first and then timed in turns, so that none has the cooler GPU for itself. A sample is 64 tokens, so
+that each holds one fold of the windows (fewer with softmax, which has none). Peak memory is that of reading a prompt in
+pieces of --piece tokens and generating, beyond the model and the prompt, and of generating alone.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -75,27 +76,42 @@ def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Readin
     return Reading(logits, tuple(layers), length)
 
 
-def sample_speed(tokens: Iterator[Any], batch: int, warm_up: int, sample: int, runs: int) -> dict[str, Any]:
-    """Tokens a second of `runs` stretches of an iterator that yields one token for each sequence at a time."""
-    for _ in range(warm_up):
-        next(tokens)
-    speeds = []
-    for _ in range(runs):
+@dataclass
+class Generation:
+    """Something that is generating.
+
+    Attributes:
+        row: what is known about it.
+        tokens: yields one token for each sequence at a time.
+        sample: tokens of a sample.
+        kept: what a recorded graph reads and writes, which must not be freed before it.
+    """
+
+    row: dict[str, Any]
+    tokens: Iterator[Any]
+    sample: int
+    kept: tuple[Any, ...] = ()
+    speeds: list[float] = field(default_factory=list)
+
+    def time_sample(self, batch: int) -> None:
         start = time.perf_counter()
-        for _ in range(sample):
-            next(tokens)
-        speeds.append(batch * sample / (time.perf_counter() - start))
-    median = statistics.median(speeds)
-    return {
-        "tokens_per_second": median,
-        "milliseconds_per_step": 1e3 * batch / median,
-        "spread": (max(speeds) - min(speeds)) / median,
-        "samples": runs,
-        "tokens_per_sample": sample,
-    }
+        for _ in range(self.sample):
+            next(self.tokens)
+        self.speeds.append(batch * self.sample / (time.perf_counter() - start))
+
+    def as_row(self, batch: int) -> dict[str, Any]:
+        median = statistics.median(self.speeds)
+        return {
+            **self.row,
+            "tokens_per_second": median,
+            "milliseconds_per_step": 1e3 * batch / median,
+            "spread": (max(self.speeds) - min(self.speeds)) / median,
+            "samples": len(self.speeds),
+            "tokens_per_sample": self.sample,
+        }
 
 
-def time_generation(options: argparse.Namespace, variant: str, context: int) -> dict[str, Any]:
+def start_generation(options: argparse.Namespace, variant: str, context: int) -> Generation:
     model = make_model(options, variant)
     start = time.perf_counter()
     if variant == "softmax":
@@ -105,17 +121,19 @@ def time_generation(options: argparse.Namespace, variant: str, context: int) -> 
     synchronize(options.device)
     seconds_to_read = time.perf_counter() - start
     warm_up, sample = WARM_UP[variant], SAMPLE[variant]
-    total = warm_up + sample * options.runs + 1
+    total = warm_up + sample * options.runs
     memory = "state" if variant == "conformal" else "auto"
     tokens = generate(model, total, GREEDY, reading=reading, memory=memory)  # type: ignore[arg-type]
     bytes_held = reading.nbytes
     next(tokens)  # now there is a copy
     del reading
-    row = sample_speed(tokens, options.batch, warm_up, sample, options.runs)
-    return {**row, "bytes_held": bytes_held, "seconds_to_read": seconds_to_read}
+    for _ in range(warm_up - 1):
+        next(tokens)
+    row = {"what": variant, "context": context, "bytes_held": bytes_held, "seconds_to_read": seconds_to_read}
+    return Generation(row, tokens, sample)
 
 
-def time_transformers(options: argparse.Namespace, context: int) -> dict[str, Any]:
+def start_transformers(options: argparse.Namespace, context: int) -> Generation:
     """GPT-2 of the same size in transformers."""
     import transformers
 
@@ -169,9 +187,12 @@ def time_transformers(options: argparse.Namespace, context: int) -> dict[str, An
             run()
             yield token.cpu()
 
-    row = sample_speed(tokens(), options.batch, WARM_UP["transformers"], SAMPLE["transformers"], options.runs)
+    made = tokens()
+    for _ in range(WARM_UP["transformers"]):
+        next(made)
     how = "compiled" if options.compile else "captured as a CUDA graph" if options.device == "cuda" else "plain"
-    return {**row, "version": transformers.__version__, "how": how}
+    row = {"what": "transformers", "context": context, "version": transformers.__version__, "how": how}
+    return Generation(row, made, SAMPLE["transformers"], kept=(model, cache, position))
 
 
 def peak_memory(options: argparse.Namespace, prompt: int) -> dict[str, Any]:
@@ -202,20 +223,26 @@ def clean_up() -> None:
 
 
 def measure_all(options: argparse.Namespace) -> dict[str, Any]:
-    rows: list[dict[str, Any]] = []
+    started, rows = [], []
     for variant in (*VARIANTS, *(["transformers"] if options.transformers else [])):
         for context in options.contexts:
-            row: dict[str, Any] = {"what": variant, "context": context}
             clean_up()
             if variant == "transformers":
                 try:
-                    row |= time_transformers(options, context)
+                    started.append(start_transformers(options, context))
                 except Exception as error:  # noqa: BLE001 - another library's failure must not lose our figures
-                    row["error"] = f"{type(error).__name__}: {error}"[:500]
+                    said = f"{type(error).__name__}: {error}"[:500]
+                    rows.append({"what": variant, "context": context, "error": said})
             else:
-                row |= time_generation(options, variant, context)
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+                started.append(start_generation(options, variant, context))
+            print(f"{variant} at {context:,}", flush=True)
+    for _ in range(options.runs):
+        for generation in started:
+            generation.time_sample(options.batch)
+    rows = [*(generation.as_row(options.batch) for generation in started), *rows]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    del started
     memory = []
     if options.device == "cuda":
         for prompt in options.prompts:
