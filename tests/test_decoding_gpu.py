@@ -109,15 +109,25 @@ def test_steps_wait_for_nothing_and_take_no_memory(kind):
     assert decoder.logits.isfinite().all()
 
 
-def test_the_small_projections_are_exact():
-    from sympow.layers.projection import FloatLinear
+@pytest.mark.parametrize(
+    ("gating", "rotary"), [("scalar", "scale"), ("vector", "pairs"), ("scalar", "fixed"), ("none", "scale")]
+)
+def test_gates_and_scales_of_a_step_are_exact(gating, rotary):
+    from sympow.layers.gates import make_gate
+    from sympow.layers.rotations import make_rotation
+    from sympow.layers.step_gates import gate_and_turn
 
     torch.manual_seed(0)
-    layer = FloatLinear(768, 12, bias=3.0).cuda().bfloat16()
-    torch.nn.init.normal_(layer.weight, std=0.05)
+    layers = [make_gate(gating, 768, 12, 64), make_rotation(rotary, 768, 12, 64, 65_536)]
+    gate, rotation = (layer.cuda().bfloat16() for layer in layers)
+    for parameter in (*gate.parameters(), *rotation.parameters()):
+        torch.nn.init.normal_(parameter, std=0.05)
     x = torch.randn(16, 1, 768, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        found = layer(x)
-    expected = x.double() @ layer.weight.double().mT + layer.bias.double()
-    assert found.dtype == torch.float32
-    assert error(found, expected) <= 1e-6
+        log_gamma, theta, beta = gate_and_turn(x, gate, rotation)
+        expected = (gate.double()(x.double()), *rotation.double()(x.double()))
+    for found, precise in zip((log_gamma, theta, beta), expected, strict=True):
+        assert (found is None) == (precise is None)
+        if found is not None:
+            assert found.shape == precise.shape
+            assert error(found, precise) <= 1e-6

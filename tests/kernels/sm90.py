@@ -25,7 +25,6 @@ from sympow.kernels.attention_backward import key_gradient_kernel, query_gradien
 from sympow.kernels.attention_forward import forward_kernel
 from sympow.kernels.chunk_states import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
 from sympow.kernels.decode import step_kernel
-from sympow.kernels.few_rows import few_rows_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
@@ -33,6 +32,7 @@ from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
 from sympow.kernels.rotation import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.softmax_step import softmax_step_kernel
+from sympow.kernels.step_gates import step_gates_kernel
 from sympow.kernels.window import fold_window_kernel
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -333,7 +333,7 @@ CASES = {
     "decode, window, GQA": step_case(True, group=4, rows=16),
     "decode, softmax": softmax_step_case(),
     "decode, softmax, gated, GQA": softmax_step_case(group=4, gated=True),
-    "decode, few rows": (few_rows_kernel, {}, dict(BIAS=True, OUTPUTS=16, INPUTS=256), 4, 1),
+    "decode, gates": (step_gates_kernel, {}, dict(GATED=True, TURNED=True, OUTPUTS=16, INPUTS=256), 4, 1),
     "window fold": (fold_window_kernel, {}, dict(POWER=2, COLUMNS=64, ROWS=64, TOKENS=32), 4, 1),
 }  # fmt: skip
 

@@ -83,36 +83,41 @@ class LearnedGate(Gate):
         return logsigmoid(logit).expand(*x.shape[:2], -1)
 
 
-class ScalarGate(Gate):
+class DataDependentGate(Gate):
+    """γ_i = σ(W_γ x_i): what the paper's gate and the one per pair have in common."""
+
+    def __init__(self, width: int, outputs: int) -> None:
+        super().__init__()
+        self.gamma_proj = FloatLinear(width, outputs, bias=INITIAL_LOGIT)
+
+    @property
+    def projection(self) -> FloatLinear:
+        return self.gamma_proj
+
+    def by_heads(self, log_gamma: Tensor) -> Tensor:
+        """log γ (b, t, outputs) in the shape of a gate's result."""
+        return log_gamma
+
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
+        return self.by_heads(logsigmoid(self.gamma_proj(x) if projected is None else projected))
+
+
+class ScalarGate(DataDependentGate):
     """γ_i = σ(W_γ x_i), one per head and token: the paper's gate (§3.1)."""
 
     def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.gamma_proj = FloatLinear(width, heads, bias=INITIAL_LOGIT)
-
-    @property
-    def projection(self) -> FloatLinear:
-        return self.gamma_proj
-
-    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
-        return logsigmoid(self.gamma_proj(x) if projected is None else projected)
+        super().__init__(width, heads)
 
 
-class VectorGate(Gate):
+class VectorGate(DataDependentGate):
     """γ_i = σ(W_γ x_i) for every rotated pair of every head: the "vector gating" of the paper's conclusion."""
 
     def __init__(self, width: int, heads: int, head_dim: int) -> None:
-        super().__init__()
+        super().__init__(width, heads * (head_dim // 2))
         self.heads = heads
-        self.gamma_proj = FloatLinear(width, heads * (head_dim // 2), bias=INITIAL_LOGIT)
 
-    @property
-    def projection(self) -> FloatLinear:
-        return self.gamma_proj
-
-    def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
-        projected = self.gamma_proj(x) if projected is None else projected
-        return logsigmoid(projected).unflatten(-1, (self.heads, -1))
+    def by_heads(self, log_gamma: Tensor) -> Tensor:
+        return log_gamma.unflatten(-1, (self.heads, -1))
 
 
 _MAKERS: dict[str, Callable[[int, int, int], Gate]] = {

@@ -13,6 +13,7 @@ from sympow.layers.gates import make_gate
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.projection import project_together
 from sympow.layers.rotations import make_rotation
+from sympow.layers.step_gates import gate_and_turn
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.operator import Backend, Form, attention
 from sympow.ops.softmax import KeyValueState, softmax_attention
@@ -123,8 +124,8 @@ class Mixer(nn.Module, ABC):
 
     def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; the memory then holds it."""
-        theta, beta = self.rotation(x)
-        y = memory.step(*self._project(x), self.gate(x), beta, theta, backend=self.backend)
+        log_gamma, theta, beta = gate_and_turn(x, self.gate, self.rotation)
+        y = memory.step(*self._project(x), log_gamma, beta, theta, backend=self.backend)
         return self.out_proj(y.flatten(2))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

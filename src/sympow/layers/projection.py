@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from sympow.ops.backend import triton_available
 from sympow.ops.precision import without_autocast
-
-# Rows up to which a step's own kernel is used, on a GPU and without gradients.
-FEW_ROWS = 64
 
 
 class FloatLinear(nn.Module):
@@ -41,22 +37,10 @@ class FloatLinear(nn.Module):
             nn.init.constant_(self.bias, self.initial_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._few_rows(x):
-            from sympow.kernels.few_rows import few_rows_linear
-
-            rows = x.flatten(0, -2).contiguous()
-            return few_rows_linear(rows, self.weight.detach(), self.bias).unflatten(0, x.shape[:-1])
         dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         with without_autocast(x.device):
             return linear(x.to(dtype), self.weight.to(dtype), bias)
-
-    def _few_rows(self, x: Tensor) -> bool:
-        """Whether x is one step's, in half precision, so that the kernel serves."""
-        half = x.dtype in (torch.bfloat16, torch.float16) and self.weight.dtype != torch.float64
-        plain = type(self.weight.data) is Tensor  # and not spread over several devices
-        few = x.is_cuda and plain and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
-        return few and half and not torch.is_grad_enabled() and triton_available()
 
 
 def project_together(x: Tensor, projections: list[FloatLinear | None], dtype: torch.dtype) -> list[Tensor | None]:

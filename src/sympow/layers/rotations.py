@@ -89,7 +89,14 @@ class DataDependentRotation(Rotation):
     def projection(self) -> FloatLinear:
         return self.beta_proj
 
-    def scales(self, x: Tensor, projected: Tensor | None) -> Tensor:
+    def by_heads(self, beta: Tensor) -> Tensor:
+        """β (b, t, outputs) in the shape of a rotation's result."""
+        return beta
+
+    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
+        return self.rates(x.device), self.by_heads(self._scales(x, projected))
+
+    def _scales(self, x: Tensor, projected: Tensor | None) -> Tensor:
         """β, (b, t, outputs)."""
         beta = 1 + (self.beta_proj(x) if projected is None else projected).tanh()
         if self.gradient_scale == 1:
@@ -104,9 +111,6 @@ class ScaledRotation(DataDependentRotation):
     def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
         super().__init__(width, heads, head_dim, max_document)
 
-    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
-        return self.rates(x.device), self.scales(x, projected)
-
 
 class PairRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i) for every rotated pair of every head (§3.2: "independently … each pair")."""
@@ -115,8 +119,8 @@ class PairRotation(DataDependentRotation):
         super().__init__(width, heads * (head_dim // 2), head_dim, max_document)
         self.heads = heads
 
-    def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
-        return self.rates(x.device), self.scales(x, projected).unflatten(-1, (self.heads, -1))
+    def by_heads(self, beta: Tensor) -> Tensor:
+        return beta.unflatten(-1, (self.heads, -1))
 
 
 _MAKERS: dict[str, Callable[[int, int, int, int], Rotation]] = {

@@ -20,6 +20,8 @@ from sympow.parallel.shards import Shards
 ModelState = tuple[LayerState, ...]
 # Tokens of a long text read at a time, unless asked otherwise: memory depends on it, and not on the text.
 PIECE = 8_192
+# Logits of a row end at multiples of so many, where they are made for one token of each text.
+ROW_UNIT = 64
 
 
 class Mlp(nn.Module):
@@ -163,7 +165,7 @@ class GPT(nn.Module):
             for block, memory in zip(self.blocks, memories, strict=True):
                 assert isinstance(block, Block)
                 x = block.step(x, memory)
-            return linear(self.final_norm(x.squeeze(1)), self.embedding.weight)
+            return _logits(self.final_norm(x.squeeze(1)), self.embedding.weight)
 
     def count_parameters(self) -> int:
         """Learned numbers, the tied embedding counted once."""
@@ -187,6 +189,21 @@ class GPT(nn.Module):
                 raise TypeError(f"state must be a tuple with an entry for each layer, got {type(state).__name__}")
             if len(state) != len(self.blocks):
                 raise ValueError(f"state must have an entry for each of {len(self.blocks)} layers, got {len(state)}")
+
+
+def _logits(features: Tensor, weight: Tensor) -> Tensor:
+    """features (b, width) times weightᵀ (width, vocabulary), without gradients.
+
+    In half precision on a GPU into rows that start at multiples of 16 bytes: for others, a product that is all reading
+    of weights gets a kernel that reads them one number at a time.
+    """
+    vocabulary = weight.shape[0]
+    beyond = -vocabulary % ROW_UNIT
+    half = features.dtype == weight.dtype and features.dtype in (torch.bfloat16, torch.float16)
+    if not (features.is_cuda and beyond and half):
+        return linear(features, weight)
+    room = features.new_empty(len(features), vocabulary + beyond)
+    return torch.mm(features, weight.mT, out=room[:, :vocabulary])
 
 
 def make_mixer(config: GPTConfig) -> Mixer:

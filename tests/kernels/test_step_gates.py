@@ -1,0 +1,43 @@
+"""Gates and rotation scales of one token, in Triton's interpreter, against float64."""
+
+import pytest
+import torch
+
+from support import assert_close, interpreted
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from sympow.kernels.step_gates import step_gates
+
+pytestmark = interpreted
+
+
+@pytest.mark.parametrize(("rows", "inputs"), [(1, 5), (3, 300), (2, 256)])
+@pytest.mark.parametrize(("gates", "rotations"), [(12, 12), (40, 1), (1, 0), (0, 17)])
+def test_they_are_those_of_the_formulas(rows, inputs, gates, rotations):
+    generator = torch.Generator().manual_seed(rows + gates)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    x, gate_weight, rotation_weight = normal(rows, inputs), normal(gates, inputs), normal(rotations, inputs)
+    # Gates that are wide open, and some that are shut.
+    gate_bias = 7 + 10 * normal(gates)
+    arguments = (
+        x,
+        gate_weight if gates else None,
+        gate_bias if gates else None,
+        rotation_weight if rotations else None,
+    )
+    log_gamma, beta = step_gates(*arguments)
+    assert log_gamma.dtype == beta.dtype == torch.float32
+    assert log_gamma.shape == (rows, gates)
+    assert beta.shape == (rows, rotations)
+    logit = x.double() @ gate_weight.double().mT + gate_bias.double()
+    # Both come out of sums of as many terms as there are inputs, and the smallest out of differences in an exponent.
+    size = x.abs().sum(-1, keepdim=True).double() * 2e-6
+    expected = torch.nn.functional.logsigmoid(logit)
+    assert ((log_gamma - expected).abs() <= size * expected.abs().clamp(max=1)).all()
+    if rotations:
+        assert_close(beta, 1 + (x.double() @ rotation_weight.double().mT).tanh(), 1e-5, "beta")
+    torch.library.opcheck(step_gates, arguments)
