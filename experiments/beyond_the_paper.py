@@ -30,21 +30,28 @@ def rotations(scale: Scale) -> list[Run]:
 
 
 def rotation(scale: Scale) -> list[Run]:
-    """Whether and when data-dependent rotation pays: conformal against gating, one thing changed at a time, p = 2."""
+    """Whether and when data-dependent rotation pays: conformal against gating, one thing changed at a time, p = 2.
+
+    At the rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps, so its
+    rate is looked at over training length and context too.
+    """
     # What is particular about a run, and the variants it is made of: what concerns W_β alone leaves gating as it is.
     both, turning = ("gating", "conformal"), ("conformal",)
+    longest, longer = {"context": scale.contexts[2][-1]}, {"tokens": 4 * scale.tokens}
     grid: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         (both, {}),
-        # Training length.
-        (both, {"tokens": 2 * scale.tokens}),
-        (both, {"tokens": 4 * scale.tokens}),
         # Learning rate of W_β.
         (turning, {"rotation_rate": 0.1}),
         (turning, {"rotation_rate": 0.01}),
-        # Scale of the gradient through β, and a limit on the gradient as a whole.
+        # At the longest context.
+        (both, longest),
+        (turning, {**longest, "rotation_rate": 0.1}),
+        # Training length.
+        (both, longer),
+        (turning, {**longer, "rotation_rate": 0.1}),
+        # Scale of the gradient through β.
         (turning, {"rotation_gradient": 0.1}),
         (turning, {"rotation_gradient": 0.01}),
-        (both, {"clip_norm": 1.0}),
         # Initialisation of W_β.
         (turning, {"rotation_init": 0.02}),
         # N: how fast the fastest pairs turn does not depend on it, how slow the slowest do.
@@ -55,7 +62,7 @@ def rotation(scale: Scale) -> list[Run]:
         (("pair-rotation",), {"rotation_rate": 0.1}),
     ]
     return [
-        scale.run(variant, context=scale.ablation, seed=seed, **changes)
+        scale.run(variant, seed=seed, **{"context": scale.ablation, **changes})
         for seed in scale.seeds
         for variants, changes in grid
         for variant in variants
