@@ -79,9 +79,10 @@ def test_a_long_document_on_a_gpu_in_pieces_is_that_in_one_pass_in_memory_that_d
         return losses, torch.cuda.max_memory_allocated() - before
 
     whole, whole_peak = read(65_536, 65_536)
-    _, short_peak = read(16_384, 8_192)
+    # Long enough for pieces with a state at both ends.
+    _, short_peak = read(32_768, 8_192)
     in_pieces, peak = read(65_536, 8_192)
     torch.testing.assert_close(in_pieces, whole, rtol=1e-8, atol=1e-8)
     # Tokens, targets and losses: 24 bytes each; features alone would have 512.
-    assert (peak - short_peak) / (65_536 - 16_384) < 64
+    assert (peak - short_peak) / (65_536 - 32_768) < 64
     assert peak < whole_peak
