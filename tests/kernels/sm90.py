@@ -27,6 +27,7 @@ from sympow.kernels.chunk_states import FOLD_REGISTERS, fold_kernel, scan_kernel
 from sympow.kernels.decode import step_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.packing import pack_kernel, unpack_kernel
 from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
@@ -63,6 +64,8 @@ POINTERS = {
             "partial_ptr",
             "totals_ptr",
             "product_ptr",
+            "packed_ptr",
+            "packed_normalizer_ptr",
         ],
         "*fp32",
     ),
@@ -307,8 +310,12 @@ CASES = {
         dict(GROUP=1, D=64, GATED=True, REVERSE=False, PRECISION="tf32", TOKENS=64), 4, 3, FOLD_REGISTERS,
     ),
     "scan": (
-        scan_kernel, {}, dict(GATED=True, REVERSE=True, STARTED=True, ENDED=True, MULTIPLIED=True, BLOCK=1024), 4, 3,
+        scan_kernel, {},
+        dict(GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, ENDED=True, MULTIPLIED=True, BLOCK=1024),
+        4, 3,
     ),
+    "pack": (pack_kernel, {}, dict(D=64, E=64), 4, 3),
+    "unpack": (unpack_kernel, {}, dict(D=64, E=64), 4, 3),
     "quartic query, d=16": quartic_case("query", 8, 16, warps=4),
     "quartic query, d=32": quartic_case("query", 8, 32),
     "quartic query, e=128": quartic_case("query", 1, 128),

@@ -287,15 +287,25 @@ def of_a_mesh(group):
     return {"y": _difference(y, shards.take(sympow.attention(**inputs.arguments())))}
 
 
-def on_kernels(group, seed, lengths, kind=None, offsets=None):
+def on_kernels(group, seed, lengths, kind=None, offsets=None, chunk_size=None, closed=(), exchange="auto"):
     """Errors against float64 of shards on the fused kernels, and of one process in plain PyTorch, both in float32.
 
     First, how many halves of the heads went through `FusedShard`.
     """
+    torch.use_deterministic_algorithms(True)  # which fill new tensors with NaN
+    try:
+        return _on_kernels(group, seed, lengths, kind, offsets, chunk_size, closed, exchange)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _on_kernels(group, seed, lengths, kind, offsets, chunk_size, closed, exchange):
     shape = {"heads": 2, "dim": 32, "value_dim": 32, **(kind or {})}
     inputs = random_inputs(seed, length=sum(lengths), dtype=torch.float32, **shape)
+    for token in closed:
+        inputs.log_gamma[:, token] = -torch.inf
     cu_seqlens = None if offsets is None else torch.tensor(offsets)
-    shards = Shards(group, lengths, cu_seqlens)
+    shards = Shards(group, lengths, cu_seqlens, exchange)
     exact, plain = inputs.map(Tensor.double).requires_grad(), inputs.requires_grad()
     own = inputs.time(shards.start, shards.start + shards.length).requires_grad()
     generator = torch.Generator().manual_seed(seed)
@@ -306,7 +316,11 @@ def on_kernels(group, seed, lengths, kind=None, offsets=None):
     results = {
         "exact": (exact, sympow.attention(**exact.arguments(), **whole), weights.double()),
         "plain": (plain, sympow.attention(**plain.arguments(), form="chunked", chunk_size=128, **whole), weights),
-        "own": (own, attention(**own.arguments(), shards=shards, backend="triton"), shards.take(weights)),
+        "own": (
+            own,
+            attention(**own.arguments(), shards=shards, backend="triton", chunk_size=chunk_size),
+            shards.take(weights),
+        ),
     }
     for _, y, weight in results.values():
         (y * weight).sum().backward()

@@ -66,7 +66,7 @@ def _attend(
             initial = FullState(initial_kv, initial_normalizer)
         states, end, _ = chunk_states(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
-            boundaries=_boundaries(k, chunk, initial is not None, final), start=initial, want_end=final,
+            boundaries=boundaries_with_states(k, chunk, initial is not None, final), start=initial, want_end=final,
             **tiles.states,
         )  # fmt: skip
     if _on_hopper(q, k, v, chunk, documents):
@@ -112,7 +112,7 @@ def _(
         end_kv = q.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32)
         end_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
     if with_states:
-        first, last = _boundaries(k, chunk, initial_kv is not None, final)
+        first, last = boundaries_with_states(k, chunk, initial_kv is not None, final)
         slots = last - first + 1
         if slots:
             full = train or final or initial_kv is not None
@@ -155,7 +155,7 @@ def _attend_backward(
     tiles = tiles_for(q.shape[-1])
     gates = Gates(sums, to_end, from_start, COLUMNS) if sums.numel() else None
     documents = _documents(document_start, document_end)
-    first, last = _boundaries(k, chunk, initial, final) if with_states else (1, 0)
+    first, last = boundaries_with_states(k, chunk, initial, final) if with_states else (1, 0)
     states = ChunkStates(low, high, normalizer, chunk, first) if low.numel() else None
     inner = 0 if with_states else chunk
     q, scale = scale_queries(q)
@@ -353,7 +353,7 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents
     return hopper.serves(q, k, v)
 
 
-def _boundaries(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
+def boundaries_with_states(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
     """The first and last boundary that has a state."""
     chunks = -(-k.shape[1] // chunk)
     return (0 if initial else 1), (chunks if final else chunks - 1)

@@ -10,7 +10,9 @@ which is found in three steps:
 The gradient of S is the same sum with queries for keys, output gradients for values, and time reversed:
     D_ia = Σ_{t>R} exp(G_t − G_R) q_i q_a dy_t.
 A state from before the first token starts the sum at boundary 0, and the state after the last one ends it; in reverse,
-the gradient of the latter starts it and that of the former ends it.
+the gradient of the latter starts it and that of the former ends it. Where the start comes late, from another GPU,
+`chunk_sums` takes the first two steps without it, `end_alone` finds what the tokens leave by themselves, and
+`scan_sums` takes the third step once it is there.
 
 S is symmetric in (i, a). Half of the entries, i ≥ d/2, are kept apart (`high`): unless gradients need all of it, their
 a < d/2 is neither computed nor kept.
@@ -63,6 +65,38 @@ class ChunkStates:
     normalizer: Tensor
     chunk: int
     first: int = 1
+
+
+@dataclass(frozen=True)
+class ChunkSums:
+    """What each chunk alone adds at its boundary: the slots of `ChunkStates` before they are added up.
+
+    Attributes:
+        low, high: as there; in float32 if wanted so.
+        normalizer: (b, h_kv, slots, d, d) float32.
+        dtype: of the states.
+        sums: G, (b, h_kv, t) float64; None without gates.
+        length: t.
+        chunk: tokens between two boundaries.
+        first: the boundary of the first slot.
+        started: whether the first slot visited is that of a state given, and no chunk's.
+        reverse: whether chunks count at the boundary before them, and slots are visited from the last.
+    """
+
+    low: Tensor
+    high: Tensor
+    normalizer: Tensor
+    dtype: torch.dtype
+    sums: Tensor | None
+    length: int
+    chunk: int
+    first: int
+    started: bool
+    reverse: bool
+
+    @property
+    def parts(self) -> Parts:
+        return self.normalizer, self.low, self.high
 
 
 @triton.jit
@@ -186,15 +220,15 @@ def update_kernel(
 def _scan_block(
     block, kv_sequence, x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, product_stride, sums_ptr,
     length, slots, first, chunk, size, stride_start, stride_end,
-    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
+    ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of each slot's numbers, slot by slot."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     base = kv_sequence.to(tl.int64) * slots * size
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
-    if STARTED:
+    if GIVEN:
         state = tl.load(begin_ptr + kv_sequence.to(tl.int64) * stride_start + offsets)
     else:
         state = tl.zeros((BLOCK,), tl.float32)
@@ -208,7 +242,8 @@ def _scan_block(
         # The first slot of a scan with a start has nothing of its own.
         own = tl.full((BLOCK,), step > 0, tl.int1) if STARTED else tl.full((BLOCK,), True, tl.int1)
         state += tl.load(x_ptr + base + slot.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
-        tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
+        if KEPT:
+            tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
         if MULTIPLIED:
             other = tl.load(other_ptr + base + slot.to(tl.int64) * size + offsets).to(tl.float32)
             target = product_ptr + (kv_sequence.to(tl.int64) * slots + slot) * product_stride
@@ -221,15 +256,16 @@ def _scan_block(
 def scan_kernel(
     xs, outs, begins, ends, others, product_ptr, sums_ptr, length, slots, first, chunk,
     sizes, start_strides, end_strides,
-    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, ENDED: tl.constexpr, MULTIPLIED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
+    ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the slots; REVERSE: from the last slot backwards.
 
     For Z and both parts of S at once: Z alone is so small that it would take as long as one read after the other does.
 
-    STARTED: the first slot visited is given. ENDED: the last one visited is also stored in float32. MULTIPLIED: leaves
-    each program's part of the inner products with other states, slot by slot.
+    STARTED: the first slot visited is the start's, which counts as zero unless GIVEN. KEPT: states are stored, slot by
+    slot. ENDED: the last one visited is stored in float32. MULTIPLIED: leaves each program's part of the inner products
+    with other states, slot by slot.
     """
     program, kv_sequence = tl.program_id(0), tl.program_id(1)
     block = program
@@ -240,26 +276,24 @@ def scan_kernel(
                 block, kv_sequence, xs[part], outs[part], begins[part], ends[part], others[part],
                 product_ptr + program if MULTIPLIED else None, tl.num_programs(0), sums_ptr, length, slots, first,
                 chunk, sizes[part], start_strides[part], end_strides[part],
-                GATED, REVERSE, STARTED, ENDED, MULTIPLIED, BLOCK,
+                GATED, REVERSE, STARTED, GIVEN, KEPT, ENDED, MULTIPLIED, BLOCK,
             )  # fmt: skip
         block -= blocks
 
 
-def _scan(
-    xs: Parts, outs: Parts, starts: Parts, ends: Parts, others: Parts, sums: Tensor | None,
-    length: int, first: int, chunk: int, reverse: bool,
-) -> Tensor | None:  # fmt: skip
+def _scan(chunks: ChunkSums, outs: Parts, starts: Parts, ends: Parts, others: Parts) -> Tensor | None:
     """Inner products with `others`, if given, in parts: (b, h_kv, slots, parts)."""
+    xs = chunks.parts
     batch, heads, slots = xs[0].shape[:3]
-    sizes = tuple(x[0, 0, 0].numel() for x in xs)
+    sizes = tuple(x.stride(2) for x in xs)
     block = min(1024, *sizes)
     programs = sum(sizes) // block
     products = None if others[0] is None else xs[0].new_empty(batch, heads, slots, programs, dtype=torch.float32)
     scan_kernel[(programs, batch * heads)](
-        xs, outs, starts, ends, others, products, sums, length, slots, first, chunk, sizes,
+        xs, outs, starts, ends, others, products, chunks.sums, chunks.length, slots, chunks.first, chunks.chunk, sizes,
         _head_strides(starts), _head_strides(ends),
-        GATED=sums is not None, REVERSE=reverse, STARTED=starts[0] is not None, ENDED=ends[0] is not None,
-        MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
+        GATED=chunks.sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
+        KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return products
 
@@ -268,7 +302,7 @@ def _head_strides(parts: Parts) -> tuple[int, ...]:
     return tuple(0 if part is None else part.stride(1) for part in parts)
 
 
-def chunk_states(
+def chunk_sums(
     x: Tensor,
     y: Tensor,
     kv_heads: int,
@@ -280,32 +314,24 @@ def chunk_states(
     past: Tensor | None = None,
     reverse: bool = False,
     boundaries: tuple[int, int] | None = None,
-    start: FullState | None = None,
-    want_end: bool = False,
-    other: ChunkStates | None = None,
+    precise: bool = False,
     entries: int = 2,
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
-) -> tuple[ChunkStates | None, FullState | None, Tensor | None]:
-    """States at the boundaries of chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e).
+) -> ChunkSums | None:
+    """What each chunk alone adds, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e); None without boundaries.
 
     Args:
-        full: also compute what symmetry makes redundant; needed with `start` or `want_end`.
+        full: also compute what symmetry makes redundant.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
         past: (b, h, t), what states gave to queries (`attend`): one that got nothing does not count; only with
             `reverse`.
         reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
         boundaries: the first and the last to keep; None: those between chunks. The first is 0 or 1, the last that
-            between the last two chunks or that after the last one.
-        start: what the scan begins with: the state at boundary 0, or in reverse the gradient at the last one.
-        want_end: whether to return where the scan ends in float32: the state after the last token, or the gradient of
-            that before the first. Sums of chunks then stay in float32 until they are added up.
-        other: states at the same boundaries and in full, to multiply these with.
-
-    Returns:
-        the states, or None if there are no boundaries; the end if wanted; and the inner products of the states with
-        `other`, (b, h_kv, slots) float64, if given.
+            between the last two chunks or that after the last one. Boundary 0, or in reverse the one after the last
+            chunk, is for a state that starts the scan.
+        precise: keep S in float32.
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
@@ -313,32 +339,29 @@ def chunk_states(
     first, last = boundaries or (1, chunks - 1)
     slots = last - first + 1
     if slots == 0:
-        return None, None, None
-    assert full or not (start or want_end or other)
+        return None
     half = dim // 2
     all_tiles = chunks * chunk // TILE_TOKENS
     group = heads // kv_heads
-    columns_high = dim if full else half
+    dtype = torch.float32 if precise else x.dtype
     transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
-    normalizer = x.new_empty(batch, kv_heads, slots, dim, dim)
-    low = x.new_empty(batch, kv_heads, slots, half, value_dim, dim)
-    high = x.new_empty(batch, kv_heads, slots, half, value_dim, columns_high)
-    sums_z = torch.empty_like(normalizer, dtype=torch.float32)
-    sums_low, sums_high = (torch.empty_like(s, dtype=torch.float32) if want_end else s for s in (low, high))
+    normalizer = x.new_empty(batch, kv_heads, slots, dim, dim, dtype=torch.float32)
+    low = x.new_empty(batch, kv_heads, slots, half, value_dim, dim, dtype=dtype)
+    high = x.new_empty(batch, kv_heads, slots, half, value_dim, dim if full else half, dtype=dtype)
     precision = dot_precision(x.dtype)
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
     where = (slots, first, 0, chunk) if reverse else (slots, 0, 1 - first, chunk)
     if count:
         fold_kernel[(count, batch * kv_heads)](
-            head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, sums_z, length, all_tiles,
+            head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
             num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 else None,
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
-        for out, first_entry in ((sums_low, 0), (sums_high, half)):
+        for out, first_entry in ((low, 0), (high, half)):
             columns = out.shape[-1]
             together = entries * dim // columns  # as many as the registers hold
             flat = out.view(-1, half, value_dim, columns)
@@ -349,19 +372,67 @@ def chunk_states(
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
                 TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers,
             )  # fmt: skip
-    end = None
-    if want_end:
-        end = FullState(
-            x.new_empty(batch, kv_heads, dim, value_dim, dim, dtype=torch.float32),
-            x.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32),
-        )
+    started = last == chunks if reverse else first == 0
+    return ChunkSums(low, high, normalizer, x.dtype, sums, length, chunk, first, started, reverse)
+
+
+def end_alone(chunks: ChunkSums) -> FullState:
+    """Where the scan of sums in full would end if it started from nothing; float32."""
+    end = _empty_end(chunks)
+    _scan(chunks, NO_PARTS, NO_PARTS, _parts(end), NO_PARTS)
+    return end
+
+
+def scan_sums(
+    chunks: ChunkSums, start: FullState | None = None, *, want_end: bool = False, other: ChunkStates | None = None
+) -> tuple[ChunkStates, FullState | None, Tensor | None]:
+    """The states, and what else `chunk_states` returns. Sums in the dtype of the states are overwritten."""
+    assert chunks.started == (start is not None)
+    low, high = (x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.parts[1:])
+    normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
+    end = _empty_end(chunks) if want_end else None
     others = (other.normalizer, other.low, other.high) if other else NO_PARTS
-    products = _scan(
-        (sums_z, sums_low, sums_high), (normalizer, low, high), _parts(start), _parts(end), others, sums, length, first,
-        chunk, reverse,
-    )  # fmt: skip
+    products = _scan(chunks, (normalizer, low, high), _parts(start), _parts(end), others)
     total = None if products is None else products.sum(-1, dtype=torch.float64)
-    return ChunkStates(low, high, normalizer, chunk, first), end, total
+    return ChunkStates(low, high, normalizer, chunks.chunk, chunks.first), end, total
+
+
+def chunk_states(
+    x: Tensor,
+    y: Tensor,
+    kv_heads: int,
+    sums: Tensor | None,
+    chunk: int,
+    *,
+    full: bool = False,
+    start: FullState | None = None,
+    want_end: bool = False,
+    other: ChunkStates | None = None,
+    **options: Any,
+) -> tuple[ChunkStates | None, FullState | None, Tensor | None]:
+    """States at the boundaries of chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e).
+
+    Args:
+        full: also compute what symmetry makes redundant; needed with `start` or `want_end`.
+        start: what the scan begins with: the state at boundary 0, or in reverse the gradient at the last one.
+        want_end: whether to return where the scan ends in float32: the state after the last token, or the gradient of
+            that before the first. Sums of chunks then stay in float32 until they are added up.
+        other: states at the same boundaries and in full, to multiply these with.
+        options: further ones of `chunk_sums`.
+
+    Returns:
+        the states, or None if there are no boundaries; the end if wanted; and the inner products of the states with
+        `other`, (b, h_kv, slots) float64, if given.
+    """
+    assert full or not (start or want_end or other)
+    chunks = chunk_sums(x, y, kv_heads, sums, chunk, full=full, precise=want_end, **options)
+    return (None, None, None) if chunks is None else scan_sums(chunks, start, want_end=want_end, other=other)
+
+
+def _empty_end(chunks: ChunkSums) -> FullState:
+    batch, heads, _, half, value_dim, dim = chunks.low.shape
+    kv = chunks.normalizer.new_empty(batch, heads, 2 * half, value_dim, dim)
+    return FullState(kv, kv.new_empty(batch, heads, dim, dim))
 
 
 def _parts(state: FullState | None) -> Parts:

@@ -14,7 +14,8 @@ behind the work on the other half: autograd runs what was recorded last first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -32,7 +33,7 @@ from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.validation import check_bool, check_power, check_state, check_tensors
 from sympow.parallel.collectives import StateScan, attach, from_last, sum_before
-from sympow.parallel.fused import FusedShard, fused_shard_serves
+from sympow.parallel.fused import FusedShard, fused_shard_serves, turn
 from sympow.parallel.scan import passing_decay
 from sympow.parallel.shards import Portion, Shards, as_shards
 
@@ -161,8 +162,7 @@ class _Call:
     def run(self) -> tuple[Tensor, State | None]:
         """y of this rank's tokens, and the state after all ranks' if asked for."""
         phase = self._phase()
-        finish = [self._start(heads, phase) for heads in _halves(self.sequence.key_heads)]
-        outputs, states = zip(*(end() for end in finish), strict=True)
+        outputs, states = zip(*(end() for end in self._start(phase)), strict=True)
         # Whether its outputs depend on it or not, every rank must take part in the backward pass of the phase.
         y = torch.cat(outputs, dim=2)
         if phase is not None:
@@ -187,16 +187,29 @@ class _Call:
         phase = wrap_angle(sum_before(_anchor(sequence), turned, self.shards, preceded=self.initial_state is not None))
         return phase if own is None else attach(own, phase)
 
-    def _start(self, heads: slice, phase: Tensor | None) -> Callable[[], tuple[Tensor, State | None]]:
-        """Folds the last piece of this rank's tokens and passes it on; what it returns waits, and gives outputs."""
-        part, turned = _of_heads(self.sequence, heads), None if phase is None else phase[:, heads]
+    def _start(self, phase: Tensor | None) -> list[Callable[[], tuple[Tensor, State | None]]]:
+        """Folds the last piece of this rank's tokens and passes it on, half by half.
+
+        Returns:
+            for each half what waits for the state that comes, and gives outputs.
+        """
+        halves = _halves(self.sequence.key_heads)
         plain = self.initial_state is None and not self.return_state
-        if plain and fused_shard_serves(part, self.portion, **self.how):
+        if plain and fused_shard_serves(self.sequence, self.portion, **self.how):
             anchor, size = _anchor(self.sequence), self.how["chunk_size"]
-            shard = FusedShard(part, turned, anchor, self.portion, self.shards, size)
-            return lambda: (shard.wait(), None)
-        scan = self._fold(part, heads, turned)
-        return lambda: self._finish(part, heads, turned, scan)
+            parts = _split(turn(self.sequence, phase), halves)
+            fused = [FusedShard(part, anchor, self.portion, self.shards, size) for part in parts]
+            return [partial(_outputs_of, shard) for shard in fused]
+        return [
+            self._start_half(part, heads, None if phase is None else phase[:, heads])
+            for part, heads in zip(_split(self.sequence, halves), halves, strict=True)
+        ]
+
+    def _start_half(
+        self, part: Sequence, heads: slice, phase: Tensor | None
+    ) -> Callable[[], tuple[Tensor, State | None]]:
+        scan = self._fold(part, heads, phase)
+        return lambda: self._finish(part, heads, phase, scan)
 
     def _fold(self, part: Sequence, heads: slice, phase: Tensor | None) -> StateScan:
         portion, state = self.portion, _of_state(self.own_start, heads)
@@ -252,24 +265,34 @@ class _Call:
         return State(kv, normalizer, phase, power=self.sequence.power, key_dim=self.sequence.key_dim)
 
 
+def _outputs_of(shard: FusedShard) -> tuple[Tensor, None]:
+    return shard.wait(), None
+
+
 def _halves(heads: int) -> list[slice]:
     """Key heads in two halves; in one, if there is but one."""
     middle = heads // 2
     return [slice(0, middle), slice(middle, heads)] if middle else [slice(0, heads)]
 
 
-def _of_heads(sequence: Sequence, heads: slice) -> Sequence:
-    """Some key heads, and the query heads that read them."""
-    queries = slice(heads.start * sequence.group, heads.stop * sequence.group)
-    return Sequence(
-        q=sequence.q[:, :, queries],
-        k=sequence.k[:, :, heads],
-        v=sequence.v[:, :, heads],
-        log_gamma=None if sequence.log_gamma is None else sequence.log_gamma[:, :, heads],
-        beta=None if sequence.beta is None else sequence.beta[:, :, heads],
-        theta=sequence.theta,
-        power=sequence.power,
+def _split(sequence: Sequence, halves: list[slice]) -> list[Sequence]:
+    """The key heads of each half, and the query heads that read them.
+
+    Split rather than sliced: gradients of the parts are then put together in one pass.
+    """
+    sizes = [heads.stop - heads.start for heads in halves]
+
+    def parts(x: Tensor | None, group: int = 1) -> tuple[Tensor | None, ...]:
+        return (None,) * len(sizes) if x is None else x.split([group * size for size in sizes], dim=2)
+
+    columns = (
+        parts(sequence.q, sequence.group),
+        *(parts(x) for x in (sequence.k, sequence.v, sequence.log_gamma, sequence.beta)),
     )
+    return [
+        replace(sequence, q=q, k=k, v=v, log_gamma=log_gamma, beta=beta)
+        for q, k, v, log_gamma, beta in zip(*columns, strict=True)
+    ]
 
 
 def _of_state(state: State | None, heads: slice) -> State | None:

@@ -149,9 +149,11 @@ class _SumBefore(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
-        portions = [shards.portion(rank, preceded=ctx.preceded) for rank in range(shards.size)]
-        readers = [rank for rank, portion in enumerate(portions) if shards.rank in portion.sources]
-        return None, gather(d_sum, shards.group)[readers].sum(0), None, None
+        first = shards.rank + 1
+        portions = (shards.portion(rank, preceded=ctx.preceded) for rank in range(first, shards.size))
+        # Readers are the next ranks up to some one. A slice: a list of them would have the host wait for the device.
+        readers = sum(shards.rank in portion.sources for portion in portions)
+        return None, gather(d_sum, shards.group)[first : first + readers].sum(0), None, None
 
 
 def from_last(x: Tensor, shards: Shards) -> Tensor:
