@@ -13,3 +13,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device_type=device.type, enabled=False)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the portable paths compute and keep states in, by the dtype of their inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.decay import log_gate_root
+from sympow.ops.precision import compute_dtype
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
 from sympow.ops.scaling import power_of_two, running_key_exponents, unit_length
 
@@ -57,7 +58,7 @@ class Sequence:
     @property
     def compute_dtype(self) -> torch.dtype:
         """What the portable paths compute and keep states in."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return compute_dtype(self.q.dtype)
 
     @property
     def needs_grad(self) -> bool:

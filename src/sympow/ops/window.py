@@ -23,22 +23,13 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
-from sympow.ops.blocks import attend_to_past, causal_attention, query_state, update_state
-from sympow.ops.decay import apply_decay, log_gate_root
 from sympow.ops.operator import attention
-from sympow.ops.precision import without_autocast
-from sympow.ops.record import TensorRecord, register_as_tree
-from sympow.ops.rotary import accumulate_phase, last_phase, rotate
-from sympow.ops.scaling import (
-    least_exponent,
-    power_of_two,
-    running_key_exponents,
-    state_exponents,
-    unit_length,
-)
-from sympow.ops.sequence import Sequence, divide
+from sympow.ops.portable_window import PortableWindow
+from sympow.ops.precision import compute_dtype, without_autocast
+from sympow.ops.record import register_as_tree
+from sympow.ops.sequence import Sequence
 from sympow.ops.state import FLOAT_DTYPES, State
-from sympow.ops.symmetric import even_power, feature_indices, multinomial_weights, symmetric_dim
+from sympow.ops.symmetric import feature_indices, multinomial_weights, symmetric_dim
 from sympow.ops.validation import BACKENDS, check_positive, check_power, check_tensors
 
 # Tokens between two folds. More make folds rarer, and steps score more keys: beside a state of thousands of features
@@ -47,7 +38,7 @@ CAPACITY = 64
 
 
 @dataclass(eq=False)
-class Window(TensorRecord):
+class Window(PortableWindow):
     """The last tokens of a batch of sequences, beside the state of all earlier ones. Steps change it in place.
 
     Made by `open` from a state, or by `empty` without one. A step waits for nothing on the host: how many tokens the
@@ -56,28 +47,13 @@ class Window(TensorRecord):
     a step is the device's work alone: there the caller replays a fold after every `capacity` steps. A step for which
     there is no room returns NaN.
 
-    Attributes:
-        keys: turned keys, (b, h_kv, d, W), those of a token in a column.
-        values: (b, h_kv, W, e).
-        decay: running sums of log γ^(1/p) since the last fold, (b, h_kv, W, 1 or d/2) float64.
-        count: tokens in the window, (b, h_kv) int32. Sequences may have read different numbers of them.
+    Attributes, beside those of `PortableWindow`:
         arrivals: for the kernels, zero between calls, (b, h_kv) int32.
-        phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
-        kv, normalizer: the state at the last fold, as in `State`; None before there is one.
-        power: p.
         tokens: the largest `count` as the host knows it; what is replayed from a graph is for the caller to count.
         workspace: for the kernels, made by the first step that uses them.
     """
 
-    keys: Tensor
-    values: Tensor
-    decay: Tensor
-    count: Tensor
     arrivals: Tensor
-    phase: Tensor | None
-    kv: Tensor | None
-    normalizer: Tensor | None
-    power: int
     tokens: int = 0
     workspace: Tensor | None = None
 
@@ -117,7 +93,7 @@ class Window(TensorRecord):
                 raise TypeError(f"{name} must be one of {', '.join(map(str, FLOAT_DTYPES))}; got {value}")
         if (rotated or gate_per_pair) and key_dim % 2:
             raise ValueError(f"key_dim must be even for pairs of entries to be rotated or gated, got {key_dim}")
-        key_dtype = key_dtype or _compute_dtype(dtype)
+        key_dtype = key_dtype or compute_dtype(dtype)
         gates = key_dim // 2 if gate_per_pair else 1
         # Zeros, not whatever is there: masked rows still take part in products, where NaN would spread.
         return cls(
@@ -165,25 +141,13 @@ class Window(TensorRecord):
             gate_per_pair=gate_per_pair,
             device=state.kv.device,
         )
-        kept = _compute_dtype(dtype)
+        kept = compute_dtype(dtype)
         window.kv, window.normalizer = (
             x.detach().to(kept, copy=copy).contiguous() for x in (state.kv, state.normalizer)
         )
         if window.phase is not None and state.phase is not None:
             window.phase.copy_(state.phase.detach())
         return window
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[3]
-
-    @property
-    def key_dim(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def value_dim(self) -> int:
-        return self.values.shape[3]
 
     @property
     def bytes_of_a_token(self) -> int:
@@ -194,7 +158,7 @@ class Window(TensorRecord):
     def bytes_of_a_state(self) -> int:
         """What a state takes, or would take, for each sequence and key head."""
         features = symmetric_dim(self.key_dim, self.power)
-        return features * (self.value_dim + 1) * _compute_dtype(self.values.dtype).itemsize
+        return features * (self.value_dim + 1) * compute_dtype(self.values.dtype).itemsize
 
     @property
     def most_tokens(self) -> int:
@@ -337,8 +301,7 @@ class Window(TensorRecord):
         if not sequence.length:
             return
         with torch.no_grad(), without_autocast(k.device):
-            _, key = self._turn(sequence)
-            self._put(key, sequence.v.transpose(1, 2), self._decay_through(sequence))
+            self._portable_extend(sequence)
         self.tokens += sequence.length
 
     def fold(self, backend: str = "auto") -> None:
@@ -501,132 +464,8 @@ class Window(TensorRecord):
         index = feature_indices(self.key_dim, self.power, device)
         return index, multinomial_weights(self.key_dim, self.power, torch.float32, device)
 
-    def _portable_step(self, sequence: Sequence) -> Tensor:
-        power, dtype = self.power, sequence.compute_dtype
-        query, key = self._turn(sequence)
-        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
-        decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
-        keys, values, held_decay = self._held(dtype)
-        query = query * self._query_scales(keys, key)
-
-        scores = even_power(query @ apply_decay(keys, decay - held_decay).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
-        own = even_power((query * key.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
-        numerator = scores @ values.unsqueeze(2) + own * value.unsqueeze(2)
-        denominator = scores.sum(-1) + own.squeeze(-1)
-        if self.kv is not None and self.normalizer is not None:
-            past = query_state(query, decay, self.kv, self.normalizer, power)
-            numerator, denominator = numerator + past[0], denominator + past[1]
-        y = divide(numerator, denominator, sequence.q.dtype)
-
-        # As in the kernels: a token for which there is no room must not go unseen.
-        full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
-        self._put(key, value, decay)
-        return y.masked_fill(full[:, None, :, None], float("nan"))
-
-    def _portable_read(self, sequence: Sequence) -> Tensor:
-        power, dtype = self.power, sequence.compute_dtype
-        query, key = self._turn(sequence)
-        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
-        decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
-        keys, values, held_decay = self._held(dtype)
-        query = query * self._query_scales(keys, key)
-        numerator, denominator = causal_attention(query, key, value, decay, power)
-        parts = [attend_to_past(query, keys, values, decay, held_decay, power)]
-        if self.kv is not None and self.normalizer is not None:
-            parts.append(query_state(query, decay, self.kv, self.normalizer, power))
-        for more, weights in parts:
-            numerator, denominator = numerator + more, denominator + weights
-        self._put(key, value, decay)
-        return divide(numerator, denominator, sequence.q.dtype)
-
-    def _portable_fold(self) -> None:
-        keys, values, decay = self._held(_compute_dtype(self.values.dtype))
-        self.kv, self.normalizer = update_state(
-            keys, values, decay, self.kv, self.normalizer, self.power, in_place=True
-        )
-        self.count.zero_()
-
-    def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys (b, n, s, d), values (b, n, s, e) and running sums (b, n, s, 1 or d/2) of what the window holds.
-
-        Where a sequence holds fewer tokens than s, keys and values are zero, and the sum is that of its last token:
-        such keys have no score, and nothing decays after the last token.
-        """
-        places, empty = self._places()
-        keys, values = (x[:, :, places].to(dtype).masked_fill(empty, 0.0) for x in (self.keys.mT, self.values))
-        return keys, values, torch.where(empty, self._decay_so_far(), self.decay[:, :, places])
-
-    def _places(self) -> tuple[slice, Tensor]:
-        """Those to look at, and which of them hold nothing, (b, n, s, 1) bool."""
-        filled = self._filled()
-        slots = torch.arange(filled, device=self.count.device)
-        return slice(filled), (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
-
-    def _filled(self) -> int:
-        """How many places, from the first, have to be looked at; on a GPU all, since only the device knows."""
-        if self.count.device.type != "cpu" or torch.compiler.is_compiling():
-            return self.capacity
-        return max(1, int(self.count.max()))
-
-    def _decay_so_far(self) -> Tensor:
-        """The running sum of log γ^(1/p) up to the last token in the window: (b, n, 1, 1 or d/2)."""
-        places, empty = self._places()
-        # The last is the least, since none grows.
-        return self.decay[:, :, places].masked_fill(empty, 0.0).amin(2, keepdim=True)
-
-    def _decay_through(self, sequence: Sequence) -> Tensor:
-        """The same up to each of the new tokens: (b, n, t, 1 or d/2)."""
-        so_far = self._decay_so_far()
-        if sequence.log_gamma is None:
-            return so_far.expand(-1, -1, sequence.length, -1)
-        return so_far + log_gate_root(sequence.log_gamma, self.power).cumsum(2)
-
-    def _turn(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """Queries of unit length (b, n, g, t, d) and keys (b, n, t, d), turned; the phase moves on."""
-        dtype = sequence.compute_dtype
-        q = unit_length(sequence.q.to(dtype)).unflatten(2, (sequence.key_heads, sequence.group))
-        k = sequence.k.to(dtype)
-        if sequence.theta is not None and self.phase is not None:
-            angles = accumulate_phase(sequence.theta, sequence.beta, self.phase, length=sequence.length)
-            q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
-            self.phase.copy_(last_phase(angles, self.phase, sequence.batch, sequence.key_heads))
-        return q.permute(0, 2, 3, 1, 4), k.transpose(1, 2)
-
-    def _query_scales(self, keys: Tensor, new: Tensor) -> Tensor:
-        """Powers of two for queries of unit length that keep every score within range: (b, n, 1, t, 1).
-
-        Args:
-            keys: what the window holds, (b, n, s, d).
-            new: keys of the queries' own tokens, (b, n, t, d).
-        """
-        exponents = torch.full_like(self.count, least_exponent(keys.dtype))
-        if self.normalizer is not None:
-            exponents = state_exponents(self.normalizer, self.power)
-        exponents = running_key_exponents(torch.cat([keys, new], dim=2).transpose(1, 2), exponents)
-        exponents = exponents[:, -new.shape[2] :]
-        if self.normalizer is not None:
-            # No further up than the features of a query have room for.
-            exponents = exponents.clamp(min=least_exponent(keys.dtype) // self.power)
-        return power_of_two(-exponents, keys.dtype).transpose(1, 2)[:, :, None, :, None]
-
-    def _put(self, key: Tensor, value: Tensor, decay: Tensor) -> None:
-        """Writes tokens behind those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""
-        new = torch.arange(key.shape[2], device=key.device)
-        slots = (self.count.unsqueeze(-1) + new).unsqueeze(-1)  # (b, n, t, 1)
-        room = slots < self.capacity
-        slots = slots.clamp(max=self.capacity - 1)
-        for held, tokens in ((self.keys.mT, key), (self.values, value), (self.decay, decay)):
-            places = slots.expand(-1, -1, -1, held.shape[-1])
-            # As in the kernels, a token for which there is no room leaves what is there as it is.
-            held.scatter_(2, places, torch.where(room, tokens.to(held.dtype), held.gather(2, places)))
-        self.count.add_(key.shape[2]).clamp_(max=self.capacity)
-
 
 register_as_tree(Window, "power", "tokens")
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _on_host() -> bool:
