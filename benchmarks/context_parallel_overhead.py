@@ -4,14 +4,14 @@
 
 "plain" is `sympow.attention`, "one rank" is `sympow.parallel.attention` on a group of one, taken in turns, forward and
 backward: the claim is that the second costs less than 2 % more. "middle rank" is what one rank of many computes for the
-same tokens, messages left out: it folds its own tokens, and attends to them and to a state that came. That time is what
-benchmarks/scaling_simulation.py counts with.
+same tokens, messages left out: it folds its own tokens, and attends to them and to a state that came. That time is one
+of the two that benchmarks/scaling_simulation.py computes with. With --kernels, each kernel's time is listed too: where
+their sum is less than the time taken, the device waits for the host.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sympow
 from sympow.parallel import Shards
 from sympow.parallel import attention as sharded_attention
+from sympow.report.results import save_results
 from sympow.report.timing import Timing, environment, measure_in_turns
 
 LARGEST_OVERHEAD = 0.02
@@ -62,6 +64,21 @@ def describe(timing: Timing) -> dict[str, Any]:
     return {**vars(timing), "spread": timing.spread}
 
 
+def time_by_kernel(call: Callable[[], Any], device: str, calls: int = 5) -> dict[str, dict[str, float]]:
+    """Seconds and launches of each kernel in one call, the longest first: their sum is how long the device is busy."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    call()
+    with profile(activities=activities) as profiler:
+        for _ in range(calls):
+            call()
+    found = [event for event in profiler.key_averages() if event.device_type.name == device.upper()]
+    seconds = {event.key: (event.self_device_time_total if device == "cuda" else event.self_cpu_time_total) / 1e6
+               for event in found}  # fmt: skip
+    launches = {event.key: event.count for event in found}
+    names = sorted(seconds, key=lambda name: -seconds[name])
+    return {name: {"seconds": seconds[name] / calls, "launches": launches[name] / calls} for name in names}
+
+
 def measure_context(arguments: argparse.Namespace, context: int, alone: dist.ProcessGroup) -> list[dict[str, Any]]:
     """Rows of one context: forward alone, and forward with backward."""
     inputs = make_inputs(arguments, context)
@@ -77,6 +94,9 @@ def measure_context(arguments: argparse.Namespace, context: int, alone: dist.Pro
         timed: dict[str, Callable[[], Any]] = {}
         for name, call in calls.items():
             timed[name] = with_backward(call, inputs) if what != "forward" else torch.no_grad()(call)
+        kernels = {}
+        if arguments.kernels:
+            kernels = {name: time_by_kernel(call, arguments.device) for name, call in timed.items()}
         timings = measure_in_turns(timed, runs=arguments.runs, warmup=3, device=arguments.device)
         overhead = timings["one rank"].median / timings["plain"].median - 1
         rows.append(
@@ -86,6 +106,7 @@ def measure_context(arguments: argparse.Namespace, context: int, alone: dist.Pro
                 "overhead_of_one_rank": overhead,
                 "middle_rank_over_plain": timings["middle rank"].median / timings["plain"].median,
                 "timings": {name: describe(timing) for name, timing in timings.items()},
+                **({"kernels": kernels} if kernels else {}),
             }
         )
         print(
@@ -93,6 +114,9 @@ def measure_context(arguments: argparse.Namespace, context: int, alone: dist.Pro
             f"a middle rank {rows[-1]['middle_rank_over_plain']:.2f} times as much",
             flush=True,
         )
+        for name, found in kernels.items():
+            busy, launches = (sum(kernel[what] for kernel in found.values()) for what in ("seconds", "launches"))
+            print(f"        {name}: kernels take {1e3 * busy:.3f} ms in {launches:.0f} launches", flush=True)
     return rows
 
 
@@ -108,6 +132,7 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--power", type=int, default=2)
     parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--kernels", action="store_true", help="also list how long each kernel takes")
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     # A group that sends nothing and waits for nobody: this process takes itself for one of several.
@@ -121,10 +146,7 @@ def main() -> int:
     print(f"largest overhead of one rank, forward and backward: {worst:+.2%} (claim: below {LARGEST_OVERHEAD:.0%})")
     if arguments.out:
         setting = {name: value for name, value in vars(arguments).items() if name != "out"}
-        command = f"python benchmarks/context_parallel_overhead.py {' '.join(sys.argv[1:])}".strip()
-        content = {"command": command, "environment": environment(arguments.device), "setting": setting, "rows": rows}
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+        save_results(arguments.out, environment(arguments.device), setting=setting, rows=rows)
     return int(worst > LARGEST_OVERHEAD)
 
 

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch.nn.functional import scaled_dot_product_attention
 
 import sympow
 from sympow.kernels.rotation_op import fused_rotation
 from sympow.ops.window import Window
+from sympow.report.results import save_results
 from sympow.report.timing import environment, measure
 
 BATCH, HEADS, DIM = 16, 12, 64
@@ -188,12 +187,8 @@ def main() -> None:
     rows = [*decode_rows(2, DIM, arguments.runs), *softmax_rows(arguments.runs), *rotation_rows(arguments.runs)]
     rows += decode_rows(4, 16, arguments.runs)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {"batch": BATCH, "heads": HEADS, "dim": DIM}
-        versions = {**environment("cuda"), "triton": triton.__version__}
-        command = "python " + " ".join(sys.argv)
-        content = {"command": command, "environment": versions, "shape": shape, "rows": rows}
-        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+        save_results(arguments.out, environment("cuda"), shape=shape, rows=rows)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,16 +32,15 @@ from torch import Tensor
 
 from sympow import GPT, GPTConfig
 from sympow.generate import Sampling, generate
+from sympow.model.variants import VARIANTS
 from sympow.ops.softmax import KeyValueState
 from sympow.ops.window import CAPACITY
 from sympow.reading import Reading
+from sympow.report.results import save_results
 from sympow.report.timing import environment
 
 GREEDY = Sampling(temperature=0)
-VARIANTS: dict[str, dict[str, Any]] = {
-    "conformal": {"mixer": "sympow", "power": 2, "gating": "scalar", "rotary": "scale"},
-    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
-}
+TIMED = ("conformal", "softmax")
 # Tokens before the first sample: with windows the second fold is recorded, so that all later ones are replayed.
 WARM_UP = {"conformal": 3 * CAPACITY, "softmax": 8, "transformers": 4}
 # Tokens of a sample; a captured fold comes once in every 64 steps.
@@ -224,7 +222,7 @@ def clean_up() -> None:
 
 def measure_all(options: argparse.Namespace) -> dict[str, Any]:
     started, rows = [], []
-    for variant in (*VARIANTS, *(["transformers"] if options.transformers else [])):
+    for variant in (*TIMED, *(["transformers"] if options.transformers else [])):
         for context in options.contexts:
             clean_up()
             if variant == "transformers":
@@ -295,12 +293,9 @@ def main() -> None:
     result = measure_all(options)
     print(json.dumps(result["summary"], indent=2), flush=True)
     if options.out:
-        command = "python " + " ".join(sys.argv)
         names = ("batch", "layers", "width", "heads", "vocabulary", "dtype", "piece", "read_piece")
-        head = {"command": command, "environment": environment(options.device)}
         setting = {name: getattr(options, name) for name in names}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({**head, "setting": setting, **result}, indent=2) + "\n")
+        save_results(options.out, environment(options.device), setting=setting, **result)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import torch
 import sympow
 from sympow.ops.softmax import softmax_attention
 from sympow.report.memory import PeakMemory
+from sympow.report.results import save_results
 from sympow.report.timing import environment, measure
 
 LENGTHS = (4_096, 8_192, 16_384, 32_768)
@@ -87,10 +88,8 @@ def main() -> int:
     if summary["time_per_token_largest_over_smallest"] > LARGEST_RATIO:
         print(f"time per token varies by more than {LARGEST_RATIO:g}: was the machine busy?", file=sys.stderr)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         shape = {"power": 2, "heads": arguments.heads, "dim": arguments.dim, "dtype": "float32"}
-        content = {"environment": environment(), "shape": shape, "rows": rows, "summary": summary}
-        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+        save_results(arguments.out, environment(), shape=shape, rows=rows, summary=summary)
     return int(summary["time_per_token_largest_over_smallest"] > LARGEST_RATIO)
 
 

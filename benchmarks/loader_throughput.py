@@ -25,6 +25,7 @@ import numpy as np
 
 from sympow.data import Loader, TokenDataset, open_dataset, prepare
 from sympow.extras import require
+from sympow.report.results import save_results
 from sympow.report.timing import environment
 
 BATCH_TOKENS = 524_288
@@ -122,14 +123,8 @@ def main() -> int:
             )
     if arguments.out:
         versions = {name: require(name, "data").__version__ for name in ("numpy", "zarr", "numcodecs")}
-        content = {
-            "command": " ".join(["python", *sys.argv]),
-            "environment": {**environment(), "cores": os.cpu_count(), **versions},
-            "batch_tokens": BATCH_TOKENS,
-            "rows": rows,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+        machine = {**environment(), "cores": os.cpu_count(), **versions}
+        save_results(arguments.out, machine, batch_tokens=BATCH_TOKENS, rows=rows)
     slowest = min(row["slowest"] for row in rows) * 1e6
     return int(slowest < SMALLEST_RATE)
 

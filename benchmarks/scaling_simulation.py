@@ -2,9 +2,10 @@
 
     python benchmarks/scaling_simulation.py --out benchmarks/results/scaling_simulation.json
 
-Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json and, if it is
-there, h200_context_parallel.json; messages have the sizes of `sympow.parallel.traffic`, which tests compare with
-counted bytes. docs/scaling.md lists the assumptions and reads the results. A figure goes beside the JSON file.
+Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json; what a rank of
+several takes is counted, and beside it taken from h200_context_parallel.json if that is there. Messages have the sizes
+of `sympow.parallel.traffic`, which tests compare with counted bytes. docs/scaling.md lists the assumptions and reads
+the results. A figure goes beside the JSON file.
 """
 
 from __future__ import annotations
@@ -22,12 +23,17 @@ from sympow.model.config import GPTConfig
 from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.scan import MOST_BYTES_GATHERED, MOST_RANKS_GATHERED, rounds_of
 from sympow.parallel.traffic import LayerShape, key_value_bytes, message_bytes
+from sympow.report.results import save_results
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (65_536, 1_048_576, 10_485_760, 104_857_600)
 GPUS = tuple(2**n for n in range(11))
-# A rank sums over its tokens once more in either pass: nine products where the chunked form has seven. Counted.
-EXTRA_SUMS = 9 / 7
+MEASURED_TOKENS = 65_536
+# What a rank of several moves through memory and one GPU does not, forward and backward, 65,536 tokens and 12 heads of
+# 64 in chunks of 1,024. In either pass it keeps the sums of chunks in float32, not bfloat16, which are written once and
+# read once, and reads them once more for the state it sends: 4 · 2 + 4 bytes less 2 · 2 for each of 64 · 12 · 64³
+# numbers. It also puts two halves of the heads together: y, dq, dk and dv, read and written.
+MOVED = 2 * (12 - 4) * (64 * 12 * 64**3) + 4 * 2 * (MEASURED_TOKENS * 12 * 64 * 2)
 
 
 @dataclass(frozen=True)
@@ -71,36 +77,38 @@ class Kernels:
         chunked: the chunked form, p = 2, at 65,536 tokens of context; it does not depend on the context.
         softmax: cuDNN at 65,536 tokens; in proportion to the context.
         attention: the attention form, p = 2, likewise.
-        middle_rank: chunked, for a rank that also folds and continues from a state, over a rank that does neither.
-        middle_rank_measured: whether that is a measurement.
+        middle_rank: chunked, for a rank that also folds and continues from a state, over a rank that does neither;
+            by bytes counted.
+        middle_rank_measured: the same as last measured; None: never.
     """
 
     chunked: float
     softmax: float
     attention: float
     middle_rank: float
-    middle_rank_measured: bool
+    middle_rank_measured: float | None
 
 
-def read_kernels(results: Path) -> Kernels:
-    """From the committed benchmark of one H200."""
+def read_kernels(results: Path, machine: Machine) -> Kernels:
+    """From the committed benchmarks of one H200."""
     rows = json.loads((results / "h200_p2.json").read_text())["rows"]
-    at = {row["method"]: row["forward_and_backward"]["median"] for row in rows if row["context"] == 65_536}
+    at = {row["method"]: row["forward_and_backward"]["median"] for row in rows if row["context"] == MEASURED_TOKENS}
     measured = results / "h200_context_parallel.json"
-    middle = EXTRA_SUMS
+    middle = None
     if measured.exists():
         found = [
             row["middle_rank_over_plain"]
             for row in json.loads(measured.read_text())["rows"]
-            if row["context"] == 65_536 and row["what"] == "forward and backward"
+            if row["context"] == MEASURED_TOKENS and row["what"] == "forward and backward"
         ]
         middle = found[0]
+    chunked = at["chunked form, triton"]
     return Kernels(
-        chunked=at["chunked form, triton"],
+        chunked=chunked,
         softmax=at["softmax, cuDNN"],
         attention=at["attention form, triton"],
-        middle_rank=middle,
-        middle_rank_measured=measured.exists(),
+        middle_rank=1 + MOVED / machine.memory / chunked,
+        middle_rank_measured=middle,
     )
 
 
@@ -131,12 +139,19 @@ class Simulation:
         """Everything but attention, forward and backward."""
         return 3 * other_operations(self.config) * tokens / self.machine.matrix_rate
 
-    def through_states(self, context: int, gpus: int, shape: LayerShape, per_token: float, method: str) -> Step:
-        """Ours: fold, pass on, attend; `per_token`: seconds of one layer's attention, forward and backward."""
+    def through_states(
+        self, context: int, gpus: int, shape: LayerShape, per_token: float, middle_rank: float, method: str
+    ) -> Step:
+        """Ours: fold, pass on, attend.
+
+        Args:
+            per_token: seconds of one layer's attention on one GPU, forward and backward.
+            middle_rank: what a rank of several takes over that.
+        """
         tokens, layers = context / gpus, self.config.layers
         message = message_bytes(shape)
         gathered = gpus <= MOST_RANKS_GATHERED and gpus * message <= MOST_BYTES_GATHERED
-        local = tokens * per_token * (self.kernels.middle_rank if gpus > 1 else 1)
+        local = tokens * per_token * (middle_rank if gpus > 1 else 1)
         # Of each exchange half is behind the work on the other half of the heads; in rounds, only the first round is.
         behind = local / 4
         if gpus == 1:
@@ -201,9 +216,17 @@ def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
         for gpus in GPUS:
             if context // gpus < 1_024:
                 continue
+            chunked, middle = kernels.chunked * per_token, kernels.middle_rank
+            if kernels.middle_rank_measured is not None:
+                slower = kernels.middle_rank_measured
+                steps.append(
+                    simulation.through_states(
+                        context, gpus, quadratic, chunked, slower, "state, p = 2, work as measured"
+                    )
+                )
             steps += [
-                simulation.through_states(context, gpus, quadratic, kernels.chunked * per_token, "state, p = 2"),
-                simulation.through_states(context, gpus, quartic, larger * kernels.chunked * per_token, "state, p = 4"),
+                simulation.through_states(context, gpus, quadratic, chunked, middle, "state, p = 2, work as counted"),
+                simulation.through_states(context, gpus, quartic, larger * chunked, middle, "state, p = 4"),
                 simulation.by_ring(
                     context, gpus, kernels.attention * per_token, "attention form in a ring, p = 2 or 4"
                 ),
@@ -216,20 +239,18 @@ def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
 def plot(steps: list[Step], path: Path) -> None:
     """Tokens a second of each GPU against their number, a panel per context."""
     pyplot = require("matplotlib.pyplot", "plot")
-    figure, panels = pyplot.subplots(1, len(CONTEXTS), figsize=(15, 3.8), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(CONTEXTS), figsize=(15, 4.1), sharey=True, layout="constrained")
     methods = list(dict.fromkeys(step.method for step in steps))
     for panel, context in zip(panels, CONTEXTS, strict=True):
         for number, method in enumerate(methods):
             found = [step for step in steps if step.method == method and step.context == context and step.fits]
             speeds = [step.context / step.gpus / step.total for step in found]
-            panel.plot([step.gpus for step in found], speeds, "osd^v"[number] + "-", color=f"C{number}", label=method)
+            panel.plot([step.gpus for step in found], speeds, "xosd^v"[number] + "-", color=f"C{number}", label=method)
         panel.set(xscale="log", yscale="log", title=f"{context:,} tokens", xlabel="GPUs")
         panel.set_xlim(0.8, 1_300)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("tokens a second and GPU (simulated)")
-    figure.legend(
-        *panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(methods), frameon=False
-    )
+    figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
@@ -240,28 +261,35 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder with measured kernel times")
     parser.add_argument("--out", type=Path, help="JSON file to write; a figure goes beside it")
     arguments = parser.parse_args()
-    kernels, machine = read_kernels(arguments.results), Machine()
+    machine = Machine()
+    kernels = read_kernels(arguments.results, machine)
+    measured = kernels.middle_rank_measured
+    print(
+        f"a rank of several over one GPU: {kernels.middle_rank:.2f} by bytes counted, "
+        f"{'never measured' if measured is None else f'{measured:.2f} measured'}"
+    )
     steps = simulate(kernels, machine)
     for step in steps:
         if step.gpus in (1, 8, 64, 1_024):
             speed = step.context / step.gpus / step.total
             print(
-                f"{step.method:<38} {step.context:>11,} tokens on {step.gpus:>5,}: {step.total:9.3f} s, "
+                f"{step.method:<40} {step.context:>11,} tokens on {step.gpus:>5,}: {step.total:9.3f} s, "
                 f"{step.waiting / step.total:5.1%} waiting, {speed:10,.0f} tokens/s each"
                 f"{'' if step.fits else '  (does not fit)'}"
             )
     if arguments.out:
         rows: list[dict[str, Any]] = [{**asdict(step), "total": step.total} for step in steps]
-        content = {
-            "command": "python benchmarks/scaling_simulation.py",
-            "simulated": True,
-            "kernels": asdict(kernels),
-            "machine": asdict(machine),
-            "model": "gpt2-124m, one sequence on all GPUs",
-            "rows": rows,
-        }
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(content, indent=1) + "\n")
+        save_results(
+            arguments.out,
+            None,
+            command="python benchmarks/scaling_simulation.py",
+            indent=1,
+            simulated=True,
+            kernels=asdict(kernels),
+            machine=asdict(machine),
+            model="gpt2-124m, one sequence on all GPUs",
+            rows=rows,
+        )
         plot(steps, arguments.out.with_suffix(".png"))
     return 0
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+from sympow.model.variants import VARIANTS
+from sympow.report.results import save_results
 from sympow.report.timing import environment
 from sympow.train.config import paper
 from sympow.train.metrics import read_metrics
-from sympow.train.trainer import METRICS_FILE, train
+from sympow.train.run_files import METRICS_FILE
+from sympow.train.trainer import train
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
-    "conformal": {"power": 2, "gating": "scalar", "rotary": "scale"},
-}
+TIMED = ("softmax", "conformal")
 TOKENS = 65_536
 
 
@@ -94,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--contexts", type=int, nargs="+", default=[1_024, 16_384, 65_536])
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=TIMED, default=TIMED)
     parser.add_argument("--steps", type=int, default=48)
     parser.add_argument("--device", help="cuda or cpu; by default a GPU if there is one")
     arguments = parser.parse_args()
@@ -104,13 +103,7 @@ def main() -> None:
             rows.append(time_training(variant, context, arguments.steps, arguments.device))
             print(json.dumps(rows[-1]), flush=True)
             if arguments.out is not None:
-                content = {
-                    "command": " ".join(["python", *sys.argv]),
-                    "environment": environment(arguments.device or "cuda"),
-                    "rows": rows,
-                }
-                arguments.out.parent.mkdir(parents=True, exist_ok=True)
-                arguments.out.write_text(json.dumps(content, indent=2) + "\n")
+                save_results(arguments.out, environment(arguments.device or "cuda"), rows=rows)
 
 
 if __name__ == "__main__":

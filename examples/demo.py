@@ -14,7 +14,6 @@ import shutil
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,16 +23,15 @@ from sympow.data import Loader, load_tokenizer, open_dataset
 from sympow.evaluate import PositionLosses, loss_by_position
 from sympow.generate import Sampling, generate
 from sympow.model.storage import load_model
+from sympow.model.variants import PAPER_VARIANTS
 from sympow.report.figures import plot_loss_by_position
+from sympow.report.grouping import LABELS
 from sympow.train.config import laptop
-from sympow.train.trainer import EXPORT, train
+from sympow.train.run_files import EXPORT
+from sympow.train.trainer import train
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
-    "sympow": {"gating": "none", "rotary": "fixed"},
-    "sympow + gating": {"gating": "scalar", "rotary": "fixed"},
-    "conformal": {"gating": "scalar", "rotary": "scale"},
-}
+# By what figures call them.
+VARIANTS = {LABELS[name]: fields for name, fields in PAPER_VARIANTS.items()}
 CONTEXTS = (128, 512)
 EVALUATED = 2_048
 DOCUMENTS = 8

@@ -9,50 +9,67 @@ import pytest
 
 LENGTHS = (1_000, 100_000)
 
-# Of a process of its own: what the allocator, or an earlier test, has left behind would blur the process's memory.
+# Each in a process of its own: what the allocator, or an earlier one, has left behind would blur the process's memory.
+# They are forked by a program that does nothing but import, which takes longer than to measure.
 CODE = """
-import json, resource, sys
+import json, os, resource, sys
 import torch
 from sympow import GPT, GPTConfig
 from sympow.generate import generate
 from sympow.report.memory import PeakMemory
 
-length, options = json.loads(sys.argv[1])
-torch.manual_seed(0)
-torch.set_num_threads(1)
-memory = options.pop("memory", "auto")
-model = GPT(GPTConfig(vocab_size=256, layers=1, width=64, heads=8, **options)).eval()
-prompt = torch.randint(256, (1, length))
-with PeakMemory() as measured:
-    made = [int(token) for token in generate(model, 70, prompt=prompt, piece=500, seed=0, memory=memory)]
-assert len(made) == 70
-# The prompt itself, eight bytes a token, is the caller's.
-resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - prompt.nbytes
-print(json.dumps({"tensors": measured.peak, "resident": resident}))
+def measure(length, options):
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    memory = options.pop("memory", "auto")
+    model = GPT(GPTConfig(vocab_size=256, layers=1, width=64, heads=8, **options)).eval()
+    prompt = torch.randint(256, (1, length))
+    with PeakMemory() as measured:
+        made = [int(token) for token in generate(model, 70, prompt=prompt, piece=500, seed=0, memory=memory)]
+    assert len(made) == 70
+    # The prompt itself, eight bytes a token, is the caller's.
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - prompt.nbytes
+    print(json.dumps({"tensors": measured.peak, "resident": resident}), flush=True)
+
+while line := sys.stdin.readline():
+    if os.fork() == 0:
+        measure(*json.loads(line))
+        break
+    if os.wait()[1]:
+        sys.exit("measuring failed")
 """
 
 
-def peaks(length, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps([length, options])],
-        check=True,
-        capture_output=True,
+@pytest.fixture(scope="module")
+def peaks():
+    """Measures the memory of a prompt's length and a model's options."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=300,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    return json.loads(result.stdout)
+
+    def measure(length, **options):
+        process.stdin.write(json.dumps([length, options]) + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        assert answer, "measuring failed; its traceback is above"
+        return json.loads(answer)
+
+    with process:
+        yield measure
 
 
 @pytest.mark.parametrize("power", [2, 4])
-def test_a_hundred_times_the_prompt_takes_the_same_memory(power):
+def test_a_hundred_times_the_prompt_takes_the_same_memory(peaks, power):
     short, long = (peaks(length, power=power) for length in LENGTHS)
     for what in ("tensors", "resident"):
         assert abs(long[what] / short[what] - 1) < 0.05, f"{what}: {short[what]:,} and {long[what]:,} bytes"
 
 
 @pytest.mark.parametrize("options", [{"mixer": "softmax"}, {"memory": "keys"}], ids=str)
-def test_the_measurement_would_find_memory_that_grows(options):
+def test_the_measurement_would_find_memory_that_grows(peaks, options):
     short, long = (peaks(length, **options) for length in (1_000, 5_000))
     assert long["tensors"] > 1.5 * short["tensors"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,8 @@ except ModuleNotFoundError as error:
 from sympow.data.cli import app as data_app
 from sympow.experiment.cli import experiment
 from sympow.train.cli import train
+from sympow.train.run_files import EXPORT
+from sympow.train.torchrun import first_process, under_torchrun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -197,7 +198,7 @@ def evaluate(
             found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    if os.environ.get("RANK", "0") != "0":
+    if not first_process():
         return
     print_evaluations(found, length)
     if out is not None:
@@ -346,7 +347,7 @@ def _read_text(file: Path | None) -> str:
 @contextmanager
 def _processes(device: str) -> Iterator[ProcessGroup | None]:
     """The processes that torchrun started; None: this is the only one."""
-    if "RANK" not in os.environ:
+    if not under_torchrun():
         yield None
         return
     import torch.distributed as dist
@@ -380,7 +381,7 @@ def _device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
 def _name_of(checkpoint: Path) -> str:
     """A run's name: that of its folder, not that of the model folder within."""
     path = checkpoint.resolve()
-    return path.parent.name if path.name == "model" else path.name
+    return path.parent.name if path.name == EXPORT else path.name
 
 
 def _read_before(text_model: TextModel, file: Path | None, state: Path | None, how: dict[str, Any]) -> Reading | None:

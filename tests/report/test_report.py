@@ -1,8 +1,11 @@
+import json
+
 import pytest
 import torch
 
 from sympow.report.figures import plot_time_against_context
 from sympow.report.info import format_bytes, format_count
+from sympow.report.results import save_results
 from sympow.report.timing import Timing, environment, measure
 
 
@@ -21,7 +24,28 @@ def test_spread_is_relative_to_the_median():
 
 
 def test_environment_names_versions():
-    assert environment()["torch"] == torch.__version__
+    found = environment()
+    assert found["torch"] == torch.__version__
+    assert found["triton"] == pytest.importorskip("triton", reason="needs Triton").__version__
+
+
+def test_environment_without_triton(monkeypatch):
+    monkeypatch.setattr("sympow.report.timing.find_spec", lambda name: None)
+    assert "triton" not in environment()
+
+
+def test_results_name_their_command_and_machine_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["benchmarks/some.py", "--runs", "3"])
+    path = tmp_path / "new" / "results.json"
+    save_results(path, {"device": "abacus"}, shape={"heads": 2}, rows=[{"seconds": 0.5}])
+    text = path.read_text()
+    content = json.loads(text)
+    assert list(content) == ["command", "environment", "shape", "rows"]
+    assert content["command"] == "python benchmarks/some.py --runs 3"
+    assert content["rows"] == [{"seconds": 0.5}]
+    assert text == json.dumps(content, indent=2) + "\n"
+    save_results(path, None, command="again", simulated=True)
+    assert json.loads(path.read_text()) == {"command": "again", "simulated": True}
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

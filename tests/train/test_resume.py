@@ -60,11 +60,14 @@ def expected(uninterrupted, finish, losses, tmp_path):
 
 
 @pytest.fixture
-def expected_here(tiny, losses, tmp_path):
+def expected_here(uninterrupted, tiny, losses, tmp_path):
     """The same in this process, for runs that are interrupted and resumed in it."""
 
     def run(**changes):
-        return losses(train(tiny(**changes), tmp_path / "uninterrupted", device="cpu"))
+        key = "here", json.dumps(changes, sort_keys=True)
+        if key not in uninterrupted:
+            uninterrupted[key] = losses(train(tiny(**changes), tmp_path / "uninterrupted", device="cpu"))
+        return uninterrupted[key]
 
     return run
 

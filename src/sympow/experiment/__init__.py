@@ -3,7 +3,8 @@
 An experiment is a function that takes a `Scale` and returns runs; those of the paper are in `experiments/`.
 """
 
-from sympow.experiment.runs import VARIANTS, Evaluation, Run
+from sympow.experiment.runs import Evaluation, Run
 from sympow.experiment.scales import SCALES, Scale
+from sympow.model.variants import VARIANTS
 
 __all__ = ["SCALES", "VARIANTS", "Evaluation", "Run", "Scale"]

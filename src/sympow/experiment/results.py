@@ -24,6 +24,7 @@ from typing import Any
 from sympow.data.files import write_atomically
 from sympow.experiment.runs import Run, differences
 from sympow.train.config import TrainConfig
+from sympow.train.run_files import CONFIG_FILE
 
 RESULT_FILE = "result.json"
 RUNS = "runs"
@@ -61,7 +62,7 @@ def result_of(run: Run, results: Path) -> dict[str, Any] | None:
     folder = results / RUNS / run.name
     if not (folder / RESULT_FILE).is_file():
         return None
-    if different := differences(TrainConfig.read(folder / "config.yaml"), run.config):
+    if different := differences(TrainConfig.read(folder / CONFIG_FILE), run.config):
         raise ValueError(
             f"{folder} is of another config: {'; '.join(different)}. Choose another folder for results, or remove it"
         )

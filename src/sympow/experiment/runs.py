@@ -9,20 +9,6 @@ from sympow.checks import check_at_least
 from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.train.config import TrainConfig
 
-# The paper's curves (§4), the parts of its ablation (§4.2.1), and what its conclusion leaves open.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
-    "sympow": {"gating": "none", "rotary": "fixed"},
-    "gating": {"gating": "scalar", "rotary": "fixed"},
-    "conformal": {"gating": "scalar", "rotary": "scale"},
-    "rotation": {"gating": "none", "rotary": "scale"},
-    "fixed-gate": {"gating": "fixed", "rotary": "fixed"},
-    "learned-gate": {"gating": "learned", "rotary": "fixed"},
-    "vector-gate": {"gating": "vector", "rotary": "fixed"},
-    "learned-rates": {"gating": "scalar", "rotary": "learned"},
-    "pair-rotation": {"gating": "scalar", "rotary": "pairs"},
-    "unrotated": {"gating": "scalar", "rotary": "none"},
-}
 # How a run computes and keeps its books. What it learns does not depend on it, but for rounding.
 BOOKKEEPING = frozenset(
     {

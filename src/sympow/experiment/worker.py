@@ -6,7 +6,6 @@ python -m sympow.experiment.worker FOLDER
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -31,7 +30,9 @@ from sympow.report.heads import held_out_rows, measure_heads, write_heads
 from sympow.report.timing import environment
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
-from sympow.train.trainer import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE, NonFiniteLossError, train
+from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
+from sympow.train.torchrun import first_process
+from sympow.train.trainer import NonFiniteLossError, train
 
 ORDER_FILE = "order.json"
 WANTED_FILE = "wanted.yaml"
@@ -87,7 +88,7 @@ def work(folder: Path) -> bool:
     order = Order.read(folder / ORDER_FILE)
     config = TrainConfig.read(folder / WANTED_FILE)
     begin = time.monotonic()
-    first = os.environ.get("RANK", "0") == "0"
+    first = first_process()
     earlier = _read_sittings(folder)
     if first:
         # Already now: of a sitting that is killed, at least it is known that there was one.
@@ -151,7 +152,7 @@ def _describe(
         "tokens_per_second": round(statistics.median(speeds[1:] or speeds)) if speeds else None,
         "device": "cpu" if device == "cpu" else machine["device"],
         "torch": machine["torch"],
-        "environment": {**machine, "triton": _version("triton"), "sympow": _version("conformal-sympow")},
+        "environment": {**machine, "sympow": _version("conformal-sympow")},
         "command": order.command,
     }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -20,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.extras import require
 from sympow.ops.operator import Backend, Form, attention
+from sympow.report.results import save_results
 from sympow.report.timing import Timing, environment, measure_in_turns
 
 BASELINE = "softmax, cuDNN"
@@ -120,13 +120,9 @@ def run_bench(
 
 def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
     """Writes rows as JSON, with device, versions and the command that made them."""
-    versions = environment(setting.device)
-    if find_spec("triton") is not None:
-        versions["triton"] = import_module("triton").__version__
     described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
-    content = {"command": command, "environment": versions, "setting": described, "rows": [asdict(row) for row in rows]}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    measured = [asdict(row) for row in rows]
+    save_results(path, environment(setting.device), command=command, setting=described, rows=measured)
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:

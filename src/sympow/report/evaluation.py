@@ -33,6 +33,7 @@ from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
 from sympow.report.evaluations import averages_over_ranges
 from sympow.report.figures import plot_loss_by_position
 from sympow.report.timing import environment
+from sympow.train.run_files import CONFIG_FILE, EXPORT
 
 FILE = "evaluation.json"
 PROBES = ("recall", "passkey")
@@ -155,8 +156,8 @@ def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[Rec
 
 def training_context(checkpoint: Path) -> int | None:
     """Of the run whose model folder it is, if its config lies beside it."""
-    path = checkpoint.resolve().parent / "config.yaml"
-    if checkpoint.resolve().name != "model" or not path.is_file():
+    path = checkpoint.resolve().parent / CONFIG_FILE
+    if checkpoint.resolve().name != EXPORT or not path.is_file():
         return None
     content = require("yaml", "train").safe_load(path.read_text("utf-8"))
     context = content.get("data", {}).get("context") if isinstance(content, dict) else None

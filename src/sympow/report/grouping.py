@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from sympow.model.variants import VARIANTS
 from sympow.report.runs import Run
 
 # What does not make a run another one: the seed, and how it keeps its books.
@@ -17,12 +18,13 @@ APART = frozenset(
 NAMED = frozenset({"mixer", "gating", "rotary", "power", "context"})
 # With more differences than this, a folder's name tells more than a list of them.
 MOST_DIFFERENCES = 3
-_VARIANTS = {
-    ("softmax", "none", "fixed"): "softmax",
-    ("sympow", "none", "fixed"): "sympow",
-    ("sympow", "scalar", "fixed"): "sympow + gating",
-    ("sympow", "scalar", "scale"): "conformal",
-    ("sympow", "none", "scale"): "sympow + rotation",
+# What figures call a variant; the others are described.
+LABELS = {
+    "softmax": "softmax",
+    "sympow": "sympow",
+    "gating": "sympow + gating",
+    "conformal": "conformal",
+    "rotation": "sympow + rotation",
 }
 _GATES = {
     "none": "no gate",
@@ -90,10 +92,10 @@ class Group:
 
 def variant_of(settings: dict[str, Any]) -> str:
     """The paper's name of a model, or what it has."""
-    kind = (settings["mixer"], settings["gating"], settings["rotary"])
-    if kind in _VARIANTS:
-        return _VARIANTS[kind]
-    mixer, gate, rotation = kind
+    for name, label in LABELS.items():
+        if VARIANTS[name].items() <= settings.items():
+            return label
+    mixer, gate, rotation = settings["mixer"], settings["gating"], settings["rotary"]
     return f"{mixer}, {_GATES.get(gate, gate)}, {_ROTATIONS.get(rotation, rotation)}"
 
 
@@ -118,7 +120,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
                 series = ", ".join([variant, *(f"{plain_words(name)} {shown(settings[name])}" for name in names)])
             ordered = tuple(sorted(group, key=lambda run: (run.settings["seed"], run.name)))
             groups.append(Group(ordered, variant, power, settings["context"], series))
-    order = {name: place for place, name in enumerate(_VARIANTS.values())}
+    order = {name: place for place, name in enumerate(LABELS.values())}
     return sorted(groups, key=lambda g: (order.get(g.variant, len(order)), g.series, g.power or 0, g.context))
 
 

@@ -22,6 +22,7 @@ from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
 from sympow.model.gpt import GPT
 from sympow.report.capture import LayerCapture, capture
+from sympow.train.run_files import EXPORT
 
 FILE = "heads.json"
 # Tokens to look at, about.
@@ -91,7 +92,7 @@ def held_out_rows(settings: dict[str, Any], tokens: int = TOKENS) -> Iterable[Ba
 
 def read_heads(folder: Path) -> HeadTable | None:
     """What was kept in a run's folder, unless its model is newer."""
-    path, weights = folder / FILE, folder / "model" / "model.safetensors"
+    path, weights = folder / FILE, folder / EXPORT / "model.safetensors"
     if not path.is_file() or (weights.is_file() and weights.stat().st_mtime > path.stat().st_mtime):
         return None
     try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):
@@ -33,13 +33,11 @@ class PeakMemory(TorchDispatchMode):
         self._foreign: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor):
-                self._exempt(leaf.untyped_storage())
+        for tensor in _tensors_in((args, kwargs)):
+            self._exempt(tensor.untyped_storage())
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._track(leaf.untyped_storage())
+        for tensor in _tensors_in(result):
+            self._track(tensor.untyped_storage())
         return result
 
     def _exempt(self, storage: torch.UntypedStorage) -> None:
@@ -61,3 +59,14 @@ class PeakMemory(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         self.now -= self._live.pop(key, 0)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """What operators take and return: tensors, in lists or tuples perhaps. Far faster than a walk through any tree."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for member in value:
+            yield from _tensors_in(member)
+    elif isinstance(value, dict):
+        yield from _tensors_in(list(value.values()))

@@ -14,6 +14,7 @@ from sympow.report.heads import QUANTITIES
 from sympow.report.page import build_page
 from sympow.report.runs import Run, settings_help
 from sympow.report.style import Style
+from sympow.train.run_files import CONFIG_FILE
 
 # Metrics with a plainer name than their own.
 METRICS = {
@@ -104,7 +105,7 @@ def _run(run: Run, group: int, grids: dict[tuple[int, ...], int]) -> dict[str, A
         "speed": _round(speed),
         "memory": _round(max((line["memory_gib"] for line in run.metrics if "memory_gib" in line), default=None)),
         "parameters": _parameters(run),
-        "command": run.result.get("command") or f"sympow train --config {run.folder / 'config.yaml'} --out runs/again",
+        "command": run.result.get("command") or f"sympow train --config {run.folder / CONFIG_FILE} --out runs/again",
         "device": run.result.get("device"),
         "batchTokens": run.settings["batch_tokens"],
         "settings": {name: shown(value) for name, value in run.settings.items()},

@@ -16,7 +16,7 @@ from sympow.report.heads import HeadTable, read_heads
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig
 from sympow.train.flags import field_help
 from sympow.train.metrics import read_metrics
-from sympow.train.trainer import CONFIG_FILE, METRICS_FILE
+from sympow.train.run_files import CONFIG_FILE, METRICS_FILE
 
 RESULT_FILE = "result.json"
 SECTIONS: dict[str, type[Any]] = {

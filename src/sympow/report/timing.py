@@ -8,6 +8,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -89,13 +91,16 @@ def measure_in_turns(
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Device and versions, for the head of a result file."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
-    return {
+    found = {
         "device": name,
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
+    if find_spec("triton") is not None:
+        found["triton"] = import_module("triton").__version__
+    return found
 
 
 def _time_on_cpu(function: Callable[[], Any], calls: int) -> float:

@@ -18,7 +18,7 @@ from sympow.report.paper_figures import draw_figures
 from sympow.report.report_page import build_report_page
 from sympow.report.runs import Collection, Run, collect
 from sympow.report.style import assign_styles
-from sympow.train.trainer import EXPORT
+from sympow.train.run_files import EXPORT
 
 PAGE = "index.html"
 NUMBERS = "final_losses.csv"

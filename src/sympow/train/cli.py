@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import replace
@@ -15,6 +14,8 @@ from sympow.model.config import PRESETS as MODELS
 from sympow.model.config import GPTConfig
 from sympow.train.config import PRESETS, TrainConfig
 from sympow.train.flags import with_config_flags
+from sympow.train.run_files import CONFIG_FILE
+from sympow.train.torchrun import first_process, may_be_restarted
 
 RUNS = Path("runs")
 
@@ -34,12 +35,12 @@ def train(
     Every field of the run's config is a flag. Under torchrun, processes share the work:
     torchrun --nproc-per-node 8 -m sympow.train --preset paper --data …
     """
-    from sympow.train.trainer import CONFIG_FILE, NonFiniteLossError
+    from sympow.train.trainer import NonFiniteLossError
     from sympow.train.trainer import train as run
     from sympow.train.watch import LostProcessError
 
     try:
-        if _may_be_restarted():
+        if may_be_restarted():
             if out is None:
                 raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
             # torchrun counts restarts for each machine by itself; what is in the folder, all of them see alike.
@@ -61,29 +62,19 @@ def train(
         raise typer.BadParameter(str(error)) from error
     except NonFiniteLossError as error:
         # All processes stop with the same message.
-        if _first():
+        if first_process():
             typer.echo(f"stopped: {error}", err=True)
         raise typer.Exit(1) from error
     except LostProcessError as error:
         typer.echo(f"stopped: {error}", err=True)
         raise typer.Exit(1) from error
-    if _first():
+    if first_process():
         typer.echo(f"{folder}", err=False)
-
-
-def _first() -> bool:
-    """Whether this is the first of torchrun's processes, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _may_be_restarted() -> bool:
-    """Whether torchrun starts processes again when one dies."""
-    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def _latest() -> Path:
     """The run that was last worked on."""
-    found = sorted(RUNS.glob("*/config.yaml"), key=lambda path: path.stat().st_mtime)
+    found = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"there is no run in {RUNS}/ to resume; name one with --out")
     return found[-1].parent

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from sympow.checks import check_choice
 from sympow.train.meeting import agree_on_name, connect, kept_by_torchrun
 from sympow.train.objective import Objective
+from sympow.train.torchrun import under_torchrun
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def process_group(device: str | None = None) -> Iterator[Place]:
     # Gloo beside NCCL: checkpoints are exchanged on the CPU, while the GPU goes on.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     attempt = "only"
-    if "RANK" not in os.environ:
+    if not under_torchrun():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     elif kept_by_torchrun():
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -43,14 +43,11 @@ from sympow.train.objective import Objective, compile_blocks, recompute_blocks
 from sympow.train.optimizer import make_optimizer, set_rate, take_step
 from sympow.train.progress import Progress
 from sympow.train.rotations import set_up_rotations
+from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
 from sympow.train.throughput import Clock, peak_operations, training_operations
 from sympow.train.update import Update, send
 from sympow.train.watch import Watch
 
-CONFIG_FILE = "config.yaml"
-METRICS_FILE = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
-EXPORT = "model"
 # Tokens to look at gates and rotations with.
 SAMPLE_TOKENS = 2_048
 
