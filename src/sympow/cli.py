@@ -284,7 +284,9 @@ def state_(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, or folders of runs however deep.")],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, folders of runs however deep, or an experiment's results.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")],
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training runs",
     heads: Annotated[

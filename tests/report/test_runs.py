@@ -19,6 +19,28 @@ def test_folders_of_runs_are_searched_and_named_by_what_tells_them_apart(tmp_pat
     assert found.notes == []
 
 
+def test_an_experiment_has_the_runs_that_its_summary_names(tmp_path):
+    for name in ("first", "second", "another"):
+        write_run(tmp_path / "runs" / name, [3.0])
+    write_evaluation(tmp_path / "runs" / "second" / "evaluation.json", {"second": [3.0, 2.0]})
+    folder = tmp_path / "figure"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({"runs": [{"run": "second"}, {"run": "first"}]}))
+    found = collect([folder]).runs
+    assert [run.name for run in found] == ["first", "second"]
+    assert [run.evaluation is not None for run in found] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[", "summary.json is not JSON"), ("{}", "must list runs"), ('{"runs": [{"run": "lost"}]}', "names lost")],
+)
+def test_a_damaged_summary_is_named(tmp_path, content, message):
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        collect([tmp_path])
+
+
 def test_the_final_loss_is_the_mean_of_the_last_tenth(tmp_path):
     losses = [10.0] * 27 + [1.0, 2.0, 6.0]
     write_run(tmp_path / "run", losses, lines={20: {"heldout_loss": 9.0}, 28: {"heldout_loss": 4.5}})

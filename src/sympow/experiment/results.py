@@ -23,11 +23,10 @@ from typing import Any
 
 from sympow.data.files import write_atomically
 from sympow.experiment.runs import Run, differences
+from sympow.report.runs import RESULT_FILE, RUNS, SUMMARY_FILE
 from sympow.train.config import TrainConfig
 from sympow.train.run_files import CONFIG_FILE
 
-RESULT_FILE = "result.json"
-RUNS = "runs"
 POINTS = 128
 # Columns of the summary that are no lists.
 COLUMNS = (
@@ -113,7 +112,7 @@ def write_summary(name: str, rows: Iterable[dict[str, Any]], results: Path) -> l
         cells = [json.dumps(row[c]) if isinstance(row.get(c), dict) else row.get(c, "") for c in COLUMNS]
         writer.writerow([*cells, *(losses.get(str(context), "") for context in contexts)])
     files = {
-        folder / "summary.json": json.dumps({"experiment": name, "runs": rows}, indent=1) + "\n",
+        folder / SUMMARY_FILE: json.dumps({"experiment": name, "runs": rows}, indent=1) + "\n",
         folder / "summary.csv": text.getvalue(),
     }
     for path, content in files.items():

@@ -18,10 +18,11 @@ from typing import Any
 
 from sympow.experiment.display import Display
 from sympow.experiment.plan import Estimator
-from sympow.experiment.results import RESULT_FILE, RUNS, all_rows, read_row, result_of
+from sympow.experiment.results import all_rows, read_row, result_of
 from sympow.experiment.runs import Run
 from sympow.experiment.scales import Scale
 from sympow.experiment.worker import LOG_FILE, STOPPED, Order, give_order
+from sympow.report.runs import RESULT_FILE, RUNS
 from sympow.train.interrupt import stop_on_signals
 from sympow.train.run_files import CONFIG_FILE
 

@@ -20,13 +20,14 @@ import torch
 from sympow.data import open_dataset
 from sympow.data.files import write_atomically
 from sympow.evaluate import loss_by_position, stretches
-from sympow.experiment.results import RESULT_FILE, RUNS, condensed
+from sympow.experiment.results import condensed
 from sympow.experiment.runs import Evaluation, Run
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
 from sympow.report.evaluation import FILE as EVALUATION_FILE
 from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
 from sympow.report.heads import held_out_rows, measure_heads, write_heads
+from sympow.report.runs import RESULT_FILE, RUNS
 from sympow.report.timing import environment
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics

@@ -152,6 +152,7 @@ def _beyond_training(plt: Any, groups: Sequence[Group], styles: Mapping[str, Sty
             _line_with_range(axes, found, group.series, styles[group.series])
         axes.axvline(members[0].context, color="#b00020", linestyle="--", linewidth=1)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(_powers_of(16))
         axes.xaxis.set_major_formatter(_plain_numbers())
         axes.set(
             xlabel="evaluation context (tokens); dashed: training context",
@@ -252,6 +253,11 @@ def _legend(figure: Any, grid: Any) -> None:
             handles.setdefault(label, handle)
     columns = min(4, len(handles))
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
+
+
+def _powers_of(base: int) -> Any:
+    """Ticks so far apart that numbers of five digits stand beside each other."""
+    return require("matplotlib.ticker", "plot").LogLocator(base=base)
 
 
 def _plain_numbers() -> Any:

@@ -19,6 +19,9 @@ from sympow.train.metrics import read_metrics
 from sympow.train.run_files import CONFIG_FILE, METRICS_FILE
 
 RESULT_FILE = "result.json"
+# Results of an experiment: its summary lies in a folder beside that of all experiments' runs.
+SUMMARY_FILE = "summary.json"
+RUNS = "runs"
 SECTIONS: dict[str, type[Any]] = {
     "model": GPTConfig,
     "data": DataConfig,
@@ -91,7 +94,7 @@ class Collection:
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Reads run folders and folders of runs, however deep.
+    """Reads run folders, folders of runs however deep, and an experiment's folder of results for the runs it names.
 
     Raises:
         ValueError: a path does not exist, holds no run, or a file in it is damaged.
@@ -106,11 +109,11 @@ def collect(paths: Sequence[Path]) -> Collection:
         if not metrics:
             notes.append(f"{name} has made no step yet, and is left out.")
             continue
-        settings, result = _read_settings(folder / CONFIG_FILE), _read_result(folder / RESULT_FILE)
+        settings, result = _read_settings(folder / CONFIG_FILE), _read_json(folder / RESULT_FILE)
         runs.append(Run(folder, name, settings, metrics, heads=read_heads(folder), result=result))
     if not runs:
         raise ValueError(f"no run in {_listed(paths)} has made a step yet")
-    evaluations, more_notes = find_evaluations(paths, {run.folder: run.name for run in runs})
+    evaluations, more_notes = find_evaluations([*paths, *folders], {run.folder: run.name for run in runs})
     runs = [replace(run, evaluation=evaluations.get(run.folder)) for run in runs]
     diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
     if diverged:
@@ -139,11 +142,26 @@ def _find_folders(paths: Sequence[Path]) -> list[Path]:
 
 
 def _runs_in(path: Path) -> Iterator[Path]:
-    """The folder itself, or the runs below it; a run's own folders are not searched."""
+    """The folder itself, or the runs below it, or those of an experiment; a run's own folders are not searched."""
+    if (path / SUMMARY_FILE).is_file():
+        yield from _runs_of_experiment(path)
+        return
     for folder, subfolders, files in os.walk(path):
         if CONFIG_FILE in files:
             subfolders.clear()
             yield Path(folder)
+
+
+def _runs_of_experiment(path: Path) -> Iterator[Path]:
+    content = _read_json(path / SUMMARY_FILE)
+    rows = content.get("runs")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "run" in row for row in rows):
+        raise ValueError(f"{path / SUMMARY_FILE} is no summary of an experiment: it must list runs")
+    for row in rows:
+        folder = path.parent / RUNS / row["run"]
+        if not (folder / CONFIG_FILE).is_file():
+            raise ValueError(f"{path / SUMMARY_FILE} names {row['run']}, and there is no such run in {folder.parent}")
+        yield folder
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
@@ -170,7 +188,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_result(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
+    """What a file holds; empty if there is none, or it holds something else."""
     try:
         content = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     except ValueError as error:
