@@ -84,6 +84,13 @@ sympow.attention(q, q, q)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_an_import_leaves_torchs_compiler_alone():
+    """It takes as long to import as torch itself, and only those who compile need it."""
+    code = "import sys, sympow, sympow.cli, sympow.evaluate, sympow.parallel, sympow.train; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
+    assert "torch._dynamo" not in result.stdout.split()
+
+
 def test_a_missing_extra_is_named():
     code = """
 import sys

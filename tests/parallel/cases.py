@@ -1,7 +1,6 @@
 """What the ranks of a pool run: an operator on shards, beside one call on the whole sequence."""
 
 import random
-import sys
 
 import torch
 import torch.distributed as dist
@@ -11,16 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import sympow
-import sympow.parallel.attention
+import sympow.parallel.operator as sharded
 from support import Inputs, random_inputs
 from sympow.evaluate import loss_by_position
 from sympow.ops.softmax import softmax_attention as whole_softmax_attention
 from sympow.parallel import Shards, attention
 from sympow.parallel.fused import FusedShard
 from sympow.parallel.softmax import softmax_attention
-
-# The module, whose name the function has, too.
-sharded = sys.modules["sympow.parallel.attention"]
 
 
 def random_lengths(choose, total, ranks):

@@ -20,9 +20,7 @@ from sympow.ops.softmax import KeyValueState, softmax_attention
 from sympow.ops.state import State
 from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_positive, check_power
 from sympow.ops.window import Window
-from sympow.parallel.attention import attention as sharded_attention
 from sympow.parallel.shards import Shards
-from sympow.parallel.softmax import softmax_attention as sharded_softmax_attention
 
 # What a layer has read: it is given, and another is returned. A window in it stands for keys and values not folded yet.
 LayerState = State | KeyValueState | Window
@@ -180,7 +178,9 @@ class ConformalAttention(Mixer):
         if isinstance(options["initial_state"], Window) and "shards" not in options:
             return self._read_on(q, k, v, return_state=return_state, **options)
         how: dict[str, Any] = {"form": self.form, "backend": self.backend, "chunk_size": self.chunk_size}
-        operator: Any = sharded_attention if "shards" in options else attention
+        operator: Any = attention
+        if "shards" in options:
+            from sympow.parallel.operator import attention as operator
         if return_state:
             return operator(q, k, v, self.power, return_state=True, **how, **options)
         return operator(q, k, v, self.power, **how, **options), None
@@ -212,7 +212,9 @@ class SoftmaxAttention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
         if "shards" in options:
-            return sharded_softmax_attention(q, k, v, mask=mask, return_state=return_state, **options), None
+            from sympow.parallel.softmax import softmax_attention as sharded
+
+            return sharded(q, k, v, mask=mask, return_state=return_state, **options), None
         if return_state:
             return softmax_attention(q, k, v, mask=mask, return_state=True, **options)
         return softmax_attention(q, k, v, mask=mask, **options), None

@@ -18,6 +18,9 @@ LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
 # Programs along the second axis of a grid, one for every sequence and query head: CUDA has no more.
 MOST_SEQUENCES = 65_535
+# Found once: torch.compile could not trace how.
+_TRITON_IS_HERE = find_spec("triton") is not None
+_TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,14 @@ def _chunked_limits() -> str:
     return " and ".join(limits)
 
 
-# Constants to torch.compile, which could not trace what they do.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def triton_available() -> bool:
     """Whether Triton can be imported."""
-    return find_spec("triton") is not None
+    return _TRITON_IS_HERE
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def triton_interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1): slow, for tests."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1 when it was imported): slow, for tests."""
+    return _TRITON_IS_INTERPRETED
 
 
 def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:

@@ -3,7 +3,20 @@
 `Shards` says which tokens are whose, `attention` is `sympow.attention` on them.
 """
 
-from sympow.parallel.attention import attention
+from typing import TYPE_CHECKING, Any
+
 from sympow.parallel.shards import Shards
 
+if TYPE_CHECKING:
+    from sympow.parallel.operator import attention
+
 __all__ = ["Shards", "attention"]
+
+
+def __getattr__(name: str) -> Any:
+    # Late: to keep a function from being compiled brings in torch's compiler, which takes seconds.
+    if name == "attention":
+        from sympow.parallel.operator import attention
+
+        return attention
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
