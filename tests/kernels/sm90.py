@@ -57,7 +57,6 @@ POINTERS = {
             "past_ptr",
             "rest_ptr",
             "spans_ptr",
-            "end_ptr",
             "beta_ptr",
             "keys_ptr",
             "vectors_ptr",

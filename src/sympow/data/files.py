@@ -1,10 +1,12 @@
-"""Writing files so that a reader, or a run that goes on after an interruption, never sees half of one."""
+"""Writing files so that a reader, or a run that goes on after an interruption, never sees half of one; reading them."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 PARTIAL_ENDING = ".partial"
 
@@ -29,6 +31,18 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def sha256_of(path: Path) -> str:

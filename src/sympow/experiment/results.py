@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import write_atomically
+from sympow.data.files import read_json, write_atomically
 from sympow.experiment.runs import Run, differences
 from sympow.report.runs import RESULT_FILE, RUNS, SUMMARY_FILE
 from sympow.train.config import TrainConfig
@@ -69,10 +69,7 @@ def result_of(run: Run, results: Path) -> dict[str, Any] | None:
 
 
 def read_row(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    content = read_json(path)
     if not isinstance(content, dict) or "run" not in content:
         raise ValueError(f"{path} is no result of a run")
     return content

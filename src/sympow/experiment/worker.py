@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from sympow.report.evaluation import FILE as EVALUATION_FILE
 from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
 from sympow.report.heads import held_out_rows, measure_heads, write_heads
 from sympow.report.runs import RESULT_FILE, RUNS
-from sympow.report.timing import environment
+from sympow.report.timing import environment, package_version
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
@@ -153,7 +152,7 @@ def _describe(
         "tokens_per_second": round(statistics.median(speeds[1:] or speeds)) if speeds else None,
         "device": "cpu" if device == "cpu" else machine["device"],
         "torch": machine["torch"],
-        "environment": {**machine, "sympow": _version("conformal-sympow")},
+        "environment": {**machine, "sympow": package_version("conformal-sympow")},
         "command": order.command,
     }
 
@@ -221,13 +220,6 @@ def _read_sittings(folder: Path) -> list[float]:
 
 def _write_sittings(folder: Path, sittings: list[float]) -> None:
     write_atomically(folder / SITTINGS_FILE, json.dumps(sittings).encode())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

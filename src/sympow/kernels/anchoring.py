@@ -11,8 +11,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
 
 BLOCK = 256
+
+
+def boundary_anchors(crossing: Tensor, boundaries: tuple[int, int], length: int, chunk: int) -> Tensor:
+    """Anchors a chunk apart, from what crosses the boundaries that have states, (b, h, boundaries).
+
+    Pairs across a boundary meet in its state. Where there is none, no pair lies across.
+    """
+    first, last = boundaries
+    return pad(crossing, (first, -(-length // chunk) - last))
 
 
 @triton.jit

@@ -7,10 +7,9 @@ An operator's outputs are tensors and nothing else, so what is missing (gates, s
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sympow.kernels import hopper
-from sympow.kernels.anchoring import anchored
+from sympow.kernels.anchoring import anchored, boundary_anchors
 from sympow.kernels.attention_backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention_forward import attend
 from sympow.kernels.chunk_states import ChunkStates, FullState, chunk_states
@@ -201,8 +200,7 @@ def _attend_backward(
         # No pair lies across either end.
         anchors, spacing = None, k.shape[1]
         if crossing is not None:
-            # Pairs across a boundary meet in its state. Where there is none, no pair lies across.
-            anchors, spacing = pad(crossing, (first, -(-k.shape[1] // chunk) - last)), chunk
+            anchors, spacing = boundary_anchors(crossing, (first, last), k.shape[1], chunk), chunk
         elif spans is not None:
             anchors, spacing = span_anchors(spans, to_end, span), span
         d_log_gamma = anchored(gate_gradient(rows, columns, power), anchors, spacing, document_end)

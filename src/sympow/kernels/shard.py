@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
 from sympow.kernels import attention_backward, attention_forward
-from sympow.kernels.anchoring import anchored
+from sympow.kernels.anchoring import anchored, boundary_anchors
 from sympow.kernels.attention_op import boundaries_with_states
 from sympow.kernels.chunk_states import ChunkStates, ChunkSums, FullState, chunk_sums, end_alone, scan_sums
 from sympow.kernels.gates import Gates, gate_gradient, running_sums
@@ -175,8 +174,8 @@ def key_gradient(
     if gates is not None:
         anchors, spacing = None, k.shape[1]
         if crossing is not None:
-            first, last = _boundaries(k, plan)
-            anchors, spacing = pad(crossing, (first, -(-k.shape[1] // plan.chunk) - last)), plan.chunk
+            anchors = boundary_anchors(crossing, _boundaries(k, plan), k.shape[1], plan.chunk)
+            spacing = plan.chunk
         d_log_gamma = anchored(gate_gradient(rows, columns, 2), anchors, spacing)
     return dk.contiguous(), dv.contiguous(), d_log_gamma
 

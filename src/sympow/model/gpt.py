@@ -15,13 +15,12 @@ from sympow.layers.mixers import ConformalAttention, LayerMemory, LayerState, Mi
 from sympow.layers.projection import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
+from sympow.model.losses import ALIGNMENT
 from sympow.parallel.shards import Shards
 
 ModelState = tuple[LayerState, ...]
 # Tokens of a long text read at a time, unless asked otherwise: memory depends on it, and not on the text.
 PIECE = 8_192
-# Logits of a row end at multiples of so many, where they are made for one token of each text.
-ROW_UNIT = 64
 
 
 class Mlp(nn.Module):
@@ -198,7 +197,7 @@ def _logits(features: Tensor, weight: Tensor) -> Tensor:
     of weights gets a kernel that reads them one number at a time.
     """
     vocabulary = weight.shape[0]
-    beyond = -vocabulary % ROW_UNIT
+    beyond = -vocabulary % ALIGNMENT
     half = features.dtype == weight.dtype and features.dtype in (torch.bfloat16, torch.float16)
     if not (features.is_cuda and beyond and half):
         return linear(features, weight)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sympow.data.files import read_json
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.report.evaluations import Evaluation, find_evaluations
@@ -109,7 +109,7 @@ def collect(paths: Sequence[Path]) -> Collection:
         if not metrics:
             notes.append(f"{name} has made no step yet, and is left out.")
             continue
-        settings, result = _read_settings(folder / CONFIG_FILE), _read_json(folder / RESULT_FILE)
+        settings, result = _read_settings(folder / CONFIG_FILE), _read_fields(folder / RESULT_FILE)
         runs.append(Run(folder, name, settings, metrics, heads=read_heads(folder), result=result))
     if not runs:
         raise ValueError(f"no run in {_listed(paths)} has made a step yet")
@@ -153,8 +153,7 @@ def _runs_in(path: Path) -> Iterator[Path]:
 
 
 def _runs_of_experiment(path: Path) -> Iterator[Path]:
-    content = _read_json(path / SUMMARY_FILE)
-    rows = content.get("runs")
+    rows = _read_fields(path / SUMMARY_FILE).get("runs")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "run" in row for row in rows):
         raise ValueError(f"{path / SUMMARY_FILE} is no summary of an experiment: it must list runs")
     for row in rows:
@@ -188,12 +187,9 @@ def _read_settings(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """What a file holds; empty if there is none, or it holds something else."""
-    try:
-        content = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+def _read_fields(path: Path) -> dict[str, Any]:
+    """What a file maps to what; empty if there is none, or it holds something else."""
+    content = read_json(path) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
 

@@ -8,8 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -98,9 +97,16 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    if find_spec("triton") is not None:
-        found["triton"] = import_module("triton").__version__
-    return found
+    triton = package_version("triton")
+    return found if triton is None else {**found, "triton": triton}
+
+
+def package_version(package: str) -> str | None:
+    """Of a package that is installed, without importing it; None: it is not."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _time_on_cpu(function: Callable[[], Any], calls: int) -> float:
