@@ -1,4 +1,5 @@
 import json
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
@@ -30,7 +31,10 @@ def test_environment_names_versions():
 
 
 def test_environment_without_triton(monkeypatch):
-    monkeypatch.setattr("sympow.report.timing.find_spec", lambda name: None)
+    def nowhere(package):
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("sympow.report.timing.version", nowhere)
     assert "triton" not in environment()
 
 
