@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from sympow import __version__
 from sympow.data import open_dataset
 from sympow.data.files import write_atomically
 from sympow.evaluate import loss_by_position, stretches
@@ -27,7 +28,7 @@ from sympow.report.evaluation import FILE as EVALUATION_FILE
 from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
 from sympow.report.heads import held_out_rows, measure_heads, write_heads
 from sympow.report.runs import RESULT_FILE, RUNS
-from sympow.report.timing import environment, package_version
+from sympow.report.timing import environment
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
@@ -152,7 +153,7 @@ def _describe(
         "tokens_per_second": round(statistics.median(speeds[1:] or speeds)) if speeds else None,
         "device": "cpu" if device == "cpu" else machine["device"],
         "torch": machine["torch"],
-        "environment": {**machine, "sympow": package_version("conformal-sympow")},
+        "environment": {**machine, "sympow": __version__},
         "command": order.command,
     }
 
