@@ -18,9 +18,20 @@ def learning_rate(scale: Scale) -> list[Run]:
 
 
 def gates(scale: Scale) -> list[Run]:
-    """Gates: none, fixed, learned, data-dependent (the paper's), and one per rotated pair, p = 2."""
-    variants = ("sympow", "fixed-gate", "learned-gate", "gating", "vector-gate")
-    return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
+    """Gates: none, fixed, learned, data-dependent (the paper's), and one per rotated pair, p = 2.
+
+    Gates per pair have no kernels: they are compared with the paper's at a shorter context.
+    """
+    by_context = {
+        scale.ablation: ("sympow", "fixed-gate", "learned-gate", "gating"),
+        scale.contexts[2][1]: ("gating", "vector-gate"),
+    }
+    return [
+        scale.run(variant, context=context, seed=seed)
+        for seed in scale.seeds
+        for context, variants in by_context.items()
+        for variant in variants
+    ]
 
 
 def rotations(scale: Scale) -> list[Run]:
@@ -33,7 +44,7 @@ def rotation(scale: Scale) -> list[Run]:
     """Whether and when data-dependent rotation pays: conformal against gating, one thing changed at a time, p = 2.
 
     At the rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps, so its
-    rate is looked at over training length and context too.
+    rate is looked at over training length and context too; and so is the gradient through β, which costs as much.
     """
     # What is particular about a run, and the variants it is made of: what concerns W_β alone leaves gating as it is.
     both, turning = ("gating", "conformal"), ("conformal",)
@@ -52,6 +63,7 @@ def rotation(scale: Scale) -> list[Run]:
         # Scale of the gradient through β.
         (turning, {"rotation_gradient": 0.1}),
         (turning, {"rotation_gradient": 0.01}),
+        (turning, {**longer, "rotation_gradient": 0.01}),
         # Initialisation of W_β.
         (turning, {"rotation_init": 0.02}),
         # N: how fast the fastest pairs turn does not depend on it, how slow the slowest do.

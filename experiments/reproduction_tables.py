@@ -56,6 +56,12 @@ class Difference:
         spread = "one seed" if self.error is None else f"± {self.error:.3f}, {self.seeds} seeds"
         return f"{self.mean:+.3f} ({spread})"
 
+    def less(self, other: Difference) -> Difference:
+        """Less another, of other runs."""
+        known = self.error is not None and other.error is not None
+        error = math.hypot(self.error or 0.0, other.error or 0.0) if known else None
+        return Difference(self.mean - other.mean, error, min(self.seeds, other.seeds))
+
     def holds(self, sign: int) -> str:
         """Whether it is above zero (sign 1) or below (−1)."""
         if self.error is None:
@@ -70,6 +76,11 @@ class Results:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = [row for row in rows if row["status"] == "done"]
+
+    def by_data(self) -> tuple[Results, Results]:
+        """Runs on the scale's own text, and those on something else."""
+        own = [row for row in self.rows if "data" not in row["changes"]]
+        return Results(own), Results([row for row in self.rows if "data" in row["changes"]])
 
     def of(self, variant: str, power: int, context: int, changes: dict[str, Any] | None = None) -> dict[int, Row]:
         """By seed."""
@@ -116,11 +127,13 @@ def tables(results: Results) -> Iterator[str]:
     if not results.rows:
         yield "No results yet.\n"
         return
-    yield from _losses(results)
-    yield from _claims(results)
-    yield from _beyond(results)
-    yield from _variants(results)
-    yield from _rotation(results)
+    read, others = results.by_data()
+    yield from _losses(read)
+    yield from _claims(read)
+    yield from _beyond(read)
+    yield from _variants(read)
+    yield from _rotation(read)
+    yield from _recall(others)
 
 
 def _losses(results: Results) -> Iterator[str]:
@@ -155,7 +168,26 @@ def _claims(results: Results) -> Iterator[str]:
                 theirs = AUTHORS.get((power, context))
                 known = f"{_of(theirs, one) - _of(theirs, other):+.3f}" if theirs else "–"
                 yield _table_row([claim, f"p = {power}, {context:,}", known, str(found), found.holds(sign)])
+        if contexts[0] != contexts[-1]:
+            yield from _growth(results, power, contexts[0], contexts[-1])
     yield ""
+
+
+def _growth(results: Results, power: int, shortest: int, longest: int) -> Iterator[str]:
+    """How much further behind softmax sympow is at the longest context than at the shortest."""
+    gaps = [
+        difference(results.of("sympow", power, context), results.of("softmax", power, context))
+        for context in (shortest, longest)
+    ]
+    if gaps[0] is None or gaps[1] is None:
+        return
+    found = gaps[1].less(gaps[0])
+    known = "–"
+    if (power, shortest) in AUTHORS and (power, longest) in AUTHORS:
+        theirs = [_of(AUTHORS[power, at], "sympow") - _of(AUTHORS[power, at], "softmax") for at in (shortest, longest)]
+        known = f"{theirs[1] - theirs[0]:+.3f}"
+    where = f"p = {power}, {shortest:,} to {longest:,}"
+    yield _table_row(["sympow's gap to softmax grows", where, known, str(found), found.holds(1)])
 
 
 def _beyond(results: Results) -> Iterator[str]:
@@ -167,7 +199,7 @@ def _beyond(results: Results) -> Iterator[str]:
     for power, context in trained:
         rows = [results.of(variant, power, context) for variant in CURVES]
         known = {int(at) for of in rows for row in of.values() for at in row["by_context"]}
-        for at in (context, 4 * context, 65_536):
+        for at in sorted({context, 4 * context, 65_536}):
             if at in known:
                 cells = [mean({s: r for s, r in of.items() if str(at) in r["by_context"]}, within(at)) for of in rows]
                 yield _table_row([f"{power}, {context:,}", f"{at:,}", *cells])
@@ -215,6 +247,29 @@ def _rotation(results: Results) -> Iterator[str]:
         yield _table_head(["variant", "context", "changed", "train loss", "held out", "better than gating"])
         yield from lines
         yield ""
+
+
+def _recall(results: Results) -> Iterator[str]:
+    asked = sorted({probe["pairs"] for row in results.rows for probe in row["recall"]})
+    if not asked:
+        return
+    yield "### Associative recall: right answers, by number of pairs and seed, p = 2\n"
+    yield _table_head(["pairs", *CURVES])
+    for pairs in asked:
+        cells = [_answers(results, variant, pairs) for variant in CURVES]
+        yield _table_row([str(pairs), *cells])
+    yield ""
+
+
+def _answers(results: Results, variant: str, pairs: int) -> str:
+    """Of every seed, over all distances between question and answer."""
+    shares = {}
+    for row in results.rows:
+        asked = [probe for probe in row["recall"] if probe["pairs"] == pairs]
+        if row["variant"] == variant and asked:
+            right = sum(probe["accuracy"] * probe["answers"] for probe in asked)
+            shares[row["seed"]] = right / sum(probe["answers"] for probe in asked)
+    return ", ".join(f"{shares[seed]:.0%}" for seed in sorted(shares)) or "–"
 
 
 def _of(row: tuple[float, ...], variant: str) -> float:

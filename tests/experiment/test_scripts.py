@@ -76,6 +76,10 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
             row("conformal", 2, 8192, seed, 2.1 - 2 * noise),
             row("conformal", 2, 8192, seed, 2.05 + noise + seed / 1000, changes={"rotation_rate": 0.1}),
         ]
+        rows += [row("softmax", None, 256, seed, 2.0 + noise), row("sympow", 2, 256, seed, 2.1 + noise)]
+    # Two of three answers at one distance, none of one at another.
+    asked = [{"pairs": 16, "accuracy": 2 / 3, "answers": 3}, {"pairs": 16, "accuracy": 0.0, "answers": 1}]
+    rows.append(row("gating", 2, 128, 0, 4.0, changes={"data": "mqar:pairs=16"}, recall=asked))
     rows.append(row("conformal", 2, 8192, 7, 9.0, status="diverged"))
     for one in rows:
         path = tmp_path / "results" / "runs" / f"{one['run']}{len(one['changes'])}" / "result.json"
@@ -99,6 +103,9 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     assert claims["sympow is worse than softmax"] == "yes"
     assert claims["gating is better than sympow"] == "yes"
     assert claims["conformal is better than gating"] == "not to be told"
+    growth = next(line for line in lines if "gap to softmax grows" in line)
+    assert "| p = 2, 256 to 8,192 | +0.102 | +0.400 (± 0.000, 3 seeds) | yes |" in growth
+    assert "| 16 | – | – | 50% | – |" in lines
     slower = next(line for line in lines if "rotation_rate 0.1" in line)
     assert "-0.049 (± 0.001, 3 seeds)" in slower
     assert slower.endswith("| yes |")
