@@ -87,6 +87,7 @@ def test_tiles_smaller_than_the_sequence_change_nothing(gate, monkeypatch):
     whole = run(inputs, 4, "attention")
     expected = gradients(whole, inputs)
     monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 64)
+    monkeypatch.setattr(blocks, "MIN_ROWS", 3)
     monkeypatch.setattr(blocks, "PAIRWISE_ROWS", 5)
     for form in ("attention", "chunked"):
         y = run(inputs, 4, form, **({"chunk_size": 13} if form == "chunked" else {}))

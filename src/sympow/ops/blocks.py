@@ -13,10 +13,12 @@ needed a block is computed again in the backward pass instead of being kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.decay import apply_decay, feature_decay
@@ -25,20 +27,21 @@ from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power_rows
 # Scores or features that may exist at once, over batch and heads. 16 Mi elements are 64 MiB in float32: large enough
 # that a block's products dwarf what it costs to launch them, small beside any state worth chunking for.
 BLOCK_ELEMENTS = 1 << 24
-# Rows whose pairwise decays are formed one by one when every pair of entries has its own gate.
-PAIRWISE_ROWS = 16
+# Rows of a tile of scores: the least holds even where a block is then larger.
+MIN_ROWS = 16
 MAX_ROWS = 256
+# Rows that form their decays one by one where every pair of entries has its own gate.
+PAIRWISE_ROWS = 8
 
 Sums = tuple[Tensor, Tensor]
 Result = TypeVar("Result")
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
-    """Σ_{j≤i} B_ij V_j and Σ_{j≤i} B_ij with B_ij = b_ij (q_i · k_j)^p (paper §3.1), in tiles of rows."""
-    length = k.shape[2]
-    widest = BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * length)
-    rows = min(MAX_ROWS, max(PAIRWISE_ROWS, widest))
-    return _causal_in_tiles(q, k, v, decay, power, rows)
+    """Σ_{j≤i} B_ij V_j and Σ_{j≤i} B_ij with B_ij = b_ij (q_i · k_j)^p (paper §3.1)."""
+    if decay.shape[-1] > 1:
+        return _causal_by_halves(q, k, v, decay, power)
+    return _causal_in_tiles(q, k, v, decay, power)
 
 
 def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: Tensor, power: int) -> Sums:
@@ -49,12 +52,10 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: T
         k, v: (b, n, s, ·).
         decay, past_decay: running sums at the queries (b, n, t, ·) and at the keys (b, n, s, ·).
     """
-    widest = BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2])
-    tile = min(MAX_ROWS, max(PAIRWISE_ROWS, widest))
+    tile = _rows_in_a_block(q, k.shape[2])
     tiles = [slice(start, start + tile) for start in range(0, q.shape[3], tile)]
     sums = [recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power) for t in tiles]
-    numerators, denominators = zip(*sums, strict=True)
-    return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
+    return _joined(sums, dim=3)
 
 
 def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
@@ -64,8 +65,7 @@ def query_state(q: Tensor, decay: Tensor, kv: Tensor, normalizer: Tensor, power:
         recompute(_query_block, q[:, :, :, rows], kv, normalizer, power)
         for rows in _feature_blocks(q, kv.shape[-1], power)
     ]
-    numerators, denominators = zip(*parts, strict=True)
-    return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
+    return _joined(parts, dim=3)
 
 
 def update_state(
@@ -123,28 +123,74 @@ def drop_rounding(numerator: Tensor, denominator: Tensor, magnitude: Tensor) -> 
     return numerator.masked_fill(rounding.unsqueeze(-1), 0.0), denominator.masked_fill(rounding, 0.0)
 
 
-def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int, tile: int) -> Sums:
-    numerators, denominators = [], []
+def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
+    """One gate for all entries of a key: tiles of rows, each against itself and against all columns before it."""
+    sums = []
     length = k.shape[2]
-    per_pair = decay.shape[-1] > 1
+    tile = min(MAX_ROWS, _rows_in_a_block(q, length))
     for start in range(0, length, tile):
-        stop = min(start + tile, length)
-        rows = slice(start, stop)
+        rows, columns = slice(start, start + tile), slice(start)
         diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], decay[:, :, rows], power)
-        if per_pair and tile > PAIRWISE_ROWS:
-            numerator, denominator = _causal_in_tiles(*diagonal, PAIRWISE_ROWS)
-        else:
-            numerator, denominator = recompute(_diagonal_tile, *diagonal)
+        numerator, denominator = recompute(_diagonal_tile, *diagonal)
         if start:
-            columns = slice(start)
             past = recompute(
                 _past_tile,
                 *(q[:, :, :, rows], k[:, :, columns], v[:, :, columns], decay[:, :, rows], decay[:, :, columns], power),
             )
             numerator, denominator = numerator + past[0], denominator + past[1]
-        numerators.append(numerator)
-        denominators.append(denominator)
-    return torch.cat(numerators, dim=3), torch.cat(denominators, dim=3)
+        sums.append((numerator, denominator))
+    return _joined(sums, dim=3)
+
+
+def _causal_by_halves(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
+    """One gate for every pair of entries: the later half of the rows attends to the earlier, and each half likewise.
+
+    Where decays are formed one by one, each of d/2 pairs has its own, so tiles that attend to themselves must be small,
+    and there are many. All tiles of a size stand side by side as if they were heads and share their calls, whose number
+    grows with the logarithm of the length for as long as `BLOCK_ELEMENTS` allows.
+    """
+    heads, length = q.shape[:2], q.shape[3]
+    tile, halvings = length, 0
+    while tile > PAIRWISE_ROWS:
+        tile, halvings = -(-tile // 2), halvings + 1
+    padding = (tile << halvings) - length  # less than one row a tile
+    if padding:
+        # Nothing scores with a key of zeros, and rows past the end are cut off. Their decay must not grow.
+        q, k, v = (pad(x, (0, 0, 0, padding)) for x in (q, k, v))
+        decay = torch.cat([decay, decay[:, :, -1:].expand(-1, -1, padding, -1)], dim=2)
+    # Time before query heads, so that tiles of every size are views of the same tensors: all that autograd keeps.
+    sequences = [x.flatten(0, 1).contiguous() for x in (q.transpose(2, 3), k, v, decay)]
+
+    tiles = _side_by_side(sequences, tile)
+    pairwise = q.shape[2] * tile * tile * decay.shape[-1]
+    # Decays are formed in float64 and count twice.
+    numerator, denominator = _over_heads(partial(recompute, _pairwise_tile), 2 * pairwise, *tiles, power=power)
+    for size in (tile << level for level in range(halvings)):
+        queries, keys, values, decays = _side_by_side(sequences, 2 * size)
+        past = _over_heads(
+            attend_to_past,
+            q.shape[2] * size * size,
+            *(queries[:, :, :, size:], keys[:, :, :size], values[:, :, :size]),
+            *(decays[:, :, size:], decays[:, :, :size]),
+            power=power,
+        )
+        numerator = torch.cat([numerator[:, ::2], numerator[:, 1::2] + past[0]], dim=3)
+        denominator = torch.cat([denominator[:, ::2], denominator[:, 1::2] + past[1]], dim=3)
+    numerator, denominator = (x.squeeze(0).unflatten(0, heads)[:, :, :, :length] for x in (numerator, denominator))
+    return numerator, denominator
+
+
+def _side_by_side(sequences: list[Tensor], rows: int) -> list[Tensor]:
+    """Cuts (n, t, ...) into tiles and makes each a head of its own: (1, n · t / rows, [g,] rows, ·)."""
+    q, *others = (x.unflatten(1, (-1, rows)).flatten(0, 1).unsqueeze(0) for x in sequences)
+    return [q.transpose(2, 3), *others]
+
+
+def _over_heads(attend: Callable[..., Sums], elements: int, *tensors: Tensor, power: int) -> Sums:
+    """`attend` for as many heads at a time as a block may hold, each of which has so many elements."""
+    heads = max(1, BLOCK_ELEMENTS // elements)
+    groups = zip(*(x.split(heads, dim=1) for x in tensors), strict=True)
+    return _joined([attend(*group, power) for group in groups], dim=1)
 
 
 def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Sums:
@@ -156,18 +202,30 @@ def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay:
 
 
 def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
-    """Rows against themselves: the only place where decays are formed element by element, and a mask is needed."""
-    rows = k.shape[2]
-    future = torch.ones(rows, rows, dtype=torch.bool, device=k.device).triu(1)
-    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
-    factor = between.to(q.dtype).exp().unsqueeze(2)  # (b, n, 1, rows, columns, 1 or d/2)
-    if decay.shape[-1] == 1:
-        scores = _scores(q, k) * factor.squeeze(-1)
-    else:
-        q_pairs, k_pairs = q.unflatten(-1, (-1, 2)), k.unflatten(-1, (-1, 2))
-        per_pair = torch.einsum("bngimc,bnjmc->bngijm", q_pairs, k_pairs)
-        scores = (per_pair * factor).sum(-1)
+    """Rows against themselves, one gate for all entries."""
+    scores = _scores(q, k) * _decays_within(decay, q.dtype).squeeze(-1).unsqueeze(2)
     return _weighted_sums(even_power(scores, power), v)
+
+
+def _pairwise_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
+    """Rows against themselves, one gate for every pair of entries, so that a score is a sum of d/2 decayed products."""
+    # Written out: as a product of matrices, these would be many whose inner size is 2.
+    q_pairs = q.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous().unsqueeze(5)
+    k_pairs = k.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous().unsqueeze(3).unsqueeze(4)
+    products = q_pairs[0] * k_pairs[0] + q_pairs[1] * k_pairs[1]  # (b, n, g, rows, columns, d/2)
+    scores = (products * _decays_within(decay, q.dtype).unsqueeze(2)).sum(-1)
+    return _weighted_sums(even_power(scores, power), v)
+
+
+def _decays_within(decay: Tensor, dtype: torch.dtype) -> Tensor:
+    """From each column to each row, 0 where the column comes later: (b, n, rows, columns, 1 or d/2).
+
+    The only place where decays are formed element by element, and a mask is needed.
+    """
+    rows = decay.shape[2]
+    future = torch.ones(rows, rows, dtype=torch.bool, device=decay.device).triu(1)
+    between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
+    return between.to(dtype).exp()
 
 
 def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:
@@ -191,6 +249,18 @@ def _scores(q: Tensor, k: Tensor) -> Tensor:
 
 def _weighted_sums(weights: Tensor, v: Tensor) -> Sums:
     return (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4]), weights.sum(-1)
+
+
+def _joined(sums: list[Sums], dim: int) -> Sums:
+    if len(sums) == 1:
+        return sums[0]
+    numerators, denominators = zip(*sums, strict=True)
+    return torch.cat(numerators, dim=dim), torch.cat(denominators, dim=dim)
+
+
+def _rows_in_a_block(q: Tensor, columns: int) -> int:
+    """How many rows of scores with so many columns fit in one block, for q (b, n, g, t, d)."""
+    return max(MIN_ROWS, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * columns))
 
 
 def _feature_blocks(x: Tensor, value_dim: int, power: int) -> Iterator[slice]:
