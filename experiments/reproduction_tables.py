@@ -75,7 +75,12 @@ class Results:
     """Rows of finished runs, to be asked for by what they are."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        self.rows = [row for row in rows if row["status"] == "done"]
+        # Whether a run was compiled is no part of what it was to find out.
+        self.rows = [
+            {**row, "changes": {name: value for name, value in row["changes"].items() if name != "compile"}}
+            for row in rows
+            if row["status"] == "done"
+        ]
 
     def by_data(self) -> tuple[Results, Results]:
         """Runs on the scale's own text, and those on something else."""
