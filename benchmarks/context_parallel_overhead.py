@@ -2,18 +2,21 @@
 
     python benchmarks/context_parallel_overhead.py --out benchmarks/results/h200_context_parallel.json
 
-"plain" is `sympow.attention`, "one rank" is `sympow.parallel.attention` on a group of one, taken in turns, forward and
-backward: the claim is that the second costs less than 2 % more. "middle rank" is what one rank of many computes for the
-same tokens, messages left out: it folds its own tokens, and attends to them and to a state that came. That time is one
-of the two that benchmarks/scaling_simulation.py computes with. With --kernels, each kernel's time is listed too: where
-their sum is less than the time taken, the device waits for the host.
+"plain" is `sympow.attention`, "one rank" is `sympow.parallel.attention` on a group of one, forward and backward: the
+claim is that the second costs less than 2 % more. "middle rank" is what one rank of many computes for the same tokens,
+messages left out: it folds its own tokens, and attends to them and to a state that came. That time is one of the two
+that benchmarks/scaling_simulation.py computes with. With --kernels, each kernel's time is listed too: where their sum
+is less than the time taken, the device waits for the host.
+
+Each is taken in turns with the plain path alone: a device that waited for the host has cooled, and is faster for
+whatever comes next. Where three take turns, that would favour always the same one.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from sympow.report.timing import Timing, environment, measure_in_turns
 
 LARGEST_OVERHEAD = 0.02
 RANKS = 4
+PLAIN_AGAIN = "plain, beside the middle rank"
 
 
 def make_inputs(arguments: argparse.Namespace, context: int) -> dict[str, Any]:
@@ -79,7 +83,15 @@ def time_by_kernel(call: Callable[[], Any], device: str, calls: int = 5) -> dict
     return {name: {"seconds": seconds[name] / calls, "launches": launches[name] / calls} for name in names}
 
 
-def measure_context(arguments: argparse.Namespace, context: int, alone: dist.ProcessGroup) -> list[dict[str, Any]]:
+def time_beside_plain(calls: dict[str, Callable[[], Any]], arguments: argparse.Namespace) -> dict[str, Timing]:
+    """Of each call, and of the plain path twice: beside one rank, and beside the middle one."""
+    how: dict[str, Any] = {"runs": arguments.runs, "warmup": 3, "device": arguments.device}
+    alone = measure_in_turns({name: calls[name] for name in ("plain", "one rank")}, **how)
+    among = measure_in_turns({PLAIN_AGAIN: calls["plain"], "middle rank": calls["middle rank"]}, **how)
+    return alone | among
+
+
+def measure_context(arguments: argparse.Namespace, context: int, alone: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
     """Rows of one context: forward alone, and forward with backward."""
     inputs = make_inputs(arguments, context)
     assert dist.group.WORLD is not None
@@ -89,7 +101,6 @@ def measure_context(arguments: argparse.Namespace, context: int, alone: dist.Pro
         "one rank": lambda: sharded_attention(**inputs, power=arguments.power, shards=one),
         "middle rank": lambda: sharded_attention(**inputs, power=arguments.power, shards=middle),
     }
-    rows = []
     for what in ("forward", "forward and backward"):
         timed: dict[str, Callable[[], Any]] = {}
         for name, call in calls.items():
@@ -97,27 +108,25 @@ def measure_context(arguments: argparse.Namespace, context: int, alone: dist.Pro
         kernels = {}
         if arguments.kernels:
             kernels = {name: time_by_kernel(call, arguments.device) for name, call in timed.items()}
-        timings = measure_in_turns(timed, runs=arguments.runs, warmup=3, device=arguments.device)
+        timings = time_beside_plain(timed, arguments)
         overhead = timings["one rank"].median / timings["plain"].median - 1
-        rows.append(
-            {
-                "context": context,
-                "what": what,
-                "overhead_of_one_rank": overhead,
-                "middle_rank_over_plain": timings["middle rank"].median / timings["plain"].median,
-                "timings": {name: describe(timing) for name, timing in timings.items()},
-                **({"kernels": kernels} if kernels else {}),
-            }
-        )
+        ratio = timings["middle rank"].median / timings[PLAIN_AGAIN].median
         print(
             f"{context:>7,} tokens, {what}: plain {1e3 * timings['plain'].median:.3f} ms, one rank {overhead:+.2%}, "
-            f"a middle rank {rows[-1]['middle_rank_over_plain']:.2f} times as much",
+            f"a middle rank {ratio:.2f} times as much",
             flush=True,
         )
         for name, found in kernels.items():
             busy, launches = (sum(kernel[what] for kernel in found.values()) for what in ("seconds", "launches"))
             print(f"        {name}: kernels take {1e3 * busy:.3f} ms in {launches:.0f} launches", flush=True)
-    return rows
+        yield {
+            "context": context,
+            "what": what,
+            "overhead_of_one_rank": overhead,
+            "middle_rank_over_plain": ratio,
+            "timings": {name: describe(timing) for name, timing in timings.items()},
+            **({"kernels": kernels} if kernels else {}),
+        }
 
 
 def main() -> int:
@@ -131,22 +140,25 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--power", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--runs", type=int, default=40, help="samples of each")
     parser.add_argument("--kernels", action="store_true", help="also list how long each kernel takes")
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     # A group that sends nothing and waits for nobody: this process takes itself for one of several.
     dist.init_process_group("fake", store=FakeStore(), rank=RANKS // 2, world_size=RANKS)
+    setting = {name: value for name, value in vars(arguments).items() if name != "out"}
+    rows = []
     try:
         alone = dist.new_group([RANKS // 2])
-        rows = [row for context in arguments.context for row in measure_context(arguments, context, alone)]
+        for row in (row for context in arguments.context for row in measure_context(arguments, context, alone)):
+            rows.append(row)
+            # After every row: a run that is cut short leaves what it has.
+            if arguments.out:
+                save_results(arguments.out, environment(arguments.device), setting=setting, rows=rows)
     finally:
         dist.destroy_process_group()
     worst = max(row["overhead_of_one_rank"] for row in rows if row["what"] != "forward")
     print(f"largest overhead of one rank, forward and backward: {worst:+.2%} (claim: below {LARGEST_OVERHEAD:.0%})")
-    if arguments.out:
-        setting = {name: value for name, value in vars(arguments).items() if name != "out"}
-        save_results(arguments.out, environment(arguments.device), setting=setting, rows=rows)
     return int(worst > LARGEST_OVERHEAD)
 
 

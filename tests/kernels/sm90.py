@@ -63,8 +63,8 @@ POINTERS = {
             "partial_ptr",
             "totals_ptr",
             "product_ptr",
-            "packed_ptr",
-            "packed_normalizer_ptr",
+            "message_ptr",
+            "messages_ptr",
         ],
         "*fp32",
     ),
@@ -108,6 +108,9 @@ UNALIGNED = {
     "first_chunk",
     "first_slot",
     "first",
+    "nearest",
+    "count",
+    "numbers",
 }
 
 
@@ -313,8 +316,8 @@ CASES = {
         dict(GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, ENDED=True, MULTIPLIED=True, BLOCK=1024),
         4, 3,
     ),
-    "pack": (pack_kernel, {}, dict(D=64, E=64), 4, 3),
-    "unpack": (unpack_kernel, {}, dict(D=64, E=64), 4, 3),
+    "pack": (pack_kernel, {}, dict(DECAYS=True, CLOSED=False, D=64, E=64), 4, 3),
+    "unpack": (unpack_kernel, {}, dict(DECAYS=True, REVERSE=False, D=64, E=64), 4, 3),
     "quartic query, d=16": quartic_case("query", 8, 16, warps=4),
     "quartic query, d=32": quartic_case("query", 8, 32),
     "quartic query, e=128": quartic_case("query", 1, 128),

@@ -1,4 +1,6 @@
-"""States of all products and of the symmetric features, one launch each way, against plain PyTorch."""
+"""States of all products and the messages of symmetric features, one launch each way, against plain PyTorch."""
+
+import math
 
 import pytest
 import torch
@@ -10,43 +12,105 @@ from sympow.ops.symmetric import symmetric_dim
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow.kernels.chunk_states import FullState
-from sympow.kernels.packing import pack, unpack
+from sympow.kernels.packing import pack, pack_nothing, unpack
+from sympow.parallel.scan import Carried
+
+pytestmark = interpreted
 
 
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-@interpreted
+def carried(shape, log_decay=None, seed=0):
+    """A state as other ranks have it."""
+    batch, heads, dim, value_dim = shape
+    features = (batch, heads, symmetric_dim(dim, 2))
+    return Carried(random(*features, value_dim, seed=seed), random(*features, seed=seed), log_decay, 2)
+
+
+def full_of(kv, normalizer, dim, value_dim):
+    """All products of a packed state; keys and values are of one dimension in `to_full`."""
+    full_kv, full_normalizer = to_full(kv, normalizer, dim, max(dim, value_dim))
+    return full_kv[:, :, :dim, :value_dim, :dim], full_normalizer[:, :, :dim, :dim]
+
+
 @pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (16, 32), (64, 16)])
 def test_packing_and_unpacking(dim, value_dim):
+    shape = (2, 3, dim, value_dim)
     # Not symmetric, as states are not to the last bit, nor their gradients.
     full = FullState(random(2, 3, dim, value_dim, dim), random(2, 3, dim, dim))
-    for got, expected in zip(pack(full), from_full(*full, dim, value_dim), strict=True):
-        assert_close(got, expected, 1e-6, "packed")
-    packed = random(2, 3, symmetric_dim(dim, 2), value_dim), random(2, 3, symmetric_dim(dim, 2))
-    # Keys and values of one dimension there.
-    square = max(dim, value_dim)
-    kv, normalizer = to_full(*packed, dim, square)
-    found = unpack(*packed, dim)
-    assert_close(found.kv, kv[:, :, :dim, :value_dim, :dim], 1e-6, "kv")
-    assert_close(found.normalizer, normalizer[:, :, :dim, :dim], 1e-6, "normalizer")
+    packed = carried(shape)
+    got = packed.unpack(pack(full))
+    for mine, expected in zip((got.kv, got.normalizer), from_full(*full, dim, value_dim), strict=True):
+        assert_close(mine, expected, 1e-6, "packed")
+    found = unpack(packed.pack().unsqueeze(0), shape)
+    expected = full_of(packed.kv, packed.normalizer, dim, value_dim)
+    assert_close(found.kv, expected[0], 1e-6, "kv")
+    assert_close(found.normalizer, expected[1], 1e-6, "normalizer")
 
 
-@interpreted
 def test_a_state_survives_a_message():
-    packed = random(1, 2, symmetric_dim(32, 2), 32), random(1, 2, symmetric_dim(32, 2))
-    for got, expected in zip(pack(unpack(*packed, 32)), packed, strict=True):
-        assert_close(got, expected, 1e-6, "state")
+    message = carried((1, 2, 32, 32)).pack()
+    assert_close(pack(unpack(message.unsqueeze(0), (1, 2, 32, 32))), message, 1e-6, "state")
 
 
-@interpreted
+def test_messages_say_what_passes():
+    shape = (2, 3, 16, 16)
+    full = FullState(random(2, 3, 16, 16, 16), random(2, 3, 16, 16))
+    sums = -random(2, 3, 7).abs().double().cumsum(-1)
+    # As ranks read messages that do not come through the kernels.
+    template = carried(shape, torch.zeros(2, 3, 1, dtype=torch.float64))
+    expected = {0.0: torch.zeros(2, 3), -math.inf: torch.full((2, 3), -math.inf), sums: sums[:, :, -1] / 2}
+    for decay, log_decay in expected.items():
+        got = template.unpack(pack(full, decay))
+        assert torch.equal(got.log_decay, log_decay.double().unsqueeze(-1))
+        assert torch.equal(got.pack()[: -2 * 2 * 3], pack(full))
+    nothing = template.unpack(pack_nothing(full.kv, shape, decays=True))
+    assert not nothing.kv.any()
+    assert not nothing.normalizer.any()
+    assert (nothing.log_decay == -math.inf).all()
+    assert pack_nothing(full.kv, shape, decays=False).shape == pack(full).shape
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["from earlier ranks", "from later ranks"])
+@pytest.mark.parametrize("decays", [False, True], ids=["adding up", "decaying"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_several_messages_leave_what_a_scan_over_them_does(count, decays, reverse):
+    ranks, shape = 5, (2, 2, 16, 32)
+    log_decays = -random(ranks, 2, 2, 1, seed=count).abs().double()
+    # Where nothing passes, and where so little does that float32 has no number for it.
+    log_decays[2, 0, 0], log_decays[1, 1], log_decays[3, 0, 1] = -math.inf, -math.inf, -1000
+    states = [carried(shape, log_decays[rank] if decays else None, seed=rank) for rank in range(ranks)]
+    messages = torch.stack([state.pack() for state in states])
+    nearest = ranks - count if reverse else count - 1
+    found = unpack(messages, shape, decays=decays, nearest=nearest, count=count, reverse=reverse)
+    # The farthest first, in float64.
+    kv, normalizer = 0, 0
+    for rank in range(ranks - 1, nearest - 1, -1) if reverse else range(count):
+        passing = (2 * log_decays[rank]).exp() if decays else torch.ones(1, dtype=torch.float64)
+        kv = states[rank].kv.double() + passing.unsqueeze(-1) * kv
+        normalizer = states[rank].normalizer.double() + passing * normalizer
+    expected = full_of(kv, normalizer, 16, 32)
+    assert_close(found.kv, expected[0], 1e-6, "kv")
+    assert_close(found.normalizer, expected[1], 1e-6, "normalizer")
+
+
+def test_nothing_comes_from_behind_a_closed_gate():
+    """Not even rounding: a state of the largest numbers there are, and nothing after it."""
+    shape = (1, 1, 16, 16)
+    huge, closed = carried(shape, torch.zeros(1, 1, 1).double()), torch.full((1, 1, 1), -math.inf).double()
+    huge = Carried(torch.full_like(huge.kv, 3e38), torch.full_like(huge.normalizer, -3e38), huge.log_decay, 2)
+    between = Carried(torch.zeros_like(huge.kv), torch.zeros_like(huge.normalizer), closed, 2)
+    found = unpack(torch.stack([huge.pack(), between.pack()]), shape, decays=True, nearest=1, count=2)
+    assert not found.kv.any()
+    assert not found.normalizer.any()
+
+
 def test_either_is_the_gradient_of_the_other():
     """Σ pack(S) · g = Σ S · unpack(g), the normaliser included."""
-    full = FullState(random(1, 2, 16, 16, 16), random(1, 2, 16, 16))
-    gradient = random(1, 2, symmetric_dim(16, 2), 16), random(1, 2, symmetric_dim(16, 2))
-    sides = [
-        sum((x.double() * y.double()).sum() for x, y in zip(*pair, strict=True))
-        for pair in ((pack(full), gradient), (full, unpack(*gradient, 16)))
-    ]
-    assert_close(sides[0], sides[1], 1e-6, "inner product")
+    full, gradient = FullState(random(1, 2, 16, 16, 16), random(1, 2, 16, 16)), carried((1, 2, 16, 16)).pack()
+    packed = (pack(full).double() * gradient.double()).sum()
+    found = unpack(gradient.unsqueeze(0), (1, 2, 16, 16))
+    unpacked = sum((x.double() * y.double()).sum() for x, y in zip(full, found, strict=True))
+    assert_close(packed, unpacked, 1e-6, "inner product")

@@ -14,6 +14,12 @@ from sympow.kernels import shard
 from sympow.kernels.packing import pack, unpack
 
 
+def to_other(end):
+    """A state after a message."""
+    batch, heads, dim, value_dim, _ = end.kv.shape
+    return unpack(pack(end).unsqueeze(0), (batch, heads, dim, value_dim))
+
+
 class TwoShards(torch.autograd.Function):
     """Attention to turned keys in two shards: a state goes from the first to the second, its gradient back."""
 
@@ -24,28 +30,35 @@ class TwoShards(torch.autograd.Function):
             [None if x is None else x[:, part] for x in (q, k, v, log_gamma)]
             for part in (slice(0, border), slice(border, None))
         ]
-        folded = [shard.fold(*part[1:], plan) for part, plan in zip(ctx.parts, ctx.plans, strict=True)]
-        states = None, unpack(*pack(folded[0].end), k.shape[-1])
-        found = [shard.attend(*part[:3], *rest) for part, *rest in zip(ctx.parts, folded, states, strict=True)]
-        ctx.outputs, ctx.attended = zip(*found, strict=True)
+        ctx.gates = [shard.running_sums(part[3]) for part in ctx.parts]
+        folded = [shard.fold(*part[1:3], *rest) for part, *rest in zip(ctx.parts, ctx.gates, ctx.plans, strict=True)]
+        ctx.outputs, ctx.states = [], []
+        for part, gates, plan, state, (chunks, _) in zip(
+            ctx.parts, ctx.gates, ctx.plans, (None, to_other(folded[0].end)), folded, strict=True
+        ):
+            ctx.outputs.append(shard.Outputs.new(part[0], part[2], plan))
+            ctx.states.append(shard.attend(*part[:3], gates, chunks, state, ctx.outputs[-1]))
         ctx.border = border
-        return torch.cat(ctx.outputs, dim=1)
+        return torch.cat([out.y for out in ctx.outputs], dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         halves = dy[:, : ctx.border].contiguous(), dy[:, ctx.border :].contiguous()
-        folded = [
-            shard.fold_gradient(half, part[0], part[1], y, attended, plan)
-            for half, part, y, attended, plan in zip(
-                halves, ctx.parts, ctx.outputs, ctx.attended, ctx.plans, strict=True
-            )
-        ]
-        states = unpack(*pack(folded[1].end), dy.shape[-1]), None
+        rows, folded = [], []
+        for half, (q, k, *_), gates, out, plan in zip(
+            halves, ctx.parts, ctx.gates, ctx.outputs, ctx.plans, strict=True
+        ):
+            rows.append(shard.prepare_gradient(half, q, out))
+            folded.append(shard.fold_gradient(rows[-1], k, gates, out.past, plan))
         found = []
-        for state, (_, k, v, _), *rest in zip(states, ctx.parts, ctx.attended, folded, ctx.plans, strict=True):
-            dq, rows = shard.query_gradient(k, v, *rest[:2])
-            found.append((dq, *shard.key_gradient(state, rows, k, v, *rest)))
+        for n, state in enumerate((to_other(folded[1].end), None)):
+            q, k, v, log_gamma = ctx.parts[n]
+            known, gradients = (rows[n], k, v, ctx.gates[n], ctx.states[n]), shard.Gradients.new(q, k, v)
+            shard.query_gradient(*known, ctx.outputs[n].past, gradients)
+            crossing = shard.key_gradient(*known, folded[n].chunks, state, gradients)
+            gate = None if log_gamma is None else shard.gates_gradient(k, gradients, crossing, ctx.plans[n])
+            found.append((*gradients[:3], gate))
         joined = [None if pair[0] is None else torch.cat(pair, dim=1) for pair in zip(*found, strict=True)]
         return *joined, None, None
 

@@ -15,7 +15,7 @@ from support import Inputs, random_inputs
 from sympow.evaluate import loss_by_position
 from sympow.ops.softmax import softmax_attention as whole_softmax_attention
 from sympow.parallel import Shards, attention
-from sympow.parallel.fused import FusedShard
+from sympow.parallel.fused import fused_shard_attention
 from sympow.parallel.softmax import softmax_attention
 
 
@@ -286,7 +286,7 @@ def of_a_mesh(group):
 def on_kernels(group, seed, lengths, kind=None, offsets=None, chunk_size=None, closed=(), exchange="auto"):
     """Errors against float64 of shards on the fused kernels, and of one process in plain PyTorch, both in float32.
 
-    First, how many halves of the heads went through `FusedShard`.
+    First, whether this rank's shard went through them.
     """
     torch.use_deterministic_algorithms(True)  # which fill new tensors with NaN
     try:
@@ -308,7 +308,7 @@ def _on_kernels(group, seed, lengths, kind, offsets, chunk_size, closed, exchang
     weights = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3], generator=generator)
     whole = {"power": 2, "cu_seqlens": cu_seqlens, "backend": "torch"}
     used = []
-    sharded.FusedShard = lambda *args: used.append(args) or FusedShard(*args)
+    sharded.fused_shard_attention = lambda *args: used.append(args) or fused_shard_attention(*args)
     results = {
         "exact": (exact, sympow.attention(**exact.arguments(), **whole), weights.double()),
         "plain": (plain, sympow.attention(**plain.arguments(), form="chunked", chunk_size=128, **whole), weights),
@@ -327,5 +327,5 @@ def _on_kernels(group, seed, lengths, kind, offsets, chunk_size, closed, exchang
         got = _summed(mine, group) if name == "theta" else mine.grad
         want = theirs.grad if name == "theta" else shards.take(theirs.grad)
         errors[name] = _difference(got, want), _difference(getattr(plain, name).grad, theirs.grad)
-    sharded.FusedShard = FusedShard
-    return len(used), errors
+    sharded.fused_shard_attention = fused_shard_attention
+    return bool(used), errors

@@ -10,27 +10,32 @@ pytestmark = interpreted
 
 
 @pytest.mark.parametrize(
-    ("lengths", "kind", "offsets", "halves", "options"),
+    ("lengths", "kind", "offsets", "fused", "options"),
     [
-        ([140, 30, 9], {}, None, [2, 2, 2], {}),
-        ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [2, 0, 2], {}),
+        ([140, 30, 9], {}, None, [True, True, True], {}),
+        ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [True, False, True], {}),
         # The rank with one piece of a document goes through here, those with several around it in other ways.
-        ([30, 40, 20], {}, [0, 20, 80, 90], [0, 2, 0], {}),
+        ([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}),
         # Several chunks a rank; gates closed at a rank's first token and at a chunk's.
         (
             [130, 140, 20],
             {"heads": 4, "key_heads": 2},
             None,
-            [2, 2, 2],
+            [True, True, True],
             {"chunk_size": 128, "closed": (130, 258), "exchange": "rounds"},
         ),
-        ([9, 130, 5], {"gate": "none", "batch": 2}, None, [2, 2, 2], {"chunk_size": 128}),
+        ([9, 130, 5], {"gate": "none", "batch": 2}, None, [True, True, True], {"chunk_size": 128}),
+        # Halves of the batch, one of them larger, the first gate closed; a rank with nothing passes everything on.
+        ([40, 0, 30], {"batch": 3, "heads": 1}, None, [True, False, True], {"closed": (40,)}),
+        ([30, 20, 10], {"batch": 1, "heads": 1, "rotation": "none"}, None, [True, True, True], {"exchange": "gather"}),
+        # Without gates: what passes through whole, and what documents end.
+        ([30, 40, 20], {"gate": "none"}, [0, 20, 90], [False, True, True], {}),
     ],
-    ids=["gated", "ungated", "documents", "chunks", "ungated chunks"],
+    ids=["gated", "ungated", "documents", "chunks", "ungated chunks", "batch", "one head", "ungated documents"],
 )
-def test_shards_on_the_kernels(pool, lengths, kind, offsets, halves, options):
+def test_shards_on_the_kernels(pool, lengths, kind, offsets, fused, options):
     answers = pool.run(cases.on_kernels, 3, seed=1, lengths=lengths, kind=kind, offsets=offsets, **options)
-    assert [used for used, _ in answers] == halves
+    assert [used for used, _ in answers] == fused
     for _, errors in answers:
         for name, (error, measured) in errors.items():
             assert error <= max(2 * measured, 2e-6), f"{name} is off by {error:.1e}, plain PyTorch by {measured:.1e}"

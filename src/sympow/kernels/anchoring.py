@@ -22,7 +22,8 @@ def boundary_anchors(crossing: Tensor, boundaries: tuple[int, int], length: int,
     Pairs across a boundary meet in its state. Where there is none, no pair lies across.
     """
     first, last = boundaries
-    return pad(crossing, (first, -(-length // chunk) - last))
+    missing = (first, -(-length // chunk) - last)
+    return pad(crossing, missing) if any(missing) else crossing
 
 
 @triton.jit

@@ -346,15 +346,16 @@ def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
     *, past: Tensor | None = None, chunk: int = 0, documents: Documents | None = None,
-    rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3, registers: int | None = 128,
+    out: tuple[Tensor, Tensor] | None = None, rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3,
+    registers: int | None = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; states in full and their part of the weights, or the attention form's `chunk`; documents as there."""
+    of `prepare`; states in full and their part of the weights, or the attention form's `chunk`; documents and `out` as
+    there."""
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
-    dq = empty_aligned(q, *q.shape)
-    row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
+    dq, row_term = out or (empty_aligned(q, *q.shape), q.new_empty(batch, heads, length, dtype=torch.float32))
     state, place = _state_arguments(q, states, chunk, length, d, e)
     query_gradient_kernel[(triton.cdiv(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
@@ -372,6 +373,7 @@ def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
     *, chunk: int = 0, documents: Documents | None = None, spans: Tensor | None = None, span: int = 0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
     rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full, or `chunk`.
@@ -379,12 +381,16 @@ def key_gradient(
     Args:
         spans: zeros (b, h_kv, ⌈t / span⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each span that lie
             after the key's tile, decays counted from the end of that tile; None: not wanted. Without states only.
+        out: as in `attention_forward.attend`.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
-    dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
-    column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
+    if out is None:
+        dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
+        column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
+    else:
+        dk, dv, column_term = out
     k_desc = head_major(k, (rows, d))
     state, place = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
     key_gradient_kernel[(triton.cdiv(length, rows), batch * kv_heads)](

@@ -205,6 +205,7 @@ def attend(
     *,
     chunk: int = 0,
     documents: Documents | None = None,
+    out: tuple[Tensor, Tensor, Tensor | None] | None = None,
     rows: int = 128,
     columns: int = 64,
     warps: int = 4,
@@ -218,18 +219,24 @@ def attend(
         states: what earlier chunks left, each chunk a multiple of `rows` tokens.
         chunk: without states, how many tokens share a chunk, attending to none before it; 0: all.
         documents: where documents begin and end, between which `gates` must be closed; None: one document.
+        out: what to write the results to: y with aligned rows (`common.aligned`), and the others contiguous, the last
+            of them zeros as far as there are no states; None: new tensors.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]
     d, e = block_dim(dim), block_dim(value_dim)
-    y = empty_aligned(v, batch, length, heads, value_dim)
-    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+    past: Tensor | None = None
+    if out is None:
+        y = empty_aligned(v, batch, length, heads, value_dim)
+        weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+    else:
+        y, weight, past = out
     q_desc = head_major(q, (rows, d))
     q = q_desc.base.transpose(1, 2)
     if states is None:
         chunk, slots, high_column, first_boundary = chunk or length + rows, 0, 0, 0
-        q_half_desc = low_desc = high_desc = normalizer_desc = past = None
+        q_half_desc = low_desc = high_desc = normalizer_desc = None
     else:
         assert dim == d and value_dim == e and power == 2 and states.chunk % rows == 0
         chunk, slots, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - d // 2
@@ -238,7 +245,7 @@ def attend(
         low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d // 2])
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d])
-        past = torch.zeros_like(weight)
+        past = torch.zeros_like(weight) if past is None else past
     forward_kernel[(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),

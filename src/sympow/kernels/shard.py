@@ -5,21 +5,24 @@ came, `attend` gives outputs. Backward: `fold_gradient` sums over queries and ou
 shard's own outputs want of the state that came; `query_gradient` needs nothing from elsewhere; with the gradient of the
 state that left, `key_gradient` gives the rest. As many products as without other GPUs: a state that came is added to
 the sums of chunks, which are scanned twice.
+
+These steps may be taken with some of the heads at a time, writing to their part of what holds all of them. What is best
+done with all heads at once comes before (`running_sums`, `prepare_gradient`) and after (`gates_gradient`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from sympow.kernels import attention_backward, attention_forward
+from sympow.kernels import attention_backward, attention_forward, gates
 from sympow.kernels.anchoring import anchored, boundary_anchors
 from sympow.kernels.attention_op import boundaries_with_states
 from sympow.kernels.chunk_states import ChunkStates, ChunkSums, FullState, chunk_sums, end_alone, scan_sums
-from sympow.kernels.gates import Gates, gate_gradient, running_sums
+from sympow.kernels.gates import Gates, gate_gradient
 from sympow.kernels.scaling import scale_queries
 from sympow.kernels.tiles import COLUMNS, tiles_for
 
@@ -39,145 +42,146 @@ class Plan:
     final: bool
 
 
-@dataclass(frozen=True)
-class Folded:
-    """After `fold`.
+class Folded(NamedTuple):
+    """After `fold` or `fold_gradient`.
 
     Attributes:
-        gates: their running sums, or None.
-        chunks: what each chunk alone leaves; None if no chunk sees another, and no state comes or leaves.
-        end: what all of them leave together, from nothing; None if nothing leaves.
+        chunks: what each chunk alone leaves, or its outputs want; None if no chunk sees another, and no state comes or
+            leaves.
+        end: what all of them leave together, from nothing, or the gradient of the state that came, as far as it is due
+            to this shard's outputs; None if nothing leaves, or none came.
     """
 
-    gates: Gates | None
     chunks: ChunkSums | None
     end: FullState | None
 
 
-@dataclass(frozen=True)
-class FoldedGradient:
-    """After `fold_gradient`.
+class Outputs(NamedTuple):
+    """What `attend` writes: y (b, t, h, e), and per head (b, h, t) float32 the rows' weights and the states' part of
+    those."""
 
-    Attributes:
-        q, scale: queries as the kernels scale them, and by how much.
-        dy, minus_delta: as `attention_backward.prepare` gives them.
-        chunks: what the outputs of each chunk alone want; None as in `Folded`.
-        end: the gradient of the state that came, as far as it is due to this shard's outputs; None if none came.
-    """
+    y: Tensor
+    weight: Tensor
+    past: Tensor
+
+    @classmethod
+    def new(cls, q: Tensor, v: Tensor, plan: Plan) -> Outputs:
+        """For queries and values of all heads."""
+        batch, length, heads, _ = q.shape
+        weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+        # Without a state that came, the first chunk has none to write what it gave.
+        past = torch.empty_like(weight) if plan.initial else torch.zeros_like(weight)
+        return cls(v.new_empty(batch, length, heads, v.shape[-1]), weight, past)
+
+
+class Rows(NamedTuple):
+    """What the backward pass reads of a row: queries as the kernels scale them, and by how much; dy' and −δ, as
+    `attention_backward.prepare` gives them."""
 
     q: Tensor
     scale: Tensor
     dy: Tensor
     minus_delta: Tensor
-    chunks: ChunkSums | None
-    end: FullState | None
 
 
-@dataclass(frozen=True)
-class Attended:
-    """What the backward pass reads beside q, k, v and y: the rows' weights, gates, states, and their part of those."""
+class Gradients(NamedTuple):
+    """What the backward pass writes: gradients of q, k and v, and q_i · dq_i (b, h, t) and k_j · dk_j (b, h_kv, t)
+    float32, from which the gradient of the gates is found."""
 
-    weight: Tensor
-    gates: Gates | None
-    states: ChunkStates | None
-    past: Tensor | None
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """All there are, for autograd to keep."""
-        gates, states = self.gates, self.states
-        return (
-            self.weight,
-            self.past,
-            *((None,) * 3 if gates is None else (gates.sums, gates.to_end, gates.from_start)),
-            *((None,) * 3 if states is None else (states.low, states.high, states.normalizer)),
-        )
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    row_terms: Tensor
+    column_terms: Tensor
 
     @classmethod
-    def of(cls, tensors: Sequence[Any], plan: Plan) -> Attended:
-        """From `tensors`."""
-        weight, past, *rest = tensors
-        (sums, to_end, from_start), (low, high, normalizer) = rest[:3], rest[3:]
-        return cls(
-            weight,
-            None if sums is None else Gates(sums, to_end, from_start, COLUMNS),
-            None if low is None else ChunkStates(low, high, normalizer, plan.chunk, 0 if plan.initial else 1),
-            past,
-        )
+    def new(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+        """For queries, keys and values of all heads."""
+        terms = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=torch.float32) for x in (q, k))
+        return cls(*(x.new_empty(x.shape) for x in (q, k, v)), *terms)
 
 
-def fold(k: Tensor, v: Tensor, log_gamma: Tensor | None, plan: Plan) -> Folded:
-    """Sums over turned keys and values.
+def running_sums(log_gamma: Tensor | None) -> Gates | None:
+    """What the kernels read of the gates (b, t, h_kv) float32; None without."""
+    return None if log_gamma is None else gates.running_sums(log_gamma, COLUMNS)
 
-    Args:
-        k, v: (b, t, h_kv, d) and (b, t, h_kv, e).
-        log_gamma: (b, t, h_kv) float32, or None.
-    """
-    gates = None if log_gamma is None else running_sums(log_gamma, COLUMNS)
+
+def fold(k: Tensor, v: Tensor, gates: Gates | None, plan: Plan) -> Folded:
+    """Sums over turned keys (b, t, h_kv, d) and values (b, t, h_kv, e)."""
     chunks = chunk_sums(
         k, v, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True, boundaries=_boundaries(k, plan),
         precise=plan.final, **tiles_for(k.shape[-1]).states,
     )  # fmt: skip
-    return Folded(gates, chunks, end_alone(chunks) if plan.final and chunks is not None else None)
+    return Folded(chunks, end_alone(chunks) if plan.final and chunks is not None else None)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, folded: Folded, initial: FullState | None) -> tuple[Tensor, Attended]:
-    """y (b, t, h, e), from turned queries and keys and the state that came; after it, `folded` is spent."""
-    states = None if folded.chunks is None else scan_sums(folded.chunks, initial)[0]
-    y, weight, past = attention_forward.attend(q, k, v, 2, folded.gates, states, **tiles_for(q.shape[-1]).forward)
-    return y.contiguous(), Attended(weight, folded.gates, states, past)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, chunks: ChunkSums | None, initial: FullState | None,
+    out: Outputs,
+) -> ChunkStates | None:  # fmt: skip
+    """Writes outputs, from turned queries and keys and the state that came. Returns the states at the boundaries of
+    chunks; after it, `chunks` is spent."""
+    states = None if chunks is None else scan_sums(chunks, initial)[0]
+    attention_forward.attend(q, k, v, 2, gates, states, out=out, **tiles_for(q.shape[-1]).forward)
+    return states
 
 
-def fold_gradient(dy: Tensor, q: Tensor, k: Tensor, y: Tensor, attended: Attended, plan: Plan) -> FoldedGradient:
-    """Sums over queries and the gradient dy of y, contiguous."""
-    scaled, scale = scale_queries(q)
-    divided, minus_delta = attention_backward.prepare(y, dy, attended.weight)
-    sums = None if attended.gates is None else attended.gates.sums
+def prepare_gradient(dy: Tensor, q: Tensor, out: Outputs) -> Rows:
+    """From the gradient dy of y, contiguous."""
+    return Rows(*scale_queries(q), *attention_backward.prepare(out.y, dy, out.weight))
+
+
+def fold_gradient(rows: Rows, k: Tensor, gates: Gates | None, past: Tensor, plan: Plan) -> Folded:
+    """Sums over queries and output gradients; `past` as in `Outputs`."""
     chunks = chunk_sums(
-        scaled, divided, k.shape[2], sums, plan.chunk, full=True, factor=minus_delta, past=attended.past, reverse=True,
-        boundaries=_boundaries(k, plan), precise=plan.initial, **tiles_for(q.shape[-1]).states,
+        rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True,
+        factor=rows.minus_delta, past=past, reverse=True, boundaries=_boundaries(k, plan), precise=plan.initial,
+        **tiles_for(k.shape[-1]).states,
     )  # fmt: skip
-    end = end_alone(chunks) if plan.initial and chunks is not None else None
-    return FoldedGradient(scaled, scale, divided, minus_delta, chunks, end)
+    return Folded(chunks, end_alone(chunks) if plan.initial and chunks is not None else None)
 
 
-def query_gradient(k: Tensor, v: Tensor, attended: Attended, gradient: FoldedGradient) -> tuple[Tensor, Tensor]:
-    """dq (b, t, h, d), and q_i · dq_i, which the gradient of the gates is found from."""
-    dq, rows = attention_backward.query_gradient(
-        gradient.q, gradient.scale, k, v, gradient.dy, gradient.minus_delta, 2, attended.gates, attended.states,
-        past=attended.past, **tiles_for(k.shape[-1]).query,
+def query_gradient(
+    rows: Rows, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates | None, past: Tensor, out: Gradients
+) -> None:
+    """Writes dq and the rows' terms."""
+    attention_backward.query_gradient(
+        rows.q, rows.scale, k, v, rows.dy, rows.minus_delta, 2, gates, states, past=past, out=(out.dq, out.row_terms),
+        **tiles_for(k.shape[-1]).query,
     )  # fmt: skip
-    return dq.contiguous(), rows
 
 
 def key_gradient(
-    d_final: FullState | None,
-    rows: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attended: Attended,
-    gradient: FoldedGradient,
-    plan: Plan,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dk, dv and d log γ (b, t, h_kv) float32 (None without gates); after it, `gradient` is spent.
+    rows: Rows, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates | None, chunks: ChunkSums | None,
+    d_final: FullState | None, out: Gradients,
+) -> Tensor | None:  # fmt: skip
+    """Writes dk, dv and the columns' terms; after it, `chunks` is spent.
 
     Args:
-        d_final: of the state that left; None if none did.
-        rows: from `query_gradient`.
+        states: from `attend`.
+        chunks: from `fold_gradient`.
+        d_final: gradient of the state that left; None if none did.
+
+    Returns:
+        Σ B_ij dB_ij over the pairs across each boundary that has a state, (b, h_kv, boundaries) float64; None without
+        gates or states.
     """
-    gates, reverse, crossing = attended.gates, None, None
-    if gradient.chunks is not None:
-        reverse, _, crossing = scan_sums(gradient.chunks, d_final, other=attended.states if gates else None)
-    dk, dv, columns = attention_backward.key_gradient(
-        gradient.q, k, v, gradient.dy, gradient.minus_delta, 2, gates, reverse, **tiles_for(k.shape[-1]).key
-    )
-    d_log_gamma = None
-    if gates is not None:
-        anchors, spacing = None, k.shape[1]
-        if crossing is not None:
-            anchors = boundary_anchors(crossing, _boundaries(k, plan), k.shape[1], plan.chunk)
-            spacing = plan.chunk
-        d_log_gamma = anchored(gate_gradient(rows, columns, 2), anchors, spacing)
-    return dk.contiguous(), dv.contiguous(), d_log_gamma
+    reverse = crossing = None
+    if chunks is not None:
+        reverse, _, crossing = scan_sums(chunks, d_final, other=states if gates else None)
+    attention_backward.key_gradient(
+        rows.q, k, v, rows.dy, rows.minus_delta, 2, gates, reverse, out=(out.dk, out.dv, out.column_terms),
+        **tiles_for(k.shape[-1]).key,
+    )  # fmt: skip
+    return crossing
+
+
+def gates_gradient(k: Tensor, out: Gradients, crossing: Tensor | None, plan: Plan) -> Tensor:
+    """d log γ (b, t, h_kv) float32; `crossing` as `key_gradient` returns it."""
+    anchors, spacing = None, k.shape[1]
+    if crossing is not None:
+        anchors, spacing = boundary_anchors(crossing, _boundaries(k, plan), k.shape[1], plan.chunk), plan.chunk
+    return anchored(gate_gradient(out.row_terms, out.column_terms, 2), anchors, spacing)
 
 
 def _boundaries(k: Tensor, plan: Plan) -> tuple[int, int]:

@@ -1,12 +1,16 @@
 """A shard on the fused kernels, p = 2: states pass between ranks in the middle of the kernels' work.
 
 The portable way folds in one call and attends in another, and autograd differentiates both. Here the sums over each
-chunk's tokens serve the fold and the attention alike, and those of the backward pass likewise.
+chunk's tokens serve the fold and the attention alike, and those of the backward pass likewise. To launch kernels costs
+the host as much as they take where shards are short, so both halves of the sequences go through one node of autograd:
+what need not wait for a message is done for both at once, and each half writes to its part of the results.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,11 +22,15 @@ from sympow.ops.fused import CHUNK_SIZE
 from sympow.ops.operator import Backend, Form, backend_for
 from sympow.ops.sequence import Sequence
 from sympow.ops.symmetric import symmetric_dim
-from sympow.parallel.scan import Carried, Scan, passing_decay, start_scan
+from sympow.parallel.halves import Half
+from sympow.parallel.scan import Carried, RoundsScan, chosen_exchange
 from sympow.parallel.shards import Portion, Shards
+from sympow.parallel.wire import start_gather
 
 if TYPE_CHECKING:
-    from sympow.kernels.shard import Folded, FoldedGradient
+    from sympow.kernels.chunk_states import ChunkStates, FullState
+    from sympow.kernels.gates import Gates
+    from sympow.kernels.shard import Gradients, Outputs, Plan, Rows
 
 # Head dims that the kernels take as they are.
 DIMS = (32, 64)
@@ -45,7 +53,7 @@ def turn(sequence: Sequence, phase: Tensor | None) -> Sequence:
     """With queries and keys turned, and no rotation left.
 
     Args:
-        phase: μ before the first token, (b, h_kv, d/2) float64; None without rotation.
+        phase: μ before the first token, (b, h_kv, d/2) float64, of any size; None without rotation.
     """
     from sympow.kernels.rotation_op import fused_rotation
 
@@ -55,117 +63,201 @@ def turn(sequence: Sequence, phase: Tensor | None) -> Sequence:
     return replace(sequence, q=q, k=k, beta=None, theta=None)
 
 
-class FusedShard:
-    """One shard's way through fold, exchange and attention, begun when it is made.
+def fused_shard_attention(
+    sequence: Sequence, portion: Portion, shards: Shards, halves: list[Half], chunk_size: int | None
+) -> Tensor:
+    """y (b, t, h, e) of this rank's tokens, which are turned."""
+    from sympow.kernels.shard import Plan
+
+    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
+    chunk = min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-sequence.length // CHUNK_MULTIPLE))
+    plan = Plan(chunk, initial=portion.continues, final=portion.goes_on)
+    call = _Call(plan, portion.passes, shards, halves, sequence.group, sequence.needs_grad)
+    return _Attend.apply(call, sequence.q, sequence.k, sequence.v, log_gamma)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What both passes know of a call.
+
+    Attributes:
+        passes: whether a state that comes passes through this rank.
+        group: query heads per key head.
+        train: whether the backward pass will be run.
+    """
+
+    plan: Plan
+    passes: bool
+    shards: Shards
+    halves: list[Half]
+    group: int
+    train: bool
+
+    def send(self, end: FullState | None, k: Tensor, v: Tensor, gates: Gates | None, *, reverse: bool) -> _Exchange:
+        """Passes on what this rank leaves, or in reverse wants; k and v of one half."""
+        from sympow.kernels.packing import pack, pack_nothing
+
+        shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+        decays = gates is not None or self.shards.cu_seqlens is not None
+        if end is None:
+            message = pack_nothing(v, shape, decays=decays)
+        elif not decays:
+            message = pack(end)
+        elif not self.passes:
+            message = pack(end, -math.inf)
+        else:
+            message = pack(end, 0.0 if gates is None else gates.sums)
+        return _Exchange(message, shape, decays, self.shards, reverse)
+
+
+class _Exchange:
+    """The scan of states of one half over the ranks (`sympow.parallel.scan`), under way.
 
     Args:
-        sequence: this rank's tokens, turned.
-        anchor: as in `StateScan`.
+        message: what this rank leaves, as `sympow.kernels.packing` writes it.
+        shape: b, h_kv, d and e.
+        decays: whether messages have some.
     """
 
     def __init__(
-        self, sequence: Sequence, anchor: Tensor, portion: Portion, shards: Shards, chunk_size: int | None
+        self, message: Tensor, shape: tuple[int, int, int, int], decays: bool, shards: Shards, reverse: bool
     ) -> None:
-        from sympow.kernels.shard import Plan
+        batch, heads, dim, value_dim = shape
+        features = (batch, heads, symmetric_dim(dim, 2))
+        count = math.prod(features)
+        self._message, self._shape, self._decays = message, shape, decays
+        self._shards, self._reverse = shards, reverse
+        self._rounds: RoundsScan | None = None
+        if chosen_exchange(count * (value_dim + 1) * message.itemsize, shards) == "gather":
+            self._all, self._work = start_gather(message, shards.group)
+            return
+        kv, normalizer, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
+        log_decay = rest.view(torch.float64).view(batch, heads, 1) if decays else None
+        own = Carried(kv.view(*features, value_dim), normalizer.view(features), log_decay, 2)
+        self._rounds = RoundsScan(own, shards, reverse)
 
-        log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
-        chunk = min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-sequence.length // CHUNK_MULTIPLE))
-        self.shards, self.plan = shards, Plan(chunk, initial=portion.continues, final=portion.goes_on)
-        self.features = (sequence.batch, sequence.key_heads, symmetric_dim(sequence.key_dim, 2))
-        self.scan: Scan | None = None
-        self.folded: Folded | None = None
-        self.folded_gradient: FoldedGradient | None = None
-        self.known: tuple[Any, ...] = ()
-        with torch.no_grad():
-            # Its gradient comes with that of the gates, from the kernels.
-            self.log_decay = passing_decay(sequence, portion, shards)
-        self._tensors: tuple[Tensor | None, ...] = (sequence.q, sequence.k, sequence.v, log_gamma)
-        self._token = _Start.apply(self, anchor, *self._tensors)
-
-    def wait(self) -> Tensor:
-        """y (b, t, h, e)."""
-        # Not to keep alive for the backward pass what that does not read.
-        tensors, self._tensors = self._tensors, ()
-        return _Finish.apply(self, self._token, *tensors)
-
-    def send(self, state: tuple[Tensor, Tensor], *, reverse: bool = False) -> None:
-        """Passes on what this rank leaves, or in reverse wants."""
-        self.scan = start_scan(Carried(*state, self.log_decay, 2), self.shards, reverse=reverse)
-
-    def receive(self) -> Carried | None:
-        """What ranks before this one leave, or in reverse those after it want; None if there are none."""
-        assert self.scan is not None
-        scan, self.scan = self.scan, None
-        return scan.finish()
-
-    def nothing(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """A state of nothing."""
-        kv = like.new_zeros(*self.features, like.shape[-1], dtype=torch.float32)
-        return kv, kv.new_zeros(self.features)
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, owner: FusedShard, anchor: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None
-    ) -> Tensor:
-        from sympow.kernels import shard
-        from sympow.kernels.packing import pack
-
-        owner.folded = shard.fold(k, v, log_gamma, owner.plan)
-        owner.send(owner.nothing(v) if owner.folded.end is None else pack(owner.folded.end))
-        ctx.owner = owner
-        return k.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        from sympow.kernels import shard
+    def receive(self, wanted: bool) -> FullState | None:
+        """What ranks before this one leave together, or in reverse those after it want; None if not wanted."""
         from sympow.kernels.packing import unpack
 
-        owner: FusedShard = ctx.owner
-        gradient, (k, v, attended) = owner.folded_gradient, owner.known
-        owner.folded_gradient, owner.known = None, ()
-        assert gradient is not None
-        # While messages are on their way.
-        dq, rows = shard.query_gradient(k, v, attended, gradient)
-        after, d_final = owner.receive(), None
-        if owner.plan.final:
-            assert after is not None
-            d_final = unpack(after.kv, after.normalizer, k.shape[-1])
-        dk, dv, d_log_gamma = shard.key_gradient(d_final, rows, k, v, attended, gradient, owner.plan)
-        return None, None, dq, dk, dv, d_log_gamma
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, owner: FusedShard, token: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None
-    ) -> Tensor:
-        from sympow.kernels import shard
-        from sympow.kernels.packing import unpack
-
-        before, initial = owner.receive(), None
-        if owner.plan.initial:
+        if self._rounds is not None:
+            before = self._rounds.finish()
+            if not wanted:
+                return None
             assert before is not None
-            initial = unpack(before.kv, before.normalizer, k.shape[-1])
-        folded, owner.folded = owner.folded, None
-        assert folded is not None
-        y, attended = shard.attend(q, k, v, folded, initial)
-        ctx.owner = owner
-        ctx.save_for_backward(q, k, v, y, *attended.tensors())
-        return y
+            return unpack(before.pack().unsqueeze(0), self._shape, decays=self._decays)
+        self._work.wait()
+        if not wanted:
+            return None
+        rank, size = self._shards.rank, self._shards.size
+        nearest, count = (rank + 1, size - 1 - rank) if self._reverse else (rank - 1, rank)
+        return unpack(self._all, self._shape, decays=self._decays, nearest=nearest, count=count, reverse=self._reverse)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None) -> Tensor:
+        from sympow.kernels import shard
+
+        plan, gates, out = call.plan, shard.running_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
+        under_way = []
+        for half in call.halves:
+            own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
+            folded = shard.fold(*own, plan)
+            under_way.append((half, own, folded.chunks, call.send(folded.end, *own, reverse=False)))
+        kept = []
+        while under_way:  # off the list, since a half's sums of chunks take much memory
+            half, own, chunks, exchange = under_way.pop(0)
+            initial = exchange.receive(plan.initial)
+            part = _outputs_of(out, half, call.group)
+            states = shard.attend(half.tokens(q, call.group), *own, chunks, initial, part)
+            if call.train:
+                kept.append(states)
+        if call.train:
+            ctx.call = call
+            ctx.save_for_backward(q, k, v, *out, *_tensors_of(gates, kept))
+        return out.y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from sympow.kernels import shard
-        from sympow.kernels.packing import pack
 
-        owner: FusedShard = ctx.owner
-        q, k, v, y, *saved = ctx.saved_tensors
-        attended = shard.Attended.of(saved, owner.plan)
-        gradient = shard.fold_gradient(dy.contiguous(), q, k, y, attended, owner.plan)
-        owner.folded_gradient, owner.known = gradient, (k, v, attended)
-        owner.send(owner.nothing(v) if gradient.end is None else pack(gradient.end), reverse=True)
-        return None, k.new_empty(0), None, None, None, None
+        call: _Call = ctx.call
+        plan, group = call.plan, call.group
+        q, k, v, *saved = ctx.saved_tensors
+        out = shard.Outputs(*saved[:3])
+        gates, states = _from_tensors(saved[3:], plan)
+        rows, gradients = shard.prepare_gradient(dy.contiguous(), q, out), shard.Gradients.new(q, k, v)
+        under_way = []
+        # The last one first, as autograd has it on ranks whose shards go another way.
+        for half, half_states in reversed(list(zip(call.halves, states, strict=True))):
+            own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
+            half_rows, past = _rows_of(rows, half, group), half.heads(out.past, group)
+            folded = shard.fold_gradient(half_rows, own[0], own[2], past, plan)
+            exchange = call.send(folded.end, *own, reverse=True)
+            under_way.append((half, (half_rows, *own, half_states), past, folded.chunks, exchange))
+        crossings = []
+        while under_way:
+            half, known, past, chunks, exchange = under_way.pop(0)
+            part = _gradients_of(gradients, half, group)
+            # While messages are on their way.
+            shard.query_gradient(*known, past, part)
+            d_final = exchange.receive(plan.final)
+            crossings.append(shard.key_gradient(*known, chunks, d_final, part))
+        d_log_gamma = None
+        if gates is not None:
+            found = [crossing for crossing in reversed(crossings) if crossing is not None]
+            crossing = torch.cat(found, dim=call.halves[0].state_dim) if found else None
+            d_log_gamma = shard.gates_gradient(k, gradients, crossing, plan)
+        return None, *gradients[:3], d_log_gamma
+
+
+def _gates_of(gates: Gates | None, half: Half) -> Gates | None:
+    if gates is None:
+        return None
+    return replace(
+        gates, sums=half.heads(gates.sums), to_end=half.heads(gates.to_end), from_start=half.heads(gates.from_start)
+    )
+
+
+def _outputs_of(out: Outputs, half: Half, group: int) -> Outputs:
+    return type(out)(half.tokens(out.y, group), half.heads(out.weight, group), half.heads(out.past, group))
+
+
+def _rows_of(rows: Rows, half: Half, group: int) -> Rows:
+    return type(rows)(
+        half.tokens(rows.q, group),
+        half.heads(rows.scale, group),
+        half.tokens(rows.dy, group),
+        half.heads(rows.minus_delta, group),
+    )
+
+
+def _gradients_of(gradients: Gradients, half: Half, group: int) -> Gradients:
+    return type(gradients)(
+        half.tokens(gradients.dq, group),
+        half.tokens(gradients.dk),
+        half.tokens(gradients.dv),
+        half.heads(gradients.row_terms, group),
+        half.heads(gradients.column_terms),
+    )
+
+
+def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) -> tuple[Tensor | None, ...]:
+    """For autograd to keep, three of the gates and three of each half's states."""
+    none = (None,) * 3
+    kept = none if gates is None else (gates.sums, gates.to_end, gates.from_start)
+    return sum((none if x is None else (x.low, x.high, x.normalizer) for x in states), kept)
+
+
+def _from_tensors(tensors: AnySequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
+    """The inverse of `_tensors_of`."""
+    from sympow.kernels.chunk_states import ChunkStates
+    from sympow.kernels.gates import Gates
+    from sympow.kernels.tiles import COLUMNS
+
+    kept, *parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+    first = 0 if plan.initial else 1
+    states = [None if part[0] is None else ChunkStates(*part, plan.chunk, first) for part in parts]
+    return None if kept[0] is None else Gates(*kept, COLUMNS), states

@@ -6,7 +6,8 @@ Every rank
 2. folds its own tokens into a state, starting from nothing;
 3. passes it on: an exclusive scan of (decay, S, Z) over the ranks (`sympow.parallel.scan`);
 4. attends to its own tokens and to the state that came, as any call that continues a sequence does.
-Heads go through 2 to 4 in two halves, so that states of one are on their way while the other is folded or attended to.
+Sequences go through 2 to 4 in two halves (`sympow.parallel.halves`), so that states of one are on their way while the
+other is folded or attended to.
 What is sent does not depend on the number of tokens. In the backward pass gradients of states go the other way, again
 behind the work on the other half: autograd runs what was recorded last first.
 """
@@ -14,8 +15,8 @@ behind the work on the other half: autograd runs what was recorded last first.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, overload
 
 import torch
@@ -27,13 +28,14 @@ from sympow.ops import operator
 from sympow.ops.folding import fold
 from sympow.ops.operator import Backend, Form
 from sympow.ops.precision import without_autocast
-from sympow.ops.rotary import phase_after, wrap_angle
+from sympow.ops.rotary import wrap_angle
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.validation import check_bool, check_power, check_state, check_tensors
 from sympow.parallel.collectives import StateScan, attach, from_last, sum_before
-from sympow.parallel.fused import FusedShard, fused_shard_serves, turn
+from sympow.parallel.fused import fused_shard_attention, fused_shard_serves, turn
+from sympow.parallel.halves import Half, halves_of, split
 from sympow.parallel.scan import passing_decay
 from sympow.parallel.shards import Portion, Shards, as_shards
 
@@ -76,7 +78,6 @@ def attention(
 ) -> tuple[Tensor, State]: ...
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention(
     q: Tensor,
     k: Tensor,
@@ -115,23 +116,39 @@ def attention(
         >>> shards = Shards.even(1_000_000, mesh["cp"])  # doctest: +SKIP
         >>> y = attention(q, k, v, log_gamma=log_gamma, shards=shards)  # doctest: +SKIP
     """
-    shards = as_shards(shards, q.shape[1])
+    states: dict[str, Any] = {"initial_state": initial_state, "return_state": return_state}
     how: dict[str, Any] = {"form": form, "backend": backend, "chunk_size": chunk_size}
+    # One rank should not pay for what several need. A compiler that traces this has no business with process groups.
+    alone = isinstance(shards, Shards) and shards.size == 1 and shards.cu_seqlens is None
+    if alone and not torch.compiler.is_compiling():
+        return operator.attention(q, k, v, power, log_gamma, beta, theta, None, **states, **how)
+    return _attention_on_shards(Sequence(q, k, v, log_gamma, beta, theta, power), shards, states, how)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attention_on_shards(
+    sequence: Sequence,
+    shards: Shards | dist.ProcessGroup | DeviceMesh,
+    states: dict[str, Any],
+    how: dict[str, Any],
+) -> Tensor | tuple[Tensor, State]:
+    """`attention`, its arguments not yet checked."""
+    q, k, v, power, theta = sequence.q, sequence.k, sequence.v, sequence.power, sequence.theta
+    initial_state, return_state = states["initial_state"], states["return_state"]
+    shards = as_shards(shards, q.shape[1])
     if shards.cu_seqlens is not None and (initial_state is not None or return_state):
         raise ValueError("initial_state and return_state cannot go with shards of packed documents")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
-        states: dict[str, Any] = {"initial_state": initial_state, "return_state": return_state}
-        return operator.attention(q, k, v, power, log_gamma, beta, theta, documents, **states, **how)
+        return operator.attention(**_arguments(sequence), cu_seqlens=documents, **states, **how)
     check_power(power)
     check_bool("return_state", return_state)
-    check_tensors(q, k, v, log_gamma, beta, theta)
+    check_tensors(q, k, v, sequence.log_gamma, sequence.beta, theta)
     shards.check_length("q", q.shape[1])
     if shards.cu_seqlens is not None and q.shape[0] != 1:
         raise ValueError(f"cu_seqlens packs documents into one row, so the batch must be 1; got {q.shape[0]}")
     if initial_state is not None:
         check_state(initial_state, q, k, v, power, theta is not None, None)
-    sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
     with without_autocast(q.device):
         y, state = _Call(sequence, shards, initial_state, return_state, how).run()
     if not return_state:
@@ -150,7 +167,7 @@ class _Call:
     return_state: bool
     how: dict[str, Any]
 
-    @property
+    @cached_property
     def portion(self) -> Portion:
         return self.shards.portion(preceded=self.initial_state is not None)
 
@@ -159,12 +176,22 @@ class _Call:
         """What came before the whole sequence, where it is this rank's to begin with."""
         return self.initial_state if self.shards.rank == 0 else None
 
+    @cached_property
+    def halves(self) -> list[Half]:
+        return halves_of(self.sequence.batch, self.sequence.key_heads)
+
     def run(self) -> tuple[Tensor, State | None]:
         """y of this rank's tokens, and the state after all ranks' if asked for."""
         phase = self._phase()
+        plain = self.initial_state is None and not self.return_state
+        if plain and fused_shard_serves(self.sequence, self.portion, **self.how):
+            # Kernels leave whole turns out themselves.
+            turned, size = turn(self.sequence, phase), self.how["chunk_size"]
+            return fused_shard_attention(turned, self.portion, self.shards, self.halves, size), None
+        phase = None if phase is None else wrap_angle(phase)
         outputs, states = zip(*(end() for end in self._start(phase)), strict=True)
         # Whether its outputs depend on it or not, every rank must take part in the backward pass of the phase.
-        y = torch.cat(outputs, dim=2)
+        y = torch.cat(outputs, dim=self.halves[0].token_dim)
         if phase is not None:
             y = attach(y, phase)
         if not self.return_state:
@@ -173,18 +200,22 @@ class _Call:
         return attach(y, after.kv, after.normalizer, *([] if after.phase is None else [after.phase])), after
 
     def _phase(self) -> Tensor | None:
-        """μ before this rank's first token, (b, h_kv, d/2) float64; None without rotation."""
+        """μ before this rank's first token, whole turns included, (b, h_kv, d/2) float64; None without rotation."""
         sequence, theta, portion = self.sequence, self.sequence.theta, self.portion
         if theta is None:
             return None
-        before = None if self.initial_state is None else self.initial_state.phase
-        shape = (sequence.batch, sequence.key_heads)
+        rates = theta.to(torch.float64)
         if sequence.beta is None:
-            return phase_after(theta, None, before, portion.before, *shape)
-        last = sequence[portion.last]
+            phase = (portion.before * rates).expand(sequence.batch, sequence.key_heads, -1)
+            before = None if self.initial_state is None else self.initial_state.phase
+            return phase if before is None else phase + before
+        beta = sequence.beta if len(portion.offsets) == 2 else sequence.beta[:, portion.last]
+        total = beta.sum(1, dtype=torch.float64)
+        turned = (total.unsqueeze(-1) if total.ndim == 2 else total) * rates
         own = None if self.own_start is None else self.own_start.phase
-        turned = phase_after(theta, last.beta, own, last.length, *shape)
-        phase = wrap_angle(sum_before(_anchor(sequence), turned, self.shards, preceded=self.initial_state is not None))
+        if own is not None:
+            turned = turned + own
+        phase = sum_before(_anchor(sequence), turned, self.shards, preceded=self.initial_state is not None)
         return phase if own is None else attach(own, phase)
 
     def _start(self, phase: Tensor | None) -> list[Callable[[], tuple[Tensor, State | None]]]:
@@ -193,26 +224,19 @@ class _Call:
         Returns:
             for each half what waits for the state that comes, and gives outputs.
         """
-        halves = _halves(self.sequence.key_heads)
-        plain = self.initial_state is None and not self.return_state
-        if plain and fused_shard_serves(self.sequence, self.portion, **self.how):
-            anchor, size = _anchor(self.sequence), self.how["chunk_size"]
-            parts = _split(turn(self.sequence, phase), halves)
-            fused = [FusedShard(part, anchor, self.portion, self.shards, size) for part in parts]
-            return [partial(_outputs_of, shard) for shard in fused]
         return [
-            self._start_half(part, heads, None if phase is None else phase[:, heads])
-            for part, heads in zip(_split(self.sequence, halves), halves, strict=True)
+            self._start_half(part, half, None if phase is None else half.heads(phase))
+            for part, half in zip(split(self.sequence, self.halves), self.halves, strict=True)
         ]
 
     def _start_half(
-        self, part: Sequence, heads: slice, phase: Tensor | None
+        self, part: Sequence, half: Half, phase: Tensor | None
     ) -> Callable[[], tuple[Tensor, State | None]]:
-        scan = self._fold(part, heads, phase)
-        return lambda: self._finish(part, heads, phase, scan)
+        scan = self._fold(part, half, phase)
+        return lambda: self._finish(part, half, phase, scan)
 
-    def _fold(self, part: Sequence, heads: slice, phase: Tensor | None) -> StateScan:
-        portion, state = self.portion, _of_state(self.own_start, heads)
+    def _fold(self, part: Sequence, half: Half, phase: Tensor | None) -> StateScan:
+        portion, state = self.portion, half.state(self.own_start)
         last = part[portion.last]
         if not portion.goes_on or (last.length == 0 and state is None):
             state = _nothing(part)
@@ -223,13 +247,11 @@ class _Call:
         log_decay = passing_decay(part, portion, self.shards)
         return StateScan(_anchor(self.sequence), state.kv, state.normalizer, log_decay, part.power, self.shards)
 
-    def _finish(
-        self, part: Sequence, heads: slice, phase: Tensor | None, scan: StateScan
-    ) -> tuple[Tensor, State | None]:
+    def _finish(self, part: Sequence, half: Half, phase: Tensor | None, scan: StateScan) -> tuple[Tensor, State | None]:
         """Outputs of this rank's tokens; if a state is asked for, the one they leave, which counts on the last rank."""
         kv, normalizer = scan.wait()
         incoming = State(kv, normalizer, phase, power=part.power, key_dim=part.key_dim)
-        state = incoming if self.portion.continues else _of_state(self.own_start, heads)
+        state = incoming if self.portion.continues else half.state(self.own_start)
         after: State | None = incoming
         if self.return_state and self.shards.rank == self.shards.size - 1:
             y, after = operator.attention(**_arguments(part), initial_state=state, return_state=True, **self.how)
@@ -255,51 +277,14 @@ class _Call:
 
     def _from_last(self, states: Iterable[State | None]) -> State:
         """The last rank's state on every rank, from those of the halves; on other ranks only their shapes count."""
-        known = [state for state in states if state is not None]
+        known, dim = [state for state in states if state is not None], self.halves[0].state_dim
         kv, normalizer = (
-            from_last(torch.cat([getattr(state, name) for state in known], dim=1), self.shards)
+            from_last(torch.cat([getattr(state, name) for state in known], dim=dim), self.shards)
             for name in ("kv", "normalizer")
         )
         phases = [state.phase for state in known if state.phase is not None]
-        phase = from_last(torch.cat(phases, dim=1), self.shards) if phases else None
+        phase = from_last(torch.cat(phases, dim=dim), self.shards) if phases else None
         return State(kv, normalizer, phase, power=self.sequence.power, key_dim=self.sequence.key_dim)
-
-
-def _outputs_of(shard: FusedShard) -> tuple[Tensor, None]:
-    return shard.wait(), None
-
-
-def _halves(heads: int) -> list[slice]:
-    """Key heads in two halves; in one, if there is but one."""
-    middle = heads // 2
-    return [slice(0, middle), slice(middle, heads)] if middle else [slice(0, heads)]
-
-
-def _split(sequence: Sequence, halves: list[slice]) -> list[Sequence]:
-    """The key heads of each half, and the query heads that read them.
-
-    Split rather than sliced: gradients of the parts are then put together in one pass.
-    """
-    sizes = [heads.stop - heads.start for heads in halves]
-
-    def parts(x: Tensor | None, group: int = 1) -> tuple[Tensor | None, ...]:
-        return (None,) * len(sizes) if x is None else x.split([group * size for size in sizes], dim=2)
-
-    columns = (
-        parts(sequence.q, sequence.group),
-        *(parts(x) for x in (sequence.k, sequence.v, sequence.log_gamma, sequence.beta)),
-    )
-    return [
-        replace(sequence, q=q, k=k, v=v, log_gamma=log_gamma, beta=beta)
-        for q, k, v, log_gamma, beta in zip(*columns, strict=True)
-    ]
-
-
-def _of_state(state: State | None, heads: slice) -> State | None:
-    if state is None:
-        return None
-    phase = None if state.phase is None else state.phase[:, heads]
-    return State(state.kv[:, heads], state.normalizer[:, heads], phase, power=state.power, key_dim=state.key_dim)
 
 
 def _nothing(sequence: Sequence) -> State:

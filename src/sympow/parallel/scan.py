@@ -172,16 +172,15 @@ def start_scan(own: Carried, shards: Shards, *, reverse: bool = False) -> Scan:
         shards: the ranks, and how they exchange.
         reverse: from the last rank to the first.
     """
-    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own, shards)]
+    kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own.kv.nbytes + own.normalizer.nbytes, shards)]
     return kind(own, shards, reverse)
 
 
-def chosen_exchange(own: Carried, shards: Shards) -> str:
+def chosen_exchange(state_bytes: int, shards: Shards) -> str:
     """What "auto" means for states of this size."""
     if shards.exchange != "auto":
         return shards.exchange
-    gathered = shards.size * (own.kv.nbytes + own.normalizer.nbytes)
-    small = shards.size <= MOST_RANKS_GATHERED and gathered <= MOST_BYTES_GATHERED
+    small = shards.size <= MOST_RANKS_GATHERED and shards.size * state_bytes <= MOST_BYTES_GATHERED
     return "gather" if small else "rounds"
 
 

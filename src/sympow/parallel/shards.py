@@ -45,8 +45,10 @@ class Shards:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", as_group(self.group))
         object.__setattr__(self, "lengths", tuple(self.lengths))
-        if len(self.lengths) != self.size:
-            raise ValueError(f"lengths must have an entry for each of {self.size} ranks, got {len(self.lengths)}")
+        if len(self.lengths) != self.group.size():
+            raise ValueError(
+                f"lengths must have an entry for each of {self.group.size()} ranks, got {len(self.lengths)}"
+            )
         for length in self.lengths:
             check_at_least("lengths", length, 0)
         check_choice("exchange", self.exchange, EXCHANGES)
@@ -86,9 +88,9 @@ class Shards:
 
     @property
     def size(self) -> int:
-        return self.group.size()
+        return len(self.lengths)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.group.rank()
 
@@ -124,7 +126,17 @@ class Shards:
             rank: None: this one.
             preceded: the first document, the only one then, goes on with what came before the whole sequence.
         """
-        rank = self.rank if rank is None else rank
+        key = (self.rank if rank is None else rank, preceded)
+        if key not in self._portions:
+            self._portions[key] = self._find_portion(*key)
+        return self._portions[key]
+
+    @cached_property
+    def _portions(self) -> dict[tuple[int, bool], Portion]:
+        """Those asked for so far: every layer of a model asks for the same."""
+        return {}
+
+    def _find_portion(self, rank: int, preceded: bool) -> Portion:
         start, stop = self.starts[rank : rank + 2]
         if preceded:
             return Portion((0, stop - start), start, rank > 0, rank < self.size - 1, range(rank))
