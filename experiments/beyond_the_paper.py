@@ -43,7 +43,7 @@ def rotation(scale: Scale) -> list[Run]:
     """Whether and when data-dependent rotation pays: conformal against gating, one thing changed at a time, p = 2.
 
     At the rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps, so its
-    rate is looked at over training length and context too; and so is the gradient through β, which costs as much.
+    rate is looked at over training length and context too, and the gradient through β over training length.
     """
     # What is particular about a run, and the variants it is made of: what concerns W_β alone leaves gating as it is.
     both, turning = ("gating", "conformal"), ("conformal",)

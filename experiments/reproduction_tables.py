@@ -170,8 +170,7 @@ def _claims(results: Results) -> Iterator[str]:
                 found = difference(results.of(one, power, context), results.of(other, power, context))
                 if found is None:
                     continue
-                theirs = AUTHORS.get((power, context))
-                known = f"{_of(theirs, one) - _of(theirs, other):+.3f}" if theirs else "–"
+                known = _signed(_authors_difference(one, other, power, context))
                 yield _table_row([claim, f"p = {power}, {context:,}", known, str(found), found.holds(sign)])
         if contexts[0] != contexts[-1]:
             yield from _growth(results, power, contexts[0], contexts[-1])
@@ -187,10 +186,8 @@ def _growth(results: Results, power: int, shortest: int, longest: int) -> Iterat
     if gaps[0] is None or gaps[1] is None:
         return
     found = gaps[1].less(gaps[0])
-    known = "–"
-    if (power, shortest) in AUTHORS and (power, longest) in AUTHORS:
-        theirs = [_of(AUTHORS[power, at], "sympow") - _of(AUTHORS[power, at], "softmax") for at in (shortest, longest)]
-        known = f"{theirs[1] - theirs[0]:+.3f}"
+    first, last = (_authors_difference("sympow", "softmax", power, context) for context in (shortest, longest))
+    known = _signed(None if first is None or last is None else last - first)
     where = f"p = {power}, {shortest:,} to {longest:,}"
     yield _table_row(["sympow's gap to softmax grows", where, known, str(found), found.holds(1)])
 
@@ -277,8 +274,13 @@ def _answers(results: Results, variant: str, pairs: int) -> str:
     return ", ".join(f"{shares[seed]:.0%}" for seed in sorted(shares)) or "–"
 
 
-def _of(row: tuple[float, ...], variant: str) -> float:
-    return row[CURVES.index(variant)]
+def _authors_difference(one: str, other: str, power: int, context: int) -> float | None:
+    row = AUTHORS.get((power, context))
+    return None if row is None else row[CURVES.index(one)] - row[CURVES.index(other)]
+
+
+def _signed(number: float | None) -> str:
+    return "–" if number is None else f"{number:+.3f}"
 
 
 def _table_head(cells: Sequence[str]) -> str:

@@ -108,15 +108,19 @@ def phase_after(
     theta: Tensor, beta: Tensor | None, initial_phase: Tensor | None, length: int, batch: int, heads: int
 ) -> Tensor:
     """μ after `length` tokens, without those in between: (b, h_kv, d/2) float64; arguments as in `accumulate_phase`."""
+    phase = wrap_angle(unwrapped_phase_after(theta, beta, initial_phase, length))
+    return phase.expand(batch, heads, -1).clone(memory_format=torch.contiguous_format)
+
+
+def unwrapped_phase_after(theta: Tensor, beta: Tensor | None, initial_phase: Tensor | None, length: int) -> Tensor:
+    """`phase_after` with whole turns left in, (b, h_kv, d/2), or (d/2,) where nothing distinguishes sequences."""
     rates = theta.to(torch.float64)
     if beta is None:
         phase = length * rates
     else:
-        total = beta.to(torch.float64).sum(1)
+        total = beta.sum(1, dtype=torch.float64)
         phase = (total.unsqueeze(-1) if beta.ndim == 3 else total) * rates
-    if initial_phase is not None:
-        phase = phase + initial_phase
-    return wrap_angle(phase).expand(batch, heads, -1).clone(memory_format=torch.contiguous_format)
+    return phase if initial_phase is None else phase + initial_phase
 
 
 def last_phase(phases: Tensor, initial_phase: Tensor | None, batch: int, heads: int) -> Tensor:

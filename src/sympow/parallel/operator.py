@@ -28,7 +28,7 @@ from sympow.ops import operator
 from sympow.ops.folding import fold
 from sympow.ops.operator import Backend, Form
 from sympow.ops.precision import without_autocast
-from sympow.ops.rotary import wrap_angle
+from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim
@@ -204,17 +204,13 @@ class _Call:
         sequence, theta, portion = self.sequence, self.sequence.theta, self.portion
         if theta is None:
             return None
-        rates = theta.to(torch.float64)
         if sequence.beta is None:
-            phase = (portion.before * rates).expand(sequence.batch, sequence.key_heads, -1)
             before = None if self.initial_state is None else self.initial_state.phase
-            return phase if before is None else phase + before
-        beta = sequence.beta if len(portion.offsets) == 2 else sequence.beta[:, portion.last]
-        total = beta.sum(1, dtype=torch.float64)
-        turned = (total.unsqueeze(-1) if total.ndim == 2 else total) * rates
+            phase = unwrapped_phase_after(theta, None, before, portion.before)
+            return phase.expand(sequence.batch, sequence.key_heads, -1)
+        beta = sequence.beta[:, portion.last]
         own = None if self.own_start is None else self.own_start.phase
-        if own is not None:
-            turned = turned + own
+        turned = unwrapped_phase_after(theta, beta, own, beta.shape[1])
         phase = sum_before(_anchor(sequence), turned, self.shards, preceded=self.initial_state is not None)
         return phase if own is None else attach(own, phase)
 

@@ -97,11 +97,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    triton = package_version("triton")
+    triton = _version_of("triton")
     return found if triton is None else {**found, "triton": triton}
 
 
-def package_version(package: str) -> str | None:
+def _version_of(package: str) -> str | None:
     """Of a package that is installed, without importing it; None: it is not."""
     try:
         return version(package)
