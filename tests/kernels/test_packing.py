@@ -56,16 +56,16 @@ def test_a_state_survives_a_message():
 
 
 def test_messages_say_what_passes():
-    shape = (1, 2, 16, 16)
-    full = FullState(random(1, 2, 16, 16, 16), random(1, 2, 16, 16))
-    sums = -random(1, 2, 7).abs().double().cumsum(-1)
+    shape = (2, 3, 16, 16)
+    full = FullState(random(2, 3, 16, 16, 16), random(2, 3, 16, 16))
+    sums = -random(2, 3, 7).abs().double().cumsum(-1)
     # As ranks read messages that do not come through the kernels.
-    template = carried(shape, torch.zeros(1, 2, 1, dtype=torch.float64))
-    expected = {0.0: torch.zeros(1, 2), -math.inf: torch.full((1, 2), -math.inf), sums: sums[:, :, -1] / 2}
+    template = carried(shape, torch.zeros(2, 3, 1, dtype=torch.float64))
+    expected = {0.0: torch.zeros(2, 3), -math.inf: torch.full((2, 3), -math.inf), sums: sums[:, :, -1] / 2}
     for decay, log_decay in expected.items():
         got = template.unpack(pack(full, decay))
         assert torch.equal(got.log_decay, log_decay.double().unsqueeze(-1))
-        assert torch.equal(got.pack()[: -2 * 2], pack(full))
+        assert torch.equal(got.pack()[: -2 * 2 * 3], pack(full))
     nothing = template.unpack(pack_nothing(full.kv, shape, decays=True))
     assert not nothing.kv.any()
     assert not nothing.normalizer.any()

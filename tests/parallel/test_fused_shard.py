@@ -12,7 +12,7 @@ pytestmark = interpreted
 @pytest.mark.parametrize(
     ("lengths", "kind", "offsets", "fused", "options"),
     [
-        ([40, 30, 9], {}, None, [True, True, True], {}),
+        ([140, 30, 9], {}, None, [True, True, True], {}),
         ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [True, False, True], {}),
         # The rank with one piece of a document goes through here, those with several around it in other ways.
         ([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}),
@@ -24,7 +24,7 @@ pytestmark = interpreted
             [True, True, True],
             {"chunk_size": 128, "closed": (130, 258), "exchange": "rounds"},
         ),
-        ([9, 130, 5], {"gate": "none", "batch": 2, "heads": 1}, None, [True, True, True], {"chunk_size": 128}),
+        ([9, 130, 5], {"gate": "none", "batch": 2}, None, [True, True, True], {"chunk_size": 128}),
         # Halves of the batch, one of them larger, the first gate closed; a rank with nothing passes everything on.
         ([40, 0, 30], {"batch": 3, "heads": 1}, None, [True, False, True], {"closed": (40,)}),
         ([30, 20, 10], {"batch": 1, "heads": 1, "rotation": "none"}, None, [True, True, True], {"exchange": "gather"}),
