@@ -50,10 +50,10 @@ def test_info_describes_softmax_without_a_state():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--power", "3"), "power must be even"),
-        (("--heads", "7"), "width must be a multiple of heads"),
+        (("--power", "3"), "Error: --power must be even"),
+        (("--heads", "7"), "Error: --width must be a multiple of heads"),
         (("gpt5",), "gpt5"),
-        (("--context", "0"), "context must be at least 1"),
+        (("--context", "0"), "Error: --context must be at least 1"),
     ],
 )
 def test_mistakes_are_explained_without_a_traceback(arguments, message):
@@ -90,10 +90,10 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--context", "100", "--tokens", "64"), "contexts must divide tokens, 64; got 100"),
+        (("--context", "100", "--tokens", "64"), "Error: --context must divide tokens, 64; got 100"),
         (("--power", "3"), "power must be even"),
-        (("--dtype", "int8"), "dtype must be one of"),
-        (("--backend", "cuda"), "backend must be one of"),
+        (("--dtype", "int8"), "Error: --dtype must be one of"),
+        (("--backend", "cuda"), "Error: --backend must be one of"),
     ],
 )
 def test_bench_explains_mistakes(arguments, message):

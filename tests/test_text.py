@@ -171,9 +171,9 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     ("arguments", "message"),
     [
         ((), "give a --prompt"),
-        (("--prompt", "a", "--top-p", 2), "top_p must be above 0"),
-        (("--file", "nowhere.txt"), "file must name a text file"),
-        (("--prompt", "a", "--memory", "all"), "memory must be one of"),
+        (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
+        (("--file", "nowhere.txt"), "Error: --file must name a text file"),
+        (("--prompt", "a", "--memory", "all"), "Error: --memory must be one of"),
     ],
 )
 def test_the_command_names_mistakes(folder, arguments, message):

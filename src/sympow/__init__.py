@@ -1,22 +1,28 @@
 """Conformal symmetric power transformers: attention whose past fits in a state of fixed size.
 
-`attention` is the operator, `ConformalAttention` the layer, `GPT` the model.
+`attention` is the operator, `ConformalAttention` the layer, `GPT` the model. Names are loaded when they are first asked
+for: torch takes seconds to import, and the command `sympow` answers before that where it can.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sympow.hf.registration import register_with_transformers
-from sympow.layers import ConformalAttention
-from sympow.model import GPT, GPTConfig
-from sympow.ops import (
-    State,
-    Window,
-    accumulate_phase,
-    attention,
-    rotary_rates,
-    rotate,
-    symmetric_dim,
-    symmetric_power,
-    symmetric_power_of_matrix,
-)
+
+if TYPE_CHECKING:
+    from sympow.layers import ConformalAttention
+    from sympow.model import GPT, GPTConfig
+    from sympow.ops import (
+        State,
+        Window,
+        accumulate_phase,
+        attention,
+        rotary_rates,
+        rotate,
+        symmetric_dim,
+        symmetric_power,
+        symmetric_power_of_matrix,
+    )
 
 __version__ = "0.1.0"
 
@@ -34,6 +40,26 @@ __all__ = [
     "symmetric_power",
     "symmetric_power_of_matrix",
 ]
+
+_HOMES = {"ConformalAttention": "layers", "GPT": "model", "GPTConfig": "model"}
+# Subpackages that are attributes of the package without an import of their own.
+_SUBPACKAGES = ("layers", "model", "ops")
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ops')}"), name)
+        # From now on it is found without this function.
+        globals()[name] = value
+        return value
+    if name in _SUBPACKAGES:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})
+
 
 register_with_transformers()
 del register_with_transformers

@@ -9,23 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from sympow import __version__
 from sympow.checks import check_choice
+from sympow.commands import App
+from sympow.data.cli import app as data_app
+from sympow.experiment.cli import experiment
+from sympow.invocation import program, recorded_command
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
 from sympow.memory import MEMORIES
 from sympow.model.config import MIXERS, PRESETS, GPTConfig
 from sympow.model.gpt import PIECE
 from sympow.ops.validation import BACKENDS, check_power
-
-try:
-    import typer
-except ModuleNotFoundError as error:
-    raise SystemExit(
-        "the command sympow needs typer and rich; they come with: pip install 'conformal-sympow[cli]'"
-    ) from error
-
-from sympow.data.cli import app as data_app
-from sympow.experiment.cli import experiment
 from sympow.train.cli import train
 from sympow.train.run_files import EXPORT
 from sympow.train.torchrun import first_process, under_torchrun
@@ -39,21 +36,25 @@ if TYPE_CHECKING:
 MEMORY_HELP = (
     "What to keep of what was read: state, keys (and values), or auto: keys until they would take more than a state."
 )
-app = typer.Typer(
-    help="Conformal symmetric power transformers.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = App(help="Conformal symmetric power transformers.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.command()(train)
 app.command()(experiment)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sympow {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
-    """Makes typer keep commands as commands, even while there is only one."""
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Options of the program itself."""
 
 
 @app.command()
@@ -89,12 +90,9 @@ def info(
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
     }
-    try:
-        config = GPTConfig.preset(preset, **{k: v for k, v in changes.items() if v is not None})
-        if context and min(context) < 1:
-            raise ValueError(f"context must be at least 1, got {min(context)}")
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    config = GPTConfig.preset(preset, **{k: v for k, v in changes.items() if v is not None})
+    if context and min(context) < 1:
+        raise ValueError(f"context must be at least 1, got {min(context)}")
     described = model_info(config, tuple(context) if context else CONTEXTS)
     if as_json:
         json.dump(described, sys.stdout, indent=2)
@@ -127,23 +125,20 @@ def bench(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     contexts = context or [1_024, 4_096, 16_384, 65_536]
     backends: list[Any] = backend or ["auto"]
-    try:
-        check_power(power)
-        check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
-        check_choice("device", device, ("cuda", "cpu"))
-        for name in backends:
-            check_choice("backend", name, BACKENDS)
-        setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
-        rows = []
-        for row in run_bench(setting, contexts, backends, backward=backward, runs=runs, only=only or ()):
-            rows.append(row)
-            typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_power(power)
+    check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
+    check_choice("device", device, ("cuda", "cpu"))
+    for name in backends:
+        check_choice("backend", name, BACKENDS)
+    setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
+    rows = []
+    for row in run_bench(setting, contexts, backends, backward=backward, runs=runs, only=only or ()):
+        rows.append(row)
+        typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
     title = f"{tokens:,} tokens a call, {heads} heads of {dim}, p = {power}, {dtype}"
     print_rows(rows, title)
     if out is not None:
-        save_rows(rows, setting, "sympow " + " ".join(sys.argv[1:]), out)
+        save_rows(rows, setting, recorded_command(), out)
         timings: dict[str, dict[int, Any]] = {}
         for row in rows:
             timings.setdefault(row.method, {})[row.context] = row.forward_and_backward or row.forward
@@ -170,39 +165,36 @@ def evaluate(
 ) -> None:
     """Loss on held-out documents against how much of them was read, and probes of what the state holds.
 
-    Under torchrun, processes read each document together: torchrun --nproc-per-node 8 -m sympow.cli evaluate …
+    Under torchrun, processes read each document together: torchrun --nproc-per-node 8 -m sympow evaluate …
     """
     import torch
 
     from sympow.report.evaluation import Setting, evaluate_model, print_evaluations, save_evaluations, training_context
 
-    try:
-        device, dtype = _device_and_dtype(device, dtype)
-        if length is None:
-            length = 4 * max(training_context(path) or 1_024 for path in checkpoints)
-        given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
-        setting = Setting(
-            data,
-            length,
-            documents,
-            tuple(probe or ()),
-            piece=piece,
-            device=device,
-            dtype=torch.bfloat16 if dtype == "bfloat16" else None,
-            **{name: values for name, values in given.items() if values},
-        )
-        names = [_name_of(path) for path in checkpoints]
-        if len(set(names)) < len(names):
-            raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
-        with _processes(device) as group:
-            found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    device, dtype = _device_and_dtype(device, dtype)
+    if length is None:
+        length = 4 * max(training_context(path) or 1_024 for path in checkpoints)
+    given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
+    setting = Setting(
+        data,
+        length,
+        documents,
+        tuple(probe or ()),
+        piece=piece,
+        device=device,
+        dtype=torch.bfloat16 if dtype == "bfloat16" else None,
+        **{name: values for name, values in given.items() if values},
+    )
+    names = [_name_of(path) for path in checkpoints]
+    if len(set(names)) < len(names):
+        raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+    with _processes(device) as group:
+        found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
     if not first_process():
         return
     print_evaluations(found, length)
     if out is not None:
-        facts = {"command": "sympow " + " ".join(sys.argv[1:]), "data": data, "device": device, "dtype": dtype}
+        facts = {"command": recorded_command(), "data": data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)
         typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
 
@@ -230,31 +222,28 @@ def generate(
     from sympow.generate import Sampling
     from sympow.report.generation import print_continuations, print_stream
 
-    try:
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-        check_choice("memory", memory, MEMORIES)
-        text_model = _load_text_model(checkpoint, device, dtype)
-        how: dict[str, Any] = {"piece": piece, "memory": memory}
-        before = _read_before(text_model, file, state, how)
-        if before is None and not prompt:
-            raise ValueError("give a --prompt, a --file or a --state to go on from")
-        readings = [
-            text_model.read(text, **how) if before is None else text_model.read_on(before, text, **how)
-            for text in prompt or [""]
-        ]
-        options: dict[str, Any] = {
-            "tokens": tokens,
-            "sampling": sampling,
-            "stop": stop or (),
-            "seed": seed,
-            "memory": memory,
-        }
-        if len(readings) == 1:
-            print_stream(text_model, readings[0], **options)
-        else:
-            print_continuations(text_model, readings, prompt or [], **options)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    check_choice("memory", memory, MEMORIES)
+    text_model = _load_text_model(checkpoint, device, dtype)
+    how: dict[str, Any] = {"piece": piece, "memory": memory}
+    before = _read_before(text_model, file, state, how)
+    if before is None and not prompt:
+        raise ValueError("give a --prompt, a --file or a --state to go on from")
+    readings = [
+        text_model.read(text, **how) if before is None else text_model.read_on(before, text, **how)
+        for text in prompt or [""]
+    ]
+    options: dict[str, Any] = {
+        "tokens": tokens,
+        "sampling": sampling,
+        "stop": stop or (),
+        "seed": seed,
+        "memory": memory,
+    }
+    if len(readings) == 1:
+        print_stream(text_model, readings[0], **options)
+    else:
+        print_continuations(text_model, readings, prompt or [], **options)
 
 
 @app.command(name="state")
@@ -271,14 +260,11 @@ def state_(
     """Reads a text into a file, to go on from later: `sympow generate … --state FILE`."""
     from sympow.report.generation import describe_memory
 
-    try:
-        check_choice("memory", memory, MEMORIES)
-        text_model = _load_text_model(checkpoint, device, dtype)
-        reading = _read_before(text_model, file, after, {"piece": piece, "memory": memory})
-        assert reading is not None
-        reading.save(out, text_model.model)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    check_choice("memory", memory, MEMORIES)
+    text_model = _load_text_model(checkpoint, device, dtype)
+    reading = _read_before(text_model, file, after, {"piece": piece, "memory": memory})
+    assert reading is not None
+    reading.save(out, text_model.model)
     typer.echo(f"{out}: {reading.tokens:,} tokens in {describe_memory(reading, memory)}")  # type: ignore[arg-type]
 
 
@@ -297,11 +283,8 @@ def report(
     """Figures and one page of runs: losses, curves, speed, settings, and what gates and rotations learned."""
     from sympow.report.writing import write_report
 
-    try:
-        device, _ = _device_and_dtype(device, None)
-        written = write_report(runs, out, title=title, heads=heads, device=device)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+    device, _ = _device_and_dtype(device, None)
+    written = write_report(runs, out, title=title, heads=heads, device=device)
     typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)
 
 
@@ -320,16 +303,13 @@ def inspect_(
     from sympow.data.files import write_atomically
     from sympow.report.inspection import build_inspection_page, inspect_text
 
-    try:
-        if (file is None) == (text is None):
-            raise ValueError("give either a file (- for standard input) or a --text")
-        content = _read_text(file) if text is None else text
-        inspection = inspect_text(_load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
-        named = "a text" if file is None or str(file) == "-" else file.name
-        title = f"{named}, as {checkpoint} reads it"
-        write_atomically(out, build_inspection_page(inspection, title).encode())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    if (file is None) == (text is None):
+        raise ValueError("give either a file (- for standard input) or a --text")
+    content = _read_text(file) if text is None else text
+    inspection = inspect_text(_load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
+    named = "a text" if file is None or str(file) == "-" else file.name
+    title = f"{named}, as {checkpoint} reads it"
+    write_atomically(out, build_inspection_page(inspection, title).encode())
     if inspection.left_out:
         typer.echo(
             f"the text has {tokens + inspection.left_out:,} tokens; the first {tokens:,} are shown (--tokens)", err=True
@@ -400,8 +380,8 @@ def _read_before(text_model: TextModel, file: Path | None, state: Path | None, h
 
 
 def main() -> None:
-    """Entry point of the installed command."""
-    app()
+    """Reads the command line; `sympow.__main__` calls it."""
+    app(prog_name=program())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-app = typer.Typer(help="Prepare documents for training, and look at them.", no_args_is_help=True, rich_markup_mode=None)
+from sympow.commands import App
+
+app = App(help="Prepare documents for training, and look at them.", no_args_is_help=True)
 
 
 @app.command()
@@ -74,8 +76,6 @@ def prepare(
                 workers=workers,
                 on_progress=show,
             )
-    except (ValueError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
         typer.echo("interrupted; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
@@ -101,10 +101,7 @@ def info(
     """What is in a dataset: counts, lengths, tokenizer, and the first tokens of a few documents."""
     from sympow.data.describe import describe, print_description
 
-    try:
-        described = describe(source, shown_tokens=tokens, verify=verify)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+    described = describe(source, shown_tokens=tokens, verify=verify)
     if as_json:
         json.dump(described, sys.stdout, indent=2)
         sys.stdout.write("\n")

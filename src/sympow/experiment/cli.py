@@ -47,44 +47,43 @@ def experiment(
     from sympow.experiment.scales import SCALES
     from sympow.experiment.tables import print_plan, print_rows
 
+    check_choice("scale", scale, SCALES)
+    check_at_least("jobs", jobs, 1)
+    if minutes is not None and minutes <= 0:
+        raise ValueError(f"minutes must be above 0, got {minutes:g}")
+    if device is not None:
+        check_choice("device", device, ("cpu", "cuda"))
+    found = find_experiments(folder)
+    if name is None:
+        for one, function in found.items():
+            typer.echo(f"{one:16} {describe(function)}")
+        return
+    check_choice("experiment", name, found)
+    size = SCALES[scale]()
+    if size.processes > 1 and jobs > 1:
+        raise ValueError(f"jobs must be 1 at scale {scale!r}, whose runs take {size.processes} GPUs each; got {jobs}")
+    changes = _settings(set_ or [], data)
     try:
-        check_choice("scale", scale, SCALES)
-        check_at_least("jobs", jobs, 1)
-        if minutes is not None and minutes <= 0:
-            raise ValueError(f"minutes must be above 0, got {minutes:g}")
-        if device is not None:
-            check_choice("device", device, ("cpu", "cuda"))
-        found = find_experiments(folder)
-        if name is None:
-            for one, function in found.items():
-                typer.echo(f"{one:16} {describe(function)}")
-            return
-        check_choice("experiment", name, found)
-        size = SCALES[scale]()
-        if size.processes > 1 and jobs > 1:
-            raise ValueError(
-                f"jobs must be 1 at scale {scale!r}, whose runs take {size.processes} GPUs each; got {jobs}"
-            )
-        changes = _settings(set_ or [], data)
         size = size.changed(**changes)
-        runs = _chosen(runs_of(found[name], size), only)
-        out, results = out or OUT / scale, results or RESULTS / scale
-        if plan:
-            print_plan(name, runs, size, out, results, jobs, minutes, device)
-            return
-        extra = _extra_flags(set_, data, folder)
-        setting = Setting(
-            out,
-            results,
-            jobs,
-            None if minutes is None else 60 * minutes,
-            device,
-            lambda run: f"sympow experiment {name} --scale {scale} --only {run}{extra}",
-        )
-        with Display() as display:
-            outcome = run_all(runs, size, setting, display)
-    except (ValueError, TypeError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+    except TypeError as error:
+        # What --set names and its type are the user's choice, not this program's.
+        raise ValueError(str(error)) from error
+    runs = _chosen(runs_of(found[name], size), only)
+    out, results = out or OUT / scale, results or RESULTS / scale
+    if plan:
+        print_plan(name, runs, size, out, results, jobs, minutes, device)
+        return
+    extra = _extra_flags(set_, data, folder)
+    setting = Setting(
+        out,
+        results,
+        jobs,
+        None if minutes is None else 60 * minutes,
+        device,
+        lambda run: f"sympow experiment {name} --scale {scale} --only {run}{extra}",
+    )
+    with Display() as display:
+        outcome = run_all(runs, size, setting, display)
     rows = [outcome.done[run.name] for run in runs if run.name in outcome.done]
     if rows:
         print_rows(rows)

@@ -11,9 +11,9 @@ import argparse
 import runpy
 import sys
 
-from sympow.hf import convert_to_native, convert_to_transformers
+from sympow.errors import Reported
 
-CONVERSIONS = {"to-transformers": convert_to_transformers, "to-native": convert_to_native}
+CONVERSIONS = {"to-transformers": "convert_to_transformers", "to-native": "convert_to_native"}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -32,10 +32,11 @@ def main(arguments: list[str] | None = None) -> None:
         sys.argv = [chosen.module, *chosen.arguments]
         runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
         return
-    try:
-        CONVERSIONS[chosen.command](chosen.folder, chosen.out)
-    except ValueError as error:
-        parser.error(str(error))
+    with Reported(parser.prog, parser.error):
+        from sympow import hf
+
+        # Looked up only now: this imports transformers.
+        getattr(hf, CONVERSIONS[chosen.command])(chosen.folder, chosen.out)
 
 
 if __name__ == "__main__":

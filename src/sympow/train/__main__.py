@@ -1,6 +1,17 @@
 """`torchrun -m sympow.train`: the command `sympow train` in each process."""
 
-from sympow.train.cli import main
+from sympow.errors import Reported
+from sympow.extras import require
+
+
+def main() -> None:
+    """Entry point of every process."""
+    with Reported("sympow.train"):
+        require("typer", "cli")
+        from sympow.train.cli import main as run
+
+        run()
+
 
 if __name__ == "__main__":
     main()

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from sympow.checks import check_choice
+from sympow.commands import App
 from sympow.model.config import PRESETS as MODELS
 from sympow.model.config import GPTConfig
 from sympow.train.config import PRESETS, TrainConfig
@@ -37,39 +39,30 @@ def train(
     """
     from sympow.train.trainer import NonFiniteLossError
     from sympow.train.trainer import train as run
-    from sympow.train.watch import LostProcessError
 
+    if may_be_restarted():
+        if out is None:
+            raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
+        # torchrun counts restarts for each machine by itself; what is in the folder, all of them see alike.
+        resume = resume or (out / CONFIG_FILE).exists()
+    if resume:
+        out = out or _latest()
+        config = config or out / CONFIG_FILE
+    check_choice("preset", preset, PRESETS)
+    settings = PRESETS[preset]() if config is None else TrainConfig.read(config)
+    if model is not None:
+        check_choice("model", model, MODELS)
+        settings = replace(settings, model=GPTConfig.preset(model))
+    settings = settings.changed(**changes)
     try:
-        if may_be_restarted():
-            if out is None:
-                raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
-            # torchrun counts restarts for each machine by itself; what is in the folder, all of them see alike.
-            resume = resume or (out / CONFIG_FILE).exists()
-        if resume:
-            out = out or _latest()
-            config = config or out / CONFIG_FILE
-        if config is not None:
-            settings = TrainConfig.read(config)
-        elif preset in PRESETS:
-            settings = PRESETS[preset]()
-        else:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}")
-        if model is not None:
-            settings = replace(settings, model=GPTConfig.preset(model))
-        settings = settings.changed(**changes)
         folder = run(settings, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), resume=resume, device=device)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
-    except NonFiniteLossError as error:
+    except NonFiniteLossError:
         # All processes stop with the same message.
         if first_process():
-            typer.echo(f"stopped: {error}", err=True)
-        raise typer.Exit(1) from error
-    except LostProcessError as error:
-        typer.echo(f"stopped: {error}", err=True)
-        raise typer.Exit(1) from error
+            raise
+        raise typer.Exit(1) from None
     if first_process():
-        typer.echo(f"{folder}", err=False)
+        typer.echo(f"{folder}")
 
 
 def _latest() -> Path:
@@ -82,6 +75,6 @@ def _latest() -> Path:
 
 def main() -> None:
     """As a program of its own, for torchrun."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app = App()
     app.command()(train)
     app(prog_name=f"{Path(sys.executable).name} -m sympow.train")

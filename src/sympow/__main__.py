@@ -1,0 +1,27 @@
+"""The command `sympow`, also as `python -m sympow`."""
+
+from __future__ import annotations
+
+import sys
+
+from sympow import __version__
+from sympow.errors import Reported
+from sympow.extras import require
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    if sys.argv[1:] == ["--version"]:
+        # The command line has this option too; here it does not wait for torch.
+        print(f"sympow {__version__}")
+        return
+    with Reported("sympow"):
+        require("typer", "cli")
+        # Only now: this takes seconds, in which somebody may press Ctrl-C.
+        from sympow.cli import main as run
+
+        run()
+
+
+if __name__ == "__main__":
+    main()

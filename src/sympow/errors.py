@@ -1,0 +1,111 @@
+"""What a command prints when it fails, and its exit code: the one place where exceptions become messages.
+
+==================================================  =========================================  =========
+exception                                           what is printed                            exit code
+==================================================  =========================================  =========
+ValueError that sympow raised                       the message, and where to find help        2
+OSError, out of memory, a missing module,           the message                                1
+an exception class of sympow
+KeyboardInterrupt                                   "interrupted"                              130
+anything else                                       a traceback, with a note that it is a bug  1
+==================================================  =========================================  =========
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+BUG = "This is a bug in sympow, or in a library it uses. Please report it with the lines above."
+INTERRUPTED = 130
+
+
+class Reported:
+    """Around the work of a command: turns its exceptions into messages and exit codes.
+
+    Args:
+        program: the command as it was called, which begins each message.
+        on_mistake: called with the message when the user made a mistake; does not return. By default the message is
+            printed like any other.
+    """
+
+    def __init__(self, program: str, on_mistake: Callable[[str], NoReturn] | None = None) -> None:
+        self.program, self.on_mistake = program, on_mistake
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._stop("interrupted", INTERRUPTED, on_every_process=False)
+        if isinstance(error, ValueError) and _raised_by_sympow(error):
+            # All processes of torchrun have the same arguments, and so the same mistake.
+            if self.on_mistake is not None and _first_on_machine():
+                self.on_mistake(str(error))
+            self._stop(f"error: {error}", 2, on_every_process=False)
+        if _is_failure(error):
+            self._stop(f"error: {_describe(error)}", 1, on_every_process=True)
+        if isinstance(error, Exception) and not _is_for_typer(error) and BUG not in getattr(error, "__notes__", ()):
+            error.add_note(BUG)
+
+    def _stop(self, message: str, code: int, *, on_every_process: bool) -> NoReturn:
+        if on_every_process or _first_on_machine():
+            rank = os.environ.get("RANK")
+            where = f" (process {rank})" if on_every_process and rank is not None else ""
+            print(f"{self.program}{where}: {message}", file=sys.stderr, flush=True)
+        # Without the exception that led here: a message was printed, and no traceback should follow.
+        raise SystemExit(code) from None
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether something went wrong that is neither a mistake in the arguments nor a bug."""
+    if isinstance(error, BrokenPipeError):
+        # The reader of the output is gone, such as `head`; typer ends the command quietly.
+        return False
+    if isinstance(error, ModuleNotFoundError):
+        return (error.name or "").partition(".")[0] != "sympow"
+    if isinstance(error, OSError | MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    # Absent while torch itself is being imported.
+    kinds = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
+    return isinstance(error, kinds) or _defined_by_sympow(type(error))
+
+
+def _describe(error: BaseException | None) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
+    # Only the first paragraph: torch follows it with advice for those who debug kernels.
+    text = str(error).strip().partition("\n")[0]
+    return text or type(error).__name__
+
+
+def _raised_by_sympow(error: BaseException) -> bool:
+    """Whether the exception comes from sympow's own code, whose messages are for users, and not from a library's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _in_sympow(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def _defined_by_sympow(kind: type) -> bool:
+    return issubclass(kind, Exception) and _in_sympow(kind.__module__)
+
+
+def _in_sympow(module: str) -> bool:
+    return module.partition(".")[0] == "sympow"
+
+
+def _is_for_typer(error: Exception) -> bool:
+    """Whether typer made the exception and knows what to do with it, as for an option that does not exist."""
+    return any(kind.__module__.partition(".")[0] in ("typer", "click") for kind in type(error).__mro__)
+
+
+def _first_on_machine() -> bool:
+    """Whether this is the only process, or the first of those that torchrun started on this machine."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -1,0 +1,73 @@
+"""How this program was started, so that the commands it prints work when they are pasted into the same shell."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+# No wider than the narrowest terminal in use.
+WIDTH = 80
+
+
+def program() -> str:
+    """What to type for `sympow` here: "sympow" if the shell finds it, else its path, else `python -m sympow`."""
+    script = _own_script()
+    if script is None:
+        return f"{_typed(Path(sys.executable))} -m sympow"
+    return _typed(script)
+
+
+def command_line(*words: object, width: int = WIDTH) -> str:
+    """A command of sympow to print: quoted, and broken with a backslash before a flag where it would be too long.
+
+    Args:
+        words: what follows `sympow`: a command, its arguments and its flags.
+        width: of a line; one flag with its values is never broken.
+    """
+    parts = [program()]
+    for word in words:
+        text = shlex.quote(str(word))
+        if text.startswith("--"):
+            parts.append(text)
+        else:
+            parts[-1] += f" {text}"
+    return _wrapped(parts, width)
+
+
+def recorded_command() -> str:
+    """The command line of this process, to be written into a file: as it is typed where sympow is installed."""
+    return shlex.join(["sympow", *sys.argv[1:]])
+
+
+def _wrapped(parts: Iterable[str], width: int) -> str:
+    lines: list[str] = []
+    for part in parts:
+        # Two more for the backslash that may follow.
+        if lines and len(lines[-1]) + 1 + len(part) + 2 <= width:
+            lines[-1] += f" {part}"
+        else:
+            lines.append(f"    {part}" if lines else part)
+    return " \\\n".join(lines)
+
+
+def _own_script() -> Path | None:
+    """The installed script `sympow` of this Python."""
+    called = Path(sys.argv[0])
+    if called.name == "sympow" and called.is_file():
+        return called
+    beside = Path(sys.executable).with_name("sympow")
+    return beside if beside.is_file() else None
+
+
+def _typed(path: Path) -> str:
+    """A program as one types it: by its name if the shell finds it by that, else by its path from here."""
+    found = shutil.which(path.name)
+    if found is not None and Path(found).absolute() == path.absolute():
+        return path.name
+    here = Path.cwd()
+    if path.absolute().is_relative_to(here):
+        return shlex.quote(str(path.absolute().relative_to(here)))
+    return shlex.quote(str(path.absolute()))
