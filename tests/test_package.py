@@ -25,7 +25,7 @@ LAYERS = (
     ("generate", "evaluate"),
     ("train", "hf", "text"),
     ("report",),
-    ("experiment",),
+    ("experiment", "diagnostics"),
     ("cli",),
     ("__main__",),
 )

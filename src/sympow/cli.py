@@ -15,6 +15,7 @@ from sympow import __version__
 from sympow.checks import check_choice
 from sympow.commands import App
 from sympow.data.cli import app as data_app
+from sympow.diagnostics.cli import check
 from sympow.experiment.cli import experiment
 from sympow.invocation import program, recorded_command
 from sympow.layers.gates import GATES
@@ -40,6 +41,7 @@ app = App(help="Conformal symmetric power transformers.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.command()(train)
 app.command()(experiment)
+app.command()(check)
 
 
 def _print_version(asked: bool) -> None:

@@ -1,0 +1,1 @@
+"""What `sympow check` does: tests an installation on the machine that it is installed on."""

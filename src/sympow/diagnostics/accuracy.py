@@ -1,0 +1,379 @@
+"""Every kernel on small random inputs, outputs and gradients, against plain PyTorch in float64.
+
+The bar of a tensor is four times the error of plain PyTorch, computed in the kernels' dtype on the same inputs. The
+test suite uses twice that error on fixed seeds; a check that runs with any seed needs the wider margin. Where kernels
+cannot run, the portable forms are checked in their place, in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow.diagnostics.plain import plain_attention, plain_gates
+from sympow.model.losses import linear_cross_entropy
+from sympow.ops.backend import triton_available, triton_interpreted
+from sympow.ops.full_state import from_full, to_full
+from sympow.ops.key_value_cache import KeyValueCache
+from sympow.ops.operator import Backend, Form, attention
+from sympow.ops.rotary import rotary_rates
+from sympow.ops.softmax import softmax_attention
+from sympow.ops.symmetric import symmetric_dim
+from sympow.ops.window import Window
+
+# How much larger than that of plain PyTorch an error may be.
+FACTOR = 4
+# Below these an error is rounding, whatever that of plain PyTorch happens to be.
+FLOORS = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where to check, and what.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        backend: "triton": the kernels; "torch": the portable forms.
+        dtype: of queries, keys and values.
+        length: tokens of a sequence.
+        dim: of a head where nothing else is asked for.
+        seed: of the inputs.
+    """
+
+    device: str
+    backend: Backend
+    dtype: torch.dtype
+    length: int
+    dim: int
+    seed: int
+
+    @classmethod
+    def find(cls, device: str, seed: int = 0) -> Machine:
+        """The kernels where they can run; otherwise the portable forms."""
+        if triton_available() and triton_interpreted():
+            # Small: the interpreter takes milliseconds for an operation on a tile.
+            return cls(device, "triton", torch.float32, length=135, dim=16, seed=seed)
+        if triton_available() and device == "cuda":
+            return cls(device, "triton", torch.bfloat16, length=700, dim=64, seed=seed)
+        return cls(device, "torch", torch.float32, length=300, dim=64, seed=seed)
+
+    @property
+    def on_kernels(self) -> bool:
+        return self.backend == "triton"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one check.
+
+    Attributes:
+        name: what was checked.
+        tensor: the output or gradient that came closest to its bar, or crossed it by most.
+        error: its relative error, ‖x − exact‖ / ‖exact‖.
+        bar: the largest error that is allowed.
+        problem: why there is no error: the kernel did not compile or could not be launched.
+    """
+
+    name: str
+    tensor: str = ""
+    error: float = 0.0
+    bar: float = 0.0
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and self.error <= self.bar
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One computation three times, by name of output or gradient."""
+
+    actual: Tensors
+    exact: Tensors
+    plain: Tensors
+
+    def outcome(self, name: str, floor: float) -> Outcome:
+        found = []
+        for tensor, exact in self.exact.items():
+            bar = max(FACTOR * relative_error(self.plain[tensor], exact), floor)
+            found.append(Outcome(name, tensor, relative_error(self.actual[tensor], exact), bar))
+        return max(found, key=lambda outcome: outcome.error / outcome.bar)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """‖x − exact‖ / ‖exact‖; infinite where x is not finite."""
+    if not bool(x.isfinite().all()):
+        return float("inf")
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call of `sympow.attention`, with its gradients.
+
+    Attributes:
+        form: of the kernels; plain PyTorch is always in attention form.
+        power: p.
+        dim, value_dim: d and e; None: the machine's d, and e = d.
+        heads, key_heads: h and h_kv.
+        gated: whether there is a gate for each head.
+        rotation: "none", "fixed", "scale" (β per head) or "pairs" (β per rotated pair).
+        packed: whether the tokens are several documents.
+        continued: whether the tokens come in two calls, with a state between them.
+        times: as many times the usual number of tokens.
+    """
+
+    form: Form
+    power: int = 2
+    dim: int | None = None
+    value_dim: int | None = None
+    heads: int = 2
+    key_heads: int = 2
+    gated: bool = True
+    rotation: str = "scale"
+    packed: bool = False
+    continued: bool = False
+    times: int = 1
+
+    def compare(self, machine: Machine) -> Comparison:
+        length = self.times * machine.length
+        sizes = (1, length // 3, length // 4)
+        documents = (*sizes, length - sum(sizes)) if self.packed else None
+        inputs = self.inputs(machine, length)
+        seed = torch.randn(1, length, self.heads, inputs["v"].shape[-1], generator=_generator(machine))
+
+        def plain(dtype: torch.dtype) -> Tensors:
+            cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
+            return _with_gradients(cast, lambda x: plain_attention(**x, power=self.power, documents=documents), seed)
+
+        return Comparison(
+            _with_gradients(inputs, lambda x: self._call(machine, x, documents), seed),
+            plain(torch.float64),
+            plain(machine.dtype),
+        )
+
+    def _call(self, machine: Machine, inputs: Tensors, documents: tuple[int, ...] | None) -> Tensor:
+        # Short chunks, so that several states are passed on.
+        options: dict[str, Any] = {"power": self.power, "form": self.form, "backend": machine.backend}
+        if self.form == "chunked":
+            options["chunk_size"] = 128 if machine.on_kernels else 64
+        if documents is not None:
+            options["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(documents)], device=machine.device)
+        if not self.continued:
+            return attention(**inputs, **options)
+        border = machine.length // 3
+        head, tail = _tokens(inputs, 0, border), _tokens(inputs, border, None)
+        first, state = attention(**head, **options, return_state=True)
+        return torch.cat([first, attention(**tail, **options, initial_state=state)], dim=1)
+
+    def inputs(self, machine: Machine, length: int) -> Tensors:
+        """Normal queries, keys and values, gates near γ = 0.98, and the paper's rotation rates."""
+        generator, dim = _generator(machine), self.dim or machine.dim
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(1, length, *shape, generator=generator)
+
+        made = {
+            "q": normal(self.heads, dim),
+            "k": normal(self.key_heads, dim),
+            "v": normal(self.key_heads, self.value_dim or dim),
+        }
+        made = {name: x.to(machine.dtype) for name, x in made.items()}
+        if self.gated:
+            made["log_gamma"] = torch.nn.functional.logsigmoid(normal(self.key_heads) + 4)
+        if self.rotation != "none":
+            made["theta"] = rotary_rates(dim, 65_536).float()
+        if self.rotation in ("scale", "pairs"):
+            pairs = (dim // 2,) if self.rotation == "pairs" else ()
+            made["beta"] = 1 + torch.tanh(normal(self.key_heads, *pairs))
+        return {name: x.to(machine.device) for name, x in made.items()}
+
+
+def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool = False) -> Comparison:
+    """Tokens one by one from a state: by a recurrent step each, or with a window that is folded several times."""
+    operator = Operator("attention", power=power, dim=dim, heads=4)
+    length, prompt = 48, 16
+    inputs = operator.inputs(machine, length)
+    _, state = attention(**_tokens(inputs, 0, prompt), power=power, return_state=True, backend=machine.backend)
+    steps = [_tokens(inputs, i, i + 1) for i in range(prompt, length)]
+    outputs = []
+    if window:
+        held = Window.open(state, capacity=8, dtype=machine.dtype)
+        outputs = [held.step(**token, backend=machine.backend) for token in steps]
+    else:
+        for token in steps:
+            y, state = attention(
+                **token, power=power, initial_state=state, return_state=True, form="recurrent", backend=machine.backend
+            )
+            outputs.append(y)
+    return _compare_rows(torch.cat(outputs, dim=1), inputs, power, prompt, machine)
+
+
+def decode_softmax(machine: Machine) -> Comparison:
+    """The baseline's step with a KV cache."""
+    inputs = Operator("attention", heads=4).inputs(machine, 48)
+    prompt = 16
+    _, state = softmax_attention(**_tokens(inputs, 0, prompt), return_state=True)
+    cache = KeyValueCache.open(state, capacity=48)
+    tokens = [_tokens(inputs, i, i + 1) for i in range(prompt, 48)]
+    y = torch.cat([cache.step(**token, backend=machine.backend) for token in tokens], dim=1)
+    return _compare_rows(y, inputs, None, prompt, machine)
+
+
+def _compare_rows(y: Tensor, inputs: Tensors, power: int | None, first: int, machine: Machine) -> Comparison:
+    """Rows from `first` on, without gradients."""
+    rows = []
+    for dtype in (torch.float64, machine.dtype):
+        cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
+        rows.append({"y": plain_attention(**cast, power=power)[:, first:]})
+    return Comparison({"y": y}, *rows)
+
+
+def cross_entropy(machine: Machine) -> Comparison:
+    """The training loss of a vocabulary, and its gradients."""
+    generator = _generator(machine)
+    features, weight = torch.randn(60, 32, generator=generator), torch.randn(1_003, 32, generator=generator)
+    targets = torch.randint(1_003, (60,), generator=generator).to(machine.device)
+    inputs = {"features": features, "weight": weight}
+    inputs = {name: x.to(machine.device, machine.dtype) for name, x in inputs.items()}
+
+    def plain(dtype: torch.dtype) -> Tensors:
+        cast = {name: x.to(dtype) for name, x in inputs.items()}
+        sums = torch.promote_types(dtype, torch.float32)
+
+        def loss(x: Tensors) -> Tensor:
+            return torch.nn.functional.cross_entropy((x["features"] @ x["weight"].mT).to(sums), targets)
+
+        return _with_gradients(cast, loss, None)
+
+    actual = _with_gradients(inputs, lambda x: linear_cross_entropy(x["features"], x["weight"], targets), None)
+    return Comparison(actual, plain(torch.float64), plain(machine.dtype))
+
+
+def step_gates(machine: Machine) -> Comparison:
+    """Gates and rotation scales of one token from a layer's input."""
+    from sympow.kernels.step_gates import step_gates as fused
+
+    generator = _generator(machine)
+    shapes = {"x": (5, 96), "gate_weight": (12, 96), "gate_bias": (12,), "rotation_weight": (12, 96)}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made = {name: (0.1 * x if "weight" in name else x).to(machine.device) for name, x in made.items()}
+    made["x"] = made["x"].to(machine.dtype)
+
+    def named(pair: tuple[Tensor, Tensor]) -> Tensors:
+        return {"log_gamma": pair[0], "beta": pair[1]}
+
+    return Comparison(
+        named(fused(**made)),
+        named(plain_gates(**{name: x.double() for name, x in made.items()})),
+        named(plain_gates(**{name: x.float() for name, x in made.items()})),
+    )
+
+
+def state_messages(machine: Machine) -> Comparison:
+    """States as ranks send them to each other in context parallelism: packed from the kernels' layout and back."""
+    from sympow.kernels.chunk_states import FullState
+    from sympow.kernels.packing import pack, unpack
+
+    dim, shape = 32, (2, 3, symmetric_dim(32, 2))
+    generator = _generator(machine)
+    kv, normalizer = (
+        torch.randn(size, generator=generator, dtype=torch.float64).to(machine.device)
+        for size in ((*shape, dim), shape)
+    )
+
+    def twice(dtype: torch.dtype) -> Tensors:
+        full = to_full(kv.to(dtype), normalizer.to(dtype), dim, dim)
+        packed = from_full(*full, dim, dim)
+        return {"unpacked": full[0], "message": torch.cat([x.flatten() for x in packed])}
+
+    message = pack(FullState(*to_full(kv.float(), normalizer.float(), dim, dim)))
+    unpacked = unpack(message.unsqueeze(0), (2, 3, dim, dim))
+    return Comparison({"unpacked": unpacked.kv, "message": message}, twice(torch.float64), twice(torch.float32))
+
+
+def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
+    """Everything that is checked on a machine, by name."""
+    operators = {
+        "attention form, p = 2": Operator("attention"),
+        "attention form, p = 4": Operator("attention", power=4, dim=machine.dim // 2),
+        "attention form, no gates, RoPE": Operator("attention", gated=False, rotation="fixed"),
+        f"attention form, heads of {3 * machine.dim // 4}, β per pair": Operator(
+            "attention", dim=3 * machine.dim // 4, value_dim=24, rotation="pairs"
+        ),
+        f"attention form, heads of {2 * machine.dim}, grouped": Operator(
+            "attention", dim=2 * machine.dim, heads=4, key_heads=1
+        ),
+        "attention form, packed documents": Operator("attention", packed=True),
+        "chunked form, p = 2": Operator("chunked", heads=4),
+        "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
+        "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
+        "chunked form, p = 2, packed documents": Operator("chunked", packed=True, dim=machine.dim // 2),
+        "chunked form, p = 4": Operator("chunked", power=4, dim=16),
+    }
+    if machine.device == "cuda":
+        operators |= {
+            "attention form, p = 4, heads of 64": Operator("attention", power=4),
+            # Beyond 4,096 tokens the drift of the gates' gradient is corrected at several places.
+            "attention form, p = 2, long": Operator("attention", times=7),
+            "chunked form, p = 2, heads of 128, grouped": Operator("chunked", dim=128, heads=4, key_heads=1),
+            "chunked form, p = 4, heads of 32": Operator("chunked", power=4, dim=32),
+        }
+    if not machine.on_kernels:
+        operators["recurrent form, p = 2"] = Operator("recurrent", dim=16)
+    found: dict[str, Callable[[Machine], Comparison]] = {name: case.compare for name, case in operators.items()}
+    found |= {
+        "decoding, p = 2": lambda m: decode(m, power=2),
+        "decoding, p = 4": lambda m: decode(m, power=4, dim=16),
+        "decoding with a window, p = 2": lambda m: decode(m, power=2, window=True),
+        "decoding with a window, p = 4": lambda m: decode(m, power=4, dim=16, window=True),
+        "decoding with softmax and a KV cache": decode_softmax,
+        "cross-entropy of logits": cross_entropy,
+    }
+    if machine.on_kernels:
+        found |= {"gates of one token": step_gates, "states in messages between ranks": state_messages}
+    return found
+
+
+def check_accuracy(machine: Machine) -> Iterator[Outcome]:
+    """Runs all cases, one after the other."""
+    failures = _launch_failures(machine)
+    for name, case in cases(machine).items():
+        try:
+            yield case(machine).outcome(name, FLOORS[machine.dtype])
+        except failures as error:
+            yield Outcome(name, problem=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _launch_failures(machine: Machine) -> tuple[type[Exception], ...]:
+    """What a kernel raises that does not compile, asks for more than the GPU has, or cannot be launched."""
+    if not machine.on_kernels:
+        return (RuntimeError,)
+    from triton.errors import TritonError
+
+    return RuntimeError, TritonError
+
+
+def _with_gradients(inputs: Tensors, call: Callable[[Tensors], Tensor], seed: Tensor | None) -> Tensors:
+    """y, and the gradient of a random combination of its entries with respect to each input; `seed` None: of y."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    with torch.enable_grad():
+        y = call(leaves)
+        weights = None if seed is None else seed.to(y.device, y.dtype)
+        found = torch.autograd.grad(y, list(leaves.values()), weights)
+    return {"y": y.detach(), **{f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}}
+
+
+def _tokens(inputs: Tensors, start: int, stop: int | None) -> Tensors:
+    return {name: x if name == "theta" else x[:, start:stop] for name, x in inputs.items()}
+
+
+def _generator(machine: Machine) -> torch.Generator:
+    return torch.Generator().manual_seed(machine.seed)

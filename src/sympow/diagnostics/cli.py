@@ -1,0 +1,113 @@
+"""The command `sympow check`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from sympow.extras import require
+
+
+def check(
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")] = None,
+    timing: Annotated[bool, typer.Option(help="Time the forms beside SDPA; about half a minute.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Tests this installation: versions, kernels against float64, speed beside SDPA.
+
+    Exits with 0 if every check passed and with 1 if one failed.
+    """
+    import torch
+
+    from sympow.diagnostics.accuracy import Machine, check_accuracy
+    from sympow.diagnostics.dispatch import routes
+    from sympow.diagnostics.installation import describe_installation
+    from sympow.report.bench import print_rows, run_bench
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    installation, served = describe_installation(device), routes(device)
+    if not as_json:
+        _print_installation(installation)
+        _print_routes(served)
+    machine = Machine.find(device, seed)
+    outcomes = []
+    for outcome in check_accuracy(machine):
+        outcomes.append(outcome)
+        typer.echo(f"{'ok    ' if outcome.passed else 'FAILED'} {outcome.name}", err=True)
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    if not as_json:
+        _print_outcomes(outcomes, f"{_what(machine)} against float64 in plain PyTorch, seed {seed}")
+    rows = []
+    if timing:
+        setting, contexts = _to_time(device)
+        for row in run_bench(setting, contexts, ["auto"], runs=3):
+            rows.append(row)
+            typer.echo(f"timed  {row.method} at {row.context:,}", err=True)
+        if not as_json:
+            dtype = str(setting.dtype).removeprefix("torch.")
+            print_rows(rows, f"{setting.tokens:,} tokens a call, {setting.heads} heads of {setting.dim}, {dtype}")
+    if as_json:
+        found: dict[str, Any] = {
+            "passed": not failed,
+            "installation": installation,
+            "served": [asdict(route) for route in served],
+            "accuracy": [{**asdict(outcome), "passed": outcome.passed} for outcome in outcomes],
+            "timing": [asdict(row) for row in rows],
+        }
+        json.dump(found, sys.stdout, indent=2)
+        sys.stdout.write("\n")
+    else:
+        typer.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _what(machine: Any) -> str:
+    dtype = str(machine.dtype).removeprefix("torch.")
+    return f"Kernels in {dtype}" if machine.on_kernels else f"Portable forms in {dtype}"
+
+
+def _to_time(device: str) -> tuple[Any, list[int]]:
+    """What to time, and at which contexts: about half a minute in all."""
+    import torch
+
+    from sympow.report.bench import Setting
+
+    if device == "cuda":
+        return Setting(device=device), [4_096, 16_384, 65_536]
+    return Setting(4_096, heads=4, dim=32, dtype=torch.float32, device=device), [512, 2_048, 4_096]
+
+
+def _print_installation(facts: dict[str, Any]) -> None:
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        typer.echo(f"{name:{width}}  {fact if fact is not None else 'not installed'}")
+    typer.echo("")
+
+
+def _print_routes(served: list[Any]) -> None:
+    reasons = {route.reason for route in served}
+    if len(reasons) == 1 and None not in reasons:
+        typer.echo(f"Every call runs in plain PyTorch: {reasons.pop()}.\n")
+        return
+    table = require("rich.table", "cli").Table(title='What serves a call with backend="auto"', title_justify="left")
+    for column in ("call", "served by", "why not by the kernels"):
+        table.add_column(column)
+    for route in served:
+        table.add_row(route.call, route.served_by, route.reason or "")
+    require("rich.console", "cli").Console().print(table)
+
+
+def _print_outcomes(outcomes: list[Any], title: str) -> None:
+    table = require("rich.table", "cli").Table(title=title, title_justify="left")
+    for column in ("checked", "closest to its bar", "error", "bar", ""):
+        table.add_column(column, justify="right" if column in ("error", "bar") else "left")
+    for outcome in outcomes:
+        numbers = ("", "", "") if outcome.problem else (outcome.tensor, f"{outcome.error:.1e}", f"{outcome.bar:.1e}")
+        table.add_row(outcome.name, *numbers, "ok" if outcome.passed else f"FAILED {outcome.problem or ''}".strip())
+    require("rich.console", "cli").Console().print(table)

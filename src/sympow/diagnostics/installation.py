@@ -1,0 +1,54 @@
+"""What is installed, and on what: the facts that a report of a problem should begin with."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+import sympow
+from sympow.ops.backend import triton_interpreted
+
+# One package of each extra whose presence tells that the extra is installed.
+EXTRAS: Mapping[str, str] = {
+    "cli": "typer",
+    "triton": "triton",
+    "data": "tokenizers",
+    "train": "tensorboard",
+    "plot": "matplotlib",
+    "hf": "transformers",
+}
+
+
+def describe_installation(device: str) -> dict[str, Any]:
+    """Versions, device and extras, as a JSON object."""
+    found: dict[str, Any] = {
+        "sympow": sympow.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "numpy": _version_of("numpy"),
+    }
+    if triton_interpreted():
+        found["triton"] = f"{found['triton']}, interpreted on the CPU (TRITON_INTERPRET=1)"
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["device"] = f"{properties.name}, sm_{properties.major}{properties.minor}"
+        found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        found["cuda"] = torch.version.cuda
+    else:
+        found["device"] = f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    missing = [extra for extra, package in EXTRAS.items() if _version_of(package) is None]
+    found["extras missing"] = ", ".join(missing) or "none"
+    return found
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
