@@ -48,7 +48,15 @@ def peaks():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # glibc raises the size from which freed blocks go back to the system as it runs, and then keeps some of them:
+        # how many depends on the machine. With these settings a block of the size of a tensor always goes back.
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",
+            "MALLOC_MMAP_THRESHOLD_": "1048576",
+            "MALLOC_TRIM_THRESHOLD_": "1048576",
+        },
     )
 
     def measure(length, **options):
@@ -62,7 +70,7 @@ def peaks():
         yield measure
 
 
-@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_hundred_times_the_prompt_takes_the_same_memory(peaks, power):
     short, long = (peaks(length, power=power) for length in LENGTHS)
     for what in ("tensors", "resident"):
