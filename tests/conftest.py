@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; run with -m gpu on a machine that has one")
+    config.addinivalue_line("markers", "slow: takes half a minute or more; `make test-slow` runs these")
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,49 @@
+"""The commands and code blocks of README.md, in the order in which a reader meets them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+PROGRAMS = ("sympow", "make", "pip", "python", "pytest", "torchrun")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: as the fence names it; "": commands for a shell.
+        text: its lines.
+    """
+
+    language: str
+    text: str
+
+    @property
+    def commands(self) -> list[str]:
+        """One command a line, without the comments behind them; a backslash continues a line."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        found = [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
+        return [line for line in found if line]
+
+
+def blocks(text: str | None = None) -> list[Block]:
+    """All fenced blocks of the README, or of a text."""
+    text = README.read_text("utf-8") if text is None else text
+    return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)]
+
+
+def shell_commands(text: str | None = None) -> list[str]:
+    """The commands of all blocks that are for a shell."""
+    return [command for block in blocks(text) if not block.language for command in block.commands]
+
+
+def commands_in_sentences(text: str | None = None) -> list[str]:
+    """Whole commands that stand between backticks in running text, without those that leave something out."""
+    text = README.read_text("utf-8") if text is None else text
+    without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks))
+    return [span for span in spans if span.split()[0] in PROGRAMS and " " in span and "…" not in span]
