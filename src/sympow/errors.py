@@ -4,8 +4,8 @@
 exception                                           what is printed                            exit code
 ==================================================  =========================================  =========
 ValueError that sympow raised                       the message, and where to find help        2
-OSError, out of memory, a missing module,           the message                                1
-an exception class of sympow
+OSError, out of memory, a missing module            the message                                1
+an exception class of sympow                        why it stopped                             1
 KeyboardInterrupt                                   "interrupted"                              130
 anything else                                       a traceback, with a note that it is a bug  1
 ==================================================  =========================================  =========
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-BUG = "This is a bug in sympow, or in a library it uses. Please report it with the lines above."
+BUG = "sympow did not expect this. If it is a bug in sympow, please report it with the lines above."
 INTERRUPTED = 130
 
 
@@ -49,7 +49,11 @@ class Reported:
                 self.on_mistake(str(error))
             self._stop(f"error: {error}", 2, on_every_process=False)
         if _is_failure(error):
+            # It may have happened to this process alone.
             self._stop(f"error: {_describe(error)}", 1, on_every_process=True)
+        if error is not None and _defined_by_sympow(type(error)):
+            print(f"stopped: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
         if isinstance(error, Exception) and not _is_for_typer(error) and BUG not in getattr(error, "__notes__", ()):
             error.add_note(BUG)
 
@@ -74,7 +78,7 @@ def _is_failure(error: BaseException | None) -> bool:
     torch = sys.modules.get("torch")
     # Absent while torch itself is being imported.
     kinds = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
-    return isinstance(error, kinds) or _defined_by_sympow(type(error))
+    return isinstance(error, kinds)
 
 
 def _describe(error: BaseException | None) -> str:

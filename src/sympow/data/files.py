@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 PARTIAL_ENDING = ".partial"
 
@@ -22,6 +23,26 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         os.fsync(file.fileno())
     temporary.replace(path)
     flush(path.parent)
+
+
+def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> None:
+    """Refuses an output that could not be written, before the work whose result would be lost.
+
+    Args:
+        name: of the argument that names it.
+        path: what will be written; what is missing of its folders will be made.
+        kind: what it will be.
+    """
+    if path.exists() and path.is_dir() != (kind == "folder"):
+        found = "a folder" if path.is_dir() else "a file"
+        raise ValueError(f"{name} must name a {kind}, and {path} is {found}")
+    there = path if path.is_dir() else next(parent for parent in path.absolute().parents if parent.exists())
+    try:
+        # Permissions alone do not tell: a file system may be mounted for reading, or hold no files at all.
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{name} must be a {kind} that can be written, and {path} cannot: {error.strerror}") from error
 
 
 def flush(path: Path) -> None:

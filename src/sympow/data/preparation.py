@@ -21,7 +21,7 @@ from typing import Any
 
 from sympow.checks import check_at_least
 from sympow.data.checks import SPLITS, check_fraction
-from sympow.data.files import PARTIAL_ENDING, sha256_of, write_atomically
+from sympow.data.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
 from sympow.data.order import permutation
 from sympow.data.portion import RECORDS, WORK_FOLDER, Job, Record, id_dtype, record_path, run_portion, split_documents
@@ -103,6 +103,7 @@ def prepare(
     if not sources:
         raise ValueError("sources must name at least one file or folder")
     out = Path(out)
+    check_can_write("out", out, "folder")
     overwritten = overwrite and _remove_earlier(out)
 
     listing, ignored = _list_sources(

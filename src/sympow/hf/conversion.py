@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from sympow.data.files import check_can_write
 from sympow.data.tokenizer import SETTINGS_FILE, Tokenizer, load_tokenizer
 from sympow.hf.config import SympowConfig
 from sympow.hf.modeling import SympowForCausalLM
@@ -63,7 +64,7 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
 
 def convert_to_transformers(folder: Path | str, out: Path | str) -> None:
     """Writes a native model's folder, tokenizer included, as one that `from_pretrained` of the Auto classes reads."""
-    _check_apart(folder, out)
+    _check_out(folder, out)
     from_native(folder).save_pretrained(out)
     tokenizer = _native_tokenizer(Path(folder))
     if tokenizer is not None:
@@ -72,7 +73,7 @@ def convert_to_transformers(folder: Path | str, out: Path | str) -> None:
 
 def convert_to_native(folder: Path | str, out: Path | str) -> None:
     """Writes a folder of transformers, tokenizer included, as one that `load_model` and `load_tokenizer` read."""
-    _check_apart(folder, out)
+    _check_out(folder, out)
     model = to_native(folder)
     save_model(out, model.config, model.state_dict())
     if (Path(folder) / TOKENIZER_CONFIG_FILE).is_file():
@@ -92,7 +93,8 @@ def _existing(folder: Path | str) -> Path:
     return folder
 
 
-def _check_apart(folder: Path | str, out: Path | str) -> None:
-    """Both kinds have a model.safetensors with different names in it."""
+def _check_out(folder: Path | str, out: Path | str) -> None:
     if Path(folder).resolve() == Path(out).resolve():
+        # Both kinds have a model.safetensors with different names in it.
         raise ValueError(f"out must be another folder than the model's, got {out}")
+    check_can_write("out", Path(out), "folder")

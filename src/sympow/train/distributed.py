@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from sympow.checks import check_choice
+from sympow.devices import choose_device
 from sympow.train.meeting import agree_on_name, connect, kept_by_torchrun
 from sympow.train.objective import Objective
 from sympow.train.torchrun import under_torchrun
@@ -54,10 +54,7 @@ def process_group(device: str | None = None) -> Iterator[Place]:
     Args:
         device: "cpu" or "cuda"; None: a GPU if there is one.
     """
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    check_choice("device", kind, ("cpu", "cuda"))
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but there is no GPU that torch can use")
+    kind = choose_device(device)
     local = int(os.environ.get("LOCAL_RANK", "0"))
     where = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from sympow.data.batch import Batch
 from sympow.data.dataset import TokenDataset
-from sympow.data.files import write_atomically
+from sympow.data.files import check_can_write, write_atomically
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
+from sympow.extras import require
 from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
@@ -85,7 +86,7 @@ def train(
     """
     out = Path(out)
     with process_group(device) as place:
-        out = _claim(out, resume, place)
+        out = _agree_on_folder(out, resume, place)
         dataset = dataset or open_dataset(config.data.data)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         with stop_on_signals() as stop, _fast_float32(config, place), Watch(place):
@@ -104,6 +105,9 @@ class _Run:
                 f"{'groups of ' if sharded else ''}processes; "
                 f"got {config.run.batch_tokens:,}, {config.batch_rows:,} sequences of {config.data.context:,}"
             )
+        # Now, although it is for later: what is missing should be said before hours of training.
+        _check_extras(config)
+        self.tokenizer = dataset.load_tokenizer() if config.run.save else None
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(place.device)
         set_up_rotations(self.model, config.optimizer)
@@ -115,7 +119,7 @@ class _Run:
         self.shared = share(Objective(self.model, config.run.loss_tokens, self.dtype), place, config.run.parallel)
         self.optimizer = make_optimizer(self.shared, config.optimizer)
         self.loader = self._make_loader(dataset, config.batch_rows, shuffle=True)
-        # Opened now, although it is for later: what is wrong with it should be said before hours of training.
+        # For the same reason.
         self.heldout = self._open_heldout() if config.run.evaluate_every else None
         self.step_number = 0
         # Whether a step was not taken because its loss or gradients were not finite; the device's own record.
@@ -131,12 +135,13 @@ class _Run:
             at_end.enter_context(checkpoints)
             if resume:
                 self._resume(checkpoints)
-            if self.place.first:
-                write_atomically(self.out / CONFIG_FILE, self.config.to_yaml().encode())
             writers = []
             for writer in self._make_writers():
                 at_end.callback(writer.close)
                 writers.append(writer)
+            if self.place.first:
+                # Makes the folder one to resume, and so comes last.
+                write_atomically(self.out / CONFIG_FILE, self.config.to_yaml().encode())
             self._describe()
             progress.begin(self.step_number)
             # The modules and graphs there are by now stay: to look through them for garbage would stop the host for
@@ -383,7 +388,8 @@ class _Run:
         if self.place.first:
             weights = {name.removeprefix("model."): x for name, x in state.items() if isinstance(x, Tensor)}
             save_model(self.out / EXPORT, self.config.model, weights)
-            self.dataset.load_tokenizer().save(self.out / EXPORT)
+            assert self.tokenizer is not None
+            self.tokenizer.save(self.out / EXPORT)
         dist.barrier()
 
 
@@ -399,22 +405,38 @@ def _fast_float32(config: TrainConfig, place: Place) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _claim(out: Path, resume: bool, place: Place) -> Path:
-    """Makes the folder; refuses one that holds another run. The first process's choice is everyone's."""
+def _agree_on_folder(out: Path, resume: bool, place: Place) -> Path:
+    """The first process's choice is everyone's. Refuses a folder with another run, and one that cannot be written.
+
+    The folder is made later, when nothing in the config can be refused any more.
+    """
     chosen: list[Any] = [out, None]
     if place.first:
         if not resume and (out / CONFIG_FILE).exists():
             chosen[1] = f"{out} holds a run already: resume it, or choose another folder"
         else:
             try:
-                out.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                chosen[1] = f"{out} cannot be made a folder: {error.strerror}"
+                check_can_write("out", out, "folder")
+            except ValueError as error:
+                chosen[1] = str(error)
     dist.broadcast_object_list(chosen)
     out, problem = chosen
     if problem is not None:
         raise ValueError(problem)
     return out
+
+
+def _check_extras(config: TrainConfig) -> None:
+    """Asks for the optional packages that a run comes to need, before it is begun."""
+    needed = {"yaml": "train"}
+    if config.run.save:
+        needed["safetensors"] = "train"
+    if config.run.tensorboard:
+        needed["tensorboard"] = "train"
+    if config.run.wandb:
+        needed["wandb"] = "wandb"
+    for module, extra in needed.items():
+        require(module, extra)
 
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
