@@ -22,8 +22,9 @@ def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
     Args:
         folder: with Python files; by default `experiments` here, or that of the checkout sympow is used from.
     """
-    folder = folder or _default_folder()
-    if not folder.is_dir():
+    if folder is None:
+        folder = _default_folder()
+    elif not folder.is_dir():
         raise ValueError(f"folder must have Python files with experiments, and {folder} is no folder")
     found: dict[str, Experiment] = {}
     for path in sorted(folder.glob("*.py")):
@@ -57,7 +58,13 @@ def describe(experiment: Experiment) -> str:
 
 def _default_folder() -> Path:
     beside_the_source = Path(__file__).parents[3] / FOLDER
-    return FOLDER if FOLDER.is_dir() or not beside_the_source.is_dir() else beside_the_source
+    for folder in (FOLDER, beside_the_source):
+        if folder.is_dir():
+            return folder
+    raise ValueError(
+        f"there is no folder {FOLDER}/ here. The paper's experiments are files of sympow's repository, not of the "
+        "installed package: clone it and run this command in it, or name a folder of your own with --folder"
+    )
 
 
 def _load(path: Path) -> ModuleType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -17,12 +17,39 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from sympow.checks import check_at_least
 from sympow.extras import require
 from sympow.ops.operator import Backend, Form, attention
 from sympow.report.results import save_results
 from sympow.report.timing import Timing, environment, measure_in_turns
 
 BASELINE = "softmax, cuDNN"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed on a kind of device unless the user says otherwise: seconds to a few minutes of work.
+
+    Attributes:
+        contexts: sequence lengths.
+        tokens: of a call.
+        heads: of a call.
+        dtype: of q, k and v.
+        runs: rounds.
+    """
+
+    contexts: tuple[int, ...]
+    tokens: int
+    heads: int
+    dtype: str
+    runs: int
+
+
+SIZES = {
+    "cuda": Sizes((1_024, 4_096, 16_384, 65_536), 65_536, 12, "bfloat16", 20),
+    # float32: most CPUs emulate bfloat16 products, hundreds of times slower.
+    "cpu": Sizes((256, 1_024, 4_096), 4_096, 2, "float32", 3),
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +62,10 @@ class Setting:
     power: int = 2
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "heads", "dim"):
+            check_at_least(name, getattr(self, name), 1)
 
     def inputs(self, context: int, grad: bool) -> dict[str, Tensor]:
         """Random q, k, v (b, t, h, d) and log γ near 0.999."""
@@ -95,6 +126,7 @@ def run_bench(
     backward: bool = True,
     runs: int = 20,
     only: Sequence[str] = (),
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Row]:
     """Times every method at every context, those of one context in turns.
 
@@ -105,17 +137,45 @@ def run_bench(
         backward: whether to time forward and backward together too.
         runs: rounds, each with a sample of every method.
         only: names of methods, or parts of them; empty: all.
+        on_progress: called after each round with what is being timed, how many rounds are done, and of how many.
+
+    Raises:
+        ValueError: a context does not divide the tokens, or a part of `only` is in no method's name.
     """
     for context in contexts:
+        check_at_least("context", context, 1)
         if setting.tokens % context:
             raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
+    check_at_least("runs", runs, 1)
+    available = methods(setting, backends)
+    for part in only:
+        if not any(part in name for name in available):
+            raise ValueError(f"only must be in the name of a method: {'; '.join(available)}. Got {part!r}")
+    chosen = {name: method for name, method in available.items() if not only or any(part in name for part in only)}
+    # A round of calls that are not counted comes before those that are.
+    total = len(contexts) * (1 + backward) * (runs + 1)
+    done = 0
+
+    def after_round(what: str) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(what, done, total)
+
     for context in contexts:
-        chosen = {
-            name: method
-            for name, method in methods(setting, backends).items()
-            if not only or any(part in name for part in only)
-        }
-        yield from _measure_methods(chosen, setting, context, backward, runs)
+        yield from _measure_methods(chosen, setting, context, backward, runs, after_round)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows on a terminal how far `run_bench` is; gives what to pass it as on_progress."""
+    rich = require("rich.progress", "cli")
+    console = require("rich.console", "cli").Console(stderr=True)
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TimeRemainingColumn())
+    # Nothing elsewhere: a log has the rows as they come.
+    with rich.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("first calls", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
@@ -148,18 +208,28 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
 
 
 def _measure_methods(
-    chosen: dict[str, Method], setting: Setting, context: int, backward: bool, runs: int
+    chosen: dict[str, Method],
+    setting: Setting,
+    context: int,
+    backward: bool,
+    runs: int,
+    after_round: Callable[[str], None],
 ) -> Iterator[Row]:
-    timed = partial(measure_in_turns, runs=runs, warmup=3, device=setting.device)
+    # On a GPU, the first calls compile kernels and choose their tiles.
+    warmup = 3 if setting.device == "cuda" else 1
+    timed = partial(measure_in_turns, runs=runs, warmup=warmup, device=setting.device)
     inputs = setting.inputs(context, grad=False)
     with torch.no_grad():
-        forward = timed({name: method(setting, context, inputs)[0] for name, method in chosen.items()})
+        forward = timed(
+            {name: method(setting, context, inputs)[0] for name, method in chosen.items()},
+            after_round=partial(after_round, f"{context:,}: forward"),
+        )
     if not backward:
         yield from (Row(name, context, forward[name], None, None, None) for name in chosen)
         return
     inputs = setting.inputs(context, grad=True)
     both = {name: _forward_and_backward(*method(setting, context, inputs)) for name, method in chosen.items()}
-    both_timing = timed(both)
+    both_timing = timed(both, after_round=partial(after_round, f"{context:,}: forward and backward"))
     for name, call in both.items():
         memory = _peak_memory(call) if setting.device == "cuda" else (None, None)
         yield Row(name, context, forward[name], both_timing[name], *memory)

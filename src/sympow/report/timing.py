@@ -53,7 +53,12 @@ def measure(function: Callable[[], Any], *, runs: int = 5, warmup: int = 1, devi
 
 
 def measure_in_turns(
-    functions: Mapping[str, Callable[[], Any]], *, runs: int = 5, warmup: int = 1, device: str = "cpu"
+    functions: Mapping[str, Callable[[], Any]],
+    *,
+    runs: int = 5,
+    warmup: int = 1,
+    device: str = "cpu",
+    after_round: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Times several calls beside each other, a sample of each in every round.
 
@@ -65,6 +70,7 @@ def measure_in_turns(
         runs: rounds that count.
         warmup: calls of each before them; on a GPU a round follows that is not counted either.
         device: where the work happens, "cpu" or "cuda".
+        after_round: called after each round, and once more after the calls that are not counted.
     """
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
@@ -77,10 +83,14 @@ def measure_in_turns(
         if on_gpu:
             calls[name] = min(MOST_CALLS, math.ceil(SAMPLE_SECONDS / once(function, 1)))
             once(function, calls[name])
+    if after_round is not None:
+        after_round()
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(runs):
         for name, function in functions.items():
             samples[name].append(once(function, calls[name]))
+        if after_round is not None:
+            after_round()
     return {
         name: Timing(statistics.median(times), min(times), max(times), runs, calls[name])
         for name, times in samples.items()
