@@ -15,8 +15,11 @@ from sympow import __version__
 from sympow.checks import check_choice
 from sympow.commands import App
 from sympow.data.cli import app as data_app
+from sympow.data.files import check_can_write
+from sympow.devices import choose_device
 from sympow.diagnostics.cli import check
 from sympow.experiment.cli import experiment
+from sympow.extras import require
 from sympow.invocation import program, recorded_command
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
@@ -24,6 +27,7 @@ from sympow.memory import MEMORIES
 from sympow.model.config import MIXERS, PRESETS, GPTConfig
 from sympow.model.gpt import PIECE
 from sympow.ops.validation import BACKENDS, check_power
+from sympow.report.bench import SIZES
 from sympow.train.cli import train
 from sympow.train.run_files import EXPORT
 from sympow.train.torchrun import first_process, under_torchrun
@@ -73,10 +77,13 @@ def info(
     head_dim: Annotated[int | None, typer.Option(help="Size of a head; by default width / heads.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Number of tokens.")] = None,
     chunk_size: Annotated[int | None, typer.Option(help="Chunk of the chunked form; by default by cost.")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context to count at; repeat for more.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context to count at; by default several.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Parameters, state size and operations of a model, and where the state beats attention."""
+    """Shows parameters, state size and operations of a model.
+
+    Options change the preset; by default its own values are taken.
+    """
     from sympow.report.info import CONTEXTS, model_info, print_info
 
     changes: dict[str, Any] = {
@@ -103,40 +110,70 @@ def info(
         print_info(described, title=preset)
 
 
+def _by_device(size: str) -> str:
+    """What help says about a size of `bench`."""
+    gpu, cpu = (
+        ", ".join(map(str, value)) if isinstance(value := getattr(SIZES[device], size), tuple) else value
+        for device in ("cuda", "cpu")
+    )
+    return f"[default: {gpu} on a GPU, {cpu} on a CPU]"
+
+
 @app.command()
 def bench(
-    context: Annotated[list[int] | None, typer.Option(help="Sequence length; repeat for more.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens a call, in as many sequences as fit.")] = 65_536,
-    heads: Annotated[int, typer.Option(help="Heads.")] = 12,
+    context: Annotated[
+        list[int] | None, typer.Option(help=f"Sequence length; repeat for more. {_by_device('contexts')}")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens of a call, in as many sequences as fit. {_by_device('tokens')}")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help=f"Heads. {_by_device('heads')}")] = None,
     dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
     power: Annotated[int, typer.Option(help="p, even.")] = 2,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Annotated[str | None, typer.Option(help=f"bfloat16, float16 or float32. {_by_device('dtype')}")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="torch, triton or auto; repeat for more.")] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="torch, triton or auto, the default; repeat for more.")
+    ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Time only methods with this in their name.")] = None,
     backward: Annotated[bool, typer.Option(help="Time forward and backward together, too.")] = True,
-    runs: Annotated[int, typer.Option(help="Rounds, each with a sample of every method.")] = 20,
+    runs: Annotated[
+        int | None, typer.Option(help=f"Rounds, each with a sample of every method. {_by_device('runs')}")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure goes beside it.")] = None,
 ) -> None:
-    """Times forms and backends beside softmax, and beside retention and fla where they are installed."""
+    """Times the operator's forms beside softmax attention.
+
+    The packages retention and fla are timed too, on a GPU, where they are installed.
+    """
     import torch
 
-    from sympow.report.bench import Setting, print_rows, run_bench, save_rows
+    from sympow.report.bench import Setting, print_rows, progress_bar, run_bench, save_rows
     from sympow.report.figures import plot_time_against_context
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    contexts = context or [1_024, 4_096, 16_384, 65_536]
+    device = choose_device(device)
+    sizes = SIZES[device]
+    contexts = context or sizes.contexts
+    # At least one sequence of the longest context asked for.
+    tokens = max(sizes.tokens, *contexts) if tokens is None else tokens
+    heads = sizes.heads if heads is None else heads
+    runs = sizes.runs if runs is None else runs
+    dtype = dtype or sizes.dtype
     backends: list[Any] = backend or ["auto"]
     check_power(power)
     check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
-    check_choice("device", device, ("cuda", "cpu"))
     for name in backends:
         check_choice("backend", name, BACKENDS)
     setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
+    if out is not None:
+        check_can_write("out", out, "file")
+        require("matplotlib", "plot")
     rows = []
-    for row in run_bench(setting, contexts, backends, backward=backward, runs=runs, only=only or ()):
-        rows.append(row)
-        typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
+    options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
+    with progress_bar() as on_progress:
+        for row in run_bench(setting, contexts, backends, on_progress=on_progress, **options):
+            rows.append(row)
+            typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
     title = f"{tokens:,} tokens a call, {heads} heads of {dim}, p = {power}, {dtype}"
     print_rows(rows, title)
     if out is not None:
@@ -158,22 +195,29 @@ def evaluate(
     ] = None,
     documents: Annotated[int, typer.Option(help="How many documents.")] = 16,
     probe: Annotated[list[str] | None, typer.Option(help="Probe the state, too: recall, passkey; repeatable.")] = None,
-    pairs: Annotated[list[int] | None, typer.Option(help="Pairs for the probe recall; repeat for more.")] = None,
-    distance: Annotated[list[int] | None, typer.Option(help="Tokens for the probe passkey; repeat for more.")] = None,
+    pairs: Annotated[list[int] | None, typer.Option(help="Pairs for the probe recall; by default 4, 16, 64.")] = None,
+    distance: Annotated[
+        list[int] | None, typer.Option(help="Tokens for the probe passkey; by default to 4096.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for JSON and figures.")] = None,
     piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = PIECE,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
-    """Loss on held-out documents against how much of them was read, and probes of what the state holds.
+    """Measures the loss on held-out documents by position.
 
-    Under torchrun, processes read each document together: torchrun --nproc-per-node 8 -m sympow evaluate …
+    Probes measure what the state holds. Under torchrun, processes read each document together:
+
+        torchrun --nproc-per-node 8 -m sympow evaluate RUN/model
     """
     import torch
 
     from sympow.report.evaluation import Setting, evaluate_model, print_evaluations, save_evaluations, training_context
 
     device, dtype = _device_and_dtype(device, dtype)
+    if out is not None:
+        check_can_write("out", out, "folder")
+        require("matplotlib", "plot")
     if length is None:
         length = 4 * max(training_context(path) or 1_024 for path in checkpoints)
     given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
@@ -220,7 +264,10 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
-    """Continues a text, from a state whose size does not depend on how much was read."""
+    """Continues a text.
+
+    What was read is kept in a state whose size does not depend on how much it was.
+    """
     from sympow.generate import Sampling
     from sympow.report.generation import print_continuations, print_stream
 
@@ -259,13 +306,18 @@ def state_(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
-    """Reads a text into a file, to go on from later: `sympow generate … --state FILE`."""
+    """Reads a text and saves the state, to generate from later.
+
+    The file is what `sympow generate` takes as --state.
+    """
     from sympow.report.generation import describe_memory
 
     check_choice("memory", memory, MEMORIES)
+    check_can_write("out", out, "file")
     text_model = _load_text_model(checkpoint, device, dtype)
     reading = _read_before(text_model, file, after, {"piece": piece, "memory": memory})
     assert reading is not None
+    out.parent.mkdir(parents=True, exist_ok=True)
     reading.save(out, text_model.model)
     typer.echo(f"{out}: {reading.tokens:,} tokens in {describe_memory(reading, memory)}")  # type: ignore[arg-type]
 
@@ -282,10 +334,15 @@ def report(
     ] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu, for that; by default what there is.")] = None,
 ) -> None:
-    """Figures and one page of runs: losses, curves, speed, settings, and what gates and rotations learned."""
+    """Writes a page with figures that compares runs.
+
+    It shows losses, curves, speed and settings, and what gates and rotations learned.
+    """
     from sympow.report.writing import write_report
 
-    device, _ = _device_and_dtype(device, None)
+    device = choose_device(device)
+    check_can_write("out", out, "folder")
+    require("matplotlib", "plot")
     written = write_report(runs, out, title=title, heads=heads, device=device)
     typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)
 
@@ -301,12 +358,16 @@ def inspect_(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default what there is.")] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU.")] = None,
 ) -> None:
-    """A page that shows a text with each token coloured by how much a head forgot (γ) and turned (β) there."""
+    """Writes a page that shows gates and rotations along a text.
+
+    Each token is coloured by how much a head forgot (γ) and turned (β) there.
+    """
     from sympow.data.files import write_atomically
     from sympow.report.inspection import build_inspection_page, inspect_text
 
     if (file is None) == (text is None):
         raise ValueError("give either a file (- for standard input) or a --text")
+    check_can_write("out", out, "file")
     content = _read_text(file) if text is None else text
     inspection = inspect_text(_load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
     named = "a text" if file is None or str(file) == "-" else file.name
@@ -353,11 +414,8 @@ def _load_text_model(checkpoint: Path, device: str | None, dtype: str | None) ->
 
 def _device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
     """As asked for, or a GPU if there is one, and bfloat16 on it."""
-    import torch
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(device)
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
-    check_choice("device", device, ("cuda", "cpu"))
     check_choice("dtype", dtype, ("bfloat16", "float32"))
     return device, dtype
 

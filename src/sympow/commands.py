@@ -5,6 +5,7 @@ A command's function raises; what the user then reads is decided in `sympow.erro
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -30,7 +31,32 @@ class App(typer.Typer):
 
 
 class Command(TyperCommand):
-    """A command whose exceptions become messages."""
+    """A command whose exceptions become messages, and whose help has the sections that its options name."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Paragraphs are filled; indented ones, which hold commands to copy, stay as they are."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            for number, paragraph in enumerate(inspect.cleandoc(self.help or "").split("\n\n")):
+                if number:
+                    formatter.write_paragraph()
+                if not paragraph.startswith(" "):
+                    formatter.write_text(paragraph)
+                    continue
+                for line in paragraph.splitlines():
+                    formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A section for each `rich_help_panel`, without the panels' frames."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
         def show_mistake(message: str) -> NoReturn:

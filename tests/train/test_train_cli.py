@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sympow.cli import app
+from sympow.layers.gates import GATES
 from sympow.model.config import GPTConfig
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from sympow.train import cli as train_cli
@@ -51,7 +52,8 @@ def test_every_field_is_a_flag():
             flag = f"--{field.name.replace('_', '-')} "
             assert (flag in result.output) == (field.name not in left_out), flag
     assert "vocab-size" not in result.output
-    assert "[none | fixed | learned | scalar | vector]" in said(result)
+    for choice in GATES:
+        assert f'"{choice}"' in said(result)
 
 
 def test_every_flag_reaches_its_field(asked):
@@ -130,7 +132,7 @@ def test_flags_give_every_curve_of_the_paper(asked, curve, power):
         (("--resume",), "there is no run in runs/ to resume; name one with --out"),
         (("--resume", "--out", "nowhere"), "nowhere/config.yaml cannot be read"),
         (("--data", "nowhere", "--device", "cpu"), "Error: --data must be 'stdlib'"),
-        (("--device", "tpu"), "Error: --device must be one of 'cpu', 'cuda'; got 'tpu'"),
+        (("--device", "tpu"), "Error: --device must be one of 'cuda', 'cpu'; got 'tpu'"),
         (("--layer", "3"), "No such option"),
     ],
 )

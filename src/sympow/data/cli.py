@@ -11,14 +11,14 @@ import typer
 
 from sympow.commands import App
 
-app = App(help="Prepare documents for training, and look at them.", no_args_is_help=True)
+app = App(help="Prepares documents for training, and describes them.", no_args_is_help=True)
 
 
 @app.command()
 def prepare(
     sources: Annotated[
         list[Path],
-        typer.Argument(help="Files (.txt, .jsonl, .parquet) and folders of such files.", metavar="SOURCE..."),
+        typer.Argument(help="Files (.txt, .jsonl, .parquet) and folders of such files.", metavar="SOURCE"),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; an interrupted run goes on in it.")],
     tokenizer: Annotated[
@@ -37,7 +37,10 @@ def prepare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what was prepared there before.")] = False,
     workers: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
 ) -> None:
-    """Turns text into memory-mapped token shards with a manifest. Interrupted and run again, it goes on."""
+    """Turns text files into token shards to train on.
+
+    Interrupted and run again, the command goes on where it was.
+    """
     from sympow.data.preparation import Progress
     from sympow.data.preparation import prepare as run
     from sympow.extras import require
@@ -98,7 +101,7 @@ def info(
     verify: Annotated[bool, typer.Option("--verify", help="Read all shards and compare their hashes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """What is in a dataset: counts, lengths, tokenizer, and the first tokens of a few documents."""
+    """Describes a dataset: counts, lengths and first tokens."""
     from sympow.data.describe import describe, print_description
 
     described = describe(source, shown_tokens=tokens, verify=verify)

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_at_least, check_choice
+from sympow.data.files import check_can_write
+from sympow.devices import DEVICES, choose_device
 from sympow.extras import require
 
 OUT = Path("runs/experiments")
@@ -20,26 +22,29 @@ SCALE_NAMES = ("cpu", "small", "paper")
 
 
 def experiment(
-    name: Annotated[str | None, typer.Argument(help="Which; without it, those there are are listed.")] = None,
+    name: Annotated[str | None, typer.Argument(help="The experiment; without it, all are listed.")] = None,
     scale: Annotated[str, typer.Option(help=f"How large: {', '.join(SCALE_NAMES)}.")] = "cpu",
     plan: Annotated[
         bool, typer.Option("--plan", help="Say what would be done and how long it may take, no more.")
     ] = False,
     jobs: Annotated[int, typer.Option(help="Runs at a time, on one GPU or several.")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="Time there is: nothing is started that will not end in it.")
+        float | None, typer.Option(help="Start nothing that would not end in it; by default no limit.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Runs with such a name, * for any; repeat for more.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Runs to do, * for any name; repeat for more.")] = None,
     data: Annotated[str | None, typer.Option(help="What to train on, instead of the scale's.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of every run, as in learning_rate=1e-3; repeatable.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="Folder of Python files with experiments.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of experiments; by default experiments.")] = None,
     out: Annotated[Path | None, typer.Option(help=f"Folder for runs; by default {OUT}/SCALE.")] = None,
     results: Annotated[Path | None, typer.Option(help=f"Folder for results; by default {RESULTS}/SCALE.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
 ) -> None:
-    """Runs the grid of an experiment: skips what is done, goes on with what was interrupted, sums up at the end."""
+    """Runs a grid of trainings, and sums up their results.
+
+    Runs that are done are skipped, and runs that were interrupted go on.
+    """
     from sympow.experiment.display import Display
     from sympow.experiment.finding import describe, find_experiments, runs_of
     from sympow.experiment.results import write_summary
@@ -52,7 +57,7 @@ def experiment(
     if minutes is not None and minutes <= 0:
         raise ValueError(f"minutes must be above 0, got {minutes:g}")
     if device is not None:
-        check_choice("device", device, ("cpu", "cuda"))
+        check_choice("device", device, DEVICES)
     found = find_experiments(folder)
     if name is None:
         for one, function in found.items():
@@ -73,6 +78,10 @@ def experiment(
     if plan:
         print_plan(name, runs, size, out, results, jobs, minutes, device)
         return
+    # Not for a plan, which may be for another machine.
+    choose_device(device)
+    check_can_write("out", out, "folder")
+    check_can_write("results", results, "folder")
     extra = _extra_flags(set_, data, folder)
     setting = Setting(
         out,

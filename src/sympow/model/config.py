@@ -37,7 +37,9 @@ class GPTConfig:
         rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs".
         max_document: N of the rotation rates, the longest document expected.
         bias: whether linear maps have biases, as in GPT-2.
-        form, backend, chunk_size: how the sympow mixer computes, as in `sympow.attention`.
+        form: how the sympow mixer computes, as in `sympow.attention`.
+        backend: what it computes with, as in `sympow.attention`.
+        chunk_size: tokens of a chunk of its chunked form; None: chosen by cost.
     """
 
     vocab_size: int = 50_257

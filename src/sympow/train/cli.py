@@ -15,7 +15,7 @@ from sympow.commands import App
 from sympow.model.config import PRESETS as MODELS
 from sympow.model.config import GPTConfig
 from sympow.train.config import PRESETS, TrainConfig
-from sympow.train.flags import with_config_flags
+from sympow.train.flags import DEFAULT_PRESET, with_config_flags
 from sympow.train.run_files import CONFIG_FILE
 from sympow.train.torchrun import first_process, may_be_restarted
 
@@ -24,7 +24,7 @@ RUNS = Path("runs")
 
 @with_config_flags
 def train(
-    preset: Annotated[str, typer.Option(help=f"What to start from: {', '.join(PRESETS)}.")] = "laptop",
+    preset: Annotated[str, typer.Option(help=f"What to start from: {', '.join(PRESETS)}.")] = DEFAULT_PRESET,
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.yaml to start from, as each run writes one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
@@ -32,10 +32,12 @@ def train(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     **changes: Any,
 ) -> None:
-    """Trains a model: one command from text to checkpoints, metrics and a model to use.
+    """Trains a model, and writes checkpoints and metrics.
 
-    Every field of the run's config is a flag. Under torchrun, processes share the work:
-    torchrun --nproc-per-node 8 -m sympow.train --preset paper --data …
+    Every field of a run's config is a flag; the defaults shown are those of --preset laptop. A run can be interrupted,
+    and goes on with --resume. Under torchrun, processes share the work:
+
+        torchrun --nproc-per-node 8 -m sympow train --preset paper --data DATA
     """
     from sympow.train.trainer import NonFiniteLossError
     from sympow.train.trainer import train as run

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from sympow.extras import require
 from sympow.model.config import GPTConfig
-from sympow.train.config import DataConfig, OptimizerConfig, RunConfig
+from sympow.train.config import PRESETS, DataConfig, OptimizerConfig, RunConfig, TrainConfig
 
-# Not a flag: the vocabulary is the data's.
+# Whose values help shows as defaults.
+DEFAULT_PRESET = "laptop"
+# By title: the config, and its fields that are no flags. The vocabulary is the data's.
 SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
     "Model": (GPTConfig, frozenset({"vocab_size"})),
     "Data": (DataConfig, frozenset()),
@@ -30,16 +32,18 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
     typer = require("typer", "cli")
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     made = []
+    defaults = PRESETS[DEFAULT_PRESET]()
     for title, (kind, left_out) in SECTIONS.items():
         hints, helps = get_type_hints(kind), field_help(kind)
+        values = _part_of(defaults, kind)
         for part in fields(kind):
             if part.name in left_out:
                 continue
             annotation, choices = _plain_type(hints[part.name])
-            text = helps[part.name] + (f" [{' | '.join(choices)}]" if choices else "")
             flag = part.name.replace("_", "-")
+            text = _help_of_flag(flag, helps[part.name], choices, getattr(values, part.name))
             names = f"--{flag}/--no-{flag}" if annotation is bool else f"--{flag}"
-            option = typer.Option(names, help=text, rich_help_panel=title, show_default=False)
+            option = typer.Option(names, help=text, rich_help_panel=f"{title} options", show_default=False)
             made.append(
                 inspect.Parameter(
                     part.name,
@@ -77,6 +81,27 @@ def field_help(kind: type) -> dict[str, str]:
         elif line.startswith("        ") and names:
             helps |= {name: f"{helps[name]} {line.strip()}" for name in names}
     return helps
+
+
+def _part_of(config: TrainConfig, kind: type) -> Any:
+    (part,) = (value for value in vars(config).values() if type(value) is kind)
+    return part
+
+
+def _help_of_flag(flag: str, text: str, choices: tuple[str, ...], default: Any) -> str:
+    """A field's line as help of its flag: with all choices, and the default in words where it has no value."""
+    text, _, if_none = text.removesuffix(".").partition("; None: ")
+    shown = if_none if default is None else str(default) or "none"
+    if isinstance(default, bool):
+        text, shown = text.removeprefix("whether to "), flag if default else f"no-{flag}"
+    if not all(choice in text for choice in choices):
+        text += f": {', '.join(choices)}"
+    # Fields that the line names are flags, too.
+    text = re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: f"--{found[0].replace('_', '-')}", text)
+    first = text.split()[0]
+    # Not a symbol such as p or bf16.
+    text = text[0].upper() + text[1:] if first.isalpha() and len(first) > 1 else text
+    return f"{text}. [default: {shown}]"
 
 
 def _plain_type(hint: Any) -> tuple[type, tuple[str, ...]]:
