@@ -1,11 +1,17 @@
 import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sympow.cli import app
+from sympow.report.bench import Setting, run_bench
 
 runner = CliRunner()
+COMMANDS = ("train", "experiment", "info", "bench", "evaluate", "generate", "state", "report", "inspect", "data")
 
 
 def invoke(*arguments: str):
@@ -93,6 +99,11 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
         (("--context", "100", "--tokens", "64"), "Error: --context must divide tokens, 64; got 100"),
         (("--power", "3"), "power must be even"),
         (("--dtype", "int8"), "Error: --dtype must be one of"),
+        (
+            ("--only", "foo"),
+            "--only must be in the name of a method: softmax; attention form, auto; chunked",
+        ),
+        (("--heads", "0"), "Error: --heads must be at least 1, got 0"),
         (("--backend", "cuda"), "Error: --backend must be one of"),
     ],
 )
@@ -100,3 +111,131 @@ def test_bench_explains_mistakes(arguments, message):
     result = runner.invoke(app, ["bench", "--device", "cpu", *arguments])
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """What `sympow bench` would time, in place of timing it."""
+    seen = SimpleNamespace()
+
+    def remember(setting, contexts, backends, **options):
+        seen.setting, seen.contexts, seen.options = setting, tuple(contexts), options
+        return iter(())
+
+    monkeypatch.setattr("sympow.report.bench.run_bench", remember)
+    return seen
+
+
+def test_bench_has_sizes_for_a_cpu(timed):
+    """In float32: bfloat16 is emulated on most of them, hundreds of times slower."""
+    result = runner.invoke(app, ["bench", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    assert timed.setting.dtype is torch.float32
+    assert timed.setting.tokens == max(timed.contexts) == 4_096
+    assert (timed.setting.heads, timed.options["runs"]) == (2, 3)
+    assert runner.invoke(app, ["bench", "--device", "cpu", "--context", "8192", "--heads", "3"]).exit_code == 0
+    assert (timed.setting.tokens, timed.setting.heads, timed.contexts) == (8_192, 3, (8_192,))
+
+
+def test_bench_reports_progress():
+    seen = []
+    setting = Setting(64, 1, 4, 2, torch.float32, "cpu")
+    report = lambda *arguments: seen.append(arguments)  # noqa: E731
+    rows = list(run_bench(setting, (32, 64), ["torch"], runs=2, only=["softmax"], on_progress=report))
+    assert len(rows) == 2
+    # A round that is not counted and two that are, forward and with the backward pass, at two contexts.
+    assert [(done, total) for _, done, total in seen] == [(done, 12) for done in range(1, 13)]
+    assert [what for what, _, _ in seen][::3] == [
+        "32: forward", "32: forward and backward", "64: forward", "64: forward and backward"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "model", "--prompt", "a"),
+        ("evaluate", "model"),
+        ("state", "model", "text.txt", "--out", "state"),
+        ("inspect", "model", "text.txt"),
+        ("report", "runs", "--out", "page"),
+        ("bench",),
+        ("train",),
+        ("experiment", "figure1"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monkeypatch, arguments):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("sympow.experiment.runner.run_all", None)
+    (tmp_path / "text.txt").write_text("text")
+    if arguments[0] == "experiment":
+        arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, [*arguments, "--device", "cuda"])
+    assert result.exit_code == 2, result.output
+    assert "Error: --device must be 'cpu' here: torch finds no GPU it can use; got 'cuda'" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize("where", ["text.txt/below", "/proc/below/it"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("evaluate", "model"),
+        ("state", "model", "text.txt"),
+        ("inspect", "model", "text.txt"),
+        ("report", "runs"),
+        ("bench",),
+        ("train",),
+        ("experiment", "figure1"),
+        ("data", "prepare", "text.txt"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, arguments, where):
+    """Neither a model, nor runs are looked at before: there are none."""
+    if where.startswith("/proc") and not Path("/proc/self").exists():
+        pytest.skip("this system has no /proc, the folder that nobody can write to")
+    (tmp_path / "text.txt").write_text("text")
+    if arguments[0] == "experiment":
+        arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, [*arguments, "--out", where])
+    assert result.exit_code == 2, result.output
+    assert "Error: --out must be a f" in result.output
+    assert f"that can be written, and {where} cannot: No" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_an_output_of_the_wrong_kind_is_refused(tmp_path):
+    result = runner.invoke(app, ["bench", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert f"Error: --out must name a file, and {tmp_path} is a folder" in result.output
+
+
+@pytest.mark.parametrize("arguments", [("bench", "--device", "cpu"), ("evaluate", "model"), ("report", "runs")])
+def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, arguments):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("sympow.report.bench.run_bench", None)
+    result = runner.invoke(app, [*arguments, "--out", str(tmp_path / "out")], prog_name="sympow")
+    assert result.exit_code == 1
+    said = "error: matplotlib is not installed; it comes with: pip install 'conformal-sympow[plot]'"
+    assert result.stderr == f"sympow {arguments[0]}: {said}\n"
+
+
+def test_summaries_are_whole():
+    result = runner.invoke(app, ["--help"], terminal_width=80)
+    lines = result.output.partition("Commands:\n")[2].splitlines()
+    summaries = {line.split()[0]: line for line in lines if line.strip()}
+    assert set(COMMANDS) <= set(summaries)
+    for line in summaries.values():
+        assert line.endswith("."), line
+        assert not line.endswith("..."), line
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "data prepare", "data info"])
+def test_help_fits_a_narrow_terminal(command):
+    result = runner.invoke(app, [*command.split(), "--help"], terminal_width=80)
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "..." not in result.output.partition("\n")[2].replace("checkpoints...", "").replace("runs...", "").replace(
+        "SOURCE...", ""
+    )

@@ -14,6 +14,7 @@ from experiment_settings import TINY
 from typer.testing import CliRunner
 
 from sympow.cli import app
+from sympow.experiment import finding
 from sympow.experiment.results import result_of
 from sympow.experiment.worker import STOPPED, Order, give_order, work
 from sympow.train.config import TrainConfig
@@ -169,6 +170,16 @@ def test_mistakes_are_named(folder, tmp_path, arguments, message):
     code, output = command(folder, tmp_path, *arguments)
     assert code == 2
     assert message in output
+
+
+def test_an_installed_package_says_where_experiments_are(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(finding, "__file__", str(tmp_path / "lib" / "site-packages" / "sympow" / "experiment" / "x.py"))
+    result = CliRunner().invoke(app, ["experiment"])
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "Error: there is no folder experiments/ here." in said
+    assert "clone it and run this command in it, or name a folder of your own with --folder" in said
 
 
 def test_without_a_name_experiments_are_listed(folder, tmp_path):

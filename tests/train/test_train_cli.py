@@ -1,6 +1,7 @@
 """`sympow train`: flags, files and presets, and what a user reads when something is wrong."""
 
 import os
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from sympow.train.flags import SECTIONS
 from sympow.train.metrics import read_metrics
 
 runner = CliRunner()
+PARTS = {GPTConfig: "model", DataConfig: "data", OptimizerConfig: "optimizer", RunConfig: "run"}
 SMALL = [
     *("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-tokens", "128", "--steps", "2"),
     *("--save-every", "0", "--log-every", "1", "--no-tensorboard", "--device", "cpu"),
@@ -62,11 +64,10 @@ def test_every_flag_reaches_its_field(asked):
     others |= {"power": 4, "context": 2_048, "head_dim": 16, "width": 256}
     choices = {"gating": "vector", "rotary": "pairs", "form": "chunked", "backend": "torch", "short": "pack"}
     choices |= {"schedule": "cosine", "precision": "bf16", "parallel": "fsdp"}
-    kind_names = {GPTConfig: "model", DataConfig: "data", OptimizerConfig: "optimizer", RunConfig: "run"}
     changes = {}
     for kind, left_out in SECTIONS.values():
         for field in fields(kind):
-            value = getattr(getattr(laptop(), kind_names[kind]), field.name)
+            value = getattr(getattr(laptop(), PARTS[kind]), field.name)
             if field.name in left_out or field.name == "mixer":
                 continue
             if field.name in others | choices:
@@ -163,6 +164,49 @@ def test_variants_train_from_the_command_line(texts, tmp_path, variant):
     first, last = read_metrics(out / "metrics.jsonl")
     assert last["loss"] != first["loss"]
     assert 3 < last["loss"] < 7
+
+
+def test_help_has_sections_and_the_default_of_every_flag():
+    result = runner.invoke(app, ["train", "--help"], terminal_width=80)
+    sections = result.output.partition("\nOptions:\n")[2]
+    titles = [line.removesuffix(":") for line in sections.splitlines() if line and not line.startswith(" ")]
+    assert titles == [f"{title} options" for title in SECTIONS]
+    text = " ".join(sections.replace("no-\n", "no-").split())
+    for kind, left_out in SECTIONS.values():
+        for field in fields(kind):
+            if field.name in left_out:
+                continue
+            _, found, of_flag = text.partition(f" --{field.name.replace('_', '-')} ")
+            assert found
+            value = getattr(getattr(laptop(), PARTS[kind]), field.name)
+            shown = of_flag.partition("[default: ")[2].partition("]")[0].replace("- ", "-")
+            if isinstance(value, bool):
+                assert shown == ("" if value else "no-") + field.name.replace("_", "-")
+            elif value not in (None, ""):
+                assert shown == str(value), field.name
+            else:
+                assert len(shown) > 3, field.name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--data", "nowhere"), 2),
+        (("--context-parallel", "2"), 2),
+        (("--tensorboard",), 1),
+        (("--wandb", "project"), 1),
+    ],
+)
+def test_a_training_that_is_refused_leaves_nothing_behind(tmp_path, monkeypatch, arguments, code):
+    monkeypatch.chdir(tmp_path)
+    for module in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for out in ([], ["--out", "elsewhere/run"]):
+        result = invoke(*SMALL, *arguments, *out)
+        assert result.exit_code == code, result.output
+        assert list(tmp_path.iterdir()) == []
+    result = invoke("--resume", "--device", "cpu")
+    assert "there is no run in runs/ to resume" in said(result)
 
 
 def test_a_folder_with_a_run_is_refused_unless_resumed(texts, tmp_path, monkeypatch):

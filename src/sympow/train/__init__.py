@@ -1,23 +1,27 @@
-"""From a config to a trained model: `train(config, folder)`, and the command `sympow train`."""
+"""From a config to a trained model: `train(config, folder)`, and the command `sympow train`.
 
+Names are loaded when they are first asked for: the trainer brings torch's distributed packages, which no other command
+should wait for.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from sympow.extras import require
 
-require("numpy", "train")
-
-from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig  # noqa: E402 - after the message
-
 if TYPE_CHECKING:
+    from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
     from sympow.train.trainer import train
 
 __all__ = ["DataConfig", "OptimizerConfig", "RunConfig", "TrainConfig", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: the trainer brings torch's distributed packages, which no other command should wait for.
-    if name != "train":
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sympow.train.trainer import train
+    require("numpy", "train")
+    return getattr(import_module(f"{__name__}.{'trainer' if name == 'train' else 'config'}"), name)
 
-    return train
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
