@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 from sympow import GPT, GPTConfig
+from sympow.decoding import Decoder
 from sympow.generate import Sampling, generate
 from sympow.reading import Reading, fingerprint_of
 
@@ -179,6 +180,56 @@ def test_a_penalty_makes_seen_tokens_rarer():
     sampled = Sampling(repetition_penalty=2.0).choose(logits.expand(4000, -1), seen.expand(4000, -1), generator)
     found = torch.bincount(sampled, minlength=4) / 4000
     assert ((found - probabilities[0]).abs() < 0.05).all()
+
+
+PENALISED = Sampling(temperature=0, repetition_penalty=1.5)
+
+
+def penalised(model, text, count):
+    """Greedy choices with the penalty on every token so far, from the forward pass alone."""
+    for _ in range(count):
+        logits = model(text)[0][:, -1].detach().clone()
+        for row, tokens in zip(logits, text, strict=True):
+            for token in set(tokens.tolist()):
+                row[token] = row[token] / 1.5 if row[token] > 0 else row[token] * 1.5
+        text = torch.cat([text, logits.argmax(-1, keepdim=True)], dim=1)
+    return text[:, -count:]
+
+
+def test_the_penalty_counts_all_that_was_read_however_it_was_read(model, tmp_path):
+    # Short, so that many tokens of the vocabulary did not occur.
+    text = prompt(5)
+    expected = penalised(model, text, 8)
+    generated_alone = collect(model, text, 8, Sampling(temperature=0))
+    assert not torch.equal(expected, generated_alone), "the penalty changes nothing: choose another seed"
+    assert torch.equal(collect(model, text, 8, PENALISED), expected)
+    first = Reading.start(model, text[:, :3])
+    reading = first.more(model, text[:, 3:])
+    reading.save(tmp_path / "text.reading", model)
+    ways = {
+        "a reading": {"reading": reading},
+        "a reading and a prompt": {"reading": first, "prompt": text[:, 3:]},
+        "a saved reading": {"reading": Reading.load(tmp_path / "text.reading", model)},
+        "forked and selected": {"reading": reading.fork(2).select(torch.tensor([1, 2]))},
+        "joined": {"reading": Reading.cat([reading.select(slice(0, 1)), reading.select(slice(1, 2))])},
+    }
+    for name, way in ways.items():
+        assert torch.equal(collect(model, way.pop("prompt", None), 8, PENALISED, **way), expected), name
+    decoder = Decoder(model, first)
+    for token in text[:, 3:].unbind(1):
+        decoder.step(token)
+    assert torch.equal(collect(model, None, 8, PENALISED, reading=decoder.close()), expected)
+    assert torch.equal(first.seen, torch.zeros_like(first.seen).scatter(1, text[:, :3], True)), "it was changed"
+
+
+def test_a_penalty_on_a_file_that_does_not_say_what_was_read_is_refused(model, tmp_path):
+    path = tmp_path / "text.reading"
+    # As earlier versions wrote it.
+    replace(Reading.start(model, prompt()), seen=None).save(path, model)
+    loaded = Reading.load(path, model)
+    assert torch.equal(collect(model, None, 3, reading=loaded, seed=0), collect(model, prompt(), 3, seed=0))
+    with pytest.raises(ValueError, match="repetition_penalty counts the tokens that were read, and this reading does"):
+        collect(model, None, 3, PENALISED, reading=loaded)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,8 @@ class Decoder:
     Attributes:
         logits: of the next token, (b, vocabulary). The next step may overwrite them.
         tokens: how many were read, and decoded; of texts of different lengths, the longest's.
+        seen: which tokens were read or decoded, (b, vocabulary) bool; None where the reading does not say. The next
+            step changes it in place.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class Decoder:
             raise ValueError(f"reading must be of a model with {len(model.blocks)} layers, got {len(reading.state)}")
         self.logits = reading.logits
         self.tokens = reading.tokens
+        self.seen = None if reading.seen is None else reading.seen.clone()
         self._model, self._memory = model, memory
         self._expected = tokens
         self._record = graphs and reading.logits.is_cuda
@@ -137,7 +140,7 @@ class Decoder:
                 layers.append(memory.close())
             else:
                 layers.append(memory.resized(max(1, memory.tokens)))
-        return Reading(self.logits.clone(), tuple(layers), self.tokens)
+        return Reading(self.logits.clone(), tuple(layers), self.tokens, self.seen)
 
     def _start_afresh(self) -> None:
         """For memories that were not there before."""
@@ -147,6 +150,8 @@ class Decoder:
     @torch.no_grad()
     def _step(self) -> None:
         self.logits = self._model.step(self._token, self._memories)
+        if self.seen is not None:
+            self.seen.scatter_(1, self._token.unsqueeze(1), True)
 
     def _fold_all(self) -> None:
         for memory in self._memories:

@@ -24,7 +24,8 @@ class Sampling:
         top_k: choose among so many of the likeliest tokens; 0: all.
         top_p: choose among the likeliest tokens that together have this probability; 1: all.
         min_p: leave out tokens less likely than this share of the likeliest; 0: none.
-        repetition_penalty: divides positive logits of tokens that occurred, and multiplies negative ones; 1: none.
+        repetition_penalty: divides positive logits of tokens that occurred, in what was read or in what was generated,
+            and multiplies negative ones; 1: none.
     """
 
     temperature: float = 1.0
@@ -127,18 +128,16 @@ def generate(
         raise ValueError("prompt or reading must be given: there is nothing to go on from")
     device = reading.logits.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    seen = None
-    if sampling.repetition_penalty != 1:
-        seen = torch.zeros_like(reading.logits, dtype=torch.bool)
-        if prompt is not None:
-            seen.scatter_(1, prompt, True)
+    if sampling.repetition_penalty != 1 and reading.seen is None:
+        raise ValueError(
+            "repetition_penalty counts the tokens that were read, and this reading does not say which they were: an "
+            "earlier version saved it; read the text again"
+        )
     decoder = Decoder(model, reading, tokens=tokens, memory=memory, owned=owned, graphs=graphs)
     del reading
     ended = torch.zeros(len(decoder.logits), dtype=torch.bool)
     for number in range(tokens):
-        token = sampling.choose(decoder.logits, seen, generator)
-        if seen is not None:
-            seen.scatter_(1, token.unsqueeze(1), True)
+        token = sampling.choose(decoder.logits, decoder.seen, generator)
         chosen = _Chosen(token, decoder.logits)
         more = number + 1 < tokens
         if more and device.type == "cuda":

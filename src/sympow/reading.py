@@ -45,11 +45,14 @@ class Reading:
         logits: of the token after the last one, (b, vocabulary).
         state: one entry per layer.
         tokens: how many were read; of texts of different lengths, the longest's.
+        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, for a repetition penalty; None: not known,
+            as of a file that an earlier version wrote.
     """
 
     logits: Tensor
     state: ModelState
     tokens: int
+    seen: Tensor | None = None
 
     @classmethod
     @torch.no_grad()
@@ -63,13 +66,15 @@ class Reading:
                 "state", "keys": the one or the other. All give the same numbers.
         """
         logits, state = _read(model, tokens, None, piece, memory)
-        return cls(logits, state, tokens.shape[1])
+        seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, tokens, True)
+        return cls(logits, state, tokens.shape[1], seen)
 
     @torch.no_grad()
     def more(self, model: GPT, tokens: Tensor, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
         """Reads on; this reading stays as it is."""
         logits, state = _read(model, tokens, self.state, piece, memory)
-        return replace(self, logits=logits, state=state, tokens=self.tokens + tokens.shape[1])
+        seen = None if self.seen is None else self.seen.scatter(1, tokens, True)
+        return Reading(logits, state, self.tokens + tokens.shape[1], seen)
 
     @classmethod
     @torch.no_grad()
@@ -82,7 +87,9 @@ class Reading:
             states = [fold(state) for state in states]
         layers = [_joined(members) for members in zip(*states, strict=True)]
         logits = torch.cat([reading.logits for reading in readings])
-        return cls(logits, tuple(layers), max(reading.tokens for reading in readings))
+        known = [reading.seen for reading in readings if reading.seen is not None]
+        seen = torch.cat(known) if len(known) == len(readings) else None
+        return cls(logits, tuple(layers), max(reading.tokens for reading in readings), seen)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +107,12 @@ class Reading:
 
     def select(self, index: slice | Tensor) -> Reading:
         """Some of the texts, by a slice or an integer tensor, which may repeat and reorder them."""
-        return replace(self, logits=self.logits[index], state=tuple(layer.select(index) for layer in self.state))
+        return replace(
+            self,
+            logits=self.logits[index],
+            state=tuple(layer.select(index) for layer in self.state),
+            seen=None if self.seen is None else self.seen[index],
+        )
 
     def fork(self, count: int) -> Reading:
         """Every text so many times over, to go on from in different ways; in memory of their own."""
@@ -110,7 +122,7 @@ class Reading:
 
     def save(self, path: str | PathLike[str], model: GPT) -> None:
         """Writes a file that `load` reads (safetensors), with the fingerprint of the model that has read."""
-        tensors = {"logits": self.logits}
+        tensors = {"logits": self.logits} | ({} if self.seen is None else {"seen": self.seen})
         layers = []
         for number, layer in enumerate(self.state):
             members = {field.name: getattr(layer, field.name) for field in fields(layer)}
@@ -150,7 +162,7 @@ class Reading:
                 f"model {own[:16]}…"
             )
         layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(metadata["layers"]))]
-        return cls(tensors["logits"], tuple(layers), int(metadata["tokens"]))
+        return cls(tensors["logits"], tuple(layers), int(metadata["tokens"]), tensors.get("seen"))
 
 
 def fingerprint_of(model: GPT) -> str:

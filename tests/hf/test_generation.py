@@ -12,7 +12,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 from transformers import DynamicCache, GenerationConfig
 
 from support import assert_close
-from sympow.hf import SympowCache
+from sympow.generate import Sampling, generate
+from sympow.hf import SympowCache, to_native
+from sympow.reading import Reading
 
 PADDING = 49
 
@@ -59,6 +61,21 @@ def test_a_left_padded_batch_gives_what_its_texts_give_alone(make, tokens, pad_l
     for text, row in zip(texts, together, strict=True):
         alone = model.generate(text[None], **options)[0]
         assert row[8:].tolist() == alone[len(text) :].tolist()
+
+
+@pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}])
+@torch.no_grad()
+def test_a_repetition_penalty_does_what_it_does_in_native_generation(make, tokens, kind):
+    model, ids = make(**kind), tokens(2, 5)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    out = model.generate(ids, repetition_penalty=1.5, **options)
+    assert not torch.equal(out, model.generate(ids, **options)), "the penalty changes nothing: choose another seed"
+    native = to_native(model)
+    reading = Reading.start(native, ids)
+    for given in ({"prompt": ids}, {"reading": reading}):
+        sampling = Sampling(temperature=0, repetition_penalty=1.5)
+        found = torch.stack(list(generate(native, 8, sampling, **given)), dim=1)
+        assert torch.equal(out[:, 5:], found)
 
 
 @torch.no_grad()
