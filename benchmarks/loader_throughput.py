@@ -45,8 +45,8 @@ def write_text(folder: Path, tokens: int) -> None:
         json.dumps({"text": letters[start : start + SHORT_DOCUMENT]}) for start in range(0, tokens, SHORT_DOCUMENT)
     )
     (folder / "short.jsonl").write_text("\n".join(lines))
-    prepare([source], folder / "long", workers=1)
-    prepare([folder / "short.jsonl"], folder / "short", workers=1)
+    prepare([source], folder / "long", heldout=0, workers=1)
+    prepare([folder / "short.jsonl"], folder / "short", heldout=0, workers=1)
 
 
 def write_crawl(folder: Path) -> None:

@@ -62,5 +62,5 @@ def corpus(tmp_path):
     (folder / "more" / "b.txt").write_text("zweites Dokument: größer\n")
     lines = [json.dumps({"text": f"line {n} " * (n + 1), "id": n}) for n in range(40)]
     (folder / "c.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "readme.md").write_text("not a document")
+    (folder / "picture.png").write_bytes(b"\x89PNG no document")
     return folder

@@ -31,7 +31,7 @@ def jsonl_texts(path: Path) -> list[str]:
 
 
 def test_every_document_comes_back_from_the_shards(corpus, tmp_path):
-    manifest = prepare([corpus], tmp_path / "out", workers=1)
+    manifest = prepare([corpus], tmp_path / "out", heldout=0, workers=1)
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert texts[str(corpus / "a.txt")] == "first document\n"
     assert texts[str(corpus / "more" / "b.txt")] == "zweites Dokument: größer\n"
@@ -39,13 +39,13 @@ def test_every_document_comes_back_from_the_shards(corpus, tmp_path):
     assert [text for name, text in texts.items() if "jsonl" in name] == jsonl_texts(corpus / "c.jsonl")
     assert manifest.counts["documents"] == len(texts) == 42
     assert manifest.counts["files"] == 3
-    assert manifest.counts["files_ignored"] == [str(corpus / "readme.md")]
+    assert manifest.counts["files_ignored"] == [str(corpus / "picture.png")]
     assert manifest.counts["tokens"] == sum(len(text.encode()) + 1 for text in texts.values())
     assert manifest.counts["source_bytes"] == sum(p.stat().st_size for p in corpus.rglob("*.[tj]*"))
 
 
 def test_documents_end_in_the_boundary(corpus, tmp_path):
-    prepare([corpus / "a.txt"], tmp_path / "out", workers=1)
+    prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
     dataset = open_dataset(tmp_path / "out")
     assert dataset.read(0, 0, 16).tolist() == [*b"first document\n", 256]
     assert dataset.read(0, 6, 9).tolist() == [*b"doc"]
@@ -63,7 +63,7 @@ def test_lines_are_neither_lost_nor_doubled_wherever_a_file_is_cut(tmp_path):
 
 
 def test_a_large_file_becomes_several_shards(corpus, tmp_path):
-    prepare([corpus / "c.jsonl"], tmp_path / "out", workers=1, portion_bytes=1000)
+    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, portion_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     assert list(texts_of(dataset).values()) == jsonl_texts(corpus / "c.jsonl")
     assert len(dataset.manifest.splits["train"]) > 4
@@ -72,7 +72,7 @@ def test_a_large_file_becomes_several_shards(corpus, tmp_path):
 
 def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("sympow.data.shards.BLOCK_TOKENS", 2500)
-    prepare([corpus / "c.jsonl"], tmp_path / "out", workers=1, portion_bytes=1000)
+    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, portion_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()
     assert 2 < len(dataset.blocks) <= len(ends)
@@ -87,7 +87,7 @@ def test_parquet_rows_are_documents(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     rows = [f"row {n} " * (n + 1) for n in range(30)]
     pq.write_table(pa.table({"id": list(range(30)), "body": rows}), tmp_path / "t.parquet", row_group_size=7)
-    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", workers=1, portion_bytes=200)
+    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", heldout=0, workers=1, portion_bytes=200)
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert list(texts.values()) == rows
     assert texts[f"{tmp_path / 't.parquet'}, row 29"] == rows[29]
@@ -131,16 +131,16 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_files(corpus, tmp_path, m
 
 
 def test_a_finished_run_is_not_repeated(corpus, tmp_path, monkeypatch):
-    first = prepare([corpus], tmp_path / "out", workers=1)
+    first = prepare([corpus], tmp_path / "out", heldout=0, workers=1)
     monkeypatch.setattr(module, "run_portion", lambda *a: pytest.fail("did the work again"))
-    assert prepare([corpus], tmp_path / "out", workers=1) == first
+    assert prepare([corpus], tmp_path / "out", heldout=0, workers=1) == first
 
 
 def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_path):
     out = tmp_path / "out"
     prepare([corpus], out, workers=1)
     (out / "notes").write_text("mine")
-    with pytest.raises(ValueError, match="prepared from something else: heldout differ"):
+    with pytest.raises(ValueError, match=r"prepared from something else: heldout \(was 0\.02, now 0\.5\) differ"):
         prepare([corpus], out, heldout=0.5, workers=1)
     (corpus / "a.txt").write_text("another document")
     with pytest.raises(ValueError, match="prepared from something else: sources differ"):
@@ -175,12 +175,98 @@ def test_held_out_sources_are_held_out(corpus, tmp_path):
     assert len(open_dataset(tmp_path / "out").lengths) == 40
 
 
-def test_no_split_may_be_empty(corpus, tmp_path):
-    with pytest.raises(ValueError, match="no document for the split 'heldout' out of 1, with heldout=1e-09"):
-        prepare([corpus / "a.txt"], tmp_path / "out", heldout=1e-9, workers=1)
-    prepare([corpus / "a.txt"], tmp_path / "all", workers=1)
+def splits_of(folder):
+    """Texts of both splits, in order."""
+    return [list(texts_of(open_dataset(folder, split)).values()) for split in ("train", "heldout")]
+
+
+def write_documents(folder, count, copies=1):
+    folder.mkdir()
+    for n in range(count):
+        for copy in range(copies):
+            (folder / f"{n}-{copy}.txt").write_text(f"document {n} has a text of its own")
+    return folder
+
+
+def test_two_hundredths_are_held_out_by_default(tmp_path):
+    texts = [f"document {n}" for n in range(2000)]
+    (tmp_path / "d.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    manifest = prepare([tmp_path / "d.jsonl"], tmp_path / "out", workers=1)
+    train, heldout = splits_of(tmp_path / "out")
+    assert sorted(train + heldout) == sorted(texts)
+    assert 20 <= len(heldout) <= 60
+    assert manifest.request["heldout"] == 0.02
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+@pytest.mark.parametrize("heldout", [1e-9, 0.02, 0.5, 0.999_999])
+def test_of_few_documents_at_least_one_goes_to_each_side(tmp_path, count, heldout):
+    folder = write_documents(tmp_path / "texts", count, copies=2)
+    prepare([folder], tmp_path / "out", heldout=heldout, workers=1)
+    train, heldout_texts = splits_of(tmp_path / "out")
+    assert train
+    assert heldout_texts
+    assert not set(train) & set(heldout_texts), "copies of a document must stay together"
+    assert len(train) + len(heldout_texts) == 2 * count
+    if heldout < 0.1:
+        assert len(heldout_texts) == 2
+    # Where sources are cut changes nothing.
+    prepare([folder], tmp_path / "cut", heldout=heldout, workers=1, portion_bytes=40)
+    assert splits_of(tmp_path / "cut") == [train, heldout_texts]
+
+
+def test_a_document_held_out_is_not_learned_from(tmp_path, monkeypatch):
+    learned = []
+    monkeypatch.setattr(module, "train_bpe", lambda texts, size: learned.extend(texts) or load_tokenizer("bytes"))
+    prepare([write_documents(tmp_path / "texts", 3)], tmp_path / "out", tokenizer="bpe", workers=1)
+    train, heldout = splits_of(tmp_path / "out")
+    assert sorted(learned) == sorted(train)
+    assert len(heldout) == 1
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_of_a_single_document_the_end_is_held_out(tmp_path, copies):
+    book = "".join(f"Sentence {n} tells more. " for n in range(400))
+    for copy in range(copies):
+        (tmp_path / f"{copy}.txt").write_text(book)
+    prepare([tmp_path / f"{copy}.txt" for copy in range(copies)], tmp_path / "out", workers=1)
+    train, heldout = splits_of(tmp_path / "out")
+    assert len(train) == len(heldout) == copies
+    assert train[0] + heldout[0] == book
+    assert len(heldout[0]) == round(0.02 * len(book))
+
+
+def test_nothing_is_held_out_when_asked(corpus, tmp_path):
+    prepare([corpus / "a.txt"], tmp_path / "all", heldout=0, workers=1)
     with pytest.raises(ValueError, match="has no split 'heldout'"):
         open_dataset(tmp_path / "all", "heldout")
+
+
+def test_a_document_that_cannot_be_shared_out_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"no document for the split 'heldout' out of 1, with heldout=0\.02"):
+        prepare([tmp_path / "x.txt"], tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.TXT", "a.py", "sub/a.rst"])
+def test_text_files_of_a_folder_are_documents(tmp_path, name):
+    path = tmp_path / "texts" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("a document")
+    (tmp_path / "texts" / "data.bin").write_bytes(b"\xff")
+    hidden = tmp_path / "texts" / ".venv" / "b.py"
+    hidden.parent.mkdir()
+    hidden.write_text("somebody else's")
+    manifest = prepare([tmp_path / "texts"], tmp_path / "out", heldout=0, workers=1)
+    assert texts_of(open_dataset(tmp_path / "out")) == {str(path): "a document"}
+    assert manifest.counts["files_ignored"] == [str(tmp_path / "texts" / "data.bin")]
+
+
+@pytest.mark.parametrize("name", ["README", "notes.md", "table.csv", "old.TXT", "page.xyz"])
+def test_a_file_that_is_named_is_text_whatever_its_name(tmp_path, name):
+    (tmp_path / name).write_text("größer")
+    prepare([tmp_path / name], tmp_path / "out", heldout=0, workers=1)
+    assert texts_of(open_dataset(tmp_path / "out")) == {str(tmp_path / name): "größer"}
 
 
 def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
@@ -188,7 +274,7 @@ def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
     saved = load_tokenizer(tmp_path / "bpe")
     assert saved.vocab_size == open_dataset(tmp_path / "bpe").vocab_size == 300
     # And makes other data with the same ids.
-    prepare([corpus / "a.txt"], tmp_path / "other", tokenizer=str(tmp_path / "bpe"), workers=1)
+    prepare([corpus / "a.txt"], tmp_path / "other", tokenizer=str(tmp_path / "bpe"), heldout=0, workers=1)
     dataset = open_dataset(tmp_path / "other")
     assert dataset.read(0, 0, int(dataset.lengths[0]) - 1).tolist() == saved.encode("first document\n").tolist()
 
@@ -200,7 +286,7 @@ def test_a_large_vocabulary_gets_wider_ids(corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "load_tokenizer", lambda *a: Wide)
     monkeypatch.setattr(Wide, "save", lambda folder: None, raising=False)
-    manifest = prepare([corpus / "a.txt"], tmp_path / "out", workers=1)
+    manifest = prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
     assert manifest.dtype == "uint32"
     assert open_dataset(tmp_path / "out").read(0, 14, 16).tolist() == [65_537, 69_999]
 
@@ -213,7 +299,7 @@ def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path,
     monkeypatch.setattr(module, "load_tokenizer", lambda *a: Broken)
     monkeypatch.setattr(Broken, "save", lambda folder: None, raising=False)
     with pytest.raises(ValueError, match=r"a\.txt: token id 300 is beyond the tokenizer's vocabulary of 300"):
-        prepare([corpus / "a.txt"], tmp_path / "out", workers=1)
+        prepare([corpus / "a.txt"], tmp_path / "out", heldout=0, workers=1)
 
 
 @pytest.mark.parametrize(
@@ -221,15 +307,17 @@ def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path,
     [
         ("x.txt", b"", r"x\.txt is empty"),
         ("x.jsonl", b"", r"x\.jsonl is empty"),
-        ("x.txt", b"\xff\xfe", r"x\.txt is not UTF-8"),
+        ("x.txt", b"caf\xe9", r"x\.txt is not UTF-8 text: byte 0xe9 at offset 3; convert it first.*iconv -f ENCODING"),
+        ("x.txt", "text".encode("utf-16"), r"x\.txt is not UTF-8 text: byte 0xff at offset 0; .*iconv -f UTF-16"),
+        ("x.zip", b"PK\x03\x04\xff", r"x\.zip is not UTF-8 text: byte 0xff at offset 4"),
+        ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"x\.jsonl, line at byte 14 is not UTF-8 text: byte 0xe9 at"),
         ("x.jsonl", b'{"text": "a"}\n{"text": ""}\n', r"x\.jsonl, line at byte 14: the document is empty"),
         ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line at byte 14: not JSON"),
         ("x.jsonl", b'{"body": "a"}', r"x\.jsonl, line at byte 0: no field 'text'; it has 'body'"),
         ("x.jsonl", b'{"text": 3}', r"field 'text' must be text, got int"),
         ("x.jsonl", b"[1]", r"must be an object with a field 'text', got list"),
-        ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl, line at byte 0: not valid Unicode"),
+        ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl, line at byte 0 is not UTF-8 text"),
         ("x.parquet", b"PAR0", r"x\.parquet is not a readable \.parquet"),
-        ("x.csv", b"a,b", r"x\.csv must end in \.txt, \.jsonl, \.parquet"),
     ],
 )
 def test_a_bad_source_is_named(tmp_path, name, content, message):
@@ -241,7 +329,8 @@ def test_a_bad_source_is_named(tmp_path, name, content, message):
 def test_empty_documents_are_left_out_and_counted_when_asked(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n\n{"text": ""}\n')
     (tmp_path / "y.txt").write_text("")
-    manifest = prepare([tmp_path / "x.jsonl", tmp_path / "y.txt"], tmp_path / "out", skip_empty=True, workers=1)
+    sources = [tmp_path / "x.jsonl", tmp_path / "y.txt"]
+    manifest = prepare(sources, tmp_path / "out", heldout=0, skip_empty=True, workers=1)
     assert manifest.counts["documents"] == 1
     assert manifest.counts["empty_documents_skipped"] == 2
 
@@ -250,7 +339,7 @@ def test_empty_documents_are_left_out_and_counted_when_asked(tmp_path):
     ("sources", "options", "message"),
     [
         (["nowhere"], {}, "nowhere is neither a file nor a folder"),
-        (["empty"], {}, r"empty has no \.txt"),
+        (["empty"], {}, r"empty has no document in it: text \(\.txt"),
         (["a.txt", "a.txt"], {}, "twice"),
         ([], {}, "at least one file or folder"),
         (["a.txt"], {"heldout": 1.0}, "heldout must be at least 0 and below 1, got 1.0"),
@@ -270,7 +359,7 @@ def test_mistakes_in_arguments_are_named(tmp_path, monkeypatch, sources, options
 
 @pytest.fixture
 def prepared(corpus, tmp_path):
-    prepare([corpus], tmp_path / "out", workers=1)
+    prepare([corpus], tmp_path / "out", heldout=0, workers=1)
     return tmp_path / "out"
 
 
@@ -312,10 +401,10 @@ def test_a_manifest_of_something_else_is_refused(prepared):
 
 
 def test_the_fingerprint_follows_the_content(corpus, prepared, tmp_path):
-    prepare([corpus], tmp_path / "same", workers=1)
+    prepare([corpus], tmp_path / "same", heldout=0, workers=1)
     assert open_dataset(tmp_path / "same").fingerprint == open_dataset(prepared).fingerprint
     (corpus / "a.txt").write_text("first document!")
-    prepare([corpus], tmp_path / "changed", workers=1)
+    prepare([corpus], tmp_path / "changed", heldout=0, workers=1)
     assert open_dataset(tmp_path / "changed").fingerprint != open_dataset(prepared).fingerprint
 
 

@@ -197,7 +197,7 @@ def test_held_out_losses_are_of_the_same_documents_each_time(tiny, tmp_path):
 
 def test_a_missing_held_out_part_is_found_before_training(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("a document " * 100)
-    prepare([tmp_path / "a.txt"], tmp_path / "data", workers=1)
+    prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0, workers=1)
     with pytest.raises(ValueError, match="heldout"):
         train(tiny(data=str(tmp_path / "data"), evaluate_every=4), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -6,7 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from sympow.data.files import write_atomically
 from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Shard
+from sympow.data.plain_text import check_text
 from sympow.data.sources import Document, Extent, describe_position, read_documents
-from sympow.data.split import BY_HASH, split_by_hash
+from sympow.data.split import BY_HASH, Rule
 from sympow.data.tokenizer import Tokenizer
 
 WORK_FOLDER = ".prepare"
@@ -29,7 +30,7 @@ class Job:
 
     out: Path
     field: str
-    heldout: float
+    rule: Rule
     skip_empty: bool
 
 
@@ -52,14 +53,20 @@ class Record:
 
 
 def split_documents(extent: Extent, job: Job) -> Iterator[tuple[str, Document]]:
-    """The documents of an extent, each with the split that it goes to."""
-    for document in read_documents(extent, job.field):
-        try:
-            content = document.text.encode()
-        except UnicodeEncodeError as error:
-            where = describe_position(extent.file, document.position)
-            raise ValueError(f"{where}: not valid Unicode: {error}") from error
-        yield extent.split if extent.split != BY_HASH else split_by_hash(content, job.heldout), document
+    """The documents of an extent, each with the split that it goes to; one may be shared between both."""
+    for document in documents_of(extent, job.field):
+        if extent.split != BY_HASH:
+            yield extent.split, document
+            continue
+        for split, text in job.rule.parts(document.text):
+            yield split, replace(document, text=text)
+
+
+def documents_of(extent: Extent, field: str) -> Iterator[Document]:
+    """The documents of an extent. Text that has no UTF-8 (JSON can spell such) is refused."""
+    for document in read_documents(extent, field):
+        check_text(describe_position(extent.file, document.position), document.text)
+        yield document
 
 
 def run_portion(portion: tuple[Extent, ...], number: int, job: Job, tokenizer: Tokenizer) -> Record:

@@ -24,14 +24,25 @@ from sympow.data.checks import SPLITS, check_fraction
 from sympow.data.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
 from sympow.data.order import permutation
-from sympow.data.portion import RECORDS, WORK_FOLDER, Job, Record, id_dtype, record_path, run_portion, split_documents
+from sympow.data.portion import (
+    RECORDS,
+    WORK_FOLDER,
+    Job,
+    Record,
+    documents_of,
+    id_dtype,
+    record_path,
+    run_portion,
+    split_documents,
+)
 from sympow.data.sources import Extent, extents_of, find_files, portions_of
-from sympow.data.split import BY_HASH
+from sympow.data.split import BY_HASH, Rule
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
 
 # A few seconds of work for the slower tokenizers: what an interruption costs at most.
 PORTION_BYTES = 2**23
 BPE_VOCAB_SIZE = 8_192
+HELDOUT = 0.02
 # More text than this changes a vocabulary of usual size very little.
 BPE_TRAINING_BYTES = 2**28
 REQUEST_FILE = "request.json"
@@ -64,7 +75,7 @@ def prepare(
     vocab_size: int | None = None,
     boundary_token: str | None = None,
     field: str = "text",
-    heldout: float = 0.0,
+    heldout: float | None = None,
     heldout_sources: Sequence[Path | str] = (),
     skip_empty: bool = False,
     overwrite: bool = False,
@@ -77,14 +88,17 @@ def prepare(
     Run again after an interruption it goes on; run again when done it does nothing.
 
     Args:
-        sources: .txt (a document each), .jsonl (a document a line) and .parquet (a document a row) files, and folders.
+        sources: .jsonl files (a document a line), .parquet files (a document a row), text files of any other name (a
+            document each), and folders (see `sources.find_files`).
         out: folder to write, new or left by an earlier run of the same.
         tokenizer: "bytes", "gpt2", "bpe" (trained on the training documents), a tokenizer.json, or a folder with a
             saved tokenizer.
         vocab_size: for "bpe", its number of tokens; by default 8,192.
         boundary_token: for a tokenizer.json, the token that separates documents.
         field: key or column with the text.
-        heldout: share of the documents to hold out, chosen by a hash of their text, so copies stay together.
+        heldout: share of the documents to hold out, chosen by a hash of their text, so copies stay together: at least
+            one of several, and of a single document its end (see `split.Rule`). By default 0.02, or with
+            heldout_sources none; 0: nothing.
         heldout_sources: files and folders to hold out instead.
         skip_empty: leave out empty documents and count them, instead of refusing them.
         overwrite: remove what an earlier preparation left in `out`.
@@ -92,6 +106,8 @@ def prepare(
         portion_bytes: source bytes per shard, at most, unless a document or a row group has more.
         on_progress: called now and then.
     """
+    if heldout is None:
+        heldout = 0.0 if heldout_sources else HELDOUT
     check_fraction("heldout", heldout)
     check_at_least("portion_bytes", portion_bytes, 1)
     if workers is not None:
@@ -123,7 +139,8 @@ def prepare(
     if (finished := _start_or_resume(out, request, may_hold_others=overwritten)) is not None:
         return finished
 
-    job = Job(out, field, heldout, skip_empty)
+    rule = Rule.for_documents(_contents(listing, field), heldout) if heldout else Rule(0)
+    job = Job(out, field, rule, skip_empty)
     if not (out / SETTINGS_FILE).is_file():
         _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, portions, job, on_progress).save(out)
     records = _run_portions(portions, job, workers, on_progress)
@@ -151,7 +168,7 @@ def _summarise(
         if not documents[name]:
             raise ValueError(
                 f"no document for the split {name!r} out of {sum(documents.values()):,}, with "
-                f"heldout={request['heldout']}; choose another share and overwrite"
+                f"heldout={request['heldout']}; choose another share (0 holds nothing out) and overwrite"
             )
     return Manifest(
         tokenizer={"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "boundary": tokenizer.boundary},
@@ -186,6 +203,12 @@ def _list_sources(
     return listing, ignored
 
 
+def _contents(listing: Iterable[Extent], field: str) -> Iterator[bytes]:
+    """Of the documents that are written, in order."""
+    for extent in listing:
+        yield from (document.text.encode() for document in documents_of(extent, field) if document.text)
+
+
 def _digest(portions: Iterable[tuple[Extent, ...]]) -> str:
     """Changes when a source does (its name, size or time of change, whether it is held out) or is cut otherwise."""
     state = [
@@ -217,9 +240,12 @@ def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: boo
             raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
         write_atomically(request_path, json.dumps(request).encode())
         return None
-    if different := sorted(key for key in request if request[key] != earlier.get(key)):
+    different = sorted(key for key in request if request[key] != earlier.get(key))
+    if different:
+        # A digest says nothing to people.
+        told = [key if key == "sources" else f"{key} (was {earlier.get(key)}, now {request[key]})" for key in different]
         raise ValueError(
-            f"out={str(out)!r} was prepared from something else: {', '.join(different)} differ; "
+            f"out={str(out)!r} was prepared from something else: {', '.join(told)} differ; "
             "choose another folder or overwrite it"
         )
     return manifest

@@ -1,8 +1,8 @@
 """Documents in files: which files, in which portions, and the texts in them.
 
-A .txt file is a document; so is each line of a .jsonl file and each row of a .parquet file. Files are cut into portions
-of about equal size, whatever the number of processes that will read them, so the same sources always give the same
-portions.
+Each line of a .jsonl file is a document, and each row of a .parquet file; any other file is text, and one document.
+Files are cut into portions of about equal size, whatever the number of processes that will read them, so the same
+sources always give the same portions.
 """
 
 from __future__ import annotations
@@ -15,14 +15,36 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.grouping import group_by_size
+from sympow.data.plain_text import decode, read_text
 from sympow.extras import require
 
-EXTENSIONS = (".txt", ".jsonl", ".parquet")
+LINES, ROWS = ".jsonl", ".parquet"
+# What is taken for a document in a folder. A file that is named itself may have any name.
+PROSE = (".txt", ".text", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".htm", ".html")
+CODE = (
+    ".c",
+    ".cpp",
+    ".cu",
+    ".go",
+    ".h",
+    ".hpp",
+    ".java",
+    ".jl",
+    ".js",
+    ".py",
+    ".r",
+    ".rb",
+    ".rs",
+    ".sh",
+    ".sql",
+    ".ts",
+)
+EXTENSIONS = frozenset((*PROSE, *CODE, LINES, ROWS))
 
 
 @dataclass(frozen=True)
 class Extent:
-    """Part of a file: bytes of a .txt or .jsonl, row groups of a .parquet.
+    """Part of a file: bytes of a text or .jsonl, row groups of a .parquet.
 
     Attributes:
         file: its path, as the user wrote it.
@@ -45,7 +67,7 @@ class Document:
 
     Attributes:
         text: all of it.
-        position: where in the file: byte of the line, number of the row, 0 for a .txt.
+        position: where in the file: byte of the line, number of the row, 0 for a text.
     """
 
     text: str
@@ -61,29 +83,34 @@ class FileList:
 
 
 def find_files(sources: Iterable[Path | str]) -> FileList:
-    """Files and, in alphabetical order of their paths, what is inside folders."""
+    """Files, whatever their names, and in alphabetical order of their paths what is inside folders.
+
+    Of a folder, files with one of EXTENSIONS are taken, in upper or lower case. Hidden files and folders in it, such as
+    `.git` and `.venv`, are not looked at.
+    """
     files: list[Path] = []
     ignored: list[Path] = []
     for source in map(Path, sources):
         if source.is_dir():
-            inside = sorted(path for path in source.rglob("*") if path.is_file())
-            found = [path for path in inside if path.suffix in EXTENSIONS]
+            inside = sorted(path for path in source.rglob("*") if path.is_file() and not _hidden(path, source))
+            found = [path for path in inside if _ending(path) in EXTENSIONS]
             if not found:
-                raise ValueError(f"{source} has no {', '.join(EXTENSIONS)} file in it")
+                raise ValueError(
+                    f"{source} has no document in it: text ({', '.join(PROSE)}), source code, {LINES} or {ROWS}; files "
+                    "with other names can be named themselves"
+                )
             files += found
-            ignored += [path for path in inside if path.suffix not in EXTENSIONS]
+            ignored += [path for path in inside if _ending(path) not in EXTENSIONS]
         elif not source.is_file():
             raise ValueError(f"source {source} is neither a file nor a folder")
-        elif source.suffix not in EXTENSIONS:
-            raise ValueError(f"source {source} must end in {', '.join(EXTENSIONS)}")
         else:
             files.append(source)
     return FileList(tuple(files), tuple(ignored))
 
 
 def extents_of(path: Path, split: str, portion_bytes: int, *, may_be_empty: bool = False) -> list[Extent]:
-    """A file in portions of at most `portion_bytes`, where it can be cut: a .txt is one document."""
-    if path.suffix == ".parquet":
+    """A file in portions of at most `portion_bytes`, where it can be cut: a text is one document."""
+    if _ending(path) == ROWS:
         with _open_parquet(path) as file:
             rows = file.metadata.num_rows
             sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
@@ -91,7 +118,7 @@ def extents_of(path: Path, split: str, portion_bytes: int, *, may_be_empty: bool
         extents = [Extent(str(path), g[0], g[-1] + 1, sum(sizes[g[0] : g[-1] + 1]), split) for g in groups]
     else:
         rows = size = path.stat().st_size
-        step = portion_bytes if path.suffix == ".jsonl" else max(size, 1)
+        step = portion_bytes if _ending(path) == LINES else max(size, 1)
         ends = [min(start + step, size) for start in range(0, max(size, 1), step)]
         extents = [Extent(str(path), start, end, end - start, split) for start, end in pairwise([0, *ends])]
     if not rows and not may_be_empty:
@@ -107,17 +134,17 @@ def read_documents(extent: Extent, field: str) -> Iterator[Document]:
         field: key of a line or column of a table that has the text.
     """
     path = Path(extent.file)
-    if path.suffix == ".txt":
-        yield Document(_decode(path.read_bytes(), path), 0)
-    elif path.suffix == ".jsonl":
+    if _ending(path) == LINES:
         yield from _read_lines(path, extent, field)
-    else:
+    elif _ending(path) == ROWS:
         yield from _read_rows(path, extent, field)
+    else:
+        yield Document(read_text(path), 0)
 
 
 def describe_position(file: str, position: int) -> str:
     """A document's place for people, from what is stored with it."""
-    kind = {".jsonl": ", line at byte {:,}", ".parquet": ", row {:,}"}.get(Path(file).suffix, "")
+    kind = {LINES: ", line at byte {:,}", ROWS: ", row {:,}"}.get(_ending(Path(file)), "")
     return file + kind.format(position)
 
 
@@ -135,8 +162,9 @@ def _read_lines(path: Path, extent: Extent, field: str) -> Iterator[Document]:
 
 def _text_of_line(line: bytes, path: Path, position: int, field: str) -> str:
     where = f"{path}, line at byte {position:,}"
+    text = decode(line, where)
     try:
-        record = json.loads(line)
+        record = json.loads(text)
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -170,11 +198,13 @@ def _open_parquet(path: Path) -> Any:
         raise ValueError(f"{path} is not a readable .parquet file: {error}") from error
 
 
-def _decode(content: bytes, path: Path) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
+def _ending(path: Path) -> str:
+    return path.suffix.lower()
+
+
+def _hidden(path: Path, folder: Path) -> bool:
+    """Whether the file, or a folder on the way to it, is."""
+    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def portions_of(extents: Sequence[Extent], portion_bytes: int) -> list[tuple[Extent, ...]]:
