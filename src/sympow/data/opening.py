@@ -17,6 +17,13 @@ from sympow.data.standard_library import StandardLibrary
 STANDARD_LIBRARY = "stdlib"
 
 
+def names_a_folder(source: str) -> bool:
+    """Whether a source is a place on this machine, rather than a name that `open_dataset` knows or an address."""
+    if source == STANDARD_LIBRARY or "://" in source:
+        return False
+    return source.partition(":")[0] != RECALL or Path(source).exists()
+
+
 def open_dataset(
     source: Path | str = STANDARD_LIBRARY, split: str = "train", *, storage_options: dict[str, Any] | None = None
 ) -> TokenDataset:

@@ -41,7 +41,9 @@ class ShardDataset:
         self.manifest = Manifest.load(self.folder)
         self.shards = self.manifest.splits[split]
         if not self.shards:
-            raise ValueError(f"{folder} has no split {split!r}: prepare it with held-out documents")
+            raise ValueError(
+                f"{folder} has no split {split!r}: prepare it again with a share to hold out (--heldout, --overwrite)"
+            )
         self.vocab_size: int = self.manifest.tokenizer["vocab_size"]
         self.boundary: int = self.manifest.tokenizer["boundary"]
         self._tokens = [self._map_tokens(shard) for shard in self.shards]

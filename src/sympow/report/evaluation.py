@@ -33,9 +33,11 @@ from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
 from sympow.report.evaluations import averages_over_ranges
 from sympow.report.figures import plot_loss_by_position
 from sympow.report.timing import environment
-from sympow.train.run_files import CONFIG_FILE, EXPORT
+from sympow.train.trained_on import TrainedOn
 
 FILE = "evaluation.json"
+# Of a model that does not say at which context it was trained.
+UNKNOWN_CONTEXT = 1_024
 PROBES = ("recall", "passkey")
 
 
@@ -107,6 +109,70 @@ class ModelEvaluation:
         return content
 
 
+@dataclass(frozen=True)
+class Sample:
+    """The held-out documents that models are evaluated on.
+
+    Attributes:
+        data: as `open_dataset` takes it.
+        length: tokens to read of each document.
+        notes: what a reader of the results should know about both, a sentence each.
+    """
+
+    data: str
+    length: int
+    notes: tuple[str, ...]
+
+
+def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: int | None = None) -> Sample:
+    """What to evaluate models on: held-out documents of the data that they were trained on, unless told otherwise.
+
+    Args:
+        checkpoints: the models' folders.
+        data: to read instead.
+        length: tokens to read of each document. By default 4 times the longest training context; if no document is that
+            long, as many as the longest has.
+
+    Raises:
+        ValueError: it is not known what a model was trained on, the data is not there any more or holds nothing out, or
+            the models were trained on different data.
+    """
+    records = {path: TrainedOn.find(path) for path in checkpoints}
+    notes = []
+    if data is None:
+        data = _common_data(records)
+        if any(record is not None and record.changed() for record in records.values()):
+            notes.append(
+                f"{data} has changed since it was trained on: documents held out now may be among those learned from"
+            )
+    lengths = open_dataset(data, "heldout").lengths
+    if length is None:
+        wanted = 4 * max(UNKNOWN_CONTEXT if record is None else record.context for record in records.values())
+        length = min(wanted, int(lengths.max()))
+        if length < wanted:
+            notes.append(
+                f"no held-out document has {wanted:,} tokens, 4 times the training context: reading {length:,}, all of "
+                "the longest; a smaller --length may find more documents"
+            )
+    return Sample(data, length, (f"evaluating on held-out documents of {data}, {length:,} tokens of each", *notes))
+
+
+def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
+    """What all models were trained on."""
+    found: dict[str, Path] = {}
+    for path, record in records.items():
+        if record is None:
+            raise ValueError(f"{path} does not say what it was trained on; name the data with --data")
+        try:
+            found.setdefault(record.source, path)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; name the data with --data") from error
+    if len(found) > 1:
+        told = ", ".join(f"{path} on {source}" for source, path in found.items())
+        raise ValueError(f"models were trained on different data, {told}; name what to compare them on with --data")
+    return next(iter(found))
+
+
 def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Inputs and targets of stretches of held-out documents, (1, length) each: `sympow.evaluate.stretches`."""
     return stretches(open_dataset(data, "heldout"), length, documents)
@@ -120,6 +186,12 @@ def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | Non
     """
     first = group is None or group.rank() == 0
     model = load_model(checkpoint, setting.device)
+    vocab_size = open_dataset(setting.data, "heldout").vocab_size
+    if vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
+            f"{checkpoint}: it must be prepared with the model's tokenizer (--tokenizer {checkpoint})"
+        )
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
     with rich.Progress(console=console, transient=True, disable=not first) as progress:
@@ -133,7 +205,8 @@ def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | Non
             group=group,
         )
         recall, passkey = run_probes(model, checkpoint, setting) if first else ([], [])
-    return ModelEvaluation(losses, training_context(checkpoint), recall, passkey)
+    trained_on = TrainedOn.find(checkpoint)
+    return ModelEvaluation(losses, trained_on and trained_on.context, recall, passkey)
 
 
 def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
@@ -152,16 +225,6 @@ def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[Rec
                 raise ValueError("the probe passkey needs documents of text; mqar has none")
             passkey = passkey_retrieval(model, load_tokenizer(checkpoint), heldout, distances=setting.distances, **how)
     return recall, passkey
-
-
-def training_context(checkpoint: Path) -> int | None:
-    """Of the run whose model folder it is, if its config lies beside it."""
-    path = checkpoint.resolve().parent / CONFIG_FILE
-    if checkpoint.resolve().name != EXPORT or not path.is_file():
-        return None
-    content = require("yaml", "train").safe_load(path.read_text("utf-8"))
-    context = content.get("data", {}).get("context") if isinstance(content, dict) else None
-    return context if isinstance(context, int) else None
 
 
 def contexts_up_to(length: int, ratio: int = 4) -> list[int]:

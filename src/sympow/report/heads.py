@@ -81,11 +81,14 @@ def measure_heads(model: GPT, batches: Iterable[Batch], data: str = "") -> HeadT
 def held_out_rows(settings: dict[str, Any], tokens: int = TOKENS) -> Iterable[Batch]:
     """Held-out documents as a run reads them, a row at a time, about so many tokens.
 
+    Rows are shorter than the run's where there is less text than that.
+
     Raises:
         ValueError: the run's data is not here, or holds nothing out.
     """
     dataset = open_dataset(settings["data"], "heldout")
-    context = settings["context"]
+    joined = settings["short"] in ("join", "pack")
+    context = min(settings["context"], int(dataset.lengths.sum() if joined else dataset.lengths.max()))
     loader = Loader(dataset, context, 1, short=settings["short"], shuffle=False, epochs=1, prefetch=0)
     return islice(loader, max(1, tokens // context))
 

@@ -19,6 +19,7 @@ from sympow.report.report_page import build_report_page
 from sympow.report.runs import Collection, Run, collect
 from sympow.report.style import assign_styles
 from sympow.train.run_files import EXPORT
+from sympow.train.trained_on import TrainedOn
 
 PAGE = "index.html"
 NUMBERS = "final_losses.csv"
@@ -72,7 +73,9 @@ def measure_missing_heads(collection: Collection, device: str) -> Collection:
         task = progress.add_task("looking at heads", total=len(waiting))
         for run in waiting:
             try:
-                batches = held_out_rows(run.settings)
+                trained_on = TrainedOn.find(run.folder / EXPORT)
+                assert trained_on is not None, "a run has a config"
+                batches = held_out_rows(run.settings | {"data": trained_on.source})
                 table = measure_heads(load_model(run.folder / EXPORT, device), batches, run.settings["data"])
             except ValueError as error:
                 notes.setdefault(str(error), []).append(run.name)

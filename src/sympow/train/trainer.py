@@ -46,6 +46,7 @@ from sympow.train.progress import Progress
 from sympow.train.rotations import set_up_rotations
 from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
 from sympow.train.throughput import Clock, peak_operations, training_operations
+from sympow.train.trained_on import TrainedOn
 from sympow.train.update import Update, send
 from sympow.train.watch import Watch
 
@@ -87,16 +88,18 @@ def train(
     out = Path(out)
     with process_group(device) as place:
         out = _agree_on_folder(out, resume, place)
+        named = dataset is None
         dataset = dataset or open_dataset(config.data.data)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         with stop_on_signals() as stop, _fast_float32(config, place), Watch(place):
-            _Run(config, out, place, dataset).run(resume, stop)
+            _Run(config, out, place, dataset, named=named).run(resume, stop)
     return out
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset) -> None:
+    def __init__(self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset, *, named: bool) -> None:
         self.config, self.out, self.place, self.dataset = config, out, place, dataset
+        self.named = named  # whether the dataset is what the config names
         sharded = config.run.context_parallel > 1
         self.grid = make_grid(place, config.run.context_parallel)
         if config.batch_rows % self.grid.data_size:
@@ -390,6 +393,7 @@ class _Run:
             save_model(self.out / EXPORT, self.config.model, weights)
             assert self.tokenizer is not None
             self.tokenizer.save(self.out / EXPORT)
+            TrainedOn.of_run(self.config.data, self.dataset, self.tokenizer, named=self.named).save(self.out / EXPORT)
         dist.barrier()
 
 
