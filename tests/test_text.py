@@ -1,5 +1,9 @@
 """Text in, text out: whole characters, stop strings, prompts of different lengths, and the commands."""
 
+import json
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -7,7 +11,7 @@ from typer.testing import CliRunner
 from sympow import GPT, GPTConfig
 from sympow.cli import app
 from sympow.data.tokenizer import ByteTokenizer
-from sympow.generate import Sampling
+from sympow.generate import Sampling, generate
 from sympow.model.storage import save_model
 from sympow.text import TextDecoder, TextModel
 
@@ -127,8 +131,15 @@ def test_several_texts_are_not_streamed(folder):
         list(text_model.stream(text_model.read("a").fork(2), 3))
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+def run(*arguments, **options):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], **options)
+
+
+def message_of(result):
+    """What the command said of a mistake, on one line."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
 
 
 def test_the_command_continues_a_prompt(folder):
@@ -142,6 +153,109 @@ def test_the_command_continues_a_prompt(folder):
     assert several.exit_code == 0, several.output
     assert several.stdout.startswith("one")
     assert "another" in several.stdout
+
+
+def test_a_prompt_is_printed_before_what_follows_alone_as_among_others(folder):
+    options = ("--tokens", 12, "--temperature", 0, "--device", "cpu")
+    alone = run("generate", folder, "--prompt", "one", *options)
+    several = run("generate", folder, "--prompt", "one", "--prompt", "another", *options)
+    assert alone.exit_code == several.exit_code == 0, alone.output + several.output
+    assert alone.stdout.startswith("one")
+    assert len(alone.stdout) > len("one\n")
+    assert several.stdout.startswith(alone.stdout)
+
+
+def test_what_was_read_from_a_file_is_not_printed(folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some words, ")
+    options = ("--tokens", 12, "--temperature", 0)
+    whole = run("generate", folder, "--prompt", "some words, and", *options)
+    parts = run("generate", folder, "--file", text, "--prompt", "and", *options)
+    assert "some words, " + parts.stdout == whole.stdout
+    rest = run("generate", folder, "--file", text, *options)
+    assert not rest.stdout.startswith("some")
+
+
+def test_stop_strings_are_unescaped(folder):
+    options = ("--prompt", "def ", "--tokens", 60, "--temperature", 0)
+    text = run("generate", folder, *options).stdout.removeprefix("def ").rstrip("\n")
+    # A character of its middle, as a shell passes an escape on.
+    wanted = next(character for character in text[5:] if ord(character) < 128)
+    escaped = rf"\x{ord(wanted):02x}"
+    stopped = run("generate", folder, *options, "--stop", escaped)
+    assert stopped.exit_code == 0, stopped.output
+    assert stopped.stdout.removeprefix("def ").rstrip("\n") == text[: text.index(wanted)].rstrip("\n")
+    literal = run("generate", folder, *options, "--stop", rf"\{escaped}")
+    assert literal.stdout.removeprefix("def ").rstrip("\n") == text, "an escaped backslash is a backslash"
+    refused = message_of(run("generate", folder, *options, "--stop", r"\d"))
+    assert "--stop must have no escapes but" in refused
+
+
+def test_the_penalty_of_the_command_counts_the_prompt(folder, tmp_path):
+    text_model = TextModel.load(folder)
+    prompt = "".join(map(chr, range(32, 127)))  # many of the tokens that may follow
+    sampling = Sampling(temperature=0, repetition_penalty=3.0)
+    tokens = generate(text_model.model, 7, sampling, prompt=text_model.encode(prompt))
+    expected = TOKENIZER.decode([int(token) for token in tokens])
+    reading = text_model.read(prompt)
+    unread = replace(reading, seen=torch.zeros_like(reading.seen))
+    assert "".join(text_model.stream(unread, 7, sampling)) != expected, "the prompt changes nothing: choose another"
+    options = ("--tokens", 7, "--temperature", 0)
+    found = run("generate", folder, "--prompt", prompt, *options, "--repetition-penalty", 3)
+    assert found.stdout == f"{prompt}{expected}\n"
+    text, state = tmp_path / "text.txt", tmp_path / "text.reading"
+    text.write_text(prompt)
+    run("state", folder, text, "--out", state)
+    resumed = run("generate", folder, "--state", state, *options, "--repetition-penalty", 3)
+    assert resumed.stdout == f"{expected}\n"
+
+
+def test_a_dash_is_standard_input(folder, tmp_path):
+    text, given = tmp_path / "text.txt", "größere Wörter, "
+    text.write_text(given)
+    options = ("--tokens", 15, "--temperature", 0)
+    from_file = run("generate", folder, "--file", text, *options)
+    assert from_file.exit_code == 0, from_file.output
+    assert run("generate", folder, "--file", "-", *options, input=given).stdout == from_file.stdout
+    shown = []
+    for name, source in (("file", text), ("dash", "-")):
+        made = run("state", folder, source, "--out", tmp_path / f"{name}.reading", input=given)
+        assert made.exit_code == 0, made.output
+        resumed = run("generate", folder, "--state", tmp_path / f"{name}.reading", *options)
+        assert resumed.stdout == from_file.stdout
+        page = tmp_path / f"{name}.html"
+        result = run("inspect", folder, source, "-o", page, input=given)
+        assert result.exit_code == 0, result.output
+        content = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)[1])
+        shown.append("".join(content["texts"][1:]))
+    assert shown == [given, given]
+
+
+COMMANDS = ("generate", "state", "inspect", "prepare")
+
+
+# What is prepared comes from files alone.
+@pytest.mark.parametrize(
+    ("command", "source"), [*((command, "file") for command in COMMANDS), *((name, "-") for name in COMMANDS[:3])]
+)
+def test_text_that_is_not_utf8_is_refused_alike_by_every_command(folder, tmp_path, command, source):
+    path = tmp_path / "latin.txt"
+    path.write_bytes(b"caf\xe9 " * 3)
+    given = path if source == "file" else "-"
+    arguments = {
+        "generate": ("generate", folder, "--file", given),
+        "state": ("state", folder, given, "--out", tmp_path / "text.reading"),
+        "inspect": ("inspect", folder, given, "-o", tmp_path / "page.html"),
+        "prepare": ("data", "prepare", given, "--out", tmp_path / "data", "--workers", 1),
+    }[command]
+    said = message_of(run(*arguments, input=path.read_bytes()))
+    name = str(path) if source == "file" else "standard input"
+    assert f"Error: {name} is not UTF-8 text: byte 0xe9 at offset 3; convert it first" in said
+
+
+def test_a_prompt_that_is_not_utf8_is_refused(folder):
+    said = message_of(run("generate", folder, "--prompt", b"caf\xe9".decode(errors="surrogateescape")))
+    assert "--prompt is not UTF-8 text: character 3" in said
 
 
 def test_a_state_file_stands_for_the_text(folder, tmp_path):
@@ -172,7 +286,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     [
         ((), "give a --prompt"),
         (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
-        (("--file", "nowhere.txt"), "Error: --file must name a text file"),
+        (("--file", "nowhere.txt"), "Error: nowhere.txt cannot be read: No such file or directory"),
         (("--prompt", "a", "--memory", "all"), "Error: --memory must be one of"),
     ],
 )

@@ -16,6 +16,7 @@ from sympow.checks import check_choice
 from sympow.commands import App
 from sympow.data.cli import app as data_app
 from sympow.data.files import check_can_write
+from sympow.data.plain_text import check_text, read_text, unescape
 from sympow.devices import choose_device
 from sympow.diagnostics.cli import check
 from sympow.experiment.cli import experiment
@@ -189,9 +190,14 @@ def bench(
 @app.command()
 def evaluate(
     checkpoints: Annotated[list[Path], typer.Argument(help="The model folders of one or more runs.")],
-    data: Annotated[str, typer.Option(help="As for training; its held-out documents are read.")] = "stdlib",
+    data: Annotated[
+        str | None, typer.Option(help="Read held-out documents of this instead of what the models were trained on.")
+    ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens to read of each document; by default 4 times the training context.")
+        int | None,
+        typer.Option(
+            help="Tokens to read of each document; by default 4 times the training context, or as many as there are."
+        ),
     ] = None,
     documents: Annotated[int, typer.Option(help="How many documents.")] = 16,
     probe: Annotated[list[str] | None, typer.Option(help="Probe the state, too: recall, passkey; repeatable.")] = None,
@@ -212,18 +218,17 @@ def evaluate(
     """
     import torch
 
-    from sympow.report.evaluation import Setting, evaluate_model, print_evaluations, save_evaluations, training_context
+    from sympow.report.evaluation import Setting, choose_sample, evaluate_model, print_evaluations, save_evaluations
 
     device, dtype = _device_and_dtype(device, dtype)
     if out is not None:
         check_can_write("out", out, "folder")
         require("matplotlib", "plot")
-    if length is None:
-        length = 4 * max(training_context(path) or 1_024 for path in checkpoints)
+    sample = choose_sample(checkpoints, data, length)
     given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
     setting = Setting(
-        data,
-        length,
+        sample.data,
+        sample.length,
         documents,
         tuple(probe or ()),
         piece=piece,
@@ -234,13 +239,17 @@ def evaluate(
     names = [_name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+    if first_process():
+        typer.echo(sample.title)
+        for note in sample.notes:
+            typer.echo(note, err=True)
     with _processes(device) as group:
         found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
     if not first_process():
         return
-    print_evaluations(found, length)
+    print_evaluations(found, sample.length)
     if out is not None:
-        facts = {"command": recorded_command(), "data": data, "device": device, "dtype": dtype}
+        facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)
         typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
 
@@ -248,16 +257,25 @@ def evaluate(
 @app.command()
 def generate(
     checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on from; repeat for several.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A file to read before the prompt.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text to go on from, printed before what follows; repeat for several.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="A text file to read before the prompt; - for standard input.")
+    ] = None,
     state: Annotated[Path | None, typer.Option(help="A file of `sympow state` to go on from.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among tokens with this probability together.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="Leave out tokens rarer than this share of the likeliest.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: fewer repetitions.")] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeat for more.")] = None,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1: tokens that were read or generated become less likely.")
+    ] = 1.0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help=r"String that ends the text, with \n, \t, \xNN, \uNNNN and \\ for a backslash; repeatable."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choices; by default another each time.")] = None,
     piece: Annotated[int, typer.Option(help="Tokens of a prompt read at a time; memory depends on it.")] = PIECE,
     memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
@@ -273,11 +291,15 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check_choice("memory", memory, MEMORIES)
+    if file is None and state is None and not prompt:
+        raise ValueError("give a --prompt, a --file or a --state to go on from")
+    for text in prompt or ():
+        check_text("prompt", text)
+    stops = [unescape("stop", text) for text in stop or ()]
+    text_before = None if file is None else read_text(file)
     text_model = _load_text_model(checkpoint, device, dtype)
     how: dict[str, Any] = {"piece": piece, "memory": memory}
-    before = _read_before(text_model, file, state, how)
-    if before is None and not prompt:
-        raise ValueError("give a --prompt, a --file or a --state to go on from")
+    before = _read_before(text_model, text_before, state, how)
     readings = [
         text_model.read(text, **how) if before is None else text_model.read_on(before, text, **how)
         for text in prompt or [""]
@@ -285,12 +307,12 @@ def generate(
     options: dict[str, Any] = {
         "tokens": tokens,
         "sampling": sampling,
-        "stop": stop or (),
+        "stop": stops,
         "seed": seed,
         "memory": memory,
     }
     if len(readings) == 1:
-        print_stream(text_model, readings[0], **options)
+        print_stream(text_model, readings[0], "".join(prompt or ()), **options)
     else:
         print_continuations(text_model, readings, prompt or [], **options)
 
@@ -298,7 +320,7 @@ def generate(
 @app.command(name="state")
 def state_(
     checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
-    file: Annotated[Path, typer.Argument(help="The text to read.")],
+    file: Annotated[Path, typer.Argument(help="The text file to read; - for standard input.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     after: Annotated[Path | None, typer.Option(help="A file of this command: read on from there.")] = None,
     piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = PIECE,
@@ -314,8 +336,9 @@ def state_(
 
     check_choice("memory", memory, MEMORIES)
     check_can_write("out", out, "file")
+    text = read_text(file)
     text_model = _load_text_model(checkpoint, device, dtype)
-    reading = _read_before(text_model, file, after, {"piece": piece, "memory": memory})
+    reading = _read_before(text_model, text, after, {"piece": piece, "memory": memory})
     assert reading is not None
     out.parent.mkdir(parents=True, exist_ok=True)
     reading.save(out, text_model.model)
@@ -350,7 +373,7 @@ def report(
 @app.command(name="inspect")
 def inspect_(
     checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
-    file: Annotated[Path | None, typer.Argument(help="The text to read; - for standard input.")] = None,
+    file: Annotated[Path | None, typer.Argument(help="The text file to read; - for standard input.")] = None,
     text: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("inspect.html"),
     tokens: Annotated[int, typer.Option(help="Tokens to read at most; the page grows with them.")] = 8_192,
@@ -365,10 +388,14 @@ def inspect_(
     from sympow.data.files import write_atomically
     from sympow.report.inspection import build_inspection_page, inspect_text
 
-    if (file is None) == (text is None):
+    if text is not None and file is None:
+        check_text("text", text)
+        content = text
+    elif file is not None and text is None:
+        content = read_text(file)
+    else:
         raise ValueError("give either a file (- for standard input) or a --text")
     check_can_write("out", out, "file")
-    content = _read_text(file) if text is None else text
     inspection = inspect_text(_load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
     named = "a text" if file is None or str(file) == "-" else file.name
     title = f"{named}, as {checkpoint} reads it"
@@ -378,15 +405,6 @@ def inspect_(
             f"the text has {tokens + inspection.left_out:,} tokens; the first {tokens:,} are shown (--tokens)", err=True
         )
     typer.echo(f"wrote {out}", err=True)
-
-
-def _read_text(file: Path | None) -> str:
-    """A file's content, or what comes in."""
-    if str(file) == "-":
-        return sys.stdin.read()
-    if file is None or not file.is_file():
-        raise ValueError(f"file must name a text file, and {file} is none")
-    return file.read_text(encoding="utf-8", errors="replace")
 
 
 @contextmanager
@@ -426,16 +444,13 @@ def _name_of(checkpoint: Path) -> str:
     return path.parent.name if path.name == EXPORT else path.name
 
 
-def _read_before(text_model: TextModel, file: Path | None, state: Path | None, how: dict[str, Any]) -> Reading | None:
-    """What comes before a prompt: a saved state, then a file."""
+def _read_before(text_model: TextModel, text: str | None, state: Path | None, how: dict[str, Any]) -> Reading | None:
+    """What comes before a prompt: a saved state, then a text."""
     from sympow.reading import Reading
 
     reading = None if state is None else Reading.load(state, text_model.model)
-    if file is None:
+    if text is None:
         return reading
-    if not file.is_file():
-        raise ValueError(f"file must name a text file, and {file} is none")
-    text = file.read_text(errors="replace")
     return text_model.read(text, **how) if reading is None else text_model.read_on(reading, text, **how)
 
 

@@ -18,7 +18,7 @@ app = App(help="Prepares documents for training, and describes them.", no_args_i
 def prepare(
     sources: Annotated[
         list[Path],
-        typer.Argument(help="Files (.txt, .jsonl, .parquet) and folders of such files.", metavar="SOURCE"),
+        typer.Argument(help="Text files, .jsonl and .parquet files, and folders of such files.", metavar="SOURCE"),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; an interrupted run goes on in it.")],
     tokenizer: Annotated[
@@ -29,9 +29,12 @@ def prepare(
         str | None, typer.Option(help="For a tokenizer.json: its token between documents.")
     ] = None,
     field: Annotated[str, typer.Option(help="Key (.jsonl) or column (.parquet) with the text.")] = "text",
-    heldout: Annotated[float, typer.Option(help="Share of the documents to hold out, chosen by hash.")] = 0.0,
+    heldout: Annotated[
+        float | None,
+        typer.Option(help="Share of the documents to hold out, chosen by hash; 0: none.", show_default="0.02"),
+    ] = None,
     heldout_source: Annotated[
-        list[Path] | None, typer.Option(help="File or folder to hold out instead; repeat for more.")
+        list[Path] | None, typer.Option(help="File or folder to hold out instead of a share; repeat for more.")
     ] = None,
     skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out and count empty documents.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what was prepared there before.")] = False,
@@ -91,7 +94,7 @@ def prepare(
         typer.echo(f"  left out: {counts['empty_documents_skipped']:,} empty documents")
     if counts["files_ignored"]:
         first = counts["files_ignored"][0]
-        typer.echo(f"  left out: {len(counts['files_ignored']):,} files that are no documents, such as {first}")
+        typer.echo(f"  left out: {len(counts['files_ignored']):,} files not known by their names, such as {first}")
 
 
 @app.command()

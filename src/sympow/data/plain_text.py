@@ -79,8 +79,7 @@ def unescape(name: str, text: str) -> str:
             return chr(int(escape[1:], 16))
         if escape not in ESCAPES:
             raise ValueError(
-                rf"{name} has {found[0]} in it, which is none of \n, \r, \t, \\, \xNN and \uNNNN; "
-                rf"write \\ for a backslash"
+                rf"{name} must have no escapes but \n, \r, \t, \xNN, \uNNNN and \\ for a backslash; got {found[0]}"
             )
         return ESCAPES[escape]
 

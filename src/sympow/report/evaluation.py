@@ -116,11 +116,13 @@ class Sample:
     Attributes:
         data: as `open_dataset` takes it.
         length: tokens to read of each document.
-        notes: what a reader of the results should know about both, a sentence each.
+        title: both in words.
+        notes: what a reader of the results should know besides.
     """
 
     data: str
     length: int
+    title: str
     notes: tuple[str, ...]
 
 
@@ -154,7 +156,9 @@ def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: 
                 f"no held-out document has {wanted:,} tokens, 4 times the training context: reading {length:,}, all of "
                 "the longest; a smaller --length may find more documents"
             )
-    return Sample(data, length, (f"evaluating on held-out documents of {data}, {length:,} tokens of each", *notes))
+    bytes_alone = all(record is not None and record.tokenizer == "bytes" for record in records.values())
+    unit = "tokens (which are bytes)" if bytes_alone else "tokens"
+    return Sample(data, length, f"evaluating on held-out documents of {data}, {length:,} {unit} of each", tuple(notes))
 
 
 def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
@@ -206,7 +210,7 @@ def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | Non
         )
         recall, passkey = run_probes(model, checkpoint, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
-    return ModelEvaluation(losses, trained_on and trained_on.context, recall, passkey)
+    return ModelEvaluation(losses, None if trained_on is None else trained_on.context, recall, passkey)
 
 
 def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:

@@ -31,10 +31,11 @@ def describe_memory(reading: Reading, memory: Memory = "auto") -> str:
 
 
 def print_stream(
-    text_model: TextModel, reading: Reading, tokens: int, *, memory: Memory = "auto", **options: Any
+    text_model: TextModel, reading: Reading, prompt: str, tokens: int, *, memory: Memory = "auto", **options: Any
 ) -> None:
-    """Prints a continuation piece by piece. Ctrl-C ends it; what was printed stays."""
+    """Prints a prompt and its continuation piece by piece. Ctrl-C ends it; what was printed stays."""
     clock = Clock(reading, memory)
+    print(prompt, end="", flush=True)
     try:
         for text in text_model.stream(reading, tokens, memory=memory, report=clock.count, **options):
             print(text, end="", flush=True)
