@@ -83,6 +83,8 @@ def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, memory, opt
     if memory == "auto" and "power" in options:
         assert 3 < most_tokens(model) < 17
         assert decoder.folded
-    after = decoder.close().more(model, tokens[:, :2])
+    closed = decoder.close()
+    assert closed.seen.nonzero()[:, 1].tolist() == tokens.unique().tolist(), "replays record what was decoded, too"
+    after = closed.more(model, tokens[:, :2])
     whole = model(torch.cat([tokens, tokens[:, :2]], dim=1), return_state=False)[0][:, -1]
     assert (after.logits - whole).abs().max() <= 1e-5 * whole.abs().max()

@@ -17,7 +17,18 @@ from sympow.model.storage import save_model
 def test_two_processes_evaluate_as_one_does(tmp_path):
     config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
     save_model(tmp_path / "run" / "model", config, GPT(config).state_dict())
-    arguments = ["evaluate", tmp_path / "run" / "model", "--length", 100, "--documents", 1, "--piece", 30]
+    arguments = [
+        "evaluate",
+        tmp_path / "run" / "model",
+        "--length",
+        100,
+        "--documents",
+        1,
+        "--piece",
+        30,
+        "--data",
+        "stdlib",
+    ]
     arguments = [*map(str, arguments), "--device", "cpu", "--out"]
     alone = CliRunner().invoke(app, [*arguments, str(tmp_path / "alone")])
     assert alone.exit_code == 0, alone.output

@@ -21,6 +21,7 @@ from sympow.train.metrics import read_metrics
 from sympow.train.optimizer import make_optimizer, set_rate
 from sympow.train.progress import Progress
 from sympow.train.throughput import Clock, peak_operations, training_operations
+from sympow.train.trained_on import TrainedOn
 
 
 @pytest.fixture
@@ -203,6 +204,22 @@ def test_a_missing_held_out_part_is_found_before_training(tiny, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_the_model_folder_says_what_it_was_trained_on(tiny, texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(texts.parent)
+    out = train(tiny(data=texts.name, steps=1), tmp_path / "named", device="cpu")
+    record = TrainedOn.find(out / "model")
+    dataset = open_dataset(texts)
+    assert record == TrainedOn(
+        texts.name, str(texts.resolve()), 32, "join", "bytes", dataset.fingerprint, f"{texts.name} (train)"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert record.source == str(texts.resolve())
+    # What a config names and what was read instead are two things.
+    out = train(tiny(steps=1), tmp_path / "given", device="cpu", dataset=dataset)
+    with pytest.raises(ValueError, match="a dataset that a program made"):
+        _ = TrainedOn.find(out / "model").source
+
+
 def test_tensorboard_has_the_same_numbers_also_after_resuming(tiny, tmp_path):
     out = train(tiny(tensorboard=True, steps=4, save_every=3), tmp_path / "run", device="cpu")
     assert len(list((out / "tensorboard").glob("events.out.tfevents.*"))) == 1
@@ -273,6 +290,7 @@ def test_a_run_folder_holds_what_it_should(tiny, tmp_path):
         "model.json",
         "model.safetensors",
         "sympow_tokenizer.json",
+        "training_data.json",
     }
 
 

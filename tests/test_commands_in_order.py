@@ -1,0 +1,46 @@
+"""From text to a report: the commands in the README's order, on as few books as a user may have."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sympow.cli import app
+
+SENTENCES = ("The king had three daughters. ", "The youngest went into the wood! ", "Nobody knew the way back, ")
+# A model and a run that take a moment; held-out text is shorter than four times the context, or than the context.
+SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--steps", 2, "--batch-tokens", 512, "--no-tensorboard")
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result
+
+
+@pytest.mark.parametrize(("books", "heldout"), [(1, "1 documents, 193 tokens"), (3, "1 documents, 9,")])
+def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypatch, books, heldout):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "books").mkdir()
+    for n in range(books):
+        text = "".join(SENTENCES[(n + m * m) % 3] for m in range(300))
+        (tmp_path / "books" / f"{n}.txt").write_text(text)
+    prepared = run("data", "prepare", *sorted((tmp_path / "books").iterdir()), "--out", "data/books", "--workers", 1)
+    assert f"heldout: {heldout}" in prepared.stdout
+    kind = ("--power", 2, "--gating", "scalar", "--rotary", "scale")
+    device = ("--device", "cpu")
+    run("train", "--data", "data/books", "--context", 256, *kind, *SMALL, "--out", "runs/first", *device)
+    metrics = (tmp_path / "runs/first/metrics.jsonl").read_text()
+    run("train", "--resume", "--out", "runs/first", *device)
+    assert (tmp_path / "runs/first/metrics.jsonl").read_text() == metrics, "a finished run has nothing to go on with"
+    written = run("generate", "runs/first/model", "--prompt", "Once upon a time", "--tokens", 5, *device)
+    assert written.stdout.startswith("Once upon a time")
+    evaluated = run("evaluate", "runs/first/model", "--out", "evaluation", *device)
+    assert "evaluating on held-out documents of data/books" in evaluated.stdout
+    assert json.loads((tmp_path / "evaluation/evaluation.json").read_text())["data"] == "data/books"
+    run("report", "runs/", "-o", "report", *device)
+    assert "half_life" in json.loads((tmp_path / "runs/first/heads.json").read_text())["quantities"]
+    assert "was not measured" not in (tmp_path / "report/index.html").read_text("utf-8")
+    assert list((tmp_path / "report/figures/heads").iterdir())
+    run("inspect", "runs/first/model", "books/0.txt", "-o", "book.html", *device)
+    assert "0.txt, as runs/first/model reads it" in (tmp_path / "book.html").read_text("utf-8")
