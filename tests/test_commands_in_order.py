@@ -27,6 +27,7 @@ def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypa
         (tmp_path / "books" / f"{n}.txt").write_text(text)
     prepared = run("data", "prepare", *sorted((tmp_path / "books").iterdir()), "--out", "data/books", "--workers", 1)
     assert f"heldout: {heldout}" in prepared.stdout
+    assert ("the end of the only document is held out" in prepared.stdout) == (books == 1)
     kind = ("--power", 2, "--gating", "scalar", "--rotary", "scale")
     device = ("--device", "cpu")
     run("train", "--data", "data/books", "--context", 256, *kind, *SMALL, "--out", "runs/first", *device)
@@ -42,5 +43,11 @@ def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypa
     assert "half_life" in json.loads((tmp_path / "runs/first/heads.json").read_text())["quantities"]
     assert "was not measured" not in (tmp_path / "report/index.html").read_text("utf-8")
     assert list((tmp_path / "report/figures/heads").iterdir())
+    # From another folder, too: the model's own knows where its data lies.
+    (tmp_path / "runs/first/heads.json").unlink()
+    monkeypatch.chdir(tmp_path / "books")
+    run("report", "../runs/", "-o", "../again", *device)
+    assert (tmp_path / "runs/first/heads.json").is_file()
+    monkeypatch.chdir(tmp_path)
     run("inspect", "runs/first/model", "books/0.txt", "-o", "book.html", *device)
     assert "0.txt, as runs/first/model reads it" in (tmp_path / "book.html").read_text("utf-8")

@@ -141,7 +141,7 @@ def test_the_command_says_how_much_it_left_out(checkpoint, tmp_path):
     [
         ((), "give either a file"),
         (("file.txt", "--text", "a"), "give either a file"),
-        (("nowhere.txt",), "nowhere.txt is none"),
+        (("nowhere.txt",), "nowhere.txt cannot be read: No such file or directory"),
         (("--text", "a", "--tokens", 0), "tokens must be at least 1"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.output
     (note,) = embedded((tmp_path / "out" / "index.html").read_text())["notes"]
-    assert note.startswith("What the heads of run do was not measured: source must be")
+    assert note.startswith("What the heads of run do was not measured: the model was trained on gone, and there is no")
 
 
 def test_the_page_reads_what_the_runs_hold(experiment):

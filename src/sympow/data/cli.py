@@ -90,6 +90,8 @@ def prepare(
     for name, shards in manifest.splits.items():
         documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
         typer.echo(f"  {name}: {documents:,} documents, {tokens:,} tokens in {len(shards):,} shards")
+    if "documents_cut_in_two" in counts:
+        typer.echo("  the end of the only document is held out; --heldout 0 keeps all of it for training")
     if counts["empty_documents_skipped"]:
         typer.echo(f"  left out: {counts['empty_documents_skipped']:,} empty documents")
     if counts["files_ignored"]:

@@ -63,7 +63,8 @@ class Manifest:
     Attributes:
         tokenizer: its kind, vocab_size and boundary.
         dtype: of the tokens, "uint16" or "uint32".
-        counts: files, files_ignored, source_bytes, documents, empty_documents_skipped, tokens.
+        counts: files, files_ignored, source_bytes, documents, empty_documents_skipped, tokens; documents_cut_in_two,
+            where the end of a single document is held out.
         request: how it was made; the same request finds its work done.
         splits: shards of "train" and "heldout".
     """

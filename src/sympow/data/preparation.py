@@ -145,7 +145,7 @@ def prepare(
         _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, portions, job, on_progress).save(out)
     records = _run_portions(portions, job, workers, on_progress)
 
-    manifest = _summarise(records, listing, ignored, request, load_tokenizer(out))
+    manifest = _summarise(records, listing, ignored, request, load_tokenizer(out), rule)
     manifest.save(out)
     shutil.rmtree(out / WORK_FOLDER)
     for path in out.glob(f"*{PARTIAL_ENDING}"):
@@ -160,6 +160,7 @@ def _summarise(
     ignored: Sequence[Path],
     request: dict[str, Any],
     tokenizer: Tokenizer,
+    rule: Rule,
 ) -> Manifest:
     splits = {name: tuple(done.splits[name] for done in records if name in done.splits) for name in SPLITS}
     documents = {name: sum(shard.documents for shard in shards) for name, shards in splits.items()}
@@ -180,6 +181,8 @@ def _summarise(
             "documents": sum(documents.values()),
             "empty_documents_skipped": sum(record.empty_documents_skipped for record in records),
             "tokens": sum(shard.tokens for shards in splits.values() for shard in shards),
+            # Each is in both splits, a part here and a part there.
+            **({"documents_cut_in_two": documents["heldout"]} if rule.tail else {}),
         },
         request=request,
         splits=splits,
