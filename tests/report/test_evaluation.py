@@ -92,6 +92,13 @@ def test_a_copied_model_knows_its_data_from_anywhere(texts, tmp_path, monkeypatc
     result = evaluate(copied, "--device", "cpu")
     assert result.exit_code == 0, result.output
     assert f"of {texts}, 32 tokens" in said(result)
+    # Run and data have moved together.
+    (tmp_path / "project").mkdir()
+    texts.rename(tmp_path / "project" / "data")
+    monkeypatch.chdir(tmp_path / "project")
+    result = evaluate(copied, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "of data, 32 tokens" in said(result)
 
 
 def test_a_model_without_a_record_is_known_by_its_runs_config(texts, tmp_path):

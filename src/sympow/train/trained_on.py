@@ -82,6 +82,8 @@ class TrainedOn:
     def source(self) -> str:
         """What to open: as the user named it, if that is the same folder from here, or else the folder itself.
 
+        Where that is gone, what has its name from here: run and data may have moved together.
+
         Raises:
             ValueError: the data has no name, or its folder is not there any more.
         """
@@ -91,9 +93,10 @@ class TrainedOn:
             )
         if not names_a_folder(self.data):
             return self.data
-        if Path(self.data).exists() and self.folder in (None, str(Path(self.data).resolve())):
+        moved = self.folder is None or not Path(self.folder).exists()
+        if Path(self.data).exists() and (moved or str(Path(self.data).resolve()) == self.folder):
             return self.data
-        if self.folder is not None and Path(self.folder).exists():
+        if self.folder is not None and not moved:
             return self.folder
         where = f"{self.folder} is not there any more" if self.folder else "there is no such folder here"
         raise ValueError(f"the model was trained on {self.data}, and {where}")
