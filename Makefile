@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo forms test check format bench clean
 
 help:
-	@echo "make demo    train, evaluate and compare four small models, generate text (CPU, under five minutes)"
+	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
 	@echo "make forms   show the three forms of the operator agreeing, and time them"
 	@echo "make test    run the tests"
 	@echo "make check   lint, formatting and types"

@@ -1,8 +1,8 @@
-"""The main job end to end, on a CPU, within five minutes: train, evaluate, compare, generate.
+"""The commands of README.md, one after the other, on a CPU and within five minutes.
 
-Four small byte-level models (softmax, sympow, with gating, conformal) learn from the sources of Python's standard
-library at two contexts, each on the same tokens. Held-out sources then show what each makes of contexts longer than
-those it was trained on, and the conformal one writes some Python.
+Two small models of the same size learn from modules of Python's standard library, 128 tokens at a time: one with
+softmax attention, one with conformal symmetric power attention. Then both read held-out modules eight times as long,
+and the conformal one writes some Python. Everything is done by the command `sympow`, printed before it runs.
 
 python examples/demo.py --out build/demo
 """
@@ -10,117 +10,252 @@ python examples/demo.py --out build/demo
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
+import subprocess
+import sys
 import time
-from itertools import islice
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from sympow.data import Loader, load_tokenizer, open_dataset
-from sympow.evaluate import PositionLosses, loss_by_position
-from sympow.generate import Sampling, generate
-from sympow.model.storage import load_model
+from sympow.data.standard_library import StandardLibrary
+from sympow.errors import Reported
+from sympow.invocation import command_line
 from sympow.model.variants import PAPER_VARIANTS
-from sympow.report.figures import plot_loss_by_position
-from sympow.report.grouping import LABELS
-from sympow.train.config import laptop
-from sympow.train.run_files import EXPORT
-from sympow.train.trainer import train
+from sympow.train.metrics import read_metrics
 
-# By what figures call them.
-VARIANTS = {LABELS[name]: fields for name, fields in PAPER_VARIANTS.items()}
-CONTEXTS = (128, 512)
-EVALUATED = 2_048
-DOCUMENTS = 8
-
-
-def train_all(out: Path, steps: int, console: Console) -> dict[tuple[int, str], Path]:
-    """A run for every context and variant."""
-    runs = {}
-    for context in CONTEXTS:
-        for name, changes in VARIANTS.items():
-            console.rule(f"{name}, context {context}")
-            config = laptop().changed(
-                **changes,
-                context=context,
-                steps=steps,
-                batch_tokens=2_048,
-                learning_rate=3e-3,
-                warmup_steps=steps // 10,
-                clip_norm=1.0,
-                log_every=max(1, steps // 4),
-                save_every=0,
-            )
-            folder = out / f"{name.replace(' + ', '-')}-{context}"
-            runs[context, name] = train(config, folder, device="cpu")
-    return runs
+MODELS = {name: PAPER_VARIANTS[name] for name in ("softmax", "conformal")}
+CONTEXT = 128
+EVALUATED = 8 * CONTEXT
+MARKER = "README.txt"
+# Seconds between two lines of progress.
+EVERY = 15
+# Two models train at the same time on one thread each. With a pool of threads per process, threads wait for each other
+# whenever another program uses a core, and training takes ten times as long. A GPU is hidden: this is for any machine.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def evaluate_all(runs: dict[tuple[int, str], Path]) -> dict[tuple[int, str], PositionLosses]:
-    """Loss by position on held-out sources, up to EVALUATED bytes."""
-    heldout = Loader(open_dataset("stdlib", "heldout"), EVALUATED, 1, short="drop", shuffle=False, epochs=1)
-    documents = [(batch.inputs, batch.targets) for batch in islice(heldout, DOCUMENTS)]
-    return {key: loss_by_position(load_model(folder / EXPORT), documents) for key, folder in runs.items()}
+@dataclass(frozen=True)
+class Size:
+    """How much to do.
+
+    Attributes:
+        modules: to read of each split at most.
+        vocabulary: tokens of the byte-pair encoding.
+        steps, width: of training, and of the models.
+        documents: held-out stretches to evaluate on.
+        written: tokens to generate.
+    """
+
+    modules: int
+    vocabulary: int
+    steps: int
+    width: int
+    documents: int
+    written: int
 
 
-def show_losses(losses: dict[tuple[int, str], PositionLosses], console: Console) -> None:
-    title = f"Loss on {DOCUMENTS} held-out stretches, nats a byte: trained at a context → evaluated on"
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for context in CONTEXTS:
-        for part in (f"{context}", f"{EVALUATED:,}", "its end"):
-            table.add_column(f"{context} → {part}", justify="right")
-    for name in VARIANTS:
-        cells = []
-        for context in CONTEXTS:
-            found = losses[context, name]
-            numbers = (found.average(0, context), found.average(), found.average(EVALUATED - 256))
-            cells += [f"{number:.3f}" for number in numbers]
-        table.add_row(name, *cells)
-    console.print(table)
-
-
-def write_some_python(folder: Path, console: Console) -> None:
-    model, tokenizer = load_model(folder), load_tokenizer(folder)
-    text = 'import os\n\n\ndef read(path):\n    """'
-    prompt = torch.from_numpy(tokenizer.encode(text).copy()).long().unsqueeze(0)
-    tokens = [int(token) for token in generate(model, 240, Sampling(temperature=0.7), prompt=prompt, seed=0)]
-    console.rule("the conformal model goes on after a prompt")
-    console.print(text + tokenizer.decode(tokens), markup=False, highlight=False)
+FULL = Size(modules=1_000, vocabulary=1_024, steps=800, width=128, documents=64, written=160)
+TINY = Size(modules=8, vocabulary=300, steps=6, width=16, documents=4, written=16)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for runs and the figure")
-    parser.add_argument("--steps", type=int, default=75, help="updates of each model; its cost is proportional")
+    parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for everything")
+    parser.add_argument("--tiny", action="store_true", help="do very little of everything, to see that it works")
     arguments = parser.parse_args()
     out: Path = arguments.out
-    console, start = Console(), time.monotonic()
-    shutil.rmtree(out / "runs", ignore_errors=True)
-    runs = train_all(out / "runs", arguments.steps, console)
-    losses = evaluate_all(runs)
-    console.print()
-    show_losses(losses, console)
-    figure = out / "loss_by_position.png"
-    plot_loss_by_position(
-        {f"trained at {context}": {name: losses[context, name].mean for name in VARIANTS} for context in CONTEXTS},
-        figure,
-    )
-    longest = CONTEXTS[-1]
-    write_some_python(runs[longest, "conformal"] / EXPORT, console)
-    console.rule(f"{time.monotonic() - start:.0f} seconds")
-    console.print(f"Figure:       {figure}")
-    console.print(
-        f"Runs:         {out / 'runs'}  (metrics.jsonl, checkpoints, model; tensorboard --logdir {out / 'runs'})"
-    )
-    console.print(f"Go on:        sympow train --resume --out {runs[longest, 'conformal']} --steps 1000")
-    console.print(f"A page:       sympow report {out / 'runs'} -o {out / 'report'}")
-    console.print("Your text:    sympow data prepare TEXT… --out DIR, then sympow train --data DIR")
-    console.print("The operator: make forms, README.md, docs/mathematics.md")
+    size = TINY if arguments.tiny else FULL
+    start = time.monotonic()
+    make_folder(out)
+    data, runs = out / "data", out / "runs"
+    models = [runs / name / "model" for name in MODELS]
+    best = models[-1]
+
+    heading("Text to tokens")
+    shown = write_modules(out / "text", size.modules)
+    sources = (out / "text" / "train", "--heldout-source", out / "text" / "heldout")
+    sympow("data", "prepare", *sources, "--tokenizer", "bpe", "--vocab-size", size.vocabulary, "--out", data)
+
+    heading(f"Two models, {CONTEXT} tokens of context, at the same time")
+    train_all({name: training_flags(name, size, data) for name in MODELS}, runs)
+
+    heading(f"Loss on held-out modules, up to {EVALUATED:,} tokens")
+    length = ("--length", EVALUATED, "--documents", size.documents)
+    sympow("evaluate", *models, "--data", data, *length, "--out", out / "evaluation")
+    print_losses(out / "evaluation" / "evaluation.json")
+
+    heading("The conformal model writes some Python")
+    sampling = ("--temperature", 0.6, "--top-p", 0.95, "--seed", 1)
+    sympow("generate", best, "--prompt", "def read(self, size=-1):", "--tokens", size.written, *sampling)
+
+    heading("Figures and pages")
+    sympow("report", out, "--out", out / "report", "--title", "Softmax and conformal, two small models")
+    sympow("inspect", best, shown, "--tokens", 2_000, "--out", out / "inspect.html")
+
+    heading(f"Done in {time.monotonic() - start:.0f} seconds")
+    print(f"The report, a page with all losses and settings:\n{address(out / 'report' / 'index.html')}\n")
+    print(f"What the model forgot and turned at each token of {shown.stem}.py:\n{address(out / 'inspect.html')}\n")
+    print(f"Loss against how much was read before:\n{address(out / 'evaluation' / 'loss_by_position.png')}\n")
+    print("Go on from here:\n")
+    for command in next_commands(out, best, size):
+        print(f"{command_line(*command)}\n")
+
+
+def make_folder(out: Path) -> None:
+    """A new folder, or an earlier demo's emptied; what a user has is not touched."""
+    if out.exists():
+        if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).is_file()):
+            raise SystemExit(
+                f"--out must be a new folder, or one that this demo made, which it replaces; {out} is neither. "
+                "Remove it, or name another folder"
+            )
+        shutil.rmtree(out)
+    out.mkdir(parents=True)
+    (out / MARKER).write_text("Written by examples/demo.py, which replaces this folder when it runs again.\n")
+
+
+def write_modules(folder: Path, most: int) -> Path:
+    """Writes the standard library's modules of one file each as text, in two folders; returns a held-out one."""
+    written: dict[str, list[Path]] = {}
+    for split in ("train", "heldout"):
+        library = StandardLibrary(split)
+        files = [number for number in range(len(library.lengths)) if Path(library.document_name(number)).is_file()]
+        written[split] = []
+        for number in files[:most]:
+            text = library.load_tokenizer().decode(library.read(number, 0, int(library.lengths[number])))
+            path = folder / split / f"{Path(library.document_name(number)).stem}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            written[split].append(path)
+    print(f"{len(written['train'])} modules of Python's standard library, and {len(written['heldout'])} held out\n")
+    return min(written["heldout"], key=lambda path: abs(path.stat().st_size - 8_000))
+
+
+def training_flags(name: str, size: Size, data: Path) -> dict[str, Any]:
+    """Of `sympow train`: what tells the model from the other, and what both have."""
+    return {
+        **MODELS[name],
+        "data": data,
+        "context": CONTEXT,
+        "layers": 4,
+        "width": size.width,
+        "heads": 2,
+        "steps": size.steps,
+        "batch-tokens": 8 * CONTEXT,
+        "learning-rate": 3e-3,
+        "beta2": 0.99,
+        "warmup-steps": size.steps // 20,
+        "schedule": "cosine",
+        "final-rate": 0.05,
+        "log-every": max(1, size.steps // 40),
+        "evaluate-every": size.steps,
+        "evaluate-tokens": 8_192,
+        "save-every": 0,
+    }
+
+
+def train_all(flags: Mapping[str, Mapping[str, Any]], runs: Path) -> None:
+    """Trains a model in a process each, and prints their losses on the way."""
+    runs.mkdir()
+    commands = {
+        name: ("train", *(word for flag, value in its.items() for word in (f"--{flag}", value)), "--out", runs / name)
+        for name, its in flags.items()
+    }
+    for command in commands.values():
+        print(f"$ {command_line(*command)}\n", flush=True)
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name, command in commands.items():
+            with (runs / f"{name}.log").open("wb") as log:
+                processes[name] = subprocess.Popen(
+                    process_of(*command), env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
+                )
+        follow(processes, {name: its["steps"] for name, its in flags.items()}, runs)
+    finally:
+        for process in processes.values():
+            process.terminate()
+            process.wait()
+    for name, process in processes.items():
+        if process.returncode:
+            log_text = (runs / f"{name}.log").read_text()
+            raise SystemExit(f"the training of {name} failed with code {process.returncode}:\n{log_text}")
+
+
+def follow(processes: Mapping[str, subprocess.Popen[bytes]], steps: Mapping[str, int], runs: Path) -> None:
+    """Prints a line now and then until all processes have ended: steps made, and the loss averaged over many."""
+    start = time.monotonic()
+    print("time" + "".join(f"{name:>16}   loss" for name in processes), flush=True)
+    waiting = True
+    while waiting:
+        due = time.monotonic() + EVERY
+        while waiting and time.monotonic() < due:
+            time.sleep(0.2)
+            waiting = any(process.poll() is None for process in processes.values())
+        cells, parts = [], []
+        for name in processes:
+            metrics = runs / name / "metrics.jsonl"
+            losses = [line["loss"] for line in read_metrics(metrics)] if metrics.is_file() else []
+            # One batch says more about itself than about the model.
+            last = losses[-max(1, steps[name] // 20) :]
+            smoothed = f"{sum(last) / len(last):.3f}" if last else ""
+            cells.append(f"{f'{len(losses):,} of {steps[name]:,}':>16}  {smoothed:>5}")
+            parts.append(len(losses) / steps[name])
+        seconds, slowest = time.monotonic() - start, min(parts)
+        left = f"   about {clock(seconds / slowest - seconds)} left" if waiting and slowest else ""
+        print(clock(seconds) + "".join(cells) + left, flush=True)
+
+
+def print_losses(evaluation: Path) -> None:
+    """Losses at positions within the context of training and beyond it."""
+    models = json.loads(evaluation.read_text())["models"]
+    ranges = [(CONTEXT // 2, CONTEXT), (CONTEXT, 2 * CONTEXT), (EVALUATED // 2, EVALUATED)]
+    print(f"Loss of the tokens at these positions (both were trained on positions up to {CONTEXT}):\n")
+    print(f"{'':16}" + "".join(f"{name:>12}" for name in models))
+    for first, last in ranges:
+        losses = [sum(model["mean"][first:last]) / (last - first) for model in models.values()]
+        print(f"{f'{first:,} to {last:,}':16}" + "".join(f"{loss:12.3f}" for loss in losses))
+
+
+def next_commands(out: Path, model: Path, size: Size) -> list[tuple[object, ...]]:
+    """Commands to go on with."""
+    return [
+        ("generate", model, "--prompt", "class Reader:", "--tokens", 2 * size.written, "--temperature", 0.6),
+        ("train", "--resume", "--out", model.parent, "--steps", 2 * size.steps),
+        ("evaluate", model, "--data", out / "data", "--probe", "recall", "--length", CONTEXT, "--documents", 4),
+    ]
+
+
+def sympow(*words: object) -> None:
+    """Prints a command and runs it."""
+    print(f"$ {command_line(*words)}\n", flush=True)
+    code = subprocess.run(process_of(*words), env=ENVIRONMENT, check=False).returncode
+    if code:
+        raise SystemExit(f"sympow {words[0]} failed with code {code}")
+    print(flush=True)
+
+
+def process_of(*words: object) -> list[str]:
+    return [sys.executable, "-m", "sympow", *map(str, words)]
+
+
+def clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
+
+
+def address(path: Path) -> str:
+    """For a browser."""
+    return path.resolve().as_uri()
+
+
+def heading(text: str) -> None:
+    print(f"\n── {text} " + "─" * max(0, 76 - len(text)) + "\n", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    with Reported("demo"):
+        main()
