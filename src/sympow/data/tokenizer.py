@@ -144,6 +144,13 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
     return JsonTokenizer(_read_model(path), "file", boundary_token, name=str(path))
 
 
+def token_unit(folder: Path | str) -> str:
+    """What to call one token of a folder's saved tokenizer: "byte" or "token"; "token", if there is none."""
+    path = Path(folder) / SETTINGS_FILE
+    kind = json.loads(path.read_text())["kind"] if path.is_file() else None
+    return "byte" if kind == ByteTokenizer.kind else "token"
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Learns a byte-level byte-pair encoding.
 

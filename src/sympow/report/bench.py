@@ -18,12 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_at_least
+from sympow.data.files import read_json
 from sympow.extras import require
 from sympow.ops.operator import Backend, Form, attention
+from sympow.report.figures import plot_time_against_context
 from sympow.report.results import save_results
 from sympow.report.timing import Timing, environment, measure_in_turns
 
 BASELINE = "softmax, cuDNN"
+TIMED = ("forward", "forward_and_backward")
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,41 @@ def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -
     save_results(path, environment(setting.device), command=command, setting=described, rows=measured)
 
 
+def draw_rows(rows: Sequence[Row], setting: Setting, path: Path) -> None:
+    """Writes a figure of time against context: of forward and backward together where that was timed.
+
+    Args:
+        path: PNG or SVG file to write; its folder is made.
+    """
+    backward = any(row.forward_and_backward for row in rows)
+    timings: dict[str, dict[int, Timing]] = {}
+    for row in rows:
+        timings.setdefault(row.method, {})[row.context] = row.forward_and_backward or row.forward
+    title = f"{'forward and backward' if backward else 'forward'}, {describe(setting)}"
+    plot_time_against_context(timings, title, path)
+
+
+def describe(setting: Setting) -> str:
+    """What was timed, in a line."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return f"{setting.tokens:,} tokens a call, {setting.heads} heads of {setting.dim}, p = {setting.power}, {dtype}"
+
+
+def load_rows(path: Path) -> tuple[list[Row], Setting]:
+    """What `save_rows` wrote.
+
+    Raises:
+        ValueError: the file is not one of `sympow bench`.
+    """
+    content = read_json(path)
+    try:
+        setting = Setting(**{**content["setting"], "dtype": getattr(torch, content["setting"]["dtype"])})
+        rows = [Row(**{**row, **{name: _timing(row[name]) for name in TIMED}}) for row in content["rows"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} was not written by sympow bench: {error}") from error
+    return rows, setting
+
+
 def print_rows(rows: Sequence[Row], title: str) -> None:
     """A table of milliseconds, half the range of the runs, and speed relative to the baseline at the same context."""
     console = require("rich.console", "cli").Console()
@@ -302,6 +340,10 @@ def _importable(module: str) -> bool:
         warnings.warn(f"{module} is installed but cannot be imported, so it is not timed: {error}", stacklevel=2)
         return False
     return True
+
+
+def _timing(content: dict[str, Any] | None) -> Timing | None:
+    return None if content is None else Timing(**content)
 
 
 def _milliseconds(timing: Timing | None) -> str:

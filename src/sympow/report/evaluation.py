@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from sympow.checks import check_at_least, check_choice
 from sympow.data import load_tokenizer, open_dataset
 from sympow.data.files import write_atomically
+from sympow.data.tokenizer import token_unit
 from sympow.evaluate import (
     PasskeyPoint,
     PositionLosses,
@@ -85,12 +86,14 @@ class ModelEvaluation:
         losses: by position.
         trained_at: context of its training, if the run's folder says it.
         recall, passkey: of the probes that were asked for.
+        unit: what to call one of its tokens, "token" or "byte".
     """
 
     losses: PositionLosses
     trained_at: int | None = None
     recall: list[RecallPoint] = field(default_factory=list)
     passkey: list[PasskeyPoint] = field(default_factory=list)
+    unit: str = "token"
 
     def as_json(self, *, positions: bool) -> dict[str, Any]:
         """For a file; with or without the loss at every single position."""
@@ -98,6 +101,7 @@ class ModelEvaluation:
         content: dict[str, Any] = {
             "documents": self.losses.documents,
             "trained_at": self.trained_at,
+            "unit": self.unit,
             "by_context": rounded(self.losses.by_context(contexts_up_to(len(mean), 2))),
             "by_position": rounded({round(at, 1): x for at, x in zip(*averages_over_ranges(mean), strict=True)}),
             "recall": [rounded(asdict(point)) for point in self.recall],
@@ -210,7 +214,8 @@ def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | Non
         )
         recall, passkey = run_probes(model, checkpoint, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
-    return ModelEvaluation(losses, None if trained_on is None else trained_on.context, recall, passkey)
+    context = None if trained_on is None else trained_on.context
+    return ModelEvaluation(losses, context, recall, passkey, token_unit(checkpoint))
 
 
 def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
@@ -241,19 +246,20 @@ def contexts_up_to(length: int, ratio: int = 4) -> list[int]:
 
 def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None:
     """Average loss within each context, one column per model, and a table per probe."""
+    unit = common_unit(found)
     rows = [
         (f"{context:,}", [f"{one.losses.average(0, context):.4f}" for one in found.values()])
         for context in contexts_up_to(length)
     ]
     last = max(1, length // 8)
     rows.append((f"last {last:,}", [f"{one.losses.average(length - last):.4f}" for one in found.values()]))
-    _print_table("Average loss within a context, nats a token", "context", list(found), rows)
+    _print_table(f"Average loss within a context ({unit}s), nats per {unit}", "context", list(found), rows)
     recalls = {name: one.recall for name, one in found.items() if one.recall}
     if recalls:
         points = next(iter(recalls.values()))
         rows = [
             (
-                f"{point.pairs} pairs, {point.nearest} to {point.farthest} tokens ago",
+                f"{point.pairs} pairs, {point.nearest} to {point.farthest} {unit}s ago",
                 [f"{100 * one[n].accuracy:.0f} %  {one[n].loss:.2f}" for one in recalls.values()],
             )
             for n, point in enumerate(points)
@@ -270,12 +276,13 @@ def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None
             for n, point in enumerate(next(iter(keys.values())))
         ]
         _print_table(
-            "Passkey: accuracy, loss of the key, loss of a key that was not told", "tokens ago", list(keys), rows
+            "Passkey: accuracy, loss of the key, loss of a key that was not told", f"{unit}s ago", list(keys), rows
         )
 
 
 def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any], folder: Path) -> list[Path]:
     """Writes evaluation.json and the figures, and returns their paths."""
+    unit = common_unit(found)
     content = {
         **facts,
         "environment": environment(facts["device"]),
@@ -288,16 +295,24 @@ def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any]
         {name: one.losses.by_context(contexts_up_to(len(one.losses.mean), 2)) for name, one in found.items()},
         trained_at.pop() if len(trained_at) == 1 else None,
         written[1],
+        unit,
     )
-    plot_loss_by_position({"held-out documents": {n: one.losses.mean for n, one in found.items()}}, written[2])
+    plot_loss_by_position({"held-out documents": {n: one.losses.mean for n, one in found.items()}}, written[2], unit)
     if any(one.recall or one.passkey for one in found.values()):
         written.append(folder / "probes.png")
         plot_probes(
             {name: one.recall for name, one in found.items() if one.recall},
             {name: one.passkey for name, one in found.items() if one.passkey},
             written[-1],
+            unit,
         )
     return written
+
+
+def common_unit(found: Mapping[str, ModelEvaluation]) -> str:
+    """What to call one token of all models: "byte" where all read bytes, otherwise "token"."""
+    units = {one.unit for one in found.values()}
+    return units.pop() if len(units) == 1 else "token"
 
 
 def rounded(numbers: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Figures, drawn with matplotlib."""
+"""Two figures that stand by themselves: loss by position, and time against context."""
 
 from __future__ import annotations
 
@@ -8,44 +8,43 @@ from pathlib import Path
 from torch import Tensor
 
 from sympow.extras import require
+from sympow.report.drawing import (
+    add_legend,
+    make_panels,
+    plain_numbers,
+    pyplot,
+    save_figure,
+    set_context_ticks,
+    set_title,
+    tidy,
+)
 from sympow.report.evaluations import averages_over_ranges
-from sympow.report.style import VARIANTS
+from sympow.report.style import assign_styles, method_styles
 from sympow.report.timing import Timing
 
-# One colour per method, the same in every figure; distinguishable without colour vision by lightness and marker too.
-STYLES = {
-    "softmax": {"color": "#444444", "marker": "s", "linestyle": "--"},
-    "attention form": {"color": "#d1752b", "marker": "o", "linestyle": "-"},
-    "chunked form": {"color": "#1764ab", "marker": "D", "linestyle": "-"},
-    "retention": {"color": "#7a4fa3", "marker": "^", "linestyle": "--"},
-    "fla": {"color": "#3d8b4f", "marker": "v", "linestyle": "--"},
-}
 
-
-def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path) -> None:
+def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path, unit: str = "token") -> None:
     """Loss against how much was read before, one panel beside the other, averaged over growing ranges of positions.
 
     Args:
         panels: by title, then by variant: losses at each position, (length,).
         path: PNG or SVG file to write; its folder is made.
+        unit: what a token is: "token" or "byte".
     """
-    require("matplotlib", "plot").use("agg")
-    pyplot = require("matplotlib.pyplot", "plot")
-    figure, grid = pyplot.subplots(
-        1, len(panels), figsize=(5 * len(panels), 4), layout="constrained", sharey=True, squeeze=False
-    )
-    for axes, (title, curves) in zip(grid[0], panels.items(), strict=True):
+    styles = assign_styles((name, name) for curves in panels.values() for name in curves)
+    figure, axes_of_panels = make_panels(len(panels), width=5, height=3.7, sharey=True)
+    for axes, (title, curves) in zip(axes_of_panels, panels.items(), strict=True):
         for name, losses in curves.items():
             centres, means = averages_over_ranges(losses.tolist())
-            axes.plot(centres, means, label=name, **(VARIANTS[name].for_matplotlib if name in VARIANTS else {}))
-        axes.set(xscale="log", xlabel="position (tokens)", title=title)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-    grid[0][0].set_ylabel("loss (nats per token)")
-    grid[0][-1].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+            axes.plot(centres, means, label=name, **styles[name].for_matplotlib)
+        axes.set(xscale="log", xlabel=f"position ({unit}s)")
+        axes.xaxis.set_major_formatter(plain_numbers())
+        set_title(axes, title)
+        tidy(axes)
+    axes_of_panels[0].set_ylabel(f"loss (nats per {unit})")
+    add_legend(figure, axes_of_panels)
+    save_figure(figure, path)
+    pyplot().close(figure)
 
 
 def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:
@@ -56,26 +55,22 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
         title: what was measured, on what.
         path: PNG or SVG file to write; its folder is made.
     """
-    require("matplotlib", "plot").use("agg")
-    pyplot = require("matplotlib.pyplot", "plot")
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    styles = method_styles(timings)
+    figure, (axes,) = make_panels(1, width=7, height=4.2)
     for method, by_context in timings.items():
         contexts = sorted(by_context)
         medians = [1e3 * by_context[c].median for c in contexts]
         below = [1e3 * (by_context[c].median - by_context[c].fastest) for c in contexts]
         above = [1e3 * (by_context[c].slowest - by_context[c].median) for c in contexts]
-        style = STYLES.get(method.partition(",")[0], {})
-        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, markersize=4, label=method, **style)
-    axes.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel="time per call (ms)", title=title)
-    ticks = sorted({context for by_context in timings.values() for context in by_context})
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30, ha="right")
-    axes.minorticks_off()
+        axes.errorbar(contexts, medians, yerr=(below, above), capsize=2, label=method, **styles[method].with_marker)
+    axes.set(yscale="log", xlabel="context (tokens)", ylabel="time per call (ms)")
+    set_title(axes, title)
+    set_context_ticks(axes, [context for by_context in timings.values() for context in by_context])
     ticker = require("matplotlib.ticker", "plot")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes.legend(frameon=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
+    tidy(axes)
+    add_legend(figure, [axes])
+    save_figure(figure, path)
+    pyplot().close(figure)

@@ -143,6 +143,12 @@ def by_power(groups: Sequence[Group]) -> dict[str, list[Group]]:
     return {f"p = {power}": [group for group in groups if belongs(group, power)] for power in powers}
 
 
+def unit_of(groups: Iterable[Group]) -> str:
+    """What to call one token of all runs: "byte" where all read bytes, otherwise "token"."""
+    units = {run.unit for group in groups for run in group.runs}
+    return units.pop() if len(units) == 1 else "token"
+
+
 def repeated_seeds(groups: Iterable[Group]) -> list[str]:
     """Notes on runs that are counted as two seeds and are not."""
     notes = []

@@ -29,8 +29,8 @@ FILE = "heads.json"
 TOKENS = 4_096
 # What is measured, in plain words. Rows are layers; columns are key/value heads, or rotated pairs for rate_change.
 QUANTITIES = {
-    "half_life": "half-life of the state (tokens)",
-    "half_life_short": "half-life at the tenth percentile (tokens)",
+    "half_life": "half-life of the state ({unit}s)",
+    "half_life_short": "half-life at the tenth percentile ({unit}s)",
     "beta_mean": "rotation scale β, mean",
     "beta_deviation": "rotation scale β, standard deviation",
     "rate_change": "learned rotation rate θ over its start",
@@ -51,6 +51,11 @@ class HeadTable:
     quantities: dict[str, Matrix]
     tokens: int
     data: str
+
+
+def quantity_labels(unit: str) -> dict[str, str]:
+    """What is measured, in plain words, for models whose tokens are "token" or "byte"."""
+    return {name: label.format(unit=unit) for name, label in QUANTITIES.items()}
 
 
 def half_life(log_gamma: float) -> float | None:

@@ -9,9 +9,20 @@ from typing import Any
 
 from sympow.extras import require
 from sympow.report.curves import curve, mean_and_range, median_speed, smooth
-from sympow.report.grouping import Group, Spread, by_power
-from sympow.report.heads import QUANTITIES
-from sympow.report.style import MARKERS, Style
+from sympow.report.drawing import (
+    add_legend,
+    make_panels,
+    plain_numbers,
+    pyplot,
+    save_figure,
+    set_context_ticks,
+    set_title,
+    tidy,
+)
+from sympow.report.grouping import Group, Spread, by_power, unit_of
+from sympow.report.heads import quantity_labels
+from sympow.report.runs import Run
+from sympow.report.style import Style
 
 FORMATS = ("png", "svg")
 # Curves are averaged over this part of their steps, and heights chosen for what comes after that part.
@@ -19,7 +30,8 @@ SMOOTHED_PART = 20
 EARLY_PART = 10
 # Colours of heat maps: one that grows, and one with a middle.
 GROWING, AROUND_ONE = "cividis", "PRGn"
-PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.4
+MISSING = "#d9d9d9"
+TRAINING_CONTEXT = "#b00020"
 
 
 def draw_figures(
@@ -37,49 +49,46 @@ def draw_figures(
     Returns:
         the files.
     """
-    require("matplotlib", "plot").use("agg")
-    pyplot = require("matplotlib.pyplot", "plot")
     written = []
     # Text stays text in SVG, and the same data gives the same file.
-    with pyplot.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sympow", "font.size": 9}):
+    with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": "sympow", "font.size": 9}):
         figures = list(_figures(groups, styles))
         for number, (name, draw) in enumerate(figures, start=1):
-            figure = draw(pyplot)
+            figure = draw()
             for suffix in FORMATS:
                 path = folder / f"{name}.{suffix}"
-                path.parent.mkdir(parents=True, exist_ok=True)
-                metadata = {"Date": None} if suffix == "svg" else None
-                figure.savefig(path, dpi=150, metadata=metadata)
+                save_figure(figure, path, {"Date": None} if suffix == "svg" else None)
                 written.append(path)
-            pyplot.close(figure)
+            pyplot().close(figure)
             if report is not None:
                 report(number, len(figures))
     return written
 
 
-Draw = Callable[[Any], Any]
+Draw = Callable[[], Any]
 
 
 def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[tuple[str, Draw]]:
     """Names and what draws them."""
     panels = by_power(groups)
+    unit = unit_of(groups)
     against_context = {
-        "final_loss_by_training_context": ("training loss (nats per token)", _final_loss, False),
-        "throughput_by_training_context": ("training speed (tokens per second)", _speed, True),
+        "final_loss_by_training_context": (f"training loss (nats per {unit})", _final_loss, False),
+        "throughput_by_training_context": (f"training speed ({unit}s per second)", _speed, True),
     }
     for name, (label, number, from_zero) in against_context.items():
         known = {title: [g for g in members if number(g)] for title, members in panels.items()}
         known = {title: members for title, members in known.items() if members}
         if known:
-            how: dict[str, Any] = {"number": number, "label": label, "from_zero": from_zero}
+            how: dict[str, Any] = {"number": number, "label": label, "from_zero": from_zero, "unit": unit}
             yield name, partial(_against_context, panels=known, styles=styles, **how)
     for title, members in panels.items():
         evaluated = [g for g in members if any(run.evaluation for run in g.runs)]
         for context in sorted({g.context for g in evaluated}):
             here = [g for g in evaluated if g.context == context]
             name = f"loss_by_evaluation_context{_slug(title)}_trained_at_{context}"
-            yield name, partial(_beyond_training, groups=here, styles=styles)
-        yield f"training_curves{_slug(title)}", partial(_training_curves, groups=members, styles=styles)
+            yield name, partial(_beyond_training, groups=here, styles=styles, unit=unit)
+        yield f"training_curves{_slug(title)}", partial(_training_curves, groups=members, styles=styles, unit=unit)
     for group in groups:
         run = next((run for run in group.runs if run.heads and run.heads.quantities), None)
         if run is not None:
@@ -95,90 +104,74 @@ def _speed(group: Group) -> Spread | None:
 
 
 def _against_context(
-    plt: Any,
     panels: Mapping[str, Sequence[Group]],
     styles: Mapping[str, Style],
     number: Callable[[Group], Spread | None],
     label: str,
     from_zero: bool,
+    unit: str,
 ) -> Any:
     """A number against the training context, a panel per power, bars over the range of seeds (paper Fig. 1)."""
-    figure, grid = plt.subplots(
-        1,
-        len(panels),
-        figsize=(PANEL_WIDTH * len(panels), PANEL_HEIGHT),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
-    for place, (axes, (title, members)) in enumerate(zip(grid[0], panels.items(), strict=True)):
+    figure, axes_of_panels = make_panels(len(panels), sharey=True)
+    for place, (axes, (title, members)) in enumerate(zip(axes_of_panels, panels.items(), strict=True)):
         for series in dict.fromkeys(g.series for g in members):
             points = [(g.context, found) for g in members if g.series == series and (found := number(g))]
             points.sort(key=lambda point: point[0])
             contexts, spreads = [x for x, _ in points], [spread for _, spread in points]
             means = [s.mean for s in spreads]
             bars = [[s.mean - s.low for s in spreads], [s.high - s.mean for s in spreads]]
-            style = styles[series]
             axes.errorbar(
                 contexts,
                 means,
                 yerr=bars if any(s.count > 1 for s in spreads) else None,
                 label=series,
                 capsize=2,
-                markersize=4,
-                marker=MARKERS[style.marker],
-                **style.for_matplotlib,
+                **styles[series].with_marker,
             )
-        _context_axis(axes, sorted({g.context for g in members}))
-        axes.set(xlabel="training context (tokens)", title=_panel_title(place, len(panels), title))
+        set_context_ticks(axes, [g.context for g in members])
+        axes.set_xlabel(f"training context ({unit}s)")
+        set_title(axes, _panel_title(place, len(panels), title))
+        tidy(axes)
         if from_zero:
             axes.set_ylim(bottom=0)
-    grid[0][0].set_ylabel(label)
-    _legend(figure, grid)
+            axes.yaxis.set_major_formatter(plain_numbers())
+    axes_of_panels[0].set_ylabel(label)
+    add_legend(figure, axes_of_panels)
     return figure
 
 
-def _beyond_training(plt: Any, groups: Sequence[Group], styles: Mapping[str, Style]) -> Any:
+def _beyond_training(groups: Sequence[Group], styles: Mapping[str, Style], unit: str) -> Any:
     """Average loss within evaluation contexts: (a) without a gate, (b) with one (paper Fig. 2)."""
     gated = [g for g in groups if g.runs[0].settings["gating"] != "none"]
     ungated = [g for g in groups if g not in gated]
     panels = {title: members for title, members in (("without a gate", ungated), ("with a gate", gated)) if members}
-    figure, grid = plt.subplots(
-        1, len(panels), figsize=(PANEL_WIDTH * len(panels), PANEL_HEIGHT), squeeze=False, layout="constrained"
-    )
-    for place, (axes, (title, members)) in enumerate(zip(grid[0], panels.items(), strict=True)):
+    figure, axes_of_panels = make_panels(len(panels))
+    for place, (axes, (title, members)) in enumerate(zip(axes_of_panels, panels.items(), strict=True)):
         for group in members:
             found = mean_and_range([run.evaluation.by_context for run in group.runs if run.evaluation])
             _line_with_range(axes, found, group.series, styles[group.series])
-        axes.axvline(members[0].context, color="#b00020", linestyle="--", linewidth=1)
+        # Named once, after all series.
+        label = "training context" if place == len(panels) - 1 else None
+        axes.axvline(members[0].context, color=TRAINING_CONTEXT, linestyle="--", linewidth=1, label=label)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(_powers_of(16))
-        axes.xaxis.set_major_formatter(_plain_numbers())
-        axes.set(
-            xlabel="evaluation context (tokens); dashed: training context",
-            title=_panel_title(place, len(panels), title),
-        )
-        _tidy(axes)
-        axes.legend(frameon=False)
-    grid[0][0].set_ylabel("average loss (nats per token)")
+        # So far apart that numbers of six digits stand beside each other.
+        axes.xaxis.set_major_locator(require("matplotlib.ticker", "plot").LogLocator(base=16))
+        axes.xaxis.set_major_formatter(plain_numbers())
+        axes.set_xlabel(f"evaluation context ({unit}s)")
+        set_title(axes, _panel_title(place, len(panels), title))
+        tidy(axes)
+    axes_of_panels[0].set_ylabel(f"average loss (nats per {unit})")
+    add_legend(figure, axes_of_panels)
     return figure
 
 
-def _training_curves(plt: Any, groups: Sequence[Group], styles: Mapping[str, Style]) -> Any:
+def _training_curves(groups: Sequence[Group], styles: Mapping[str, Style], unit: str) -> Any:
     """Loss against steps, a panel per training context, two to a row (paper Figs. 3 and 4)."""
     contexts = sorted({g.context for g in groups})
-    columns = min(2, len(contexts))
-    rows = -(-len(contexts) // columns)
-    figure, grid = plt.subplots(
-        rows, columns, figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows), squeeze=False, layout="constrained"
-    )
-    for place, axes in enumerate(grid.flat):
-        if place >= len(contexts):
-            axes.set_visible(False)
-            continue
-        members = [g for g in groups if g.context == contexts[place]]
+    figure, panels = make_panels(len(contexts), columns=min(2, len(contexts)))
+    for place, (axes, context) in enumerate(zip(panels, contexts, strict=True)):
         late = []
-        for group in members:
+        for group in (g for g in groups if g.context == context):
             curves = []
             for run in group.runs:
                 found = curve(run, "loss")
@@ -189,22 +182,23 @@ def _training_curves(plt: Any, groups: Sequence[Group], styles: Mapping[str, Sty
         # The fall of the first steps would leave no room for what differs later.
         room = 0.05 * (max(late) - min(late)) or 0.05
         axes.set_ylim(min(late) - room, max(late) + room)
-        title = f"training context {contexts[place]:,}"
-        axes.set(xlabel="step", ylabel="training loss (nats per token)")
-        axes.set_title(_panel_title(place, len(contexts), title))
-        _tidy(axes)
-    _legend(figure, grid)
+        axes.set(xlabel="step", ylabel=f"training loss (nats per {unit})")
+        axes.xaxis.set_major_locator(_whole_numbers(6))
+        axes.xaxis.set_major_formatter(plain_numbers())
+        set_title(axes, _panel_title(place, len(contexts), f"training context {context:,}"))
+        tidy(axes)
+    add_legend(figure, panels)
     return figure
 
 
-def _heads(plt: Any, group: Group, run: Any) -> Any:
+def _heads(group: Group, run: Run) -> Any:
     """Heat maps of layers against heads."""
+    assert run.heads is not None
     quantities = run.heads.quantities
-    figure, grid = plt.subplots(
-        1, len(quantities), figsize=(3.8 * len(quantities), 3.2), squeeze=False, layout="constrained"
-    )
+    figure, panels = make_panels(len(quantities), columns=min(3, len(quantities)), width=3.8)
     colors = require("matplotlib.colors", "plot")
-    for axes, (name, matrix) in zip(grid[0], quantities.items(), strict=True):
+    labels = quantity_labels(run.unit)
+    for axes, (name, matrix) in zip(panels, quantities.items(), strict=True):
         width = max(map(len, matrix))
         cells = [
             [float("nan") if x is None else x for x in row] + [float("nan")] * (width - len(row)) for row in matrix
@@ -216,12 +210,18 @@ def _heads(plt: Any, group: Group, run: Any) -> Any:
         elif name == "beta_mean":
             norm = colors.Normalize(0, 2)
         image = axes.imshow(cells, aspect="auto", norm=norm, cmap=AROUND_ONE if name == "beta_mean" else GROWING)
-        figure.colorbar(image, ax=axes)
+        bar = figure.colorbar(image, ax=axes)
+        bar.ax.yaxis.set_major_formatter(require("matplotlib.ticker", "plot").StrMethodFormatter("{x:,.4g}"))
+        bar.ax.minorticks_off()
         columns = "rotated pair" if name == "rate_change" else "head"
-        axes.set(xlabel=columns, ylabel="layer", title=QUANTITIES.get(name, name))
-        axes.set_yticks(range(len(cells)))
-        axes.title.set_fontsize(8)
-    figure.suptitle(f"{group.series}, training context {group.context:,}, seed {run.settings['seed']}")
+        axes.set_facecolor(MISSING)
+        if name.startswith("half_life") and any(x is None for row in matrix for x in row):
+            columns += " (grey: never forgets)"
+        axes.set(xlabel=columns, ylabel="layer")
+        axes.xaxis.set_major_locator(_whole_numbers(10))
+        axes.yaxis.set_major_locator(_whole_numbers(12))
+        set_title(axes, labels.get(name, name))
+    figure.suptitle(f"{group.series}, training context {group.context:,}, seed {run.settings['seed']}", wrap=True)
     return figure
 
 
@@ -233,35 +233,9 @@ def _line_with_range(axes: Any, found: Mapping[int, tuple[float, float, float]],
         axes.fill_between(xs, lows, highs, color=style.light, alpha=0.2, linewidth=0)
 
 
-def _context_axis(axes: Any, contexts: Sequence[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(contexts, [f"{context:,}" for context in contexts])
-    axes.minorticks_off()
-    _tidy(axes)
-
-
-def _tidy(axes: Any) -> None:
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _legend(figure: Any, grid: Any) -> None:
-    """One for all panels, below them."""
-    handles: dict[str, Any] = {}
-    for axes in grid.flat:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    columns = min(4, len(handles))
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
-
-
-def _powers_of(base: int) -> Any:
-    """Ticks so far apart that numbers of five digits stand beside each other."""
-    return require("matplotlib.ticker", "plot").LogLocator(base=base)
-
-
-def _plain_numbers() -> Any:
-    return require("matplotlib.ticker", "plot").StrMethodFormatter("{x:,.0f}")
+def _whole_numbers(most: int) -> Any:
+    """Ticks at integers, at most so many of them."""
+    return require("matplotlib.ticker", "plot").MaxNLocator(most, integer=True)
 
 
 def _panel_title(place: int, panels: int, title: str) -> str:

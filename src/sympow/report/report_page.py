@@ -9,8 +9,8 @@ from typing import Any
 from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
-from sympow.report.grouping import Group, by_power, differing, plain_words, shown
-from sympow.report.heads import QUANTITIES
+from sympow.report.grouping import Group, by_power, differing, plain_words, shown, unit_of
+from sympow.report.heads import quantity_labels
 from sympow.report.page import build_page
 from sympow.report.runs import Run, settings_help
 from sympow.report.style import Style
@@ -18,11 +18,11 @@ from sympow.train.run_files import CONFIG_FILE
 
 # Metrics with a plainer name than their own.
 METRICS = {
-    "loss": "training loss (nats per token)",
-    "heldout_loss": "held-out loss (nats per token)",
+    "loss": "training loss (nats per {unit})",
+    "heldout_loss": "held-out loss (nats per {unit})",
     "gradient_norm": "length of the gradient",
     "learning_rate": "learning rate",
-    "tokens_per_second": "speed (tokens per second)",
+    "tokens_per_second": "speed ({unit}s per second)",
     "utilisation": "share of the device's peak",
     "memory_gib": "memory (GiB)",
 }
@@ -48,6 +48,8 @@ def report_data(
     places = {label: place for place, label in enumerate(styles)}
     different = set(differing(runs))
     helps = settings_help()
+    unit = unit_of(groups)
+    labels = {name: label.format(unit=unit) for name, label in METRICS.items()}
     names = dict.fromkeys(name for run in runs for name in metric_names(run))
     described = [_run(run, number, grids) for number, group in enumerate(groups) for run in group.runs]
     return {
@@ -63,8 +65,9 @@ def report_data(
         ],
         "runs": described,
         "grids": [list(grid) for grid in grids],
-        "metrics": {name: METRICS.get(name, plain_words(name)) for name in (*METRICS, *names) if name in names},
-        "quantities": QUANTITIES,
+        "metrics": {name: labels.get(name, plain_words(name)) for name in (*labels, *names) if name in names},
+        "unit": unit,
+        "quantities": quantity_labels(unit),
         "settings": [
             {"name": name, "label": plain_words(name), "help": helps.get(name, ""), "differs": name in different}
             for name in dict.fromkeys(name for run in runs for name in run.settings)

@@ -8,7 +8,9 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from sympow.data.associative_recall import NAME as RECALL
 from sympow.data.files import read_json
+from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.report.evaluations import Evaluation, find_evaluations
@@ -16,7 +18,7 @@ from sympow.report.heads import HeadTable, read_heads
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig
 from sympow.train.flags import field_help
 from sympow.train.metrics import read_metrics
-from sympow.train.run_files import CONFIG_FILE, METRICS_FILE
+from sympow.train.run_files import CONFIG_FILE, EXPORT, METRICS_FILE
 
 RESULT_FILE = "result.json"
 # Results of an experiment: its summary lies in a folder beside that of all experiments' runs.
@@ -58,6 +60,14 @@ class Run:
     def steps(self) -> int:
         """Steps made so far."""
         return int(self.metrics[-1]["step"])
+
+    @property
+    def unit(self) -> str:
+        """What to call one of its tokens: "byte" or "token". With 257 of them, a token of text is a byte."""
+        if (self.folder / EXPORT).is_dir():
+            return token_unit(self.folder / EXPORT)
+        of_text = self.settings["data"].partition(":")[0] != RECALL
+        return "byte" if of_text and self.settings["vocab_size"] == ByteTokenizer.vocab_size else "token"
 
     @property
     def finished(self) -> bool:

@@ -7,7 +7,7 @@ Colours keep apart for eyes with any of the three kinds of colour blindness, and
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,61 @@ class Style:
         """As arguments of `Axes.plot`; the marker apart."""
         return {"color": self.light, "linestyle": (0, tuple(x / 2 for x in self.dash)) if self.dash else "-"}
 
+    @property
+    def with_marker(self) -> dict[str, object]:
+        """As arguments of `Axes.plot`, for lines of few points."""
+        return {**self.for_matplotlib, "marker": MARKERS[self.marker], "markersize": 4}
+
 
 LIGHT_PAPER, DARK_PAPER = "#ffffff", "#14171c"
 # The paper's four curves and the ablation of §4.2.1 have a look of their own; what else there is takes from OTHERS.
 VARIANTS = {
-    "softmax": Style("#8c8c8c", "#8b858c", (6, 4), "square"),
+    "softmax": Style("#8c8c8c", "#8b858c", (8, 3), "square"),
     "sympow": Style("#c48a13", "#f4ab09", marker="triangle"),
     "sympow + gating": Style("#8e2c0b", "#e3543c", marker="diamond"),
     "conformal": Style("#0d8ee3", "#99b7f7", marker="circle"),
     "sympow + rotation": Style("#5b0681", "#c046f2", (2, 3), "cross"),
 }
 OTHERS = (Style("#0a332d", "#55fc9a", marker="star"), Style("#2a22e0", "#eed4dd", marker="square"))
-DASHES: tuple[tuple[int, ...], ...] = ((), (8, 3), (2, 3), (8, 3, 2, 3), (12, 4))
+# Patterns that differ in kind and not just in length: solid, dashes, dots, dash-dot, dash-dot-dot.
+DASHES: tuple[tuple[int, ...], ...] = ((), (8, 3), (2, 3), (8, 3, 2, 3), (8, 3, 2, 3, 2, 3))
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x", "star": "*"}
+
+# What `sympow bench` times, by what comes before the backend's name.
+METHODS = {
+    "softmax": VARIANTS["softmax"],
+    "softmax, cuDNN": VARIANTS["softmax"],
+    "softmax, flash": VARIANTS["sympow + rotation"],
+    "attention form": VARIANTS["sympow"],
+    "chunked form": VARIANTS["conformal"],
+    "retention": replace(VARIANTS["sympow + gating"], dash=(8, 3, 2, 3)),
+    "fla": replace(OTHERS[0], dash=(8, 3, 2, 3, 2, 3)),
+}
+# A form keeps its colour and marker on every backend.
+BACKEND_DASHES = {"auto": (), "triton": (), "torch": (8, 3)}
+
+
+def method_styles(methods: Iterable[str]) -> dict[str, Style]:
+    """A style for everything that `sympow bench` times, by name ("chunked form, triton"); no two share one."""
+    styles: dict[str, Style] = {}
+    strangers = []
+    for method in methods:
+        kind, _, backend = method.partition(", ")
+        style = METHODS.get(method) or METHODS.get(kind)
+        if style is not None and backend in BACKEND_DASHES:
+            style = replace(style, dash=BACKEND_DASHES[backend])
+        if style is None or style in styles.values():
+            strangers.append(method)
+        else:
+            styles[method] = style
+    spare = [
+        replace(style, dash=dash)
+        for dash in reversed(DASHES)
+        for style in (*OTHERS, *VARIANTS.values())
+        if replace(style, dash=dash) not in styles.values()
+    ]
+    styles |= dict(zip(strangers, spare, strict=False))
+    return styles
 
 
 def assign_styles(series: Iterable[tuple[str, str]]) -> dict[str, Style]:

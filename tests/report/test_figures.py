@@ -1,0 +1,197 @@
+"""Every kind of figure, with one panel and with several: nothing is cut off or covered, no two series look alike."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from report.conftest import PASSKEY, RECALL
+from report.drawn import layout_problems, looks, record_figures, texts_of
+from report.made_up import VARIANTS, write_run
+
+from sympow.evaluate import PasskeyPoint, RecallPoint
+from sympow.report.bench import Setting, draw_rows, load_rows, methods
+from sympow.report.drawing import add_legend, make_panels
+from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
+from sympow.report.figures import plot_loss_by_position, plot_time_against_context
+from sympow.report.grouping import group_runs
+from sympow.report.paper_figures import draw_figures
+from sympow.report.runs import collect
+from sympow.report.style import OTHERS, assign_styles, method_styles
+from sympow.report.style import VARIANTS as STYLED
+from sympow.report.timing import Timing
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = ["softmax", "sympow", "sympow + gating", "conformal", "a run of mine with quite a long name", "another"]
+
+
+@pytest.fixture
+def saved(monkeypatch):
+    return record_figures(monkeypatch)
+
+
+def check(figures):
+    assert figures
+    for figure in figures:
+        assert layout_problems(figure) == []
+        seen = looks(figure)
+        assert len(set(seen.values())) == len(seen), seen
+
+
+def write_runs(folder, powers, contexts, rates, **changes):
+    """Runs that differ in all that figures tell apart, with numbers as large as they become."""
+    first = (contexts[0], rates[0])
+    for place, (name, variant) in enumerate(VARIANTS.items()):
+        for context in contexts:
+            for power in (2,) if name == "softmax" else powers:
+                for rate in rates:
+                    for seed in (0, 1):
+                        base = 3 - 0.1 * place - 0.05 * power + 0.02 * seed
+                        heads = {
+                            "half_life": [[700.0, 30.0], [None, 2.5]],
+                            "half_life_short": [[12_000.0] * 2] * 2,
+                            "beta_mean": [[1.0, 0.4], [1.6, 1.1]],
+                            "rate_change": [[1.0] * 32, [1.1] * 32],
+                        }
+                        write_run(
+                            folder / f"{name}-p{power}-{context}-{rate}" / f"seed{seed}",
+                            [base + 3 / step for step in range(1, 41)],
+                            lines={step: {"tokens_per_second": 1.2e6 * (place + 1)} for step in (20, 40)},
+                            evaluation=[base + 1 / (n + 1) for n in range(4 * context)],
+                            head_table=heads if name == "conformal" and (context, rate) == first else None,
+                            seed=seed,
+                            context=context,
+                            batch_tokens=2 * context,
+                            learning_rate=rate,
+                            **variant,
+                            **({} if name == "softmax" else {"power": power}),
+                            **changes,
+                        )
+
+
+@pytest.mark.parametrize(
+    ("powers", "contexts", "rates"),
+    [((2,), (64,), (6e-4,)), ((2,), (64, 96), (6e-4, 1e-3, 3e-3)), ((2, 4), (256, 512, 4096), (6e-4,))],
+    ids=["one panel", "long names", "several panels"],
+)
+def test_the_papers_figures(tmp_path, saved, powers, contexts, rates):
+    write_runs(tmp_path / "runs", powers, contexts, rates)
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    draw_figures(groups, styles, tmp_path / "figures")
+    check(saved)
+
+
+def test_figures_of_byte_level_models_say_bytes(tmp_path, saved):
+    write_runs(tmp_path / "runs", (2,), (64,), (6e-4,), vocab_size=257)
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    draw_figures(groups, styles, tmp_path / "figures")
+    said = {text.get_text() for figure in saved for axes in figure.axes for text in texts_of(axes)}
+    assert not [text for text in said if "token" in text]
+    assert {
+        "training loss (nats per byte)",
+        "training speed (bytes per second)",
+        "training context (bytes)",
+        "evaluation context (bytes)",
+        "half-life of the state (bytes)",
+    } <= said
+
+
+@pytest.mark.parametrize("panels", [1, 2])
+@pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=["two models", "six models"])
+def test_loss_by_position(tmp_path, saved, names, panels):
+    curves = {name: n + 3 + 1 / (torch.arange(40_000) + 1.0) for n, name in enumerate(names)}
+    plot_loss_by_position({f"held-out documents {n}": curves for n in range(panels)}, tmp_path / "figure.png")
+    check(saved)
+
+
+@pytest.mark.parametrize("length", [48, 262_144])
+def test_loss_by_context(tmp_path, saved, length):
+    curves = {name: {2**k: n + 3.0 for k in range(length.bit_length())} for n, name in enumerate(NAMES)}
+    plot_loss_by_context(curves, length // 4, tmp_path / "figure.png")
+    check(saved)
+
+
+@pytest.mark.parametrize("kinds", ["recall", "passkey", "both"])
+def test_probes(tmp_path, saved, kinds):
+    recall = {name: [RecallPoint(**point, answers=8) for point in RECALL] for name in NAMES}
+    passkey = {name: [PasskeyPoint(**point, keys=8) for point in PASSKEY] for name in NAMES}
+    plot_probes(
+        {} if kinds == "passkey" else recall, {} if kinds == "recall" else passkey, tmp_path / "figure.png", "byte"
+    )
+    check(saved)
+    assert all(axes.get_xlabel() == "distance (bytes)" for axes in saved[0].axes)
+
+
+def everything_timed(device, monkeypatch):
+    """Names of all methods of a device, as if all peers were installed."""
+    monkeypatch.setattr("sympow.report.bench._importable", lambda module: True)
+    return list(methods(Setting(device=device), ("triton", "torch", "auto")))
+
+
+@pytest.mark.parametrize("contexts", [(1024,), (4096, 8192, 16384, 65536), (1024, 1100, 1200, 1_048_576)], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_time_against_context(tmp_path, saved, monkeypatch, device, contexts):
+    names = everything_timed(device, monkeypatch)
+    timings = {
+        name: {c: Timing(c * 1e-6 * (n + 1), c * 0.9e-6 * (n + 1), c * 1.3e-6 * (n + 1), 5) for c in contexts}
+        for n, name in enumerate(names)
+    }
+    title = "forward and backward, 1,048,576 tokens a call, 128 heads of 128, p = 4, bfloat16, and more words"
+    plot_time_against_context(timings, title, tmp_path / "figure.png")
+    check(saved)
+
+
+def test_methods_differ_in_colour_dashes_or_marker(monkeypatch):
+    for device in ("cpu", "cuda"):
+        styles = method_styles([*everything_timed(device, monkeypatch), "a method of tomorrow", "another"])
+        assert len({(style.light, style.dash) for style in styles.values()}) == len(styles)
+        # Colours that test_style.py found to differ for all kinds of colour vision.
+        assert {style.light for style in styles.values()} <= {style.light for style in [*STYLED.values(), *OTHERS]}
+    assert styles["softmax, cuDNN"].light != styles["softmax, flash"].light
+    assert styles["chunked form, torch"].light == styles["chunked form, triton"].light
+
+
+def test_saved_timings_are_drawn_again(saved, monkeypatch, capsys):
+    results = BENCHMARKS / "results" / "h200_p2.json"
+    spec = importlib.util.spec_from_file_location("redraw", BENCHMARKS / "redraw.py")
+    redraw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(redraw)
+    monkeypatch.setattr(sys, "argv", ["redraw.py", str(results)])
+    redraw.main()
+    check(saved)
+    assert "h200_p2.png" in capsys.readouterr().out
+    (axes,) = saved[0].axes
+    times = {c.get_label(): c[0].get_ydata().tolist() for c in axes.containers}
+    content = json.loads(results.read_text())
+    flash = [row["forward_and_backward"]["median"] for row in content["rows"] if row["method"] == "softmax, flash"]
+    assert times["softmax, flash"] == pytest.approx([1e3 * x for x in flash])
+    assert axes.get_title() == "forward and backward, 65,536 tokens a call, 12 heads of 64, p = 2, bfloat16"
+
+
+def test_only_timings_of_this_command_are_drawn_again(tmp_path):
+    with pytest.raises(ValueError, match=r"h200_training\.json was not written by sympow bench"):
+        load_rows(BENCHMARKS / "results" / "h200_training.json")
+
+
+def test_forward_alone_is_called_so(tmp_path, saved):
+    rows, setting = load_rows(BENCHMARKS / "results" / "h200_p2.json")
+    forward = [type(row)(row.method, row.context, row.forward, None, None, None) for row in rows]
+    draw_rows(forward, setting, tmp_path / "figure.png")
+    assert saved[0].axes[0].get_title().startswith("forward, 65,536 tokens")
+
+
+def test_the_check_itself_sees_what_is_cut_and_what_is_covered():
+    figure, (axes,) = make_panels(1, width=2, height=2)
+    axes.plot([0, 1], [0, 1], label="a label that is wider than this figure is")
+    figure.legend(loc="lower center")
+    axes.set_xticks([0.5, 0.52], ["here", "there"])
+    found = layout_problems(figure)
+    assert "legend leaves the figure" in found
+    assert "'here' covers 'there'" in found
+    figure.legends.clear()
+    add_legend(figure, [axes])
+    assert layout_problems(figure) == ["'here' covers 'there'"]
