@@ -1,6 +1,8 @@
-"""Draws the figures of saved results of `sympow bench` again, beside the files.
+"""Draws the figures of saved results of `sympow bench` again.
 
-python benchmarks/redraw.py benchmarks/results/h200_p2.json
+    python benchmarks/redraw.py benchmarks/results/h200_p2.json
+
+A figure is written beside each file, with the ending .png.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def lively_model(**changes):
     """A small model whose gates and rotations depend on what it reads."""
     settings = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "head_dim": 8}
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**settings, **changes))
+    model = GPT(GPTConfig(**{**settings, **changes}))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "gamma_proj.weight" in name or "beta_proj.weight" in name:

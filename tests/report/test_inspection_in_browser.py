@@ -7,7 +7,7 @@ import torch
 from report.pages import open_page, overlaps, picture_of
 from report.test_heads import layer_by_layer, lively_model
 
-from sympow.data.tokenizer import ByteTokenizer
+from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.report.inspection import build_inspection_page, inspect_text
 from sympow.text import TextModel
 
@@ -51,7 +51,45 @@ def test_it_shows_the_text_and_says_what_is_left_out(page):
     assert TEXT.startswith(shown)
     assert len(shown) > 100
     left_out = len(TEXT.encode()) - 5000
-    assert f"goes on for {left_out:,} tokens that are not shown" in page.locator("#notes").text_content()
+    assert f"goes on for {left_out:,} bytes that are not shown" in page.locator("#notes").text_content()
+
+
+# Pairs of neighbouring tokens of one word that stand on different lines.
+FIND_BROKEN_WORDS = """
+() => {
+  const tokens = [...document.querySelectorAll(".token")];
+  const middle = (token) => { const box = token.getBoundingClientRect(); return (box.top + box.bottom) / 2; };
+  return tokens.slice(1).flatMap((token, n) => {
+    const [before, here] = [tokens[n].textContent, token.textContent];
+    // Lines may break beside what is neither a letter nor a digit.
+    const inside = /[\\p{L}\\d]$/u.test(before) && (here === "" || /^[\\p{L}\\d]/u.test(here));
+    return inside && Math.abs(middle(token) - middle(tokens[n])) > 5 ? [`${before}|${here} at token ${n + 1}`] : [];
+  });
+}
+"""
+
+
+@pytest.mark.parametrize("width", [1280, 700, 390])
+def test_no_line_breaks_inside_a_word(browser, text_model, tmp_path, width):
+    # One long line, in which blocks of tokens have to begin somewhere, and letters of two bytes each.
+    text = "Naïve café owners repeated señor Müller's incomprehensible circumlocutions about coöperation. " * 40
+    path = tmp_path / "page.html"
+    path.write_text(build_inspection_page(inspect_text(text_model, text), "Prose"), encoding="utf-8")
+    with open_page(browser, path, width=width) as page:
+        page.evaluate("blocks.forEach(paint)")
+        assert page.locator(".block").count() > 3
+        assert page.evaluate(FIND_BROKEN_WORDS) == []
+
+
+def test_what_is_not_read_as_bytes_is_counted_in_tokens(browser, tmp_path):
+    tokenizer = train_bpe([TEXT], 257 + 20)
+    model = TextModel(lively_model(vocab_size=tokenizer.vocab_size), tokenizer)
+    path = tmp_path / "page.html"
+    path.write_text(build_inspection_page(inspect_text(model, LINE), "Tokens"), encoding="utf-8")
+    with open_page(browser, path) as page:
+        assert "Point at a token for its numbers" in page.locator("#summary").text_content()
+        assert "median half-life (tokens)" in page.locator("#map-title").text_content()
+        assert "bytes" not in page.locator("body").inner_text()
 
 
 @pytest.mark.parametrize(("layer", "head", "token"), [(0, 0, 5), (1, 1, 30)])
@@ -65,7 +103,7 @@ def test_pointing_at_a_token_reads_its_numbers(page, text_model, layer, head, to
     log_gamma, beta = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :100])[layer]
     rate = -log_gamma[token, head].item()
     assert lost(found["γ"]) == pytest.approx(-math.expm1(-rate), rel=5e-3)
-    assert float(found["half-life"].removesuffix(" tokens").replace(",", "")) == pytest.approx(
+    assert float(found["half-life"].removesuffix(" bytes").replace(",", "")) == pytest.approx(
         math.log(2) / rate, rel=2e-3
     )
     assert float(found["β"]) == pytest.approx(beta[token, head].item(), abs=2e-3)

@@ -1,6 +1,8 @@
 """The report's page in a headless Chromium, from disk."""
 
 import pytest
+from report.made_up import VARIANTS as VARIANT_SETTINGS
+from report.made_up import write_run
 from report.pages import open_page, overlaps, picture_of, share_of
 
 from sympow.report.grouping import group_runs
@@ -291,6 +293,37 @@ def test_it_looks_right(browser, path, tmp_path, width, scheme):
     assert 0.2 < share_of(picture, paper) < 0.98
     for name in ("sympow", "sympow + gating", "conformal"):
         assert share_of(picture, getattr(VARIANTS[name], scheme)) > 1e-4, name
+
+
+@pytest.fixture(scope="module")
+def fast_bytes(tmp_path_factory):
+    """The page of two byte-level runs at a million bytes per second and more: long numbers along the axis."""
+    folder = tmp_path_factory.mktemp("fast")
+    for place, (name, variant) in enumerate(VARIANT_SETTINGS.items()):
+        lines = {2: {"tokens_per_second": 123_456.0 * (place + 1)}}
+        write_run(folder / "runs" / name, [3.0, 2.5], lines=lines, evaluation=[2.0] * 128, vocab_size=257, **variant)
+    groups = group_runs(collect([folder / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    (folder / "index.html").write_text(build_report_page("Fast", groups, styles, []), encoding="utf-8")
+    return folder / "index.html"
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axis_labels_stand_beside_long_numbers(browser, fast_bytes, width):
+    with open_page(browser, fast_bytes, width=width) as page:
+        assert "400,000" in ticks(page, "speed")
+        assert overlaps(page) == []
+
+
+def test_byte_level_runs_are_counted_in_bytes(browser, fast_bytes):
+    with open_page(browser, fast_bytes) as page:
+        assert axis_labels(page, "speed") == ["training context (bytes)", "bytes per second"]
+        assert axis_labels(page, "final")[1] == "training loss (nats per byte)"
+        assert axis_labels(page, "beyond") == ["evaluation context (bytes)", "average loss (nats per byte)"]
+        assert "number of bytes in which half of the state" in page.locator("#heads p").first.inner_text()
+        # Settings keep their names, and what they are called in the command's help.
+        page.locator("#runs").evaluate("element => element.remove()")
+        assert "token" not in page.locator("main").inner_text()
 
 
 def test_it_prints_light_and_without_controls(browser, path, tmp_path):

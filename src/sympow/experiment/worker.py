@@ -19,6 +19,7 @@ import torch
 from sympow import __version__
 from sympow.data import open_dataset
 from sympow.data.files import write_atomically
+from sympow.data.tokenizer import token_unit
 from sympow.evaluate import loss_by_position, stretches
 from sympow.experiment.results import condensed
 from sympow.experiment.runs import Evaluation, Run
@@ -187,7 +188,7 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
     if wanted.length:
         losses = loss_by_position(model, stretches(heldout, wanted.length, wanted.documents), piece=piece, dtype=dtype)
     recall, passkey = run_probes(model, folder / EXPORT, setting)
-    evaluation = ModelEvaluation(losses, context, recall, passkey)
+    evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"command": order.command, "data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
     small = evaluation.as_json(positions=False)
     for path, content in ((keep, small), (folder, evaluation.as_json(positions=True))):

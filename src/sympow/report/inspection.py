@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sympow.checks import check_at_least
-from sympow.data.tokenizer import Tokenizer
+from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 from sympow.model.gpt import PIECE
 from sympow.reading import Reading
 from sympow.report.capture import LayerCapture, capture
@@ -37,12 +37,14 @@ class Inspection:
         ids: of the tokens; the first is the boundary before a document.
         layers: per layer, over these tokens.
         left_out: tokens of the text after these.
+        unit: what to call a token: "byte" or "token".
     """
 
     texts: list[str]
     ids: list[int]
     layers: list[LayerCapture]
     left_out: int
+    unit: str
 
 
 def inspect_text(text_model: TextModel, text: str, *, tokens: int = TOKENS, piece: int = PIECE) -> Inspection:
@@ -69,7 +71,13 @@ def inspect_text(text_model: TextModel, text: str, *, tokens: int = TOKENS, piec
             f"rotary={config.rotary!r})"
         )
     ids = read[0].tolist()
-    return Inspection(token_texts(text_model.tokenizer, ids), ids, layers, all_ids.shape[1] - read.shape[1])
+    return Inspection(
+        token_texts(text_model.tokenizer, ids),
+        ids,
+        layers,
+        left_out=all_ids.shape[1] - read.shape[1],
+        unit="byte" if text_model.tokenizer.kind == ByteTokenizer.kind else "token",
+    )
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -92,6 +100,7 @@ def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
         "texts": inspection.texts,
         "ids": inspection.ids,
         "leftOut": inspection.left_out,
+        "unit": inspection.unit,
         "slowest": SLOWEST,
         "fastest": FASTEST,
         "layers": [

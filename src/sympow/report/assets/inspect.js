@@ -40,7 +40,7 @@ function halfLife(rate) {
 }
 
 function formatHalfLife(tokens) {
-  return tokens === Infinity ? "never forgets" : `${formatNumber(tokens)} tokens`;
+  return tokens === Infinity ? "never forgets" : `${formatNumber(tokens)} ${data.unit}s`;
 }
 
 /** Near 1 the digits after the nines are what matters. */
@@ -84,16 +84,20 @@ function decayScale(layer, head) {
 
 // --- the text ------------------------------------------------------------------------------------------------------
 
-/** Where blocks begin: after a line's end if there is one near, so that the text reads as one. */
+/** Where blocks begin. A block begins a new line, so the best place is after the end of a line; in a long line it is
+    after a space; in one without spaces (Chinese, say), after the last token of a character. */
 function blockStarts() {
   const starts = [0];
-  let line = null;
+  let line = 0, space = 0;
   data.texts.forEach((text, n) => {
-    if (text.includes("\n")) line = n + 1;
-    const size = n + 1 - starts[starts.length - 1];
-    if (size < BLOCK_TOKENS) return;
-    if (line !== null && line > starts[starts.length - 1] + BLOCK_TOKENS / 2) starts.push(line);
-    else if (size >= 2 * BLOCK_TOKENS) starts.push(n + 1);
+    if (text.endsWith("\n")) line = n + 1;
+    if (/\s$/.test(text)) space = n + 1;
+    const start = starts[starts.length - 1];
+    const size = n + 1 - start;
+    const worthwhile = (place) => place > start + BLOCK_TOKENS / 2;
+    if (size >= BLOCK_TOKENS && worthwhile(line)) starts.push(line);
+    else if (size >= 2 * BLOCK_TOKENS && worthwhile(space)) starts.push(space);
+    else if (size >= 4 * BLOCK_TOKENS && text !== "") starts.push(n + 1);
   });
   return starts.filter((start) => start < data.texts.length);
 }
@@ -196,7 +200,7 @@ function describe(n) {
   const { layer, head } = chosen();
   const has = available(layer);
   const text = n === 0 ? data.texts[0] : data.texts[n] === "" ? "part of the next character" : JSON.stringify(data.texts[n]);
-  const rows = [["token", `${formatNumber(n)} of ${formatNumber(data.ids.length - 1)}, id ${data.ids[n]}`]];
+  const rows = [[data.unit, `${formatNumber(n)} of ${formatNumber(data.ids.length - 1)}, id ${data.ids[n]}`]];
   if (has.forgetting) {
     const rate = decay(layer, head, n);
     rows.push(["γ", formatGamma(rate)], ["half-life", formatHalfLife(halfLife(rate))]);
@@ -242,7 +246,7 @@ function drawOverview() {
   const { layer, head } = chosen();
   const kind = overviewOf(layer);
   const values = tableOf(kind);
-  const name = kind === "forgetting" ? "median half-life (tokens)" : "mean β";
+  const name = kind === "forgetting" ? `median half-life (${data.unit}s)` : "mean β";
   byId("map-title").textContent = `All heads: ${name}. Click to choose.`;
   const columns = [...Array(Math.max(...layers.map((one) => one.heads))).keys()];
   drawHeatMap(byId("map"), {
@@ -275,7 +279,7 @@ function drawProfile(kind) {
   if (!(high > low)) [low, high] = [low - 1, low + 1];
   const x = (token) => left + ((token - 1) / Math.max(1, count)) * (width - left - 6);
   const y = (v) => height - bottom - ((v - low) / (high - low)) * (height - bottom - top);
-  const label = kind === "forgetting" ? "half-life over the text (tokens); up is forgetting more" : "β over the text";
+  const label = kind === "forgetting" ? `half-life over the text (${data.unit}s); up is forgetting more` : "β over the text";
   byId("profile-title").textContent = `Layer ${layer}, head ${head}: ${label}. Click to go there.`;
   const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, style: "cursor: pointer" });
   const ticks = kind === "forgetting" ? [low, (low + high) / 2, high] : [0, 1, 2];
@@ -292,7 +296,7 @@ function drawProfile(kind) {
   });
   svg.append(
     makeSvg("path", { class: "line", d: path.length ? `M${path.join("L")}` : "", style: `stroke: var(${kind === "forgetting" ? "--forget" : "--turn-more"})` }),
-    makeSvg("text", { class: "axis-label", x: left, y: height - 5 }, "token 1"),
+    makeSvg("text", { class: "axis-label", x: left, y: height - 5 }, `${data.unit} 1`),
     makeSvg("text", { class: "axis-label", x: width - 6, y: height - 5, "text-anchor": "end" }, formatNumber(count)),
   );
   const tokenAt = (event) => {
@@ -339,9 +343,9 @@ function redraw() {
 function start() {
   byId("title").textContent = data.title;
   const tokens = formatNumber(data.ids.length - 1);
-  byId("summary").textContent = `${tokens} tokens, ${layers.length} layers of ${Math.max(...layers.map((one) => one.heads))} heads. Point at a token for its numbers.`;
+  byId("summary").textContent = `${tokens} ${data.unit}s, ${layers.length} layers of ${Math.max(...layers.map((one) => one.heads))} heads. Point at a ${data.unit} for its numbers.`;
   const notes = [];
-  if (data.leftOut) notes.push(`The text goes on for ${formatNumber(data.leftOut)} tokens that are not shown; sympow inspect --tokens shows more.`);
+  if (data.leftOut) notes.push(`The text goes on for ${formatNumber(data.leftOut)} ${data.unit}s that are not shown; sympow inspect --tokens shows more.`);
   if (layers.some((layer) => layer.pairs)) notes.push("Gates or rotations of this model act on pairs of a head; shown is the mean over pairs, of log γ and of β.");
   if (notes.length) byId("notes").append(make("div", { class: "notes" }, make("ul", {}, notes.map((note) => make("li", {}, note)))));
 

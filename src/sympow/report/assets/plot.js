@@ -1,6 +1,22 @@
 // A line plot in SVG: axes, bands, hover readout, zoom by dragging.
 
-const PLOT_MARGIN = { top: 10, right: 14, bottom: 44, left: 62 };
+const PLOT_MARGIN = { top: 10, right: 14, bottom: 44 };
+// Left of the vertical axis: its label, and what lies between that, the tick labels and the axis.
+const AXIS_LABEL_WIDTH = 20, TICK_GAP = 8;
+const LEAST_LEFT = 62;
+const ruler = document.createElement("canvas").getContext("2d");
+
+/** Pixels that a text of a plot takes. */
+function textWidth(text) {
+  ruler.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+  return ruler.measureText(text).width;
+}
+
+/** Room for the widest of the vertical axis' tick labels beside the axis' label. */
+function leftMargin(spec, ticks) {
+  const widest = Math.max(0, ...ticks.map((tick) => textWidth((spec.y.formatTick ?? formatTick)(tick))));
+  return Math.max(LEAST_LEFT, Math.ceil(AXIS_LABEL_WIDTH + widest + TICK_GAP));
+}
 
 /**
  * Draws into `host`, and again whenever its width changes.
@@ -32,15 +48,16 @@ function renderPlot(host) {
   const width = Math.max(240, Math.round(host.clientWidth));
   host.drawnWidth = Math.round(host.clientWidth);
   const height = Math.round(Math.min(420, Math.max(230, width * 0.58)));
-  const x = makeScale(spec, "x", host.zoom, PLOT_MARGIN.left, width - PLOT_MARGIN.right);
   const y = makeScale(spec, "y", host.zoom, height - PLOT_MARGIN.bottom, PLOT_MARGIN.top);
+  const left = leftMargin(spec, y.ticks);
+  const x = makeScale(spec, "x", host.zoom, left, width - PLOT_MARGIN.right);
   const svg = makeSvg("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0", "aria-label": spec.label,
   });
   const clip = `clip-${(drawCount += 1)}`;
   svg.append(
-    makeSvg("clipPath", { id: clip }, makeSvg("rect", frame(width, height))),
-    ...axes(spec, x, y, width, height),
+    makeSvg("clipPath", { id: clip }, makeSvg("rect", frame(left, width, height))),
+    ...axes(spec, x, y, left, width, height),
   );
   const inside = makeSvg("g", { "clip-path": `url(#${clip})` });
   for (const line of spec.lines) inside.append(...drawLine(line, x, y));
@@ -50,15 +67,15 @@ function renderPlot(host) {
     const reset = () => ((host.zoom = null), renderPlot(host));
     host.append(make("button", { type: "button", class: "reset", onclick: reset }, "Whole range"));
   }
-  addReadout(svg, spec, x, y, width, height);
-  addZoom(host, svg, x, y, width, height);
+  addReadout(svg, spec, x, y, left, width, height);
+  addZoom(host, svg, x, y, left, width, height);
 }
 let drawCount = 0;
 
-function frame(width, height) {
+function frame(left, width, height) {
   return {
-    x: PLOT_MARGIN.left, y: PLOT_MARGIN.top,
-    width: width - PLOT_MARGIN.left - PLOT_MARGIN.right,
+    x: left, y: PLOT_MARGIN.top,
+    width: width - left - PLOT_MARGIN.right,
     height: height - PLOT_MARGIN.top - PLOT_MARGIN.bottom,
   };
 }
@@ -117,13 +134,13 @@ function thin(ticks, scale, apart) {
   return kept;
 }
 
-function axes(spec, x, y, width, height) {
-  const { left, right, top, bottom } = PLOT_MARGIN;
+function axes(spec, x, y, left, width, height) {
+  const { right, top, bottom } = PLOT_MARGIN;
   const parts = [];
   for (const tick of y.ticks) {
     parts.push(
       makeSvg("line", { class: "gridline", x1: left, x2: width - right, y1: y(tick), y2: y(tick) }),
-      makeSvg("text", { class: "tick", x: left - 8, y: y(tick) + 4, "text-anchor": "end" }, (spec.y.formatTick ?? formatTick)(tick)),
+      makeSvg("text", { class: "tick", x: left - TICK_GAP, y: y(tick) + 4, "text-anchor": "end" }, (spec.y.formatTick ?? formatTick)(tick)),
     );
   }
   for (const tick of x.ticks) {
@@ -188,7 +205,7 @@ function marks(spec, x, width, height) {
 }
 
 /** A line at the nearest x under the pointer, or moved by arrow keys, with every series' number there. */
-function addReadout(svg, spec, x, y, width, height) {
+function addReadout(svg, spec, x, y, left, width, height) {
   const lines = spec.lines.filter((line) => line.points.length && !line.faint);
   const cursor = makeSvg("g", {});
   svg.append(cursor);
@@ -221,7 +238,7 @@ function addReadout(svg, spec, x, y, width, height) {
   svg.addEventListener("pointermove", (event) => {
     const box = svg.getBoundingClientRect();
     const at = ((event.clientX - box.left) / box.width) * width;
-    if (!xs.length || at < PLOT_MARGIN.left - 10 || at > width - PLOT_MARGIN.right + 10) return hide();
+    if (!xs.length || at < left - 10 || at > width - PLOT_MARGIN.right + 10) return hide();
     let best = 0;
     xs.forEach((value, index) => {
       if (Math.abs(x(value) - at) < Math.abs(x(xs[best]) - at)) best = index;
@@ -251,8 +268,8 @@ function nearest(points, x) {
 }
 
 /** Drag a rectangle to look closer; a double click or the button goes back. */
-function addZoom(host, svg, x, y, width, height) {
-  const area = frame(width, height);
+function addZoom(host, svg, x, y, left, width, height) {
+  const area = frame(left, width, height);
   const within = (event) => {
     const box = svg.getBoundingClientRect();
     const clamp = (value, low, size) => Math.min(low + size, Math.max(low, value));

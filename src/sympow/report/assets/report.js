@@ -84,7 +84,7 @@ function drawAgainstContext(id, numberOf, y, tables) {
     title: panel.title || "All runs",
     draw: (host) => drawPlot(host, {
       label: `${y.label} against training context, ${panel.title}`,
-      x: { label: "training context (tokens)", log: true, base: 2, ticks: contexts },
+      x: { label: `training context (${data.unit}s)`, log: true, base: 2, ticks: contexts },
       y: { ...y, domain },
       lines: panel.lines,
       key: y.label,
@@ -108,20 +108,20 @@ function numbersTable(panels, across) {
 
 function drawFinal() {
   const kind = byId("final-kind").value;
-  const label = kind === "finalLoss" ? "training loss (nats per token)" : "held-out loss (nats per token)";
+  const label = kind === "finalLoss" ? data.metrics.loss : `held-out loss (nats per ${data.unit})`;
   drawAgainstContext("final", (run) => (run.finished ? run[kind] : null), { label }, true);
 }
 
 function drawSpeed() {
-  drawAgainstContext("speed", (run) => run.speed, { label: "tokens per second", fromZero: true }, false);
+  drawAgainstContext("speed", (run) => run.speed, { label: `${data.unit}s per second`, fromZero: true }, false);
 }
 
 // --- loss beyond the training context ------------------------------------------------------------------------------
 
 function drawBeyond() {
   const kind = byId("beyond-kind").value;
-  const label = kind === "byContext" ? "average loss (nats per token)" : "loss (nats per token)";
-  const across = kind === "byContext" ? "evaluation context (tokens)" : "position (tokens)";
+  const label = kind === "byContext" ? `average loss (nats per ${data.unit})` : `loss (nats per ${data.unit})`;
+  const across = kind === "byContext" ? `evaluation context (${data.unit}s)` : `position (${data.unit}s)`;
   const panels = [];
   for (const panel of data.panels) {
     for (const context of contextsOf(panel.groups)) {
@@ -194,7 +194,7 @@ function drawProbes() {
     title: panel.title,
     draw: (host) => drawPlot(host, {
       label: `${label} against distance, ${panel.title}`,
-      x: { label: "tokens ago", log: true },
+      x: { label: `${data.unit}s ago`, log: true },
       y: { label, fromZero: true },
       lines: panel.lines,
       // Pairs stand close together, far within any context.
@@ -267,7 +267,7 @@ function drawCurves() {
   const label = data.metrics[metric];
   const axes = {
     steps: { label: "step" },
-    tokens: { label: "tokens" },
+    tokens: { label: `${data.unit}s` },
     time: { label: "time on steps", format: formatSeconds, formatTick: formatSeconds },
   };
   const logX = byId("curve-log-x").checked, logY = byId("curve-log-y").checked;
@@ -339,7 +339,7 @@ function drawHeads() {
         title: `By layer and ${columnTitle}`,
         draw: (host) => drawHeatMap(host, {
           ...look, label: `${name} by layer and ${columnTitle}`, values: rows, rows: rows.map((_, n) => n), columns, rowTitle: "layer", columnTitle,
-          describe: (r, c, value) => `layer ${r}, ${columnTitle} ${c}: ${value === null ? never : `${name} ${formatNumber(value)}`} (${formatNumber(run.heads.tokens)} held-out tokens)`,
+          describe: (r, c, value) => `layer ${r}, ${columnTitle} ${c}: ${value === null ? never : `${name} ${formatNumber(value)}`} (${formatNumber(run.heads.tokens)} held-out ${data.unit}s)`,
         }),
       });
     }
@@ -364,7 +364,7 @@ function drawHeads() {
 const NUMBERS = [
   { label: "final loss", number: (run) => run.finalLoss },
   { label: "held-out loss", number: (run) => run.finalHeldoutLoss },
-  { label: "tokens/s", number: (run) => run.speed },
+  { label: `${data.unit}s/s`, number: (run) => run.speed },
   { label: "memory, GiB", number: (run) => run.memory },
   { label: "parameters", number: (run) => run.parameters },
 ];
@@ -444,6 +444,7 @@ function drawAll() {
 
 function start() {
   byId("title").textContent = data.title;
+  for (const place of document.querySelectorAll(".units")) place.textContent = `${data.unit}s`;
   const seeds = new Set(data.runs.map((run) => run.seed)).size;
   byId("summary").textContent = `${data.runs.length} runs of ${data.groups.length} configs with ${seeds} ${seeds === 1 ? "seed" : "seeds"}`;
   if (data.notes.length) {
