@@ -18,11 +18,14 @@ def invoke(*arguments: str):
     return runner.invoke(app, ["info", *arguments], terminal_width=200)
 
 
-@pytest.mark.parametrize(("power", "state"), [("2", "39 MB"), ("4", "14 GB")])
-def test_info_prints_the_papers_numbers(power, state):
+@pytest.mark.parametrize(("power", "sizes"), [("2", ("78 MB", "39 MB")), ("4", ("29 GB", "14 GB"))])
+def test_info_prints_the_papers_numbers_and_what_is_kept(power, sizes):
     result = invoke("gpt2-124m", "--power", power)
     assert result.exit_code == 0, result.output
-    assert state in result.output
+    lines = [line for line in result.output.splitlines() if "state per sequence" in line]
+    for line, words, size in zip(lines, ("float32 (as kept in memory)", "bfloat16 (as the paper"), sizes, strict=True):
+        assert words in line
+        assert size in line
     assert "+0.09 %" in result.output
     assert "+0.18 %" in result.output
 
@@ -31,7 +34,7 @@ def test_info_as_json_is_complete():
     result = invoke("--json", "--context", "1024", "--context", "65536")
     info = json.loads(result.output)
     assert info["features"] == 2080
-    assert info["state_bytes"]["bfloat16"] == 12 * 12 * 2080 * 65 * 2
+    assert info["state_bytes"] == {"bfloat16": 12 * 12 * 2080 * 65 * 2, "float32": 12 * 12 * 2080 * 65 * 4}
     assert info["crossover_context"] == 4192
     rows = info["attention_flops_per_token"]
     assert [row["context"] for row in rows] == [1024, 65_536]

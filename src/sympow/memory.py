@@ -1,8 +1,8 @@
 """What a model keeps of what it has read: a state, or the keys and values themselves while they take less.
 
-A state of D (e + 1) numbers a head is large where p or d is: 14 GB for p = 4 and d = 64 in the 124M model. Keys and
-values of the tokens read so far take less until there are about D of them, and give the same numbers. So by default
-they are kept until they would outgrow the state, and then folded into one.
+A state of D (e + 1) numbers a head is large where p or d is: 29 GB in float32 for p = 4 and d = 64 in the 124M model.
+Keys and values of the tokens read so far take less until there are about D of them, and give the same numbers. So by
+default they are kept until they would outgrow the state, and then folded into one.
 """
 
 from __future__ import annotations

@@ -46,7 +46,10 @@ def count_parameters(config: GPTConfig) -> ParameterCount:
 
 
 def state_elements(config: GPTConfig) -> int:
-    """Numbers in the state of one sequence, all layers: D (d + 1) per head, as the paper counts (§4.1)."""
+    """Numbers in the state of one sequence, all layers: D (d + 1) per head, as the paper counts (§4.1).
+
+    The paper gives sizes in bfloat16. States here are float32, in which sums over long contexts stay exact enough.
+    """
     shape = config.head_shape
     return config.layers * shape.key_value_heads * symmetric_dim(shape.head_dim, config.power) * (shape.head_dim + 1)
 

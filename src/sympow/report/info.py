@@ -60,8 +60,8 @@ def print_info(info: dict[str, Any], title: str) -> None:
     facts.add_row("gating and rotary add", f"{parameters['gating_and_rotary_overhead_percent']:+.2f} %")
     if sympow:
         facts.add_row("features D per head", f"{info['features']:,}")
-        for dtype, size in info["state_bytes"].items():
-            facts.add_row(f"state per sequence, {dtype}", format_bytes(size))
+        for dtype, whose in (("float32", "as kept in memory"), ("bfloat16", "as the paper counts it")):
+            facts.add_row(f"state per sequence, {dtype} ({whose})", format_bytes(info["state_bytes"][dtype]))
         facts.add_row("crossover (FLOPs)", f"{info['crossover_context']:,} tokens")
     facts.add_row("FLOPs per token outside attention", format_count(info["other_flops_per_token"]))
     console.print(facts)

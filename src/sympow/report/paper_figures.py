@@ -195,7 +195,9 @@ def _heads(group: Group, run: Run) -> Any:
     """Heat maps of layers against heads."""
     assert run.heads is not None
     quantities = run.heads.quantities
-    figure, panels = make_panels(len(quantities), columns=min(3, len(quantities)), width=3.8)
+    # Three to a row at most, and four in two rows of two.
+    rows = -(-len(quantities) // 3)
+    figure, panels = make_panels(len(quantities), columns=-(-len(quantities) // rows), width=3.8)
     colors = require("matplotlib.colors", "plot")
     labels = quantity_labels(run.unit)
     for axes, (name, matrix) in zip(panels, quantities.items(), strict=True):
