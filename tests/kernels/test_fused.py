@@ -1,7 +1,6 @@
 """The fused kernels against float64: in float32 in Triton's interpreter, in bfloat16 on a GPU."""
 
 import itertools
-import sys
 from dataclasses import replace
 
 import pytest
@@ -317,17 +316,6 @@ def test_rounding_to_bfloat16_keeps_infinities_and_what_is_not_a_number():
     out = torch.empty_like(numbers)
     round_kernel[(1,)](numbers, out, size=8)
     assert torch.equal(out.nan_to_num(-1), numbers.bfloat16().float().nan_to_num(-1))
-
-
-def test_releases_that_the_hopper_kernels_are_not_for_need_no_gluon(monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("sympow.kernels.hopper")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-    monkeypatch.setattr(triton, "__version__", "9.9.0")
-    from sympow.kernels.hopper import serves
-
-    x = torch.zeros(1, 1, 1, 64, dtype=torch.bfloat16)
-    assert not serves(x, x, x)
 
 
 @interpreted

@@ -85,5 +85,6 @@ def anchored(
     _anchor_kernel[(triton.cdiv(length, BLOCK), batch * heads)](
         suffix.contiguous(), anchors, document_end, out, length, heads, spacing,
         0 if anchors is None else anchors.shape[-1], DOCUMENTS=document_end is not None, BLOCK=BLOCK,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out

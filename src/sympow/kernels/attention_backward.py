@@ -326,6 +326,7 @@ def prepare(
     prepare_kernel[(tiles, batch * heads)](
         head_major(y, block), head_major(dy, block), weight, d_weight, head_major(divided, block), minus_delta,
         length, tiles * rows, heads, WEIGHTED=d_weight is not None, E=block[1], ROWS=rows, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return divided, minus_delta
 
@@ -364,7 +365,7 @@ def query_gradient(
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *place,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
-        num_warps=warps, num_stages=stages, maxnreg=registers,
+        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
@@ -401,6 +402,6 @@ def key_gradient(
         GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, SPANS=spans is not None,
         PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
-        num_warps=warps, num_stages=stages, maxnreg=registers,
+        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

@@ -253,6 +253,6 @@ def attend(
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, slots, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype), ROWS=rows,
-        COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
+        COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return y, weight, past

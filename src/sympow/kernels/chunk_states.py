@@ -294,6 +294,7 @@ def _scan(chunks: ChunkSums, outs: Parts, starts: Parts, ends: Parts, others: Pa
         _head_strides(starts), _head_strides(ends),
         GATED=chunks.sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
         KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return products
 
@@ -357,7 +358,7 @@ def chunk_sums(
             head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
-            num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 else None,
+            num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 else None, enable_fp_fusion=True,
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
@@ -370,7 +371,7 @@ def chunk_sums(
                 TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
                 all_tiles, kv_heads, *where, first_entry, dim - columns,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
-                TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers,
+                TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
             )  # fmt: skip
     started = last == chunks if reverse else first == 0
     return ChunkSums(low, high, normalizer, x.dtype, sums, length, chunk, first, started, reverse)

@@ -65,6 +65,7 @@ def cross_entropy_in_place(
     losses = logits.new_empty(rows, dtype=torch.float32)
     block = min(block, triton.next_power_of_2(columns))
     _cross_entropy_kernel[(rows,)](
-        logits, targets, losses, logits.stride(0), columns, vocabulary, scale, BLOCK=block, num_warps=warps
-    )
+        logits, targets, losses, logits.stride(0), columns, vocabulary, scale,
+        BLOCK=block, num_warps=warps, enable_fp_fusion=True,
+    )  # fmt: skip
     return losses

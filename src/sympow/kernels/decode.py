@@ -352,7 +352,7 @@ def launch_step(
         GROUP=group, POWER=power, DIM=block_dim, COLUMNS=columns, GATED=log_gamma is not None,
         ROTATED=theta is not None, SCALED=beta is not None, PER_PAIR=beta is not None and beta.ndim == 3,
         UPDATE=kv_out is not None, WINDOW=keys is not None, STATE=kv is not None, ROWS=division.rows, KEYS=block_keys,
-        PARTS=BLOCK_PARTS, num_warps=warps,
+        PARTS=BLOCK_PARTS, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return y
 

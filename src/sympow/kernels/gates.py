@@ -138,10 +138,12 @@ def running_sums(log_gamma: Tensor, tile: int) -> Gates:
     from_start = torch.empty_like(to_end)
     grid = (blocks, batch * heads)
     if blocks > 1:
-        _block_totals_kernel[grid](log_gamma, totals, length, heads, blocks, *log_gamma.stride(), BLOCK=SCAN_BLOCK)
+        _block_totals_kernel[grid](
+            log_gamma, totals, length, heads, blocks, *log_gamma.stride(), BLOCK=SCAN_BLOCK, enable_fp_fusion=True
+        )
     _running_sums_kernel[grid](
         log_gamma, totals, sums, to_end, from_start, length, heads, blocks, *log_gamma.stride(),
-        BLOCK=SCAN_BLOCK, TILE=tile,
+        BLOCK=SCAN_BLOCK, TILE=tile, enable_fp_fusion=True,
     )  # fmt: skip
     return Gates(sums, to_end, from_start, tile)
 
@@ -157,7 +159,7 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
     for totals_only in (True, False):
         _gate_gradient_kernel[grid](
             row_terms, column_terms, totals, out, length, blocks, GROUP=row_terms.shape[1] // heads, POWER=power,
-            BLOCK=SCAN_BLOCK, TOTALS_ONLY=totals_only,
+            BLOCK=SCAN_BLOCK, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

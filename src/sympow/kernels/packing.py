@@ -114,6 +114,7 @@ def pack(state: FullState, decay: Tensor | float | None = None) -> Tensor:
     pack_kernel[(dim, batch * heads)](
         state.kv.contiguous(), state.normalizer.contiguous(), sums, message, 0 if sums is None else sums.shape[-1],
         DECAYS=decay is not None, CLOSED=sums is None and decay == -math.inf, D=dim, E=value_dim, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return message
 
@@ -149,6 +150,6 @@ def unpack(
     normalizer = messages.new_empty(batch, heads, dim, dim)
     unpack_kernel[(dim, batch * heads)](
         messages, kv, normalizer, nearest, count, messages.shape[1],
-        DECAYS=decays, REVERSE=reverse, D=dim, E=value_dim, num_warps=4,
+        DECAYS=decays, REVERSE=reverse, D=dim, E=value_dim, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return FullState(kv, normalizer)

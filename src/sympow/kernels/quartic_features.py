@@ -157,6 +157,7 @@ def pair_features(
         length, padded, 0 if sums is None else sums.shape[-1], first_token, heads, chunk,
         GROUP=heads // kv_heads, D=dim, INNER=inner.shape[-1], OUTER=outer.shape[2], GATED=sums is not None,
         PRECISION=dot_precision(x.dtype), TOKENS=FEATURE_TOKENS, COLUMNS=FEATURE_COLUMNS, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return PairFeatures(inner, outer)
 
@@ -181,5 +182,5 @@ def pull_back(
         *x.stride()[:3], *dx.stride()[:3], *terms.stride()[:2],
         length, padded, 0 if sums is None else sums.shape[-1], first_token, heads, chunk,
         GROUP=heads // kv_heads, D=dim, INNER=gradient.inner.shape[2], OUTER=gradient.outer.shape[2],
-        GATED=sums is not None, TOKENS=FEATURE_TOKENS, num_warps=4,
+        GATED=sums is not None, TOKENS=FEATURE_TOKENS, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -167,7 +167,7 @@ def query_states(
         x.outer, result, layout.tile_column, layout.tile_block, *result.stride()[:3],
         result.shape[1], padded, heads, triton.cdiv(result.shape[1], chunk), chunk, layout.tiles, x.outer.shape[2],
         GROUP=heads // kv_heads, E=value_dim, PAIRS=layout.pairs, COLUMNS=COLUMNS, ROWS=ROWS,
-        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps,
+        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -205,7 +205,7 @@ def outer_gradient(
         length, padded, heads, triton.cdiv(length, chunk), chunk, layout.tiles, inner_columns, x.outer.shape[2],
         GROUP=heads // kv_heads, E=width // layout.pairs, PAIRS=layout.pairs, COLUMNS=COLUMNS, ROWS=ROWS,
         WITH_RESULT=result is not None, WITH_GRADIENT=d_outer is not None, ADD=add,
-        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps,
+        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -237,5 +237,6 @@ def inner_gradient(
         length, padded, heads, triton.cdiv(length, chunk), chunk, inner_columns, x.outer.shape[2],
         GROUP=heads // kv_heads, E=width // layout.pairs, PAIRS=layout.pairs, NORMALIZER_PAIRS=normalizer_layout.pairs,
         COLUMNS=COLUMNS, ROWS=ROWS, PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return d_inner

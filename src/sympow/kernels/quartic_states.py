@@ -132,12 +132,12 @@ def chunk_states(
         TensorDescriptor.from_tensor(y.flatten(0, 1), [1, value_dim, tokens]),
         states, first_tile, column, block, kv_heads, slots, chunk, layout.rows, inner_columns,
         GROUP=heads // kv_heads, E=value_dim, PAIRS=layout.pairs, COLUMNS=columns, TILE=COLUMNS, TOKENS=tokens,
-        PRECISION=dot_precision(y.dtype), STAGES=stages, num_warps=warps,
+        PRECISION=dot_precision(y.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     size = layout.rows * width
     scan_kernel[(size // SCAN_BLOCK, batch * kv_heads)](
         states, layout.weights, sums, 0 if sums is None else sums.shape[-1], slots, chunk, size,
-        E=value_dim, GATED=sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4,
+        E=value_dim, GATED=sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return states
 
@@ -157,6 +157,6 @@ def overlap(past: Tensor, future: Tensor, slots: int, layout: StateLayout) -> Te
     out = past.new_empty(states // slots * (slots - 1), parts, dtype=torch.float32)
     overlap_kernel[(out.shape[0], parts)](
         past, future, layout.weights, out, rows * width, blocks, slots, E=width // layout.pairs, BLOCK=SCAN_BLOCK,
-        num_warps=4,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out.sum(-1, dtype=torch.float64)

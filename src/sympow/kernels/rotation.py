@@ -192,8 +192,9 @@ def rotate_forward(
     )
     grid, options = _launch_options(q, k, sums, start)
     _rotate_kernel[grid](
-        q, k, q_out, k_out, sums, theta, start, k.shape[1], k.shape[2], *q.stride()[:3], *k.stride()[:3], **options
-    )
+        q, k, q_out, k_out, sums, theta, start, k.shape[1], k.shape[2], *q.stride()[:3], *k.stride()[:3],
+        **options, enable_fp_fusion=True,
+    )  # fmt: skip
     return q_out, k_out
 
 
@@ -225,7 +226,7 @@ def rotate_backward(
     )
     _rotate_backward_kernel[grid](
         q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, grid[0],
-        *dq.stride()[:3], *dk.stride()[:3], **options,
+        *dq.stride()[:3], *dk.stride()[:3], **options, enable_fp_fusion=True,
     )  # fmt: skip
     d_start_summed = None if d_start is None else d_start.sum(1).unflatten(0, (batch, heads))
     return q_out, k_out, d_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed

@@ -45,6 +45,7 @@ def scale_queries(q: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
     scaled = empty_aligned(q, *q.shape)
     scale = q.new_empty(batch, heads, length, dtype=torch.float32)
     scale_kernel[(triton.cdiv(length, rows), batch * heads)](
-        head_major(q, block), head_major(scaled, block), scale, length, heads, D=block[1], ROWS=rows, num_warps=4
-    )
+        head_major(q, block), head_major(scaled, block), scale, length, heads,
+        D=block[1], ROWS=rows, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
     return scaled, scale

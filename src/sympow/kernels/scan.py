@@ -47,6 +47,6 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     for totals_only in (True, False):
         _scan_kernel[(blocks, batch * columns)](
             x, totals, out, length, columns, blocks, *x.stride(),
-            BLOCK=BLOCK, REVERSE=reverse, TOTALS_ONLY=totals_only,
+            BLOCK=BLOCK, REVERSE=reverse, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -194,6 +194,6 @@ def softmax_step(
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         GROUP=group, DIM=vector_block(dim), COLUMNS=columns, GATED=log_gamma is not None, ROTATED=theta is not None,
         SCALED=beta is not None, PER_PAIR=beta is not None and beta.ndim == 3, SCALE=dim**-0.5, KEYS=BLOCK_KEYS,
-        PARTS=BLOCK_PARTS, num_warps=WARPS,
+        PARTS=BLOCK_PARTS, num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
     return y

@@ -79,6 +79,7 @@ def step_gates(
     step_gates_kernel[(rows, blocks)](
         x, gate_weight, gate_bias, log_gamma, rotation_weight, beta, inputs, gates, rotations,
         GATED=gates > 0, TURNED=rotations > 0, OUTPUTS=BLOCK_OUTPUTS, INPUTS=BLOCK_INPUTS, num_warps=WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return log_gamma, beta
 

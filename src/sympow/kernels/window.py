@@ -223,4 +223,5 @@ def window_fold(
         feature_count, keys.shape[2], value_dim, capacity, parts, rows_per_part,
         POWER=index.shape[1], COLUMNS=max(16, triton.next_power_of_2(value_dim)), ROWS=rows,
         TOKENS=min(tokens, max(16, triton.next_power_of_2(capacity))), num_warps=warps, num_stages=1,
+        enable_fp_fusion=True,
     )  # fmt: skip

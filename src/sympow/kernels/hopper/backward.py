@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sympow.kernels.common import divide_steps, empty_aligned, odd_power
 from sympow.kernels.gates import Gates
-from sympow.kernels.hopper.common import head_major, matrix, prefetch
+from sympow.kernels.hopper.common import async_load, async_store, head_major, matrix, prefetch, thread_barrier
 from sympow.kernels.hopper.split_sums import SplitSums, split_sums
 
 TILE, RING = 64, 4
@@ -36,12 +36,8 @@ def load_keys(k_desc, v_desc, batch, head, step, steps, k_buffers, v_buffers, ba
     wanted = step < steps
     barrier = barriers.index(slot)
     mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(
-        k_desc, [batch, head, step * COLUMNS, 0], barrier, k_buffers.index(slot), pred=wanted
-    )
-    tma.async_copy_global_to_shared(
-        v_desc, [batch, head, step * COLUMNS, 0], barrier, v_buffers.index(slot), pred=wanted
-    )
+    async_load(k_desc, [batch, head, step * COLUMNS, 0], barrier, k_buffers.index(slot), pred=wanted)
+    async_load(v_desc, [batch, head, step * COLUMNS, 0], barrier, v_buffers.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -83,8 +79,8 @@ def query_gradient_kernel(
         mbarrier.init(barriers.index(stage), count=1)
     fence_async_shared()
     mbarrier.expect(start_barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, first, 0], start_barrier, q_buffer)
-    tma.async_copy_global_to_shared(dy_desc, [batch, head, first, 0], start_barrier, dy_buffer)
+    async_load(q_desc, [batch, head, first, 0], start_barrier, q_buffer)
+    async_load(dy_desc, [batch, head, first, 0], start_barrier, dy_buffer)
     for early in gl.static_range(STAGES):
         load_keys(k_desc, v_desc, batch, kv_head, early, steps, k_buffers, v_buffers, barriers, STAGES)
 
@@ -130,7 +126,7 @@ def query_gradient_kernel(
                 end_whole = gl.load(whole_ptr + (step + 1) * COLUMNS - 1)
                 end_rest = gl.load(rest_ptr + (step + 1) * COLUMNS - 1)
             # No warp reads the tile before the last one any more: its place is free.
-            gl.thread_barrier()
+            thread_barrier()
             load_keys(
                 k_desc, v_desc, batch, kv_head, gl.where(step > 1, step - 2 + STAGES, steps), steps,
                 k_buffers, v_buffers, barriers, STAGES,
@@ -176,7 +172,7 @@ def query_gradient_kernel(
     dq *= gl.expand_dims(gl.load(scale_ptr + row_ptr, mask=rows < length, other=0.0), 1)
     q_buffer.reshape([ROWS, D]).store(dq.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dq_desc, [batch, head, first, 0], q_buffer)
+    async_store(dq_desc, [batch, head, first, 0], q_buffer)
     tma.store_wait(0)
 
 
@@ -195,10 +191,8 @@ def load_queries(
     member = gl.where(diagonal, step - GROUP * tiles, member)
     row = gl.where(diagonal, after - COLUMNS, after + tile * COLUMNS)
     mbarrier.expect(barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(q_desc, [batch, head + member, row, 0], barrier, q_buffers.index(slot), pred=wanted)
-    tma.async_copy_global_to_shared(
-        dy_desc, [batch, head + member, row, 0], barrier, dy_buffers.index(slot), pred=wanted
-    )
+    async_load(q_desc, [batch, head + member, row, 0], barrier, q_buffers.index(slot), pred=wanted)
+    async_load(dy_desc, [batch, head + member, row, 0], barrier, dy_buffers.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -245,8 +239,8 @@ def key_gradient_kernel(
         mbarrier.init(barriers.index(stage), count=1)
     fence_async_shared()
     mbarrier.expect(start_barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, first, 0], start_barrier, k_buffer)
-    tma.async_copy_global_to_shared(v_desc, [batch, kv_head, first, 0], start_barrier, v_buffer)
+    async_load(k_desc, [batch, kv_head, first, 0], start_barrier, k_buffer)
+    async_load(v_desc, [batch, kv_head, first, 0], start_barrier, v_buffer)
     for early in gl.static_range(STAGES):
         load_queries(q_desc, dy_desc, batch, head, after, early, steps, tiles, q_buffers, dy_buffers, barriers, GROUP,
                      STAGES)  # fmt: skip
@@ -301,7 +295,7 @@ def key_gradient_kernel(
                 start_whole = gl.load(whole_ptr + start)
                 start_rest = gl.load(rest_ptr + start)
             # No warp reads the tile before the last one any more: its place is free.
-            gl.thread_barrier()
+            thread_barrier()
             load_queries(
                 q_desc, dy_desc, batch, head, after, gl.where(step > 1, step - 2 + STAGES, steps), steps, tiles,
                 q_buffers, dy_buffers, barriers, GROUP, STAGES,
@@ -335,7 +329,7 @@ def key_gradient_kernel(
         slot = step % STAGES
         # With fewer places than heads, the later ones were not asked for yet.
         if GROUP > 1:
-            gl.thread_barrier()
+            thread_barrier()
             load_queries(
                 q_desc, dy_desc, batch, head, after, gl.where(step > 1, step - 2 + STAGES, steps), steps, tiles,
                 q_buffers, dy_buffers, barriers, GROUP, STAGES,
@@ -367,8 +361,8 @@ def key_gradient_kernel(
     k_buffer.reshape([ROWS, D]).store(dk.to(dtype))
     v_buffer.reshape([ROWS, E]).store(dv.to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dk_desc, [batch, kv_head, first, 0], k_buffer)
-    tma.async_copy_shared_to_global(dv_desc, [batch, kv_head, first, 0], v_buffer)
+    async_store(dk_desc, [batch, kv_head, first, 0], k_buffer)
+    async_store(dv_desc, [batch, kv_head, first, 0], v_buffer)
     tma.store_wait(0)
 
 
@@ -389,6 +383,7 @@ def query_gradient(
         head_major(dq, TILE), row_term, scale, parts and parts.whole, parts and parts.rest, gates and gates.to_end,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
@@ -410,5 +405,6 @@ def key_gradient(
         parts and parts.whole, parts and parts.rest, gates and gates.from_start,
         length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads,
         GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

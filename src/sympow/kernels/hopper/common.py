@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: tiles in memory and in rings of buffers."""
+"""What the Hopper kernels share: tiles in memory and in rings of buffers, and names that differ between releases."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from functools import cache
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import aligned
+
+# Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 def head_major(x: Tensor, rows: int) -> TensorDescriptor:

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sympow.kernels.common import empty_aligned, even_power, round_to
 from sympow.kernels.gates import Gates
-from sympow.kernels.hopper.common import head_major, matrix, prefetch
+from sympow.kernels.hopper.common import async_load, async_store, head_major, matrix, prefetch, thread_barrier
 from sympow.kernels.hopper.split_sums import SplitSums, split_sums
 
 QUERY_TILE, KEY_TILE, RING = 128, 64, 4
@@ -70,12 +70,8 @@ def load_pair(k_desc, v_desc, batch, head, pair, skipped, pairs, k_buffers, v_bu
     wanted = pair < pairs
     barrier = barriers.index(slot)
     mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(
-        k_desc, [batch, head, (pair + 1 - skipped) * COLUMNS, 0], barrier, k_buffers.index(slot), pred=wanted
-    )
-    tma.async_copy_global_to_shared(
-        v_desc, [batch, head, (pair - skipped) * COLUMNS, 0], barrier, v_buffers.index(slot), pred=wanted
-    )
+    async_load(k_desc, [batch, head, (pair + 1 - skipped) * COLUMNS, 0], barrier, k_buffers.index(slot), pred=wanted)
+    async_load(v_desc, [batch, head, (pair - skipped) * COLUMNS, 0], barrier, v_buffers.index(slot), pred=wanted)
 
 
 @gluon.jit
@@ -159,8 +155,8 @@ def forward_kernel(
     before = first // COLUMNS + skipped
     pairs = before + 2
     mbarrier.expect(q_barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_desc, [batch, head, first, 0], q_barrier, q_buffer)
-    tma.async_copy_global_to_shared(k_desc, [batch, kv_head, 0, 0], q_barrier, first_k_buffer)
+    async_load(q_desc, [batch, head, first, 0], q_barrier, q_buffer)
+    async_load(k_desc, [batch, kv_head, 0, 0], q_barrier, first_k_buffer)
     for pair in gl.static_range(STAGES - 1):
         load_pair(k_desc, v_desc, batch, kv_head, pair, skipped, pairs, k_buffers, v_buffers, barriers, STAGES)
 
@@ -220,7 +216,7 @@ def forward_kernel(
         lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
         lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
         # No warp reads the pair before this one any more: its place is free.
-        gl.thread_barrier()
+        thread_barrier()
         load_pair(
             k_desc, v_desc, batch, kv_head, step + STAGES - 2, skipped, pairs, k_buffers, v_buffers, barriers, STAGES
         )
@@ -245,7 +241,7 @@ def forward_kernel(
     lower_parts += row_parts(weights)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
-    gl.thread_barrier()
+    thread_barrier()
     load_pair(
         k_desc, v_desc, batch, kv_head, before + STAGES - 2, skipped, pairs, k_buffers, v_buffers, barriers, STAGES
     )
@@ -310,7 +306,7 @@ def forward_kernel(
     divisor = gl.convert_layout(gl.where(lower_weight == 0, 1.0, lower_weight), SUMS_BY_ROW)
     y_buffer.slice(ROWS, ROWS).store((lower / gl.expand_dims(divisor, 1)).to(dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(y_desc, [batch, head, first, 0], q_buffer)
+    async_store(y_desc, [batch, head, first, 0], q_buffer)
     if GATED:
         upper_weight = gl.where(weak, upper_weight * upper_decay, upper_weight)
         lower_weight = gl.where(weak, lower_weight * lower_decay, lower_weight)

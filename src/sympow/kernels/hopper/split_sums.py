@@ -47,6 +47,6 @@ def split_sums(gates: Gates) -> SplitSums:
     whole = torch.empty_like(gates.to_end, dtype=torch.int32)
     rest = torch.empty_like(gates.to_end)
     _split_kernel[(padded // SCAN_BLOCK, batch * heads)](
-        gates.sums, whole, rest, gates.sums.shape[-1], padded, BLOCK=SCAN_BLOCK
+        gates.sums, whole, rest, gates.sums.shape[-1], padded, BLOCK=SCAN_BLOCK, enable_fp_fusion=True
     )
     return SplitSums(whole, rest)
