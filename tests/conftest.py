@@ -11,9 +11,14 @@ if not torch.cuda.is_available():
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; run with -m gpu on a machine that has one")
     config.addinivalue_line("markers", "slow: takes half a minute or more; `make test-slow` runs these")
+    config.addinivalue_line("markers", "index: reads the package index for minutes; run with -m index (make resolve)")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if "index" not in config.getoption("-m"):
+        for item in items:
+            if "index" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="reads the package index for minutes: make resolve"))
     if torch.cuda.is_available():
         return
     for item in items:

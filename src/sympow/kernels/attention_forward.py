@@ -65,7 +65,7 @@ def _query_state(
     most = tl.sum(tl.dot(size, tl.abs(normalizer), input_precision=PRECISION) * size.to(tl.float32), axis=1)
     epsilon = STATE_EPSILON if q.dtype == tl.bfloat16 else EPSILON
     # NaN is not below anything, and stays visible.
-    unseen = found < epsilon * most
+    unseen = found < most * epsilon
     scale = scale.to(q_low.dtype)
     q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
     # Two sums, so that one product can run while the operand of the other is made; to wait for the second is to wait

@@ -249,7 +249,7 @@ def step_kernel(
                     recent_weights += tl.load(totals_ptr + found * 2, mask=of_window, other=0.0, cache_modifier=".cg")
             # The state's part, unless that is nothing but rounding; keys, the token's own among them, by their scores.
             past = tl.sum(state_weights, axis=0)
-            rounding = past < EPSILON * tl.sum(state_sizes, axis=0)
+            rounding = past < tl.sum(state_sizes, axis=0) * EPSILON
             score = even_power(tl.sum(queries[member] * key, axis=0), POWER)
             denominator = tl.where(rounding, 0.0, past * gamma) + tl.sum(recent_weights, axis=0) + score
             numerator = tl.where(rounding, 0.0, tl.sum(state_sums, axis=0) * gamma) + tl.sum(recent_sums, axis=0)
