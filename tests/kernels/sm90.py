@@ -1,5 +1,7 @@
 """Compile the kernels for sm_90 without a GPU: registers, stack, shared memory, and whether ptxas serialised a product.
 
+TRITON_INTERPRET must not be 1. `releases.py` does it with every supported release of Triton.
+
 python tests/kernels/sm90.py            a table of all kernels at their default tiles
 python tests/kernels/sm90.py NAME FILE  the machine code of one of them, and its loops with their instructions counted
 """
@@ -124,6 +126,7 @@ class Report:
     shared: int
     products: int
     serialised: bool
+    carried: int
     sass: str
 
 
@@ -161,8 +164,27 @@ def compile_kernel(
     return Report(
         int(re.search(r"Used (\d+) registers", notes).group(1)), int(re.search(r"(\d+) bytes stack", notes).group(1)),
         compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"), "serialized" in notes,
-        _disassembled(compiled.asm["cubin"]) if disassemble else "",
+        carried(compiled.asm["ptx"]), _disassembled(compiled.asm["cubin"]) if disassemble else "",
     )  # fmt: skip
+
+
+def carried(ptx: str) -> int:
+    """How many loops go round with a product in flight that reads its left operand from registers.
+
+    The registers must not be written before the product is done. A loop that makes the next operand at once has to wait
+    before it goes round (`common.settle`); one that first waits for another product, as in attention, need not.
+    """
+    lines, labels, found = ptx.splitlines(), {}, 0
+    for end, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\w+):", line):
+            labels[label.group(1)] = end
+        jump = re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", line)
+        if jump and jump.group(1) in labels:
+            body = lines[labels[jump.group(1)] : end]
+            last = max((n for n, text in enumerate(body) if re.search(r"wgmma\.mma_async.*\}, \{", text)), default=None)
+            if last is not None and not any("wgmma.wait_group.sync.aligned 0;" in text for text in body[last:]):
+                found += 1
+    return found
 
 
 def _disassembled(cubin: bytes) -> str:
@@ -372,7 +394,7 @@ def print_table() -> bool:
             print(f"{name:30} FAILED: {str(error).strip().splitlines()[-1]}", flush=True)
             continue
         print(f"{name:30} registers {r.registers:3} stack {r.stack:4} shared {r.shared:6} wgmma {r.products:3}"
-              f"{'  SERIALISED' if r.serialised else ''}", flush=True)  # fmt: skip
+              f" carried {r.carried}{'  SERIALISED' if r.serialised else ''}", flush=True)  # fmt: skip
     return not failed
 
 
