@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.decoding import Decoder, Recorded, decode
 from sympow.generate import Sampling, generate
@@ -53,9 +54,7 @@ def whole(model, tokens):
 
 
 def assert_relative(actual, expected, tolerance, what="logits"):
-    assert actual.shape == expected.shape, what
-    error = (actual - expected).abs().max() / expected.abs().max()
-    assert error <= tolerance, f"{what}: off by {error:.1e}"
+    assert_close(actual, expected, tolerance, what, relative=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

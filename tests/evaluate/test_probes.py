@@ -8,6 +8,7 @@ import torch
 from evaluate_oracles import Oracle
 from torch.nn.functional import cross_entropy
 
+from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data import load_tokenizer, open_dataset
 from sympow.evaluate import Vocabulary, associative_recall, passkey_retrieval
@@ -24,7 +25,7 @@ def test_answers_are_scored_as_a_forward_pass_scores_them(piece):
     found = score_answers(model, tokens, places, piece=piece)
     logits = model(tokens)[0].detach()[:, places - 1]
     expected = cross_entropy(logits.flatten(0, 1), tokens[:, places].flatten(), reduction="none").view(3, 3)
-    torch.testing.assert_close(found.losses, expected, rtol=1e-4, atol=1e-5)
+    assert_close(found.losses, expected, 1e-5, "losses")
     assert found.right.tolist() == (logits.argmax(-1) == tokens[:, places]).tolist()
     assert model.training
 
@@ -35,7 +36,7 @@ def test_what_is_remembered_is_recalled():
     assert sum(point.answers for point in points if point.pairs == 16) == 8 * 16
     for point in points:
         assert point.accuracy == 1
-        assert point.loss == pytest.approx(0, abs=1e-6)
+        assert_close(point.loss, 0.0, 1e-6, "loss")
         assert point.guess == pytest.approx(math.log(20))
 
 
@@ -84,7 +85,7 @@ def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
     near, far = passkey_retrieval(model, *text, distances=(50, 400), keys=4, piece=64)
     assert (near.distance, far.distance) == (50, 400)
     assert near.accuracy == 1
-    assert near.loss == pytest.approx(0, abs=1e-4)
+    assert_close(near.loss, 0.0, 1e-4, "loss")
     # A key that was not told is as unlikely from near as from far.
     assert near.control > 10
     assert far.accuracy == 0

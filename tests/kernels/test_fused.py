@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sympow
-from support import Inputs, assert_close, gradients, interpreted, random_inputs, run
+from support import Inputs, assert_close, gradients, interpreted, kernel_tolerance, random_inputs, run, within
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -18,17 +18,16 @@ from sympow.kernels.common import round_to
 
 
 def compare(inputs: Inputs, power: int, form: str, *, cu_seqlens=None, **options) -> None:
-    """Outputs and gradients of the kernels against float64, within twice the error of the portable path in float32."""
+    """Outputs and gradients of the kernels against float64."""
     exact = inputs.map(lambda t: t.double()).requires_grad()
     inputs = inputs.requires_grad()
     expected = run(exact, power, "attention", backend="torch", cu_seqlens=cu_seqlens)
-    portable = run(inputs, power, form, backend="torch", cu_seqlens=cu_seqlens, **options)
     actual = run(inputs, power, form, backend="triton", cu_seqlens=cu_seqlens, **options)
     names = ["y", *(name for name, value in inputs.arguments().items() if value is not None)]
-    results = [[y.detach(), *gradients(y, x)] for y, x in ((actual, inputs), (portable, inputs), (expected, exact))]
-    for name, got, same, want in zip(names, *results, strict=True):
-        measured = (same - want).abs().max().item() / max(1.0, want.abs().max().item())
-        assert_close(got, want, max(2 * measured, 2e-6), name)
+    longest = inputs.q.shape[1] if cu_seqlens is None else int(cu_seqlens.diff().max())
+    results = [[y.detach(), *gradients(y, x)] for y, x in ((actual, inputs), (expected, exact))]
+    for name, got, want in zip(names, *results, strict=True):
+        assert_close(got, want, kernel_tolerance(name, longest), name)
 
 
 @interpreted
@@ -108,7 +107,8 @@ def test_queries_that_no_earlier_chunk_answers_to(power, gate):
     expected = run(inputs, power, "chunked", backend="torch", chunk_size=128)
     later = slice(128, None)
     assert_close(y[:, later].detach(), expected[:, later].detach(), 2e-5, "y")
-    assert y[:, later].abs().max() <= inputs.v.abs().max() * (1 + 1e-5)
+    beyond = (y[:, later].abs().max() / inputs.v.abs().max() - 1).clamp(min=0)
+    within(beyond, 1e-5, "y beyond the range of the values")
     dk, dv = torch.autograd.grad(y[:, later].sum(), (inputs.k, inputs.v))
     assert not dv[:, :128].any()
     assert not dk[:, :128].any()
@@ -206,13 +206,15 @@ def test_states_at_both_ends_are_differentiable(power, form, options, gate):
         y, after = run(now, power, chosen, backend=backend, initial_state=state, return_state=True, **extra)
         found = {"y": y, "kv": after.kv, "normalizer": after.normalizer}
         leaves = [*now.tensors(), state.kv, state.normalizer]
+        names = [*(name for name, value in now.arguments().items() if value is not None), "kv", "normalizer"]
         totals = [sum((found[part] * weights_like(found[part])).sum() for part in parts) for parts in losses]
         results.append(
             [torch.autograd.grad(total, leaves, retain_graph=True, materialize_grads=True) for total in totals]
         )
     for parts, *both in zip(losses, *results, strict=True):
-        for expected, actual in zip(*both, strict=True):
-            assert_close(actual, expected, 2e-5, f"gradient of a loss that reads {', '.join(parts)}")
+        for name, expected, actual in zip(names, *both, strict=True):
+            tolerance = kernel_tolerance("theta", 170) if name == "theta" else 2e-5
+            assert_close(actual, expected, tolerance, f"gradient of {name}, of a loss that reads {', '.join(parts)}")
 
 
 def weights_like(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ none of the host's, which keeps count: what it leaves out, the decoder must do.
 import pytest
 import torch
 
-from support import interpreted
+from support import assert_close, interpreted
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -75,8 +75,7 @@ def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, memory, opt
     decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory=memory), memory=memory)
     for position in range(3, 20):
         logits = decoder.step(tokens[:, position])
-        error = (logits - expected[:, position]).abs().max() / expected.abs().max()
-        assert error <= 1e-5, f"token {position}"
+        assert_close(logits, expected[:, position], 1e-5, f"token {position}", relative=True)
     assert replays.count("_step") > 10
     if memory == "state":
         assert replays.count("_fold_all") == 3  # four folds of four tokens, the first of them not replayed
@@ -87,4 +86,4 @@ def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, memory, opt
     assert closed.seen.nonzero()[:, 1].tolist() == tokens.unique().tolist(), "replays record what was decoded, too"
     after = closed.more(model, tokens[:, :2])
     whole = model(torch.cat([tokens, tokens[:, :2]], dim=1), return_state=False)[0][:, -1]
-    assert (after.logits - whole).abs().max() <= 1e-5 * whole.abs().max()
+    assert_close(after.logits, whole, 1e-5, "reading on", relative=True)

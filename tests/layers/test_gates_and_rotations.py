@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import sympow
+from support import assert_close
 from sympow.layers import GATES, ROTATIONS, make_gate, make_rotation
 from sympow.layers.gates import FixedGate
 
@@ -30,7 +31,7 @@ def test_gates_give_logs_in_float32_or_better(kind, dtype):
 @pytest.mark.parametrize("kind", ["learned", "scalar", "vector"])
 def test_learned_gates_start_where_the_authors_do(kind):
     gamma = make_gate(kind, WIDTH, HEADS, DIM)(sample()).exp()
-    torch.testing.assert_close(gamma, torch.full_like(gamma, 0.999), rtol=0, atol=1e-5)
+    assert_close(gamma, torch.full_like(gamma, 0.999), 1e-5, "gamma")
 
 
 @pytest.mark.parametrize("heads", [8, 12])
@@ -53,7 +54,7 @@ def test_the_scalar_gate_is_a_sigmoid_of_a_projection():
     torch.nn.init.normal_(gate.gamma_proj.weight)
     x = sample()
     expected = torch.sigmoid(x @ gate.gamma_proj.weight.T + gate.gamma_proj.bias)
-    torch.testing.assert_close(gate(x).exp(), expected)
+    assert_close(gate(x).exp(), expected, 1e-6, "gamma")
 
 
 def test_gates_are_not_rounded_by_autocast():
@@ -90,7 +91,7 @@ def test_scales_are_one_plus_tanh_of_a_projection(kind):
     torch.nn.init.normal_(rotation.beta_proj.weight)
     _, beta = rotation(sample())
     expected = 1 + torch.tanh(sample() @ rotation.beta_proj.weight.T)
-    torch.testing.assert_close(beta.flatten(2), expected)
+    assert_close(beta.flatten(2), expected, 1e-6, "beta")
     assert ((beta >= 0) & (beta <= 2)).all()
 
 

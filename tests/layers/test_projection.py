@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support import assert_close
+from support import assert_close, within
 from sympow.layers.gates import ScalarGate
 from sympow.layers.mixers import ConformalAttention
 from sympow.layers.projection import multiply_precisely, project_together
@@ -26,9 +26,8 @@ def test_only_x_is_rounded(device):
     assert result.dtype == torch.float32
     # A weight in bfloat16 would be off by 2⁻⁹ of itself.
     rounded = x.double() @ weight.bfloat16().double().mT
-    error = (result - exact).abs().max()
-    assert error < 2e-5 * exact.abs().max()
-    assert error < (rounded - exact).abs().max() / 50
+    assert_close(result, exact, 2e-5, "product", relative=True)
+    within((result - exact).abs().max() / (rounded - exact).abs().max(), 0.02, "product, beside a rounded weight")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
+from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.cli import app
 from sympow.model.storage import save_model
@@ -42,4 +42,4 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
         json.loads((tmp_path / name / "evaluation.json").read_text())["models"]["run"]["mean"]
         for name in ("alone", "together")
     )
-    assert found == pytest.approx(expected, abs=2e-5)
+    assert_close(found, expected, 2e-5, "losses")

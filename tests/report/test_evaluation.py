@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
+from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.cli import app
 from sympow.data import open_dataset, prepare
@@ -191,7 +191,7 @@ def test_the_losses_are_those_of_the_model(runs, tmp_path):
     ((inputs, targets),) = held_out_documents("stdlib", LENGTH, 1)
     logits, _ = load_model(runs / "first" / "model")(inputs)
     expected = cross_entropy(logits[0], targets[0], reduction="none").detach()
-    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-5)
+    assert_close(found, expected, 2e-5, "losses")
 
 
 def test_contexts_grow_to_the_length():

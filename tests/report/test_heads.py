@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
@@ -55,8 +56,8 @@ def test_a_capture_has_every_token_of_every_layer(piece):
     found = capture(model, lambda: Reading.start(model, tokens, piece=piece))
     for layer, (log_gamma, beta) in zip(found, layer_by_layer(model, tokens), strict=True):
         assert layer.log_gamma.shape == layer.beta.shape == (TOKENS, 2)
-        torch.testing.assert_close(layer.log_gamma, log_gamma, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(layer.beta, beta, atol=1e-4, rtol=1e-4)
+        assert_close(layer.log_gamma, log_gamma, 1e-4, "log_gamma")
+        assert_close(layer.beta, beta, 1e-4, "beta")
         assert layer.rate_change is None
 
 

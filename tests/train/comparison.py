@@ -1,6 +1,6 @@
 """Runs of several processes beside the same in one."""
 
-import pytest
+from support import assert_close
 
 # Sums in another order. Losses are near 5.
 ROUNDING = 2e-5
@@ -15,5 +15,5 @@ def same(actual, expected):
         for name in mine.keys() - {"tokens_per_second"}:
             # The longest half-life is of a gate at 0.999: a rounding there is a thousand times as much here.
             tolerance = 1e-3 if name.startswith("half_life") else ROUNDING * (10 if name == "gradient_norm" else 1)
-            assert mine[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), (mine["step"], name)
+            assert_close(mine[name], theirs[name], tolerance, f"{name} of step {mine['step']}")
     return True

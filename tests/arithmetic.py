@@ -1,0 +1,234 @@
+"""Change the arithmetic of a running test: sums in the other order, or a deliberate mistake in one place.
+
+`installed()` puts one function in front of the sums that PyTorch does on a CPU and that Triton's interpreter does:
+matrix products, sums, running sums, and the interpreter's loads. `Arithmetic` says what that function changes. Sums in
+float64 are left alone, since tests compute what they expect in float64.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sympow
+
+SOURCE = Path(sympow.__file__).parent
+LOWER_PRECISIONS = {"float32", "float16", "bfloat16"}
+KINDS = {
+    "product": ("term", "index"),
+    "sum": ("term",),
+    "running sum": ("term", "index"),
+    "load": ("index",),
+}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake in one place.
+
+    Args:
+        place: a key of `Arithmetic.places`.
+        kind: "term" leaves out the first term of a sum. "index" reads one operand, or what is loaded, one entry late.
+        call: the one execution of the place that is wrong; None: all of them.
+    """
+
+    place: str
+    kind: str
+    call: int | None
+
+
+@dataclass
+class Arithmetic:
+    """How the sums of a test are done, and which ones there were.
+
+    Args:
+        backwards: run over the terms of products and sums from the last to the first.
+        mistake: where to make a mistake, if anywhere.
+    """
+
+    backwards: bool = False
+    mistake: Mistake | None = None
+    # How often each place was executed.
+    places: Counter[str] = field(default_factory=Counter)
+
+    def change(self, operation: str, where: str, dtype: Any) -> str | None:
+        """What to do in place of this operation: "term", "index", "backwards" or None."""
+        if str(dtype).rpartition(".")[2] in LOWER_PRECISIONS:
+            place = f"{operation} {where}"
+            self.places[place] += 1
+            wrong = self.mistake
+            if wrong is not None and wrong.place == place and wrong.call in (None, self.places[place] - 1):
+                return wrong.kind
+        return "backwards" if self.backwards else None
+
+
+_current = Arithmetic()
+
+
+def use(arithmetic: Arithmetic) -> None:
+    """Make this the arithmetic from now on."""
+    global _current
+    _current = arithmetic
+
+
+def mistakes_in(places: Counter[str]) -> Iterator[Mistake]:
+    """First those made once, a third of the way through, where both sides of a comparison share code; then always."""
+    for always in (False, True):
+        for place, calls in sorted(places.items()):
+            for kind in KINDS[place.partition(" in ")[0]]:
+                yield Mistake(place, kind, None if always else calls // 3)
+
+
+def _where(operands: str) -> str:
+    """The line of the package that is being executed; gradients of PyTorch's own are known by their shapes."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(SOURCE):
+            return f"in {path.relative_to(SOURCE)}:{frame.f_lineno} {operands}".rstrip()
+        frame = frame.f_back
+    return f"in the backward pass {operands}".rstrip()
+
+
+def _shape(*tensors: Tensor) -> str:
+    return " × ".join("·".join(map(str, x.shape)) for x in tensors)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Put `Arithmetic` in front of PyTorch's sums on a CPU, and of those of Triton's interpreter where there is one."""
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in (
+        ("mm", _matrix_product),
+        ("bmm", _batched_product),
+        ("addmm", _added_product),
+        ("baddbmm", _batched_added_product),
+        ("sum.dim_IntList", _sum),
+        ("cumsum", _running_sum),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            library.impl(name, function, "CPU", allow_override=True)
+    undo = _patch_interpreter()
+    try:
+        yield
+    finally:
+        undo()
+        library._destroy()
+
+
+def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands of a product over the last axis of one and the second-last of the other."""
+    change = _current.change("product", _where(_shape(a, b)), a.dtype)
+    if a.shape[-1] == 0:
+        return a, b
+    if change == "term":
+        return a[..., 1:], b[..., 1:, :]
+    if change == "index":
+        return a, b.roll(1, -2)
+    if change == "backwards":
+        return a.flip(-1), b.flip(-2)
+    return a, b
+
+
+def _matrix_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(*_operands(a, b), out=a.new_empty(a.shape[0], b.shape[1]))
+
+
+def _batched_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.bmm(*_operands(a, b), out=a.new_empty(a.shape[0], a.shape[1], b.shape[2]))
+
+
+def _added_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    out = a.new_empty(a.shape[0], b.shape[1])
+    return torch.addmm(bias, *_operands(a, b), beta=beta, alpha=alpha, out=out)
+
+
+def _batched_added_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return torch.baddbmm(bias, *_operands(a, b), beta=beta, alpha=alpha, out=out)
+
+
+def _sum(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = tuple(range(x.ndim)) if not dim else tuple(d % x.ndim for d in dim) if x.ndim else ()
+    change = _current.change("sum", _where(_shape(x)), x.dtype)
+    if dims and x.numel():
+        if change == "term":
+            x = x.clone()
+            x.select(dims[-1], 0).zero_()
+        elif change == "backwards":
+            x = x.flip(dims)
+    shape = [1 if d in dims else n for d, n in enumerate(x.shape)]
+    if not keepdim:
+        shape = [n for d, n in enumerate(x.shape) if d not in dims]
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    return torch.sum(x, dims, keepdim, out=x.new_empty(shape, dtype=dtype), dtype=dtype)
+
+
+def _running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    change = _current.change("running sum", _where(_shape(x)), x.dtype)
+    if dtype is None:
+        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+    if change == "term" and x.numel():
+        x = x.clone()
+        x.select(dim, 0).zero_()
+    y = torch.cumsum(x, dim, out=x.new_empty(x.shape, dtype=dtype), dtype=dtype)
+    return y.roll(1, dim) if change == "index" else y
+
+
+def _patch_interpreter() -> Callable[[], None]:
+    try:
+        import numpy as np
+        from triton.runtime import interpreter
+    except ImportError:
+        return lambda: None
+    builder, reduction = interpreter.InterpreterBuilder, interpreter.ReduceOps
+    dot, load, total = builder.create_dot, builder.create_masked_load, reduction.sum
+
+    def with_data(handle: Any, data: Any) -> Any:
+        return type(handle)(data, handle.dtype)
+
+    def changed_dot(self: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
+        change = _current.change("product", _where(""), a.data.dtype)
+        x, y = a.data, b.data
+        if change == "term":
+            x = x.copy()
+            x[..., 0] = 0
+        elif change == "index":
+            y = np.roll(y, 1, axis=-2)
+        elif change == "backwards":
+            x, y = x[..., ::-1], y[..., ::-1, :]
+        return dot(self, with_data(a, x), with_data(b, y), *rest, **options)
+
+    def changed_sum(self: Any, value: Any) -> Any:
+        data = value.handle.data
+        change = _current.change("sum", _where(""), data.dtype)
+        axis = self.axis
+        if change == "backwards":
+            value = self.to_tensor(np.flip(data, axis=axis), value.dtype)
+        elif change == "term":
+            data = data.copy()
+            data[(slice(None),) * (axis or 0) + (0,)] = 0
+            value = self.to_tensor(data, value.dtype)
+        return total(self, value)
+
+    def changed_load(self: Any, *arguments: Any, **options: Any) -> Any:
+        loaded = load(self, *arguments, **options)
+        change = _current.change("load", _where(""), loaded.data.dtype)
+        return with_data(loaded, np.roll(loaded.data, 1, axis=-1)) if change == "index" and loaded.data.ndim else loaded
+
+    def put(new_dot: Any, new_load: Any, new_sum: Any) -> None:
+        builder.create_dot, builder.create_masked_load, reduction.sum = new_dot, new_load, new_sum
+
+    put(changed_dot, changed_load, changed_sum)
+    return lambda: put(dot, load, total)

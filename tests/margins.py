@@ -1,0 +1,344 @@
+"""Measure how far the float32 comparisons of the suite stay from their tolerances, and that mistakes still cross them.
+
+    python tests/margins.py sweep --seeds 50 --jobs 14 --minutes 8 --out build/sweep
+    python tests/margins.py mistakes --jobs 14 --minutes 8 --out build/mistakes
+    python tests/margins.py table build/sweep build/mistakes --out tests/margins.tsv
+
+`support.within`, which every such comparison goes through, hands error and tolerance to this script while it runs the
+tests. `sweep` runs them with other random numbers and with sums in either order (see arithmetic.py). Half of its
+processes run with ATEN_CPU_CAPABILITY=default, and every fourth with two threads. `mistakes` runs them with one line of
+the package broken at a time: a sum leaves out its first term, or an index is off by one. `table` joins what these two
+have written, and fails where a tolerance is less than four times the worst error or where no mistake crosses it.
+docs/testing.md says how tolerances are chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+TABLE = TESTS / "margins.tsv"
+# A tolerance is at least four times the worst error that was seen.
+LARGEST_RATIO = 0.25
+COLUMNS = ("test", "what", "tolerance", "worst error", "ratio", "runs", "mistakes", "crossing", "least", "by")
+
+
+# What was measured -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Margin:
+    """One tolerance of one test, and the errors that were compared with it."""
+
+    worst: float = 0.0
+    setting: str = ""
+    runs: int = 0
+    mistakes: int = 0
+    crossing: int = 0
+    # The smallest error, in units of the tolerance, of a mistake that crosses it.
+    least: float = math.inf
+    by: str = ""
+
+    def add(self, other: Margin) -> None:
+        self.runs += other.runs
+        self.mistakes += other.mistakes
+        self.crossing += other.crossing
+        if not other.worst <= self.worst:
+            self.worst, self.setting = other.worst, other.setting
+        if other.least < self.least:
+            self.least, self.by = other.least, other.by
+
+
+# By test, what it compares, and the tolerance.
+Margins = dict[tuple[str, str, float], Margin]
+
+
+def merge(into: Margins, other: Margins) -> None:
+    for key, margin in other.items():
+        into.setdefault(key, Margin()).add(margin)
+
+
+def write_margins(path: Path, margins: Margins, failures: Counter[str]) -> None:
+    lines = [json.dumps([*key, vars(margin)]) for key, margin in margins.items()]
+    lines += [json.dumps([message, count]) for message, count in failures.items()]
+    # Whole, or as it was before.
+    scratch = path.with_suffix(".part")
+    scratch.write_text("\n".join(lines) + "\n")
+    scratch.replace(path)
+
+
+def read_margins(folder: Path) -> tuple[Margins, Counter[str]]:
+    margins: Margins = {}
+    failures: Counter[str] = Counter()
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            match json.loads(line):
+                case [test, what, tolerance, values]:
+                    merge(margins, {(test, what, tolerance): Margin(**values)})
+                case [message, count]:
+                    failures[message] += count
+    return margins, failures
+
+
+# Running tests ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def shifted_seeds(shift: int) -> Iterator[None]:
+    """Other random numbers: every seed that a test sets is moved on."""
+    import torch
+
+    import support
+
+    generator, manual_seed = torch.Generator, torch.manual_seed
+
+    class Shifted(generator):  # type: ignore[misc, valid-type]
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(seed + 1000 * shift)
+
+    torch.Generator, torch.manual_seed = Shifted, lambda seed: manual_seed(seed + 1000 * shift)
+    support.seed_shift = 1000 * shift
+    try:
+        yield
+    finally:
+        support.seed_shift = 0
+        torch.Generator, torch.manual_seed = generator, manual_seed
+
+
+class Runner:
+    """A pytest plugin that runs tests again and again, and takes down what they compare."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self.job = job
+        self.margins: Margins = {}
+        self.failures: Counter[str] = Counter()
+        self.errors: dict[tuple[str, float], float] = {}
+        self.out = Path(job["out"])
+
+    def observe(self, error: float, tolerance: float, what: str) -> None:
+        # Positions and lengths within one test are one comparison.
+        key = re.sub(r"\d+", "#", what), tolerance
+        error = error if error == error else math.inf
+        self.errors[key] = max(error, self.errors.get(key, 0.0))
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        chosen = self.job["functions"]
+        if chosen is not None:
+            items[:] = [item for item in items if function_of(item.nodeid) in chosen]
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        import arithmetic
+
+        import support
+
+        items = [item for item in session.items if not list(item.iter_markers("skip"))]
+        support.observe = self.observe
+        with arithmetic.installed():
+            self.sweep(items) if self.job["mode"] == "sweep" else self.make_mistakes(items)
+        write_margins(self.out, self.margins, self.failures)
+        return True
+
+    def run(self, item: Any, following: Any, shift: int, arithmetic_of_the_run: Any) -> dict[tuple[str, float], float]:
+        """The errors of one run of one test, by what is compared."""
+        import arithmetic
+        from _pytest.runner import runtestprotocol
+
+        self.errors = {}
+        began = time.process_time()
+        arithmetic.use(arithmetic_of_the_run)
+        item._initrequest()
+        with shifted_seeds(shift):
+            reports = runtestprotocol(item, nextitem=following, log=False)
+        arithmetic.use(arithmetic.Arithmetic())
+        print(f"{time.process_time() - began:.2f} s: {item.nodeid}", flush=True)
+        for report in reports:
+            if report.failed and arithmetic_of_the_run.mistake is None:
+                crash = getattr(report.longrepr, "reprcrash", None)
+                message = crash.message.splitlines()[0] if crash else str(report.longrepr).splitlines()[-1]
+                self.failures[f"{item.nodeid}: {message}"] += 1
+        return self.errors
+
+    def out_of_time(self) -> bool:
+        return time.time() > self.job["deadline"]
+
+    def sweep(self, items: list[Any]) -> None:
+        from arithmetic import Arithmetic
+
+        # Each process begins elsewhere, so that none is left out by all where time runs out.
+        start = self.job["number"] * len(items) // self.job["jobs"]
+        items = items[start:] + items[:start]
+        for seed, backwards in self.job["settings"]:
+            setting = f"seed {seed}, {'backwards' if backwards else 'forwards'}, {self.job['setting']}"
+            for item, following in zip(items, [*items[1:], None], strict=True):
+                if self.out_of_time():
+                    return
+                found = self.run(item, following, seed, Arithmetic(backwards=backwards))
+                merge(self.margins, {(item.nodeid, *key): Margin(error, setting, 1) for key, error in found.items()})
+            write_margins(self.out, self.margins, self.failures)
+            print(f"{setting}: done", flush=True)
+
+    def make_mistakes(self, items: list[Any]) -> None:
+        from arithmetic import Arithmetic, mistakes_in
+
+        random.Random(0).shuffle(items)
+        for item in items[self.job["number"] :: self.job["jobs"]]:
+            right = Arithmetic()
+            self.run(item, None, 0, right)
+            missing = {kind: set(self.errors) for kind in ("term", "index")}
+            tries = Counter[bool]()
+            for mistake in mistakes_in(right.places):
+                always = mistake.call is None
+                # Mistakes that are made every time are for tolerances that no other mistake crosses.
+                needed = set.intersection(*missing.values()) if always else missing[mistake.kind]
+                if not needed or tries[always] >= self.job["mistakes"]:
+                    continue
+                if self.out_of_time():
+                    return
+                tries[always] += 1
+                found = self.run(item, None, 0, Arithmetic(mistake=mistake))
+                for key, error in found.items():
+                    ratio = error / key[1]
+                    margin = Margin(mistakes=1, crossing=int(ratio > 1))
+                    if ratio > 1:
+                        missing[mistake.kind].discard(key)
+                        margin.least, margin.by = ratio, f"{mistake.kind}, {mistake.place}"
+                    merge(self.margins, {(item.nodeid, *key): margin})
+            write_margins(self.out, self.margins, self.failures)
+
+
+def function_of(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def work(path: str) -> int:
+    """One process of `sweep` or `mistakes`."""
+    import pytest
+
+    job = json.loads(Path(path).read_text())
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::UserWarning"]
+    return int(pytest.main([*options, *job["paths"]], plugins=[Runner(job)]))
+
+
+def measure(arguments: argparse.Namespace) -> int:
+    """Start the processes of `sweep` or `mistakes` and wait for them."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    settings = [(seed, backwards) for seed in range(arguments.first, arguments.first + arguments.seeds)
+                for backwards in (False, True)]  # fmt: skip
+    functions = None
+    if not arguments.only and not arguments.all:
+        functions = sorted({row["test"] for row in read_table()})
+    processes = []
+    for number in range(arguments.jobs):
+        plain, threads = number % 2 == 1, 2 if number % 4 == 3 else 1
+        name = f"{arguments.command}-{os.getpid()}-{number}"
+        job = {
+            "mode": arguments.command,
+            "number": number,
+            "jobs": arguments.jobs,
+            "mistakes": arguments.mistakes,
+            "settings": settings[number :: arguments.jobs],
+            "setting": f"{'default' if plain else 'native'} instructions, {threads} thread{'s' * (threads > 1)}",
+            "functions": functions,
+            "paths": arguments.only or [str(TESTS)],
+            "deadline": time.time() + 60 * arguments.minutes,
+            "out": str(arguments.out / f"{name}.jsonl"),
+        }
+        spec = arguments.out / f"{name}.json"
+        spec.write_text(json.dumps(job))
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+        environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({"ATEN_CPU_CAPABILITY": "default"} if plain else {})
+        with (arguments.out / f"{name}.log").open("w") as log:
+            command = [sys.executable, __file__, "work", str(spec)]
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    codes = [process.wait() for process in processes]
+    margins, failures = read_margins(arguments.out)
+    print(f"{len(margins)} comparisons, {sum(margin.runs for margin in margins.values())} runs of them")
+    for message, count in failures.most_common():
+        print(f"failed {count} times: {message}")
+    return max(codes)
+
+
+# The table -------------------------------------------------------------------------------------------------------
+
+
+def read_table(path: Path = TABLE) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    header, *rows = (line.split("\t") for line in path.read_text().splitlines())
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def problems(margins: Margins) -> list[str]:
+    """Tolerances with too little room, and those that no mistake crosses."""
+    found = []
+    for (test, what, tolerance), margin in margins.items():
+        if not margin.worst <= LARGEST_RATIO * tolerance:
+            room = f"{margin.worst / tolerance:.2f} of its tolerance {tolerance:.1e}"
+            found.append(f"{test}: {what} is off by {margin.worst:.2e}, {room} ({margin.setting})")
+        if margin.mistakes and not margin.crossing:
+            found.append(f"{test}: {what}: none of {margin.mistakes} mistakes crosses {tolerance:.1e}")
+    return sorted(found)
+
+
+def make_table(arguments: argparse.Namespace) -> int:
+    margins: Margins = {}
+    for folder in arguments.folders:
+        merge(margins, read_margins(folder)[0])
+    rows: Margins = {}
+    for (test, what, tolerance), margin in margins.items():
+        merge(rows, {(function_of(test), what, tolerance): margin})
+    lines = []
+    if arguments.add:
+        measured = {test for test, *_ in rows}
+        lines = ["\t".join(row.values()) for row in read_table(arguments.out) if row["test"] not in measured]
+    for (test, what, tolerance), row in rows.items():
+        values = [f"{tolerance:.3g}", f"{row.worst:.2e}", f"{row.worst / tolerance:.4f}", row.runs, row.mistakes]
+        values += [row.crossing, f"{row.least:.3g}", row.by]
+        lines.append("\t".join([test, what, *map(str, values)]))
+    arguments.out.write_text("\n".join(["\t".join(COLUMNS), *sorted(lines)]) + "\n")
+    found = problems(margins)
+    print("\n".join([*found, f"{len(rows)} rows in {arguments.out}, {len(found)} problems"]))
+    return 1 if found else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("sweep", "mistakes"):
+        command = commands.add_parser(name)
+        command.add_argument("--out", type=Path, required=True, help="a folder; later runs add to what is there")
+        command.add_argument("--only", nargs="+", help="tests as pytest takes them (default: those of the table)")
+        command.add_argument("--all", action="store_true", help="look for comparisons in all tests")
+        command.add_argument("--seeds", type=int, default=50)
+        command.add_argument("--first", type=int, default=0, help="the first seed")
+        command.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+        command.add_argument("--minutes", type=float, default=60)
+        command.add_argument("--mistakes", type=int, default=10, help="at most so many of each sort in a test")
+    table = commands.add_parser("table")
+    table.add_argument("folders", type=Path, nargs="+")
+    table.add_argument("--out", type=Path, default=TABLE)
+    table.add_argument("--add", action="store_true", help="keep the rows of tests that were not measured")
+    worker = commands.add_parser("work")
+    worker.add_argument("job")
+    arguments = parser.parse_args()
+    if arguments.command == "work":
+        return work(arguments.job)
+    return make_table(arguments) if arguments.command == "table" else measure(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
