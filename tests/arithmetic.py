@@ -7,6 +7,8 @@ float64 are left alone, since tests compute what they expect in float64.
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 import warnings
 from collections import Counter
@@ -21,13 +23,14 @@ from torch import Tensor
 
 import sympow
 
-SOURCE = Path(sympow.__file__).parent
+SOURCE = f"{Path(sympow.__file__).parent}{os.sep}"
 LOWER_PRECISIONS = {"float32", "float16", "bfloat16"}
 KINDS = {
     "product": ("term", "index"),
     "sum": ("term",),
     "running sum": ("term", "index"),
     "load": ("index",),
+    "elementwise product": ("index",),
 }
 
 
@@ -60,10 +63,10 @@ class Arithmetic:
     # How often each place was executed.
     places: Counter[str] = field(default_factory=Counter)
 
-    def change(self, operation: str, where: str, dtype: Any) -> str | None:
+    def change(self, operation: str, dtype: Any, *operands: Tensor) -> str | None:
         """What to do in place of this operation: "term", "index", "backwards" or None."""
         if str(dtype).rpartition(".")[2] in LOWER_PRECISIONS:
-            place = f"{operation} {where}"
+            place = f"{operation} in {_line()} {' × '.join(_shape(x) for x in operands)}".rstrip()
             self.places[place] += 1
             wrong = self.mistake
             if wrong is not None and wrong.place == place and wrong.call in (None, self.places[place] - 1):
@@ -74,33 +77,34 @@ class Arithmetic:
 _current = Arithmetic()
 
 
-def use(arithmetic: Arithmetic) -> None:
+def use(how: Arithmetic) -> None:
     """Make this the arithmetic from now on."""
     global _current
-    _current = arithmetic
+    _current = how
 
 
 def mistakes_in(places: Counter[str]) -> Iterator[Mistake]:
     """First those made once, a third of the way through, where both sides of a comparison share code; then always."""
+    shuffled = sorted(places.items())
+    random.Random(0).shuffle(shuffled)
     for always in (False, True):
-        for place, calls in sorted(places.items()):
+        for place, calls in shuffled:
             for kind in KINDS[place.partition(" in ")[0]]:
                 yield Mistake(place, kind, None if always else calls // 3)
 
 
-def _where(operands: str) -> str:
-    """The line of the package that is being executed; gradients of PyTorch's own are known by their shapes."""
+def _line() -> str:
+    """The line of the package that is being executed; there is none in the gradients of PyTorch's own operators."""
     frame = sys._getframe(2)
     while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(SOURCE):
-            return f"in {path.relative_to(SOURCE)}:{frame.f_lineno} {operands}".rstrip()
+        if frame.f_code.co_filename.startswith(SOURCE):
+            return f"{frame.f_code.co_filename.removeprefix(SOURCE)}:{frame.f_lineno}"
         frame = frame.f_back
-    return f"in the backward pass {operands}".rstrip()
+    return "the backward pass"
 
 
-def _shape(*tensors: Tensor) -> str:
-    return " × ".join("·".join(map(str, x.shape)) for x in tensors)
+def _shape(x: Tensor) -> str:
+    return "·".join(map(str, x.shape))
 
 
 @contextmanager
@@ -114,6 +118,7 @@ def installed() -> Iterator[None]:
         ("baddbmm", _batched_added_product),
         ("sum.dim_IntList", _sum),
         ("cumsum", _running_sum),
+        ("mul.Tensor", _elementwise_product),
     ):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -128,7 +133,7 @@ def installed() -> Iterator[None]:
 
 def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Operands of a product over the last axis of one and the second-last of the other."""
-    change = _current.change("product", _where(_shape(a, b)), a.dtype)
+    change = _current.change("product", a.dtype, a, b)
     if a.shape[-1] == 0:
         return a, b
     if change == "term":
@@ -160,7 +165,7 @@ def _batched_added_product(bias: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1,
 
 def _sum(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = tuple(range(x.ndim)) if not dim else tuple(d % x.ndim for d in dim) if x.ndim else ()
-    change = _current.change("sum", _where(_shape(x)), x.dtype)
+    change = _current.change("sum", x.dtype, x)
     if dims and x.numel():
         if change == "term":
             x = x.clone()
@@ -176,7 +181,7 @@ def _sum(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | Non
 
 
 def _running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    change = _current.change("running sum", _where(_shape(x)), x.dtype)
+    change = _current.change("running sum", x.dtype, x)
     if dtype is None:
         dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
     if change == "term" and x.numel():
@@ -184,6 +189,21 @@ def _running_sum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Te
         x.select(dim, 0).zero_()
     y = torch.cumsum(x, dim, out=x.new_empty(x.shape, dtype=dtype), dtype=dtype)
     return y.roll(1, dim) if change == "index" else y
+
+
+def _elementwise_product(a: Tensor, b: Tensor | float) -> Tensor:
+    if isinstance(b, Tensor) and b.ndim and _current.change("elementwise product", a.dtype, a, b) == "index":
+        b = b.roll(1, -1)
+    return torch.mul(a, b, out=torch.empty(0, dtype=torch.result_type(a, b)))
+
+
+def call_with(how: Arithmetic, function: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, Counter[str]]:
+    """What a function returns under an arithmetic, in a process of its own, and the places that it executed."""
+    here = Arithmetic(how.backwards, how.mistake)
+    use(here)
+    with installed():
+        result = function(*given, **options)
+    return result, here.places
 
 
 def _patch_interpreter() -> Callable[[], None]:
@@ -199,7 +219,7 @@ def _patch_interpreter() -> Callable[[], None]:
         return type(handle)(data, handle.dtype)
 
     def changed_dot(self: Any, a: Any, b: Any, *rest: Any, **options: Any) -> Any:
-        change = _current.change("product", _where(""), a.data.dtype)
+        change = _current.change("product", a.data.dtype)
         x, y = a.data, b.data
         if change == "term":
             x = x.copy()
@@ -212,7 +232,7 @@ def _patch_interpreter() -> Callable[[], None]:
 
     def changed_sum(self: Any, value: Any) -> Any:
         data = value.handle.data
-        change = _current.change("sum", _where(""), data.dtype)
+        change = _current.change("sum", data.dtype)
         axis = self.axis
         if change == "backwards":
             value = self.to_tensor(np.flip(data, axis=axis), value.dtype)
@@ -224,7 +244,7 @@ def _patch_interpreter() -> Callable[[], None]:
 
     def changed_load(self: Any, *arguments: Any, **options: Any) -> Any:
         loaded = load(self, *arguments, **options)
-        change = _current.change("load", _where(""), loaded.data.dtype)
+        change = _current.change("load", loaded.data.dtype)
         return with_data(loaded, np.roll(loaded.data, 1, axis=-1)) if change == "index" and loaded.data.ndim else loaded
 
     def put(new_dot: Any, new_load: Any, new_sum: Any) -> None:

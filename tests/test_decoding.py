@@ -39,6 +39,11 @@ def make(seed=0, dtype=torch.float64, **changes) -> GPT:
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+        for block in model.blocks:
+            # A direction that queries and keys share: without it, a state gives tiny scores as differences of large
+            # numbers.
+            heads = block.mixer.qkv_proj.bias.unflatten(0, (-1, model.config.width // model.config.heads))
+            heads[: -(model.config.key_value_heads or model.config.heads), :2] += 1
         # A tied embedding alone would predict the token just read.
         model.final_norm.weight.copy_(torch.randn_like(model.final_norm.weight))
     return model

@@ -13,7 +13,7 @@ import torch
 from arithmetic import Arithmetic, Mistake
 
 import support
-from support import interpreted, kernel_tolerance, random_inputs, run
+from support import float32_tolerance, interpreted, random_inputs, run
 
 TESTS = Path(__file__).parent
 COMPARISONS = {"assert_close", "assert_relative", "assert_states_close", "within"}
@@ -58,7 +58,7 @@ def test_mistakes_in_a_kernel_cross_the_tolerance_and_rounding_does_not(changed)
         return (y - expected).abs().max().item() / max(1.0, expected.abs().max().item())
 
     right = Arithmetic()
-    tolerance = kernel_tolerance("y", 20)
+    tolerance = float32_tolerance("y", 20)
     assert error(right) <= tolerance / 4
     assert error(Arithmetic(backwards=True)) <= tolerance / 4
     products = [place for place in right.places if place.startswith("product in kernels/attention_forward.py")]
@@ -102,7 +102,7 @@ class InProcess(margins.Runner):
 
 def test_tolerances_that_are_too_tight_or_too_loose_are_found(tmp_path, monkeypatch, changed):
     tests = [Item(nodeid=f"test.py::test[{number}]", tolerance=number) for number in (1e-5, 2e-8, 3.0)]
-    job = {"number": 0, "jobs": 1, "deadline": math.inf, "setting": "here", "mistakes": 5}
+    job = {"number": 0, "jobs": 1, "deadline": math.inf, "setting": "here", "mistakes": 5, "slow": 100}
     job["settings"] = [(seed, backwards) for seed in range(3) for backwards in (False, True)]
     for name, measure in (("sweep", margins.Runner.sweep), ("mistakes", margins.Runner.make_mistakes)):
         runner = InProcess(job | {"out": tmp_path / f"{name}.jsonl"})

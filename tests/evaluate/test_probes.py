@@ -36,7 +36,7 @@ def test_what_is_remembered_is_recalled():
     assert sum(point.answers for point in points if point.pairs == 16) == 8 * 16
     for point in points:
         assert point.accuracy == 1
-        assert_close(point.loss, 0.0, 1e-6, "loss")
+        assert point.loss == pytest.approx(0, abs=1e-6)
         assert point.guess == pytest.approx(math.log(20))
 
 
@@ -85,7 +85,7 @@ def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
     near, far = passkey_retrieval(model, *text, distances=(50, 400), keys=4, piece=64)
     assert (near.distance, far.distance) == (50, 400)
     assert near.accuracy == 1
-    assert_close(near.loss, 0.0, 1e-4, "loss")
+    assert near.loss == pytest.approx(0, abs=1e-4)
     # A key that was not told is as unlikely from near as from far.
     assert near.control > 10
     assert far.accuracy == 0

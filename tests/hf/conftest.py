@@ -22,6 +22,12 @@ def make():
         with torch.no_grad():
             for parameter in model.model.blocks.parameters():
                 parameter += noise * torch.randn_like(parameter)
+            for block in model.model.blocks:
+                # A direction that queries and keys share: without it, a state gives tiny scores as differences of large
+                # numbers.
+                bias = block.mixer.qkv_proj.bias
+                heads = bias.unflatten(0, (-1, model.config.hidden_size // model.config.num_attention_heads))
+                heads[: -(model.config.num_key_value_heads or model.config.num_attention_heads), :2] += 1
             # A tied embedding alone would predict the token just read.
             model.model.final_norm.weight.copy_(torch.randn_like(model.model.final_norm.weight))
         return model

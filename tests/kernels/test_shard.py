@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
-from support import assert_close, gradients, interpreted, kernel_tolerance, random_inputs, run, run_plain
+from support import assert_close, float32_tolerance, gradients, interpreted, random_inputs, run, run_plain
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -80,7 +80,7 @@ def test_two_shards_are_one_sequence(gate, border, heads):
     results = [[y.detach(), *gradients(y, x)] for y, x in outputs]
     names = ["y", *(name for name, value in inputs.arguments().items() if value is not None)]
     for name, got, want in zip(names, *results, strict=True):
-        assert_close(got, want, kernel_tolerance(name, 160), name)
+        assert_close(got, want, float32_tolerance(name, 160), name)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ def test_gradients_are_those_of_a_linear_map_under_autocast(device):
     actual = torch.autograd.grad(multiply_precisely(x, weight), (x, weight), gradient)
     exact = torch.autograd.grad(x.double() @ weight.double().mT, (x, weight), gradient.double())
     assert actual[1].dtype == torch.float32
-    assert_close(actual[0].double(), exact[0].double(), 2e-2, "gradient of x")
+    assert_close(actual[0].double(), exact[0].double(), 4e-2, "gradient of x")
     assert_close(actual[1].double(), exact[1].double(), 2e-2, "gradient of weight")
 
 

@@ -104,7 +104,7 @@ def test_a_model_learns_to_repeat():
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] > 1.3
-    assert min(losses[-10:]) < 0.7
+    assert min(losses[-10:]) < 1
 
 
 def test_initialisation_follows_gpt2():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support import FORMS, Inputs, assert_close, gradients, kernel_tolerance, random_inputs, run, run_plain
+from support import FORMS, Inputs, assert_close, float32_tolerance, gradients, random_inputs, run, run_plain
 
 LENGTH = 37  # odd, and no multiple of the chunk
 
@@ -13,6 +13,15 @@ LENGTH = 37  # odd, and no multiple of the chunk
 def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float = 0.9) -> Inputs:
     inputs = random_inputs(seed, length=length, dim=dim, value_dim=dim, dtype=torch.float32)
     return replace(inputs, log_gamma=torch.full((1, length, 2), gamma).log())
+
+
+def nearly_parallel(inputs: Inputs) -> Inputs:
+    """Queries and keys with positive entries that hardly turn.
+
+    All terms of φ(q)·φ(k) are then positive. Where they are not, a score is a small difference of large terms, the more
+    so the higher the power, and a state in float32 has no correct digit of it.
+    """
+    return replace(inputs, q=inputs.q.abs(), k=inputs.k.abs(), theta=0.02 * inputs.theta)
 
 
 def check(inputs: Inputs, power: int, form: str, tolerance: float = 1e-4, **options) -> torch.Tensor:
@@ -74,7 +83,7 @@ def test_scaled_keys_through_a_state(power, key_scale):
 @pytest.mark.parametrize("scales", [(1e-4, 1e4), (1e4, 1e-4), (1e-10, 1.0)])
 def test_keys_of_very_different_length_in_one_call(form, power, scales):
     """What comes later does not change what came before, not even by pushing it out of range."""
-    inputs = float_inputs(dim=4)
+    inputs = nearly_parallel(float_inputs(dim=4))
     k = inputs.k.clone()
     k[:, :18] *= scales[0]
     k[:, 18:] *= scales[1]
@@ -87,7 +96,7 @@ def test_keys_of_very_different_length_in_one_call(form, power, scales):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("power", [22, 30])
 def test_very_high_powers(form, power):
-    check(float_inputs(length=9, dim=2), power, form)
+    check(nearly_parallel(float_inputs(length=9, dim=2)), power, form)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -187,9 +196,9 @@ def test_a_gate_of_one_half_held_for_4096_tokens():
     # Both here, since what they are compared with takes longer than they do.
     for form, options in (("attention", {}), ("chunked", {"chunk_size": 256})):
         actual = run(inputs, 2, form, **options)
-        assert_close(actual, expected, 1e-6, f"y, {form}")
+        assert_close(actual, expected, float32_tolerance("y", 4096), f"y, {form}")
         for name, got, want in zip(inputs.arguments(), gradients(actual, inputs), wanted, strict=True):
-            assert_close(got, want, kernel_tolerance(name, 4096), f"{name}, {form}")
+            assert_close(got, want, float32_tolerance(name, 4096), f"{name}, {form}")
 
 
 @pytest.mark.parametrize("form", FORMS)

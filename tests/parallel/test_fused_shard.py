@@ -4,7 +4,7 @@ import pytest
 from parallel import cases
 
 import support
-from support import interpreted, kernel_tolerance, within
+from support import float32_tolerance, interpreted, within
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = interpreted
@@ -41,4 +41,4 @@ def test_shards_on_the_kernels(pool, lengths, kind, offsets, fused, options):
     assert [used for used, _ in answers] == fused
     for _, errors in answers:
         for name, error in errors.items():
-            within(error, kernel_tolerance(name, sum(lengths)), name)
+            within(error, float32_tolerance(name, sum(lengths)), name)
