@@ -191,7 +191,7 @@ seed_shift = 0
 
 def within(error: Tensor | float, tolerance: float, what: str) -> None:
     """An error that is at most its tolerance; every comparison that allows for float32 rounding goes through here."""
-    error = float(error)
+    error = error.item() if isinstance(error, Tensor) else error
     if observe is not None and tolerance > LARGEST_FLOAT64:
         observe(error, tolerance, what)
         return
