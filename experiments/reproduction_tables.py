@@ -3,10 +3,10 @@
     python experiments/reproduction_tables.py --results experiments/results/small
 
 Numbers are final training losses unless said otherwise. A difference is that of two runs with the same seed, which see
-the same batches, averaged over the seeds both have, ± the standard error of that mean. An ordering is the authors' at the
-same power and context, and it holds if our difference has the sign of theirs and is more than two standard errors away
-from zero; with one seed only the sign is known. Where theirs is below what can be read off their plots, there is no
-ordering to compare with.
+the same batches, averaged over the seeds both have, ± the standard error of that mean. An ordering is the authors' at
+the same power and context, and it holds if our difference has the sign of theirs and is more than two standard errors
+away from zero; with one seed only the sign is known. Where theirs is below what can be read off their plots, there is
+no ordering to compare with.
 """
 
 from __future__ import annotations
