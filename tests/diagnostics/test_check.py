@@ -43,6 +43,14 @@ def test_the_plain_formula_of_softmax():
     assert torch.allclose(plain_attention(inputs.q, inputs.k, inputs.v, None), expected, atol=1e-12, rtol=1e-12)
 
 
+@pytest.fixture
+def without_interpreter(monkeypatch):
+    """The portable forms, as on a CPU without TRITON_INTERPRET=1: the interpreter takes minutes."""
+    for module in (accuracy, dispatch):
+        monkeypatch.setattr(module, "triton_interpreted", lambda: False)
+
+
+@pytest.mark.usefixtures("without_interpreter")
 def test_everything_passes_here():
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing", "--json"])
     assert result.exit_code == 0, result.output
@@ -74,6 +82,7 @@ def test_a_mistake_is_found(monkeypatch, mistake, form):
     assert not case.compare(PORTABLE).outcome("wrong", 1e-5).passed
 
 
+@pytest.mark.usefixtures("without_interpreter")
 def test_a_failure_is_the_exit_code(monkeypatch):
     monkeypatch.setattr(accuracy, "attention", with_gates_off_by_one)
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing"])
@@ -99,6 +108,7 @@ def test_numbers_that_are_not_finite_fail():
     assert not found.outcome("y", 1e-5).passed
 
 
+@pytest.mark.usefixtures("without_interpreter")
 def test_calls_that_no_kernel_serves_say_why():
     assert all(route.served_by == "PyTorch" and route.reason for route in dispatch.routes("cpu"))
 
@@ -147,6 +157,7 @@ for module in pkgutil.iter_modules(sympow.kernels.__path__, "sympow.kernels."):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches in Triton's interpreter, without a GPU")
 def test_every_kernel_is_checked():
     """The portable ones; those in Gluon, for Hopper, have no interpreter."""
