@@ -58,7 +58,7 @@ class Size:
     written: int
 
 
-FULL = Size(modules=1_000, vocabulary=1_024, steps=800, width=128, documents=64, written=160)
+FULL = Size(modules=1_000, vocabulary=1_024, steps=900, width=128, documents=96, written=160)
 TINY = Size(modules=8, vocabulary=300, steps=6, width=16, documents=4, written=16)
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     make_folder(out)
     data, runs = out / "data", out / "runs"
     models = [runs / name / "model" for name in MODELS]
-    best = models[-1]
+    conformal = models[-1]
 
     heading("Text to tokens")
     shown = write_modules(out / "text", size.modules)
@@ -89,19 +89,20 @@ def main() -> None:
     print_losses(out / "evaluation" / "evaluation.json")
 
     heading("The conformal model writes some Python")
-    sampling = ("--temperature", 0.6, "--top-p", 0.95, "--seed", 1)
-    sympow("generate", best, "--prompt", "def read(self, size=-1):", "--tokens", size.written, *sampling)
+    sampling = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 1)
+    sympow("generate", conformal, "--prompt", "def read(self, size=-1):", "--tokens", size.written, *sampling)
 
     heading("Figures and pages")
     sympow("report", out, "--out", out / "report", "--title", "Softmax and conformal, two small models")
-    sympow("inspect", best, shown, "--tokens", 2_000, "--out", out / "inspect.html")
+    sympow("inspect", conformal, shown, "--tokens", 2_000, "--out", out / "inspect.html")
 
     heading(f"Done in {time.monotonic() - start:.0f} seconds")
     print(f"The report, a page with all losses and settings:\n{address(out / 'report' / 'index.html')}\n")
     print(f"What the model forgot and turned at each token of {shown.stem}.py:\n{address(out / 'inspect.html')}\n")
-    print(f"Loss against how much was read before:\n{address(out / 'evaluation' / 'loss_by_position.png')}\n")
+    print(f"Loss against how much was read, within and beyond {CONTEXT} tokens:")
+    print(f"{address(out / 'evaluation' / 'loss_by_context.png')}\n")
     print("Go on from here:\n")
-    for command in next_commands(out, best, size):
+    for command in next_commands(out, conformal, size):
         print(f"{command_line(*command)}\n")
 
 
@@ -175,18 +176,18 @@ def train_all(flags: Mapping[str, Mapping[str, Any]], runs: Path) -> None:
                     process_of(*command), env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
                 )
         follow(processes, {name: its["steps"] for name, its in flags.items()}, runs)
+        failed = {name: process.returncode for name, process in processes.items() if process.returncode}
     finally:
         for process in processes.values():
             process.terminate()
             process.wait()
-    for name, process in processes.items():
-        if process.returncode:
-            log_text = (runs / f"{name}.log").read_text()
-            raise SystemExit(f"the training of {name} failed with code {process.returncode}:\n{log_text}")
+    for name, code in failed.items():
+        log_text = (runs / f"{name}.log").read_text()
+        raise SystemExit(f"the training of {name} failed with code {code}:\n{log_text}")
 
 
 def follow(processes: Mapping[str, subprocess.Popen[bytes]], steps: Mapping[str, int], runs: Path) -> None:
-    """Prints a line now and then until all processes have ended: steps made, and the loss averaged over many."""
+    """Prints steps and losses now and then until all processes have ended, or one has failed."""
     start = time.monotonic()
     print("time" + "".join(f"{name:>16}   loss" for name in processes), flush=True)
     waiting = True
@@ -194,7 +195,8 @@ def follow(processes: Mapping[str, subprocess.Popen[bytes]], steps: Mapping[str,
         due = time.monotonic() + EVERY
         while waiting and time.monotonic() < due:
             time.sleep(0.2)
-            waiting = any(process.poll() is None for process in processes.values())
+            codes = [process.poll() for process in processes.values()]
+            waiting = None in codes and not any(codes)
         cells, parts = [], []
         for name in processes:
             metrics = runs / name / "metrics.jsonl"
@@ -223,7 +225,7 @@ def print_losses(evaluation: Path) -> None:
 def next_commands(out: Path, model: Path, size: Size) -> list[tuple[object, ...]]:
     """Commands to go on with."""
     return [
-        ("generate", model, "--prompt", "class Reader:", "--tokens", 2 * size.written, "--temperature", 0.6),
+        ("generate", model, "--prompt", "class Reader:", "--tokens", 2 * size.written, "--temperature", 0.5),
         ("train", "--resume", "--out", model.parent, "--steps", 2 * size.steps),
         ("evaluate", model, "--data", out / "data", "--probe", "recall", "--length", CONTEXT, "--documents", 4),
     ]

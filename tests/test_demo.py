@@ -78,7 +78,7 @@ def test_the_report_shows_both_models_and_their_evaluations(demo):
 def test_printed_addresses_are_of_files_that_were_written(demo):
     out, output = demo
     addresses = [Path(unquote(urlsplit(line).path)) for line in output.splitlines() if line.startswith("file://")]
-    expected = ["report/index.html", "inspect.html", "evaluation/loss_by_position.png"]
+    expected = ["report/index.html", "inspect.html", "evaluation/loss_by_context.png"]
     assert addresses == [(out / name).resolve() for name in expected]
     assert all(path.is_file() for path in addresses)
 
@@ -148,5 +148,7 @@ def test_the_folder_of_an_earlier_demo_is_replaced(script, tmp_path):
 
 
 def test_a_training_that_fails_ends_the_demo_with_its_message(script, tmp_path):
-    with pytest.raises(SystemExit, match="power must be even"):
-        script.train_all({"conformal": {"steps": 1, "power": 3}}, tmp_path / "runs")
+    endless = {"steps": 10**9, "data": "stdlib"}
+    wrong = {"steps": 1, "power": 3}
+    with pytest.raises(SystemExit, match=r"the training of conformal failed with code 2:\n(.|\n)*power must be even"):
+        script.train_all({"softmax": endless, "conformal": wrong}, tmp_path / "runs")
