@@ -8,25 +8,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def let_the_interpreter_count():
-    """Triton 3.6's interpreter takes an array of one entry for a number, which NumPy refuses from 2.4 on."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
-
-
-if not torch.cuda.is_available():
-    let_the_interpreter_count()
-
-
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; run with -m gpu on a machine that has one")
     config.addinivalue_line("markers", "slow: takes half a minute or more; `make test-slow` runs these")

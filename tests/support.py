@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,6 +23,25 @@ LARGEST_FLOAT64 = 1e-8
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU"
 )
+
+
+def _let_the_interpreter_count() -> None:
+    """Triton 3.6's interpreter takes an array of one entry for a number, which NumPy refuses from 2.4 on."""
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _let_the_interpreter_count()
 
 
 @dataclass(frozen=True)
