@@ -177,7 +177,7 @@ class Runner:
         write_margins(self.out, self.margins, self.failures)
         return True
 
-    def run(self, item: Any, following: Any, shift: int, arithmetic_of_the_run: Any) -> dict[tuple[str, float], float]:
+    def run(self, item: Any, following: Any, shift: int, how: Any) -> dict[tuple[str, float], float]:
         """The errors of one run of one test, by what is compared."""
         import arithmetic
         from _pytest.runner import runtestprotocol
@@ -185,14 +185,14 @@ class Runner:
         self.errors = {}
         several = item.nodeid.startswith(SEVERAL_PROCESSES)
         began = time.process_time()
-        arithmetic.use(arithmetic_of_the_run)
+        arithmetic.use(how)
         item._initrequest()
-        with shifted_seeds(shift, here=not several), pool_with(arithmetic_of_the_run):
+        with shifted_seeds(shift, here=not several), pool_with(how):
             reports = runtestprotocol(item, nextitem=following, log=False)
         arithmetic.use(arithmetic.Arithmetic())
         print(f"{time.process_time() - began:.2f} s: {item.nodeid}", flush=True)
         for report in reports:
-            if report.failed and arithmetic_of_the_run.mistake is None:
+            if report.failed and how.mistake is None:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 message = crash.message.splitlines()[0] if crash else str(report.longrepr).splitlines()[-1]
                 self.failures[f"{item.nodeid}: {message}"] += 1
@@ -210,13 +210,12 @@ class Runner:
         every: dict[str, int] = {}
         for number, (seed, backwards) in enumerate(self.job["settings"]):
             setting = f"seed {seed}, {'backwards' if backwards else 'forwards'}, {self.job['setting']}"
-            for item, following in zip(items, [*items[1:], None], strict=True):
+            # Slow tests take part in fewer settings, and those that compare nothing in float32 in none.
+            turn = number + self.job["number"]
+            chosen = [item for item in items if (share := every.get(item.nodeid, 1)) and turn % share == 0]
+            for item, following in zip(chosen, [*chosen[1:], None], strict=True):
                 if self.out_of_time():
                     return
-                # Slow tests take part in fewer settings, and those that compare nothing in float32 in none.
-                share = every.get(item.nodeid, 1)
-                if share == 0 or (number + self.job["number"]) % share:
-                    continue
                 began = time.process_time()
                 found = self.run(item, following, seed, Arithmetic(backwards=backwards))
                 every[item.nodeid] = math.ceil((time.process_time() - began) / self.job["slow"]) if found else 0
