@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo forms test resolve triton-versions check format bench clean
+.PHONY: help demo forms test test-slow resolve triton-versions check format bench clean
 
 help:
 	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
 	@echo "make forms   show the three forms of the operator agreeing, and time them"
 	@echo "make test    run the tests"
+	@echo "make test-slow  run the tests that take longer: README's commands, several processes, compiled kernels"
 	@echo "make resolve resolve constraints.txt against the package index, for each platform (minutes)"
 	@echo "make triton-versions  compile every kernel for Hopper with each supported Triton (tens of minutes)"
 	@echo "make check   lint, formatting and types"
@@ -30,7 +31,10 @@ forms: $(INSTALLED)
 
 # One thread each: two workers with their own thread pools would fight over the cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-slow: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 resolve: $(INSTALLED)
 	$(BIN)/python -m pytest -m index tests/test_constraints.py

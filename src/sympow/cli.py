@@ -149,8 +149,7 @@ def bench(
     """
     import torch
 
-    from sympow.report.bench import Setting, print_rows, progress_bar, run_bench, save_rows
-    from sympow.report.figures import plot_time_against_context
+    from sympow.report.bench import Setting, describe, draw_rows, print_rows, progress_bar, run_bench, save_rows
 
     device = choose_device(device)
     sizes = SIZES[device]
@@ -175,15 +174,10 @@ def bench(
         for row in run_bench(setting, contexts, backends, on_progress=on_progress, **options):
             rows.append(row)
             typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
-    title = f"{tokens:,} tokens a call, {heads} heads of {dim}, p = {power}, {dtype}"
-    print_rows(rows, title)
+    print_rows(rows, describe(setting))
     if out is not None:
         save_rows(rows, setting, recorded_command(), out)
-        timings: dict[str, dict[int, Any]] = {}
-        for row in rows:
-            timings.setdefault(row.method, {})[row.context] = row.forward_and_backward or row.forward
-        what = "forward and backward" if backward else "forward"
-        plot_time_against_context(timings, f"{what}, {title}", out.with_suffix(".png"))
+        draw_rows(rows, setting, out.with_suffix(".png"))
         typer.echo(f"wrote {out} and {out.with_suffix('.png')}", err=True)
 
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from sympow.devices import choose_device
 from sympow.extras import require
 
 
@@ -22,14 +23,12 @@ def check(
 
     Exits with 0 if every check passed and with 1 if one failed.
     """
-    import torch
-
     from sympow.diagnostics.accuracy import Machine, check_accuracy
     from sympow.diagnostics.dispatch import routes
     from sympow.diagnostics.installation import describe_installation
-    from sympow.report.bench import print_rows, run_bench
+    from sympow.report.bench import describe, print_rows, progress_bar, run_bench
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = choose_device(device)
     installation, served = describe_installation(device), routes(device)
     if not as_json:
         _print_installation(installation)
@@ -44,13 +43,11 @@ def check(
         _print_outcomes(outcomes, f"{_what(machine)} against float64 in plain PyTorch, seed {seed}")
     rows = []
     if timing:
-        setting, contexts = _to_time(device)
-        for row in run_bench(setting, contexts, ["auto"], runs=3):
-            rows.append(row)
-            typer.echo(f"timed  {row.method} at {row.context:,}", err=True)
+        setting, contexts = _sizes(device)
+        with progress_bar() as on_progress:
+            rows = list(run_bench(setting, contexts, ["auto"], runs=3, on_progress=on_progress))
         if not as_json:
-            dtype = str(setting.dtype).removeprefix("torch.")
-            print_rows(rows, f"{setting.tokens:,} tokens a call, {setting.heads} heads of {setting.dim}, {dtype}")
+            print_rows(rows, describe(setting))
     if as_json:
         found: dict[str, Any] = {
             "passed": not failed,
@@ -72,15 +69,15 @@ def _what(machine: Any) -> str:
     return f"Kernels in {dtype}" if machine.on_kernels else f"Portable forms in {dtype}"
 
 
-def _to_time(device: str) -> tuple[Any, list[int]]:
-    """What to time, and at which contexts: about half a minute in all."""
+def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
+    """What to time, and at which contexts: those of `sympow bench`, without the shortest on a GPU."""
     import torch
 
-    from sympow.report.bench import Setting
+    from sympow.report.bench import SIZES, Setting
 
-    if device == "cuda":
-        return Setting(device=device), [4_096, 16_384, 65_536]
-    return Setting(4_096, heads=4, dim=32, dtype=torch.float32, device=device), [512, 2_048, 4_096]
+    sizes = SIZES[device]
+    setting = Setting(sizes.tokens, sizes.heads, dtype=getattr(torch, sizes.dtype), device=device)
+    return setting, sizes.contexts[-3:]
 
 
 def _print_installation(facts: dict[str, Any]) -> None:

@@ -227,7 +227,10 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
     """A table of milliseconds, half the range of the runs, and speed relative to the baseline at the same context."""
     console = require("rich.console", "cli").Console()
     table = require("rich.table", "cli").Table(title=title, title_justify="left")
-    for column in ("context", "method", "forward, ms", "speed", "forward + backward, ms", "speed", "peak extra"):
+    columns = ["context", "method", "forward, ms", "speed", "forward + backward, ms", "speed"]
+    # Memory is measured on a GPU alone.
+    with_memory = any(row.extra_bytes is not None for row in rows)
+    for column in [*columns, "peak extra"] if with_memory else columns:
         table.add_column(column, justify="left" if column == "method" else "right")
     baseline = {row.context: row for row in rows if row.method in (BASELINE, "softmax")}
     for row in rows:
@@ -240,7 +243,7 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
             _speed(base_forward, row.forward),
             _milliseconds(row.forward_and_backward),
             _speed(base_both, row.forward_and_backward),
-            "" if row.extra_bytes is None else f"{row.extra_bytes / 2**30:.2f} GiB",
+            *([f"{(row.extra_bytes or 0) / 2**30:.2f} GiB"] if with_memory else []),
         )
     console.print(table)
 
