@@ -24,7 +24,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(ARGS)
 
 forms: $(INSTALLED)
 	$(BIN)/python examples/three_forms.py

@@ -22,8 +22,8 @@ ROOT = readme.README.parent
 SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"
 # By how a command begins: what is added to it. The longest beginning counts.
 SMALL = {
-    "make demo": "ARGS='--quick --out build/demo'",
-    "make test": "ARGS='tests/ops/test_paper.py'",
+    "make demo": "ARGS=--tiny",
+    "make test": "ARGS=tests/ops/test_paper.py",
     "sympow train": SMALL_RUN,
     "sympow train --data": SMALL_RUN + " --context 128",
     "sympow train --resume": "",

@@ -67,7 +67,7 @@ def error(x, reference):
         ("strong", 1, 1, 1, 16, 32, 384, 128),
         ("closed", 1, 1, 1, 16, 16, 300, 128),
         ("none", 1, 1, 1, 16, 64, 300, 256),
-        ("weak", 1, 1, 1, 32, 32, 140, 128),
+        pytest.param("weak", 1, 1, 1, 32, 32, 140, 128, marks=pytest.mark.slow),
     ],
 )
 def test_sums_and_gradients(gate, batch, heads, key_heads, dim, value_dim, length, chunk):
@@ -119,6 +119,7 @@ def test_any_strides():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("gate", ["weak", "none"])
 def test_the_operator_passes_pytorchs_own_checks(gate):

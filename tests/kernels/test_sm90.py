@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs Triton")
 
+pytestmark = pytest.mark.slow
 TOOL = Path(__file__).parent / "sm90.py"
 
 

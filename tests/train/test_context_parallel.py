@@ -14,6 +14,7 @@ THOROUGH = UNEVEN | {"micro_batch_tokens": 33, "clip_norm": 0.5, "evaluate_every
 THOROUGH |= {"evaluate_tokens": 264}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "others"), [("ddp", (1, 3)), ("fsdp", (3,))])
 def test_two_by_two_processes_equal_one_and_others_go_on(finish, alone, tmp_path, parallel, others):
     two_by_two = {"processes": 4, "context_parallel": 2, "parallel": parallel}

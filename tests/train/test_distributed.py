@@ -54,6 +54,7 @@ def test_two_processes_that_share_parameters_out_equal_one(finish, alone, tmp_pa
             assert_close(mine, theirs, 1e-3, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_checkpoint_of_two_processes_continues_on_another_number(finish, alone, tmp_path, parallel):
     finish(tmp_path / "two", processes=2, parallel=parallel, steps=STEPS // 2)

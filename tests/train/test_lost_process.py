@@ -55,6 +55,7 @@ def test_a_process_that_hangs_ends_all_by_name(start, tmp_path):
     assert training.log.read_text().count(f"stopped: rank 1 (process {hanging} on ") == 2
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint(alone, texts, tmp_path):
     out = tmp_path / "run"
     settings = {"data": texts, "steps": STEPS, "save_every": 1, **TINY, "context_parallel": 2}
