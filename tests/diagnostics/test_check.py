@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from typer.testing import CliRunner
 
 from support import FORMS, random_inputs, run_reference
 from sympow.cli import app
-from sympow.diagnostics import accuracy, dispatch
+from sympow.diagnostics import accuracy, dispatch, installation
 from sympow.diagnostics.plain import plain_attention
 from sympow.ops.operator import attention
 
@@ -106,6 +109,20 @@ def test_numbers_that_are_not_finite_fail():
     exact = {"y": torch.ones(3, dtype=torch.float64)}
     found = accuracy.Comparison({"y": torch.tensor([1.0, torch.nan, 1.0])}, exact, {"y": torch.ones(3)})
     assert not found.outcome("y", 1e-5).passed
+
+
+def test_the_extras_are_those_of_the_project():
+    """All but those that name other extras, and wandb, which nothing needs."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    for extra, packages in installation.EXTRAS.items():
+        named = [re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"][extra]]
+        assert [name for name in named if name != project["name"]] == list(packages)
+    assert project["optional-dependencies"].keys() - installation.EXTRAS.keys() == {"all", "dev", "wandb"}
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setattr(installation, "EXTRAS", {"data": ("numpy", "no-such-package"), "cli": ("numpy",)})
+    assert installation.describe_installation("cpu")["missing"] == "data (no-such-package)"
 
 
 @pytest.mark.usefixtures("without_interpreter")

