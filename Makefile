@@ -17,6 +17,7 @@ help:
 	@echo "make format  apply the formatter and safe lint fixes"
 	@echo "make bench   time and memory of the chunked form against length (CPU, minutes)"
 	@echo "make clean   remove $(VENV) and build/"
+	@echo "The command sympow is installed as $(BIN)/sympow."
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

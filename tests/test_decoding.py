@@ -8,7 +8,7 @@ import torch
 from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.decoding import Decoder, Recorded, decode
-from sympow.generate import Sampling, generate
+from sympow.generate import NonFiniteLogitsError, Sampling, generate
 from sympow.memory import most_tokens
 from sympow.ops.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.state import State
@@ -284,7 +284,7 @@ def test_logits_that_are_no_numbers_are_not_passed_over():
         model.final_norm.weight.fill_(float("nan"))
     tokens = generate(model, 3, reading=reading)
     next(tokens)
-    with pytest.raises(ValueError, match="logits are not numbers"):
+    with pytest.raises(NonFiniteLogitsError, match="logits are not numbers"):
         next(tokens)
 
 

@@ -15,6 +15,10 @@ from sympow.model.gpt import GPT, PIECE
 from sympow.reading import Reading
 
 
+class NonFiniteLogitsError(ArithmeticError):
+    """A model gave logits that are not numbers, from which no token can be chosen."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How to choose the next token.
@@ -172,5 +176,7 @@ class _Chosen:
         if self._arrival is not None:
             self._arrival.synchronize()
         if self._copy[-1]:
-            raise ValueError("the model's logits are not numbers: its parameters, or its dtype, do not bear this text")
+            raise NonFiniteLogitsError(
+                "the model's logits are not numbers: its parameters, or its dtype, do not bear this text"
+            )
         return self._copy[:-1]

@@ -120,6 +120,9 @@ def test_a_signal_saves_first_and_the_run_goes_on_exactly(start, losses, expecte
     assert 4 <= step < STEPS
     assert checkpoints(out) == [f"step-{step:09d}"]
     assert f"{name}: saved after step {step}" in training.log.read_text()
+    # Its path may have the command broken into lines.
+    said = " ".join(training.log.read_text().replace("\\\n", "").split())
+    assert f"sympow train --resume --out {out}" in said
     assert start(out, resume=True).wait() == [0]
     assert losses(out) == expected(steps=STEPS, save_every=0)
 

@@ -22,6 +22,7 @@ from sympow.data.files import check_can_write, write_atomically
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
 from sympow.extras import require
+from sympow.invocation import command_line
 from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
@@ -178,7 +179,9 @@ class _Run:
                     checkpoints.finish()
                     who = stop.signal or "a signal to another process"
                     done = "saved" if run.save else "stopped without saving"
-                    progress.say(f"{who}: {done} after step {self.step_number:,}; --resume goes on from the last save")
+                    progress.say(f"{who}: {done} after step {self.step_number:,}")
+                    if run.save:
+                        progress.say(f"go on with: {command_line('train', '--resume', '--out', self.out)}")
                     break
             checkpoints.finish()
             if run.save:
