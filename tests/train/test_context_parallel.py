@@ -45,8 +45,8 @@ def test_whatever_the_model_and_the_documents(finish, alone, tmp_path, changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"context_parallel": 3}, "context_parallel must divide the number of processes, 2; got 3"),
-        ({"context_parallel": 64}, "context_parallel must leave each process a token of the context, 32; got 64"),
+        ({"context_parallel": 3}, "--context-parallel must divide the number of processes, 2; got 3"),
+        ({"context_parallel": 64}, "--context-parallel must leave each process a token of the context, 32; got 64"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused(start, tmp_path, changes, message):

@@ -115,7 +115,11 @@ def test_a_batch_that_cannot_be_shared_is_refused(start, tmp_path):
     training = start(tmp_path / "run", processes=2, batch_tokens=96)
     assert training.wait() == [2, 2]
     printed = " ".join(training.log.read_text().split())
-    assert "batch_tokens must hold as many sequences for each of 2 processes; got 96, 3 sequences of 32" in printed
+    # Once: it is the same mistake in both processes.
+    said = "Error: --batch-tokens must hold as many sequences for each of 2 processes; got 96, 3 sequences of 32"
+    assert printed.count(said) == 1
+    assert printed.count("Error") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_first_process_chooses_the_folder(start, losses, tmp_path):

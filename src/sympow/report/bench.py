@@ -228,9 +228,9 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
     console = require("rich.console", "cli").Console()
     table = require("rich.table", "cli").Table(title=title, title_justify="left")
     columns = ["context", "method", "forward, ms", "speed", "forward + backward, ms", "speed"]
-    # Memory is measured on a GPU alone.
+    # Known on a GPU only.
     with_memory = any(row.extra_bytes is not None for row in rows)
-    for column in [*columns, "peak extra"] if with_memory else columns:
+    for column in [*columns, *(["peak extra"] if with_memory else [])]:
         table.add_column(column, justify="left" if column == "method" else "right")
     baseline = {row.context: row for row in rows if row.method in (BASELINE, "softmax")}
     for row in rows:
@@ -243,7 +243,7 @@ def print_rows(rows: Sequence[Row], title: str) -> None:
             _speed(base_forward, row.forward),
             _milliseconds(row.forward_and_backward),
             _speed(base_both, row.forward_and_backward),
-            *([f"{(row.extra_bytes or 0) / 2**30:.2f} GiB"] if with_memory else []),
+            *([] if row.extra_bytes is None else [f"{row.extra_bytes / 2**30:.2f} GiB"]),
         )
     console.print(table)
 
