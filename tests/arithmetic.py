@@ -1,8 +1,9 @@
 """Change the arithmetic of a running test: sums in the other order, or a deliberate mistake in one place.
 
 `installed()` puts one function in front of the sums that PyTorch does on a CPU and that Triton's interpreter does:
-matrix products, sums, running sums, and the interpreter's loads. `Arithmetic` says what that function changes. Sums in
-float64 are left alone, since tests compute what they expect in float64.
+matrix products, sums, running sums, elementwise products, and the interpreter's loads. The same stands in front of
+`sympow.attention`, where a token can be left out. `Arithmetic` says what that function changes. Sums in float64 are
+left alone, since tests compute what they expect in float64.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import torch
 from torch import Tensor
 
 import sympow
+from sympow.ops.operator import attention
 
 SOURCE = f"{Path(sympow.__file__).parent}{os.sep}"
 LOWER_PRECISIONS = {"float32", "float16", "bfloat16"}
 KINDS = {
+    "token": ("term", "index"),
     "product": ("term", "index"),
     "sum": ("term",),
     "running sum": ("term", "index"),
@@ -87,6 +90,8 @@ def mistakes_in(places: Counter[str]) -> Iterator[Mistake]:
     """First those made once, a third of the way through, where both sides of a comparison share code; then always."""
     shuffled = sorted(places.items())
     random.Random(0).shuffle(shuffled)
+    # A token that is left out reaches every output and gradient.
+    shuffled.sort(key=lambda place: not place[0].startswith("token"))
     for always in (False, True):
         for place, calls in shuffled:
             for kind in KINDS[place.partition(" in ")[0]]:
@@ -124,9 +129,11 @@ def installed() -> Iterator[None]:
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             library.impl(name, function, "CPU", allow_override=True)
     undo = _patch_interpreter()
+    attention, sympow.attention = sympow.attention, _attention
     try:
         yield
     finally:
+        sympow.attention = attention
         undo()
         library._destroy()
 
@@ -195,6 +202,19 @@ def _elementwise_product(a: Tensor, b: Tensor | float) -> Tensor:
     if isinstance(b, Tensor) and b.ndim and _current.change("elementwise product", a.dtype, a, b) == "index":
         b = b.roll(1, -1)
     return torch.mul(a, b, out=torch.empty(0, dtype=torch.result_type(a, b)))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+    """A token is left out, or every value comes one token late; with `backend="torch"` it is a test's reference."""
+    change = None
+    if options.get("backend") != "torch":
+        change = _current.change("token", q.dtype)
+    if change == "term" and k.shape[1]:
+        token = torch.arange(k.shape[1]) == k.shape[1] // 2
+        k = k.masked_fill(token[:, None, None], 0)
+    elif change == "index":
+        v = v.roll(1, 1)
+    return attention(q, k, v, *rest, **options)
 
 
 def call_with(how: Arithmetic, function: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, Counter[str]]:

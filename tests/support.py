@@ -179,10 +179,10 @@ def _plain_rows(q: Tensor, k: Tensor, v: Tensor, total: Tensor | None, power: in
 
 # What rounding to float32 does to outputs and to gradients, in units of eps: at least four times the worst of all that
 # margins.py measured.
-ROUNDINGS = {"y": 40.0, "q": 80.0, "k": 80.0, "v": 40.0, "log_gamma": 160.0, "beta": 160.0}
+ROUNDINGS = {"y": 60.0, "q": 160.0, "k": 160.0, "v": 60.0, "log_gamma": 160.0, "beta": 160.0}
 # The same for the gradient of rotation rates, for every token: a phase turns with the tokens before it, so that a token
 # has a weight in this gradient that grows with its position.
-ROUNDINGS_OF_RATES = 8.0
+ROUNDINGS_OF_RATES = 16.0
 
 
 def float32_tolerance(name: str, length: int) -> float:
@@ -247,5 +247,7 @@ def assert_states_close(actual: sympow.State, expected: sympow.State, tolerance:
     assert_close(actual.normalizer, expected.normalizer, tolerance, "normalizer")
     assert (actual.phase is None) == (expected.phase is None)
     if actual.phase is not None and expected.phase is not None:
+        # Phases are in float64 whatever the rest.
+        tolerance = min(tolerance, 1e-9)
         assert_close(torch.exp(1j * actual.phase).real, torch.exp(1j * expected.phase).real, tolerance, "phase")
         assert_close(torch.exp(1j * actual.phase).imag, torch.exp(1j * expected.phase).imag, tolerance, "phase")

@@ -18,7 +18,7 @@ KINDS = [
     pytest.param({"power": 2, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
     pytest.param({"mixer": "softmax"}, id="softmax"),
 ]
-PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torch.float32, 1e-4, id="float32")]
+PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torch.float32, 2e-4, id="float32")]
 
 
 def assert_relative(actual, expected, tolerance, what):
@@ -165,7 +165,7 @@ def test_packed_documents_do_not_see_each_other(make, tokens):
     assert_close(packed.logits[:, 5:], model(second[None]).logits, 1e-9, "second document")
     whole = model(**batch, use_cache=False).loss
     alone = [model(text[None], labels=text[None]).loss for text in (first[:5], second)]
-    assert_close(whole, (4 * alone[0] + 11 * alone[1]) / 15, 1e-6, "loss")
+    assert_close(whole, (4 * alone[0] + 11 * alone[1]) / 15, 2e-6, "loss")
 
 
 @torch.no_grad()

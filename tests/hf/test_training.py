@@ -25,9 +25,9 @@ def test_the_loss_is_of_the_next_token_where_labels_count(make, tokens):
     labels[0, :4] = -100
     logits = model(ids).logits
     expected = cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=-100)
-    assert_close(model(ids, labels=labels).loss, expected, 1e-6, "loss")
+    assert_close(model(ids, labels=labels).loss, expected, 2e-6, "loss")
     several = model(ids, labels=labels, num_items_in_batch=torch.tensor(100)).loss
-    assert_close(several, expected * (labels[:, 1:] != -100).sum() / 100, 1e-6, "loss")
+    assert_close(several, expected * (labels[:, 1:] != -100).sum() / 100, 2e-6, "loss")
 
 
 @pytest.mark.parametrize("mixer", ["sympow", "softmax"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sympow
-from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run, within
+from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -107,8 +107,7 @@ def test_queries_that_no_earlier_chunk_answers_to(power, gate):
     expected = run(inputs, power, "chunked", backend="torch", chunk_size=128)
     later = slice(128, None)
     assert_close(y[:, later].detach(), expected[:, later].detach(), 2e-5, "y")
-    beyond = (y[:, later].abs().max() / inputs.v.abs().max() - 1).clamp(min=0)
-    within(beyond, 1e-5, "y beyond the range of the values")
+    assert y[:, later].abs().max() <= 1.01 * inputs.v.abs().max()
     dk, dv = torch.autograd.grad(y[:, later].sum(), (inputs.k, inputs.v))
     assert not dv[:, :128].any()
     assert not dk[:, :128].any()
@@ -126,9 +125,9 @@ def test_one_token_from_a_state(power, rotation, gate, group):
     _, state = run(inputs.time(0, 8), power, "chunked", backend="torch", return_state=True)
     expected, after = run(inputs.time(8), power, "recurrent", backend="torch", initial_state=state, return_state=True)
     actual, found = run(inputs.time(8), power, "recurrent", backend="triton", initial_state=state, return_state=True)
-    assert_close(actual, expected, 2e-6, "y")
-    assert_close(found.kv, after.kv, 1e-6, "kv")
-    assert_close(found.normalizer, after.normalizer, 1e-6, "normalizer")
+    assert_close(actual, expected, float32_tolerance("y", 9), "y")
+    assert_close(found.kv, after.kv, 3e-6, "kv")
+    assert_close(found.normalizer, after.normalizer, 3e-6, "normalizer")
     if rotation != "none":
         assert_close(found.phase, after.phase, 1e-12, "phase")
 
@@ -175,8 +174,8 @@ def test_states_at_both_ends(form, options, rotation, gate):
     assert_close(state.kv, after.kv, 5e-6, "kv")
     assert_close(state.normalizer, after.normalizer, 5e-6, "normalizer")
     if rotation != "none":
-        assert_close(state.phase.cos(), after.phase.cos(), 1e-6, "phase")
-        assert_close(state.phase.sin(), after.phase.sin(), 1e-6, "phase")
+        assert_close(state.phase.cos(), after.phase.cos(), 1e-12, "phase")
+        assert_close(state.phase.sin(), after.phase.sin(), 1e-12, "phase")
 
 
 @interpreted

@@ -113,4 +113,4 @@ def test_either_is_the_gradient_of_the_other():
     packed = (pack(full).double() * gradient.double()).sum()
     found = unpack(gradient.unsqueeze(0), (1, 2, 16, 16))
     unpacked = sum((x.double() * y.double()).sum() for x, y in zip(full, found, strict=True))
-    assert_close(packed, unpacked, 1e-6, "inner product")
+    assert_close(packed, unpacked, 5e-6, "inner product")

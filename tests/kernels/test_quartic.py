@@ -78,7 +78,7 @@ def test_sums_and_gradients(gate, batch, heads, key_heads, dim, value_dim, lengt
     for name, got, want in zip(NAMES, found, wanted, strict=False):
         assert got.isfinite().all(), name
         # Where gates are strong, their gradients are small differences.
-        within(error(got, want), 2e-5 if name == "d log_gamma" else 3e-6, name)
+        within(error(got, want), 2e-5 if name == "d log_gamma" else 6e-6, name)
 
 
 @interpreted

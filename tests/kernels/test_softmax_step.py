@@ -54,11 +54,11 @@ def test_the_kernel_equals_the_whole(rotation, gate, group):
     inputs = inputs_of(rotation, gate, group, torch.float32)
     expected, after = softmax_attention(**inputs.map(torch.Tensor.double).arguments(), return_state=True)
     cache = cache_of(inputs, PROMPT, 300)  # two programs a head
-    assert_close(step_through(cache, inputs, PROMPT, "triton"), expected[:, PROMPT:], 2e-6, "y")
+    assert_close(step_through(cache, inputs, PROMPT, "triton"), expected[:, PROMPT:], 4e-6, "y")
     assert cache.count.eq(LENGTH).all()
     assert not cache.arrivals.any()
     found = cache.close()
-    assert_close(found.k, after.k, 2e-6, "keys")
+    assert_close(found.k, after.k, 4e-6, "keys")
     assert torch.equal(found.v, inputs.v)
 
 
@@ -90,7 +90,7 @@ def test_sequences_of_different_lengths(backend):
     if backend == "triton":
         pytest.importorskip("triton", reason="needs Triton")
     dtype = torch.float32 if backend == "triton" else torch.float64
-    tolerance = 2e-6 if backend == "triton" else 1e-12
+    tolerance = 4e-6 if backend == "triton" else 1e-12
     inputs = inputs_of("scale", "scalar", 1, dtype)
     first, second = (inputs.map(lambda t, i=i: t[i : i + 1] if t.ndim > 1 else t) for i in range(2))
     short = second.time(4)

@@ -90,13 +90,13 @@ def test_keys_of_very_different_length_in_one_call(form, power, scales):
     inputs = replace(inputs, k=k)
     y = run(inputs, power, form)
     assert_close(y, run(inputs.map(lambda t: t.double()), power, form), 1e-4, "y")
-    assert_close(y[:, :18], run(inputs.time(0, 18), power, form), 1e-6, "rows before the change")
+    assert_close(y[:, :18], run(inputs.time(0, 18), power, form), 2e-6, "rows before the change")
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("power", [22, 30])
 def test_very_high_powers(form, power):
-    check(nearly_parallel(float_inputs(length=9, dim=2)), power, form)
+    check(nearly_parallel(float_inputs(length=9, dim=2)), power, form, tolerance=2e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
