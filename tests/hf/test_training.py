@@ -40,7 +40,7 @@ def test_padding_learns_nothing(make, tokens, pad_left, mixer):
     alone = gradients(model, input_ids=text[None], labels=text[None])
     other = gradients(model, input_ids=short[None, :5], labels=short[None, :5])
     for name, gradient in padded.items():
-        assert_close(gradient, (7 * alone[name] + 4 * other[name]) / 11, 1e-6, name)
+        assert_close(gradient, (7 * alone[name] + 4 * other[name]) / 11, 1e-6, "gradient")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -212,6 +212,9 @@ def test_states_at_both_ends_are_differentiable(power, form, options, gate):
         )
     for parts, *both in zip(losses, *results, strict=True):
         for name, expected, actual in zip(names, *both, strict=True):
+            if not expected.any():
+                assert not actual.any(), f"{name} has no part in {', '.join(parts)}"
+                continue
             tolerance = float32_tolerance("theta", 170) if name == "theta" else 2e-5
             assert_close(actual, expected, tolerance, f"gradient of {name}, of a loss that reads {', '.join(parts)}")
 

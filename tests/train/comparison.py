@@ -12,8 +12,9 @@ def same(actual, expected):
     assert len(actual) == len(expected)
     for mine, theirs in zip(actual, expected, strict=True):
         assert mine.keys() == theirs.keys()
-        for name in mine.keys() - {"tokens_per_second"}:
+        assert (mine["step"], mine["learning_rate"]) == (theirs["step"], theirs["learning_rate"])
+        for name in mine.keys() - {"step", "learning_rate", "tokens_per_second"}:
             # The longest half-life is of a gate at 0.999: a rounding there is a thousand times as much here.
             tolerance = 1e-3 if name.startswith("half_life") else ROUNDING * (10 if name == "gradient_norm" else 1)
-            assert_close(mine[name], theirs[name], tolerance, f"{name} of step {mine['step']}")
+            assert_close(mine[name], theirs[name], tolerance, name)
     return True

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from train.comparison import STEPS, same
 
+import support
 from support import assert_close
 from sympow.model.storage import load_model
 from sympow.train.checkpoint import read_seal
@@ -26,6 +27,7 @@ def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):
         *(Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "sympow.train"),
         *("--data", texts, "--out", tmp_path / "run", "--steps", STEPS, "--device", "cpu", "--no-tensorboard"),
         *flags.split(),
+        *("--seed", support.seed_shift),
     ]
     for name, value in THOROUGH.items():
         command += [f"--{name.replace('_', '-')}", value]

@@ -50,7 +50,7 @@ def test_parts_of_a_batch_add_up_to_it(run):
         {"micro_batch_tokens": 1},
         {"loss_tokens": 7},
     ):
-        assert_close(run(str(change), **change), whole, 2e-5, f"losses with {change}")
+        assert_close(run(str(change), **change), whole, 2e-5, "losses")
 
 
 def test_packed_parts_add_up_to_a_packed_batch(run):
