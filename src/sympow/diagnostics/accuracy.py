@@ -257,6 +257,42 @@ def cross_entropy(machine: Machine) -> Comparison:
     return Comparison(actual, plain(torch.float64), plain(machine.dtype))
 
 
+def cross_entropy_in_place(machine: Machine) -> Comparison:
+    """The loss of given logits, whose gradient takes their place; the last columns are beyond the vocabulary."""
+    from sympow.kernels.cross_entropy import cross_entropy_in_place as fused
+
+    rows, vocabulary = 20, 1_003
+    generator = _generator(machine)
+    logits = torch.randn(rows, 1_024, generator=generator).to(machine.device, machine.dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator).to(machine.device)
+
+    def plain(dtype: torch.dtype) -> Tensors:
+        sums = torch.promote_types(dtype, torch.float32)
+
+        def loss(x: Tensors) -> Tensor:
+            return torch.nn.functional.cross_entropy(x["logits"][:, :vocabulary].to(sums), targets)
+
+        return _with_gradients({"logits": logits.to(dtype)}, loss, None)
+
+    gradient = logits.clone()
+    losses = fused(gradient, targets, vocabulary, 1 / rows)
+    actual = {"y": losses.mean(), "gradient of logits": gradient}
+    return Comparison(actual, plain(torch.float64), plain(machine.dtype))
+
+
+def gate_sums(machine: Machine) -> Comparison:
+    """Σ log γ over more tokens than one program adds up."""
+    from sympow.kernels.gates import running_sums
+
+    log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
+    log_gamma = log_gamma.to(machine.device)
+
+    def plain(dtype: torch.dtype) -> Tensors:
+        return {"sums": log_gamma.to(dtype).cumsum(1).transpose(1, 2)}
+
+    return Comparison({"sums": running_sums(log_gamma, 64).sums}, plain(torch.float64), plain(torch.float32))
+
+
 def step_gates(machine: Machine) -> Comparison:
     """Gates and rotation scales of one token from a layer's input."""
     from sympow.kernels.step_gates import step_gates as fused
@@ -316,7 +352,8 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
         "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
         "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
         "chunked form, p = 2, packed documents": Operator("chunked", packed=True, dim=machine.dim // 2),
-        "chunked form, p = 4": Operator("chunked", power=4, dim=16),
+        # Three chunks at least: the gradient of a gate is corrected at each state between two of them.
+        "chunked form, p = 4": Operator("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
     }
     if machine.device == "cuda":
         operators |= {
@@ -331,14 +368,19 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
     found: dict[str, Callable[[Machine], Comparison]] = {name: case.compare for name, case in operators.items()}
     found |= {
         "decoding, p = 2": lambda m: decode(m, power=2),
-        "decoding, p = 4": lambda m: decode(m, power=4, dim=16),
+        "decoding, p = 4": lambda m: decode(m, power=4, dim=min(16, m.dim // 2)),
         "decoding with a window, p = 2": lambda m: decode(m, power=2, window=True),
-        "decoding with a window, p = 4": lambda m: decode(m, power=4, dim=16, window=True),
+        "decoding with a window, p = 4": lambda m: decode(m, power=4, dim=min(16, m.dim // 2), window=True),
         "decoding with softmax and a KV cache": decode_softmax,
-        "cross-entropy of logits": cross_entropy,
+        "cross-entropy of a vocabulary": cross_entropy,
     }
     if machine.on_kernels:
-        found |= {"gates of one token": step_gates, "states in messages between ranks": state_messages}
+        found |= {
+            "cross-entropy, in place": cross_entropy_in_place,
+            "gates of one token": step_gates,
+            "running sums of gates": gate_sums,
+            "states in messages between ranks": state_messages,
+        }
     return found
 
 
