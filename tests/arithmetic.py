@@ -205,7 +205,7 @@ def _elementwise_product(a: Tensor, b: Tensor | float) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
-    """A token is left out, or every value comes one token late; with `backend="torch"` it is a test's reference."""
+    """A token is left out, or values, gates and scales come one token late; `backend="torch"` is a test's reference."""
     change = None
     if options.get("backend") != "torch":
         change = _current.change("token", q.dtype)
@@ -213,8 +213,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> A
         token = torch.arange(k.shape[1]) == k.shape[1] // 2
         k = k.masked_fill(token[:, None, None], 0)
     elif change == "index":
-        v = v.roll(1, 1)
+        v = _late(v)
+        options |= {name: _late(options[name]) for name in ("log_gamma", "beta") if options.get(name) is not None}
     return attention(q, k, v, *rest, **options)
+
+
+def _late(x: Tensor) -> Tensor:
+    return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1)
 
 
 def call_with(how: Arithmetic, function: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, Counter[str]]:
