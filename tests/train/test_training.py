@@ -96,7 +96,7 @@ def test_clipping_shortens_the_gradient_and_reports_its_norm_before(tiny, tmp_pa
 
     monkeypatch.setattr(torch.optim.AdamW, "step", measured)
     plain = read_metrics(train(tiny(steps=2, save_every=0), tmp_path / "plain", device="cpu") / "metrics.jsonl")
-    assert_close(lengths[:2], [line["gradient_norm"] for line in plain], 1e-6, "gradient norms")
+    assert lengths[:2] == pytest.approx([line["gradient_norm"] for line in plain], rel=1e-4)
     lengths.clear()
     config = tiny(steps=2, clip_norm=0.01, save_every=0)
     clipped = read_metrics(train(config, tmp_path / "clipped", device="cpu") / "metrics.jsonl")
