@@ -26,7 +26,7 @@ import sympow
 from sympow.ops.operator import attention
 
 SOURCE = f"{Path(sympow.__file__).parent}{os.sep}"
-LOWER_PRECISIONS = {"float32", "float16", "bfloat16"}
+LOWER_PRECISIONS = frozenset({"float32", "float16", "bfloat16"})
 KINDS = {
     "token": ("term", "index"),
     "product": ("term", "index"),
@@ -59,16 +59,18 @@ class Arithmetic:
     Args:
         backwards: run over the terms of products and sums from the last to the first.
         mistake: where to make a mistake, if anywhere.
+        precisions: the dtypes of sums that are counted and may have a mistake.
     """
 
     backwards: bool = False
     mistake: Mistake | None = None
+    precisions: frozenset[str] = LOWER_PRECISIONS
     # How often each place was executed.
     places: Counter[str] = field(default_factory=Counter)
 
     def change(self, operation: str, dtype: Any, *operands: Tensor) -> str | None:
         """What to do in place of this operation: "term", "index", "backwards" or None."""
-        if str(dtype).rpartition(".")[2] in LOWER_PRECISIONS:
+        if str(dtype).rpartition(".")[2] in self.precisions:
             place = f"{operation} in {_line()} {' × '.join(_shape(x) for x in operands)}".rstrip()
             self.places[place] += 1
             wrong = self.mistake
@@ -207,7 +209,7 @@ def _elementwise_product(a: Tensor, b: Tensor | float) -> Tensor:
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
     """A token is left out, or values, gates and scales come one token late; `backend="torch"` is a test's reference."""
     change = None
-    if options.get("backend") != "torch":
+    if options.get("backend") != "torch" and not torch.compiler.is_compiling():
         change = _current.change("token", q.dtype)
     if change == "term" and k.shape[1]:
         token = torch.arange(k.shape[1]) == k.shape[1] // 2
@@ -224,7 +226,7 @@ def _late(x: Tensor) -> Tensor:
 
 def call_with(how: Arithmetic, function: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, Counter[str]]:
     """What a function returns under an arithmetic, in a process of its own, and the places that it executed."""
-    here = Arithmetic(how.backwards, how.mistake)
+    here = Arithmetic(how.backwards, how.mistake, how.precisions)
     use(here)
     with installed():
         result = function(*given, **options)
