@@ -58,7 +58,7 @@ class Size:
     written: int
 
 
-FULL = Size(modules=1_000, vocabulary=1_024, steps=900, width=128, documents=96, written=160)
+FULL = Size(modules=1_000, vocabulary=2_048, steps=800, width=128, documents=96, written=160)
 TINY = Size(modules=8, vocabulary=300, steps=6, width=16, documents=4, written=16)
 
 
