@@ -30,7 +30,8 @@ from sympow.ops.window import Window
 FACTOR = 4
 # Below these an error is rounding, whatever that of plain PyTorch happens to be.
 FLOORS = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}
-Tensors = dict[str, Tensor]
+# Tensors by name. Any, since they are passed on as keyword arguments of one type or another.
+Tensors = dict[str, Any]
 
 
 @dataclass(frozen=True)

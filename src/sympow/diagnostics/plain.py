@@ -7,6 +7,7 @@ rounding. It shares no code with `sympow.ops`, so that it cannot inherit a mista
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +32,13 @@ def plain_attention(
         documents: lengths of packed documents; None: one document.
     """
     if documents is not None:
-        borders = itertools.pairwise((0, *itertools.accumulate(documents)))
-        cut = [[None if x is None else x[:, a:b] for x in (q, k, v, log_gamma, beta)] for a, b in borders]
-        return torch.cat([plain_attention(*x[:3], power, *x[3:], theta) for x in cut], dim=1)  # type: ignore[arg-type]
+        inputs = {"q": q, "k": k, "v": v, "log_gamma": log_gamma, "beta": beta}
+        given = {name: x for name, x in inputs.items() if x is not None}
+        parts: list[dict[str, Any]] = [
+            {name: x[:, start:stop] for name, x in given.items()}
+            for start, stop in itertools.pairwise((0, *itertools.accumulate(documents)))
+        ]
+        return torch.cat([plain_attention(**part, power=power, theta=theta) for part in parts], dim=1)
     group, length = q.shape[2] // k.shape[2], q.shape[1]
     k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
     if theta is not None:
