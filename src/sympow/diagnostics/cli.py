@@ -19,7 +19,7 @@ def check(
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Tests this installation: versions, kernels against float64, speed beside SDPA.
+    """Tests this installation: versions, accuracy and speed.
 
     Exits with 0 if every check passed and with 1 if one failed.
     """
