@@ -8,6 +8,7 @@ from support import float32_tolerance, interpreted, within
 
 pytest.importorskip("triton", reason="needs Triton")
 pytestmark = interpreted
+LONGEST = 290  # tokens of a case below
 
 
 @pytest.mark.parametrize(
@@ -41,4 +42,4 @@ def test_shards_on_the_kernels(pool, lengths, kind, offsets, fused, options):
     assert [used for used, _ in answers] == fused
     for _, errors in answers:
         for name, error in errors.items():
-            within(error, float32_tolerance(name, sum(lengths)), name)
+            within(error, float32_tolerance(name, LONGEST), name)
