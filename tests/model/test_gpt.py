@@ -93,7 +93,7 @@ def test_a_model_learns_to_repeat():
     model = GPT(GPTConfig(vocab_size=4, layers=2, width=32, heads=2, max_document=64))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     losses = []
-    for _ in range(80):
+    for _ in range(120):
         pattern = torch.randint(4, (8, 5))
         x = pattern.repeat(1, 6)
         logits, _ = model(x[:, :-1])
@@ -104,7 +104,7 @@ def test_a_model_learns_to_repeat():
         optimizer.step()
         losses.append(loss.item())
     assert losses[0] > 1.3
-    assert min(losses[-10:]) < 1
+    assert min(losses[-10:]) < 0.7
 
 
 def test_initialisation_follows_gpt2():
