@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from sympow.cli import app
 from sympow.report.runs import collect
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "demo.py"
 MODELS = ("softmax", "conformal")

@@ -64,7 +64,7 @@ def error(x, reference):
     ("gate", "batch", "heads", "key_heads", "dim", "value_dim", "length", "chunk"),
     [
         ("weak", 2, 2, 1, 16, 16, 257, 128),
-        ("strong", 1, 1, 1, 16, 32, 384, 128),
+        pytest.param("strong", 1, 1, 1, 16, 32, 384, 128, marks=pytest.mark.slow),
         ("closed", 1, 1, 1, 16, 16, 300, 128),
         ("none", 1, 1, 1, 16, 64, 300, 256),
         pytest.param("weak", 1, 1, 1, 32, 32, 140, 128, marks=pytest.mark.slow),

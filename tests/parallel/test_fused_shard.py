@@ -19,12 +19,13 @@ LONGEST = 290  # tokens of a case below
         # The rank with one piece of a document goes through here, those with several around it in other ways.
         ([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}),
         # Several chunks a rank; gates closed at a rank's first token and at a chunk's.
-        (
+        pytest.param(
             [130, 140, 20],
             {"heads": 4, "key_heads": 2},
             None,
             [True, True, True],
             {"chunk_size": 128, "closed": (130, 258), "exchange": "rounds"},
+            marks=pytest.mark.slow,
         ),
         ([9, 130, 5], {"gate": "none", "batch": 2}, None, [True, True, True], {"chunk_size": 128}),
         # Halves of the batch, one of them larger, the first gate closed; a rank with nothing passes everything on.
