@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 import sympow
 from sympow.ops.backend import triton_interpreted
+from sympow.report.timing import installed_version
 
 # The packages that each extra brings, as in pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
@@ -30,8 +30,8 @@ def describe_installation(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
-        "numpy": _version_of("numpy"),
+        "triton": installed_version("triton"),
+        "numpy": installed_version("numpy"),
     }
     if triton_interpreted():
         found["triton"] = f"{found['triton']}, interpreted on the CPU (TRITON_INTERPRET=1)"
@@ -48,12 +48,5 @@ def describe_installation(device: str) -> dict[str, Any]:
 
 def _missing() -> list[str]:
     """Extras of which something is not installed, with what that is."""
-    lacking = {extra: [p for p in packages if _version_of(p) is None] for extra, packages in EXTRAS.items()}
+    lacking = {extra: [p for p in packages if installed_version(p) is None] for extra, packages in EXTRAS.items()}
     return [f"{extra} ({' '.join(packages)})" for extra, packages in lacking.items() if packages]
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -107,11 +107,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
     }
-    triton = _version_of("triton")
+    triton = installed_version("triton")
     return found if triton is None else {**found, "triton": triton}
 
 
-def _version_of(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """Of a package that is installed, without importing it; None: it is not."""
     try:
         return version(package)
