@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sympow.ops.backend import Request, choose_backend, obstacle_to_triton, triton_available, triton_interpreted
+from sympow.ops.backend import Request, reason_for_torch, triton_available, triton_interpreted
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,6 @@ CALLS = {
     "float16, p = 2, heads of 64": Request("", torch.float16, 2, 64, 64),
     "float32, p = 2, heads of 64": Request("", torch.float32, 2, 64, 64),
 }
-ON_REQUEST = "powers above 4 are for those who ask: backend='triton'"
 
 
 def routes(device: str) -> list[Route]:
@@ -49,14 +48,10 @@ def routes(device: str) -> list[Route]:
 
 
 def _route(call: str, request: Request) -> Route:
-    interpreted = triton_interpreted()
-    chosen = choose_backend("auto", request, available=triton_available, interpreted=interpreted)
-    if chosen == "triton":
-        return Route(call, "Hopper kernels" if _on_hopper(request) else "Triton kernels", None)
-    reason = obstacle_to_triton(request, interpreted=interpreted)
-    if reason is None:
-        reason = ON_REQUEST if triton_available() else "Triton is not installed"
-    return Route(call, "PyTorch", reason)
+    reason = reason_for_torch(request, available=triton_available, interpreted=triton_interpreted())
+    if reason is not None:
+        return Route(call, "PyTorch", reason)
+    return Route(call, "Hopper kernels" if _on_hopper(request) else "Triton kernels", None)
 
 
 def _on_hopper(request: Request) -> bool:

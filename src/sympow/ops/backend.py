@@ -79,7 +79,7 @@ def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
     recurrent = request.form == "recurrent"
     chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
     obstacles = {
-        f"kernels need a CUDA device, and q is on {request.device}": request.device != "cuda" and not interpreted,
+        _needs_cuda(request): request.device != "cuda" and not interpreted,
         f"kernels take {dtype}, not {request.dtype}": request.dtype != dtype,
         f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
         f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
@@ -116,14 +116,34 @@ def choose_backend(
     """
     if backend == "torch":
         return "torch"
-    # Powers above 4 are for those who ask: keys far from unit length could leave the range of float32 in the kernels.
-    if backend == "auto" and not (request.device == "cuda" and request.power <= 4):
-        return "torch"
+    if backend == "auto":
+        return "torch" if reason_for_torch(request, available=available, interpreted=interpreted) else "triton"
+    reason = _reason_against_triton(request, available, interpreted)
+    if reason is None:
+        return "triton"
+    raise ValueError(f"backend='triton' cannot serve this call: {reason}")
+
+
+def reason_for_torch(request: Request, *, available: Callable[[], bool], interpreted: bool) -> str | None:
+    """Why backend="auto" computes a call in plain PyTorch; None: it uses the kernels.
+
+    Args:
+        request, available, interpreted: as in `choose_backend`.
+    """
+    if request.device != "cuda":
+        return _needs_cuda(request)
+    # Keys far from unit length could leave the range of float32 in the kernels.
+    if request.power > 4 and request.power in KERNEL_POWERS:
+        return "powers above 4 are for those who ask: backend='triton'"
+    return _reason_against_triton(request, available, interpreted)
+
+
+def _needs_cuda(request: Request) -> str:
+    return f"kernels need a CUDA device, and q is on {request.device}"
+
+
+def _reason_against_triton(request: Request, available: Callable[[], bool], interpreted: bool) -> str | None:
     obstacle = obstacle_to_triton(request, interpreted=interpreted)
     if obstacle is None and not available():
-        obstacle = "Triton is not installed (pip install 'conformal-sympow[triton]')"
-    if obstacle is None:
-        return "triton"
-    if backend == "auto":
-        return "torch"
-    raise ValueError(f"backend='triton' cannot serve this call: {obstacle}")
+        return "Triton is not installed (pip install 'conformal-sympow[triton]')"
+    return obstacle
