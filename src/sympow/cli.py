@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,7 @@ import typer
 
 from sympow import __version__
 from sympow.checks import check_choice
-from sympow.commands import App
+from sympow.commands import App, print_json
 from sympow.data.cli import app as data_app
 from sympow.data.files import check_can_write
 from sympow.data.plain_text import check_text, read_text, unescape
@@ -105,8 +103,7 @@ def info(
         raise ValueError(f"context must be at least 1, got {min(context)}")
     described = model_info(config, tuple(context) if context else CONTEXTS)
     if as_json:
-        json.dump(described, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(described)
     else:
         print_info(described, title=preset)
 

@@ -6,6 +6,7 @@ A command's function raises; what the user then reads is decided in `sympow.erro
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -71,6 +72,11 @@ class Mistake(typer.BadParameter):
 
     def format_message(self) -> str:
         return self.message
+
+
+def print_json(content: Any) -> None:
+    """What a command with --json prints."""
+    typer.echo(json.dumps(content, indent=2))
 
 
 def in_flags(message: str, parameters: list[Any]) -> str:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from sympow.commands import App
+from sympow.commands import App, print_json
 
 app = App(help="Prepares documents for training, and describes them.", no_args_is_help=True)
 
@@ -111,7 +109,6 @@ def info(
 
     described = describe(source, shown_tokens=tokens, verify=verify)
     if as_json:
-        json.dump(described, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(described)
     else:
         print_description(described)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
+from sympow.commands import print_json
 from sympow.devices import choose_device
 from sympow.extras import require
 
@@ -56,8 +55,7 @@ def check(
             "accuracy": [{**asdict(outcome), "passed": outcome.passed} for outcome in outcomes],
             "timing": [asdict(row) for row in rows],
         }
-        json.dump(found, sys.stdout, indent=2)
-        sys.stdout.write("\n")
+        print_json(found)
     else:
         typer.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed")
     if failed:
