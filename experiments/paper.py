@@ -40,6 +40,23 @@ def ablation(scale: Scale) -> list[Run]:
     return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
 
 
+def full_size(scale: Scale) -> list[Run]:
+    """Softmax, gating and conformal at twice the layers, width and heads and eight times the tokens, p = 2.
+
+    At scale `small` this is the paper's model (12 layers, 12 heads of 64) with its learning rate, trained and evaluated
+    at the paper's longest context for p = 2. Batches are four times those of the scale.
+    """
+    model, run = scale.base.model, scale.base.run
+    changes = {
+        **{"layers": 2 * model.layers, "width": 2 * model.width, "heads": 2 * model.heads},
+        **{"batch_tokens": 4 * run.batch_tokens, "micro_batch_tokens": 2 * run.micro_batch_tokens},
+        **{"steps": 2 * run.steps, "learning_rate": 6e-4},
+    }
+    variants = ("softmax", "gating", "conformal")
+    context = scale.contexts[2][-1]
+    return [scale.run(variant, context=context, title="full-size", **changes) for variant in variants]
+
+
 def _panel(scale: Scale, power: int) -> list[Run]:
     """A curve for every variant over the contexts of a power.
 

@@ -6,7 +6,8 @@
 
 `support.within`, which every such comparison goes through, hands error and tolerance to this script while it runs the
 tests. `sweep` runs them with other random numbers and with sums in either order (see arithmetic.py). Half of its
-processes run with ATEN_CPU_CAPABILITY=default, and every fourth with two threads. `mistakes` runs them with one line of
+processes run with ATEN_CPU_CAPABILITY=default, and every fourth with two threads. It skips what its folder has already,
+so that a sweep can be continued. `mistakes` runs them with one line of
 the package broken at a time: a sum leaves out its first term, or an index is off by one. `table` joins what these two
 have written, and fails where a tolerance is less than four times the worst error or where no mistake crosses it.
 docs/testing.md says how tolerances are chosen.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import os
@@ -33,11 +35,16 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 TABLE = TESTS / "margins.tsv"
-# A tolerance is at least four times the worst error that was seen.
+# A tolerance is at least four times the worst error that was seen, over at least 50 seeds in both orders.
 LARGEST_RATIO = 0.25
+FEWEST_SEEDS = 50
+# Tests that train in several processes take up to half a minute: they run with fewer seeds and have more room.
+TRAINING_PROCESSES = ("tests/train/test_distributed.py", "tests/train/test_context_parallel.py")
+LARGEST_RATIO_OF_TRAINING = 0.1
+FEWEST_SEEDS_OF_TRAINING = 10
 # One side of what these compare comes from processes that they start, which random numbers shifted here do not reach.
-SEVERAL_PROCESSES = ("tests/parallel/", "tests/train/test_distributed.py", "tests/train/test_context_parallel.py")
-COLUMNS = ("test", "what", "tolerance", "worst error", "ratio", "runs", "mistakes", "crossing", "least", "by")
+SEVERAL_PROCESSES = ("tests/parallel/", *TRAINING_PROCESSES)
+COLUMNS = ("test", "what", "tolerance", "worst error", "ratio", "seeds", "runs", "mistakes", "crossing", "least", "by")
 
 
 # What was measured -----------------------------------------------------------------------------------------------
@@ -68,6 +75,22 @@ class Margin:
 
 # By test, what it compares, and the tolerance.
 Margins = dict[tuple[str, str, float], Margin]
+# By test, the seeds that were run and whether sums were taken backwards.
+Settings = dict[str, set[tuple[int, bool]]]
+
+
+@dataclass
+class Measured:
+    """What the processes of `sweep` and `mistakes` have written, all together."""
+
+    margins: Margins
+    settings: Settings
+    failures: Counter[str]
+
+    def seeds(self, test: str) -> int:
+        """Seeds that were run in both orders, of the case of a test that has the fewest."""
+        cases = [ran for case, ran in self.settings.items() if function_of(case) == test]
+        return min((sum((seed, True) in ran for seed, backwards in ran if not backwards) for ran in cases), default=0)
 
 
 def merge(into: Margins, other: Margins) -> None:
@@ -75,26 +98,28 @@ def merge(into: Margins, other: Margins) -> None:
         into.setdefault(key, Margin()).add(margin)
 
 
-def write_margins(path: Path, margins: Margins, failures: Counter[str]) -> None:
-    lines = [json.dumps([*key, vars(margin)]) for key, margin in margins.items()]
-    lines += [json.dumps([message, count]) for message, count in failures.items()]
+def write_measured(path: Path, measured: Measured) -> None:
+    lines = [json.dumps([*key, vars(margin)]) for key, margin in measured.margins.items()]
+    lines += [json.dumps([test, sorted(ran)]) for test, ran in measured.settings.items()]
+    lines += [json.dumps([message, count]) for message, count in measured.failures.items()]
     # Whole, or as it was before.
     scratch = path.with_suffix(".part")
     scratch.write_text("\n".join(lines) + "\n")
     scratch.replace(path)
 
 
-def read_margins(folder: Path) -> tuple[Margins, Counter[str]]:
-    margins: Margins = {}
-    failures: Counter[str] = Counter()
-    for path in sorted(folder.glob("*.jsonl")):
+def read_measured(*folders: Path) -> Measured:
+    measured = Measured({}, {}, Counter())
+    for path in sorted(path for folder in folders for path in folder.rglob("*.jsonl")):
         for line in path.read_text().splitlines():
             match json.loads(line):
                 case [test, what, tolerance, values]:
-                    merge(margins, {(test, what, tolerance): Margin(**values)})
+                    merge(measured.margins, {(test, what, tolerance): Margin(**values)})
+                case [test, list(ran)]:
+                    measured.settings.setdefault(test, set()).update((seed, backwards) for seed, backwards in ran)
                 case [message, count]:
-                    failures[message] += count
-    return margins, failures
+                    measured.failures[message] += count
+    return measured
 
 
 # Running tests ---------------------------------------------------------------------------------------------------
@@ -149,8 +174,7 @@ class Runner:
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
-        self.margins: Margins = {}
-        self.failures: Counter[str] = Counter()
+        self.measured = Measured({}, {}, Counter())
         self.errors: dict[tuple[str, float], float] = {}
         self.out = Path(job["out"])
 
@@ -174,7 +198,7 @@ class Runner:
         support.observe = self.observe
         with arithmetic.installed():
             self.sweep(items) if self.job["mode"] == "sweep" else self.make_mistakes(items)
-        write_margins(self.out, self.margins, self.failures)
+        write_measured(self.out, self.measured)
         return True
 
     def run(self, item: Any, following: Any, shift: int, how: Any) -> dict[tuple[str, float], float]:
@@ -195,7 +219,7 @@ class Runner:
             if report.failed and how.mistake is None:
                 crash = getattr(report.longrepr, "reprcrash", None)
                 message = crash.message.splitlines()[0] if crash else str(report.longrepr).splitlines()[-1]
-                self.failures[f"{item.nodeid}: {message}"] += 1
+                self.measured.failures[f"{item.nodeid}: {message}"] += 1
         return self.errors
 
     def out_of_time(self) -> bool:
@@ -207,20 +231,23 @@ class Runner:
         # Each process begins elsewhere, so that none is left out by all where time runs out.
         start = self.job["number"] * len(items) // self.job["jobs"]
         items = items[start:] + items[:start]
-        every: dict[str, int] = {}
-        for number, (seed, backwards) in enumerate(self.job["settings"]):
+        before = read_measured(self.out.parent).settings
+        idle = set()
+        for seed, backwards in self.job["settings"]:
             setting = f"seed {seed}, {'backwards' if backwards else 'forwards'}, {self.job['setting']}"
-            # Slow tests take part in fewer settings, and those that compare nothing in float32 in none.
-            turn = number + self.job["number"]
-            chosen = [item for item in items if (share := every.get(item.nodeid, 1)) and turn % share == 0]
-            for item, following in zip(chosen, [*chosen[1:], None], strict=True):
+            left = [x for x in items if (seed, backwards) not in before.get(x.nodeid, ()) and x.nodeid not in idle]
+            for item, following in itertools.pairwise([*left, None]):
                 if self.out_of_time():
                     return
-                began = time.process_time()
                 found = self.run(item, following, seed, Arithmetic(backwards=backwards))
-                every[item.nodeid] = math.ceil((time.process_time() - began) / self.job["slow"]) if found else 0
-                merge(self.margins, {(item.nodeid, *key): Margin(error, setting, 1) for key, error in found.items()})
-            write_margins(self.out, self.margins, self.failures)
+                if not found:
+                    # It compares nothing in float32.
+                    idle.add(item.nodeid)
+                    continue
+                self.measured.settings.setdefault(item.nodeid, set()).add((seed, backwards))
+                margins = {(item.nodeid, *key): Margin(error, setting, 1) for key, error in found.items()}
+                merge(self.measured.margins, margins)
+            write_measured(self.out, self.measured)
             print(f"{setting}: done", flush=True)
 
     def make_mistakes(self, items: list[Any]) -> None:
@@ -252,8 +279,8 @@ class Runner:
                     if ratio > 1:
                         missing[mistake.kind].discard(key)
                         margin.least, margin.by = ratio, f"{mistake.kind}, {mistake.place}"
-                    merge(self.margins, {(item.nodeid, *key): margin})
-            write_margins(self.out, self.margins, self.failures)
+                    merge(self.measured.margins, {(item.nodeid, *key): margin})
+            write_measured(self.out, self.measured)
 
 
 def function_of(test: str) -> str:
@@ -287,7 +314,6 @@ def measure(arguments: argparse.Namespace) -> int:
             "number": number,
             "jobs": arguments.jobs,
             "mistakes": arguments.mistakes,
-            "slow": arguments.slow,
             "settings": settings[number :: arguments.jobs],
             "setting": f"{'default' if plain else 'native'} instructions, {threads} thread{'s' * (threads > 1)}",
             "functions": functions,
@@ -303,9 +329,13 @@ def measure(arguments: argparse.Namespace) -> int:
             command = [sys.executable, __file__, "work", str(spec)]
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
     codes = [process.wait() for process in processes]
-    margins, failures = read_margins(arguments.out)
-    print(f"{len(margins)} comparisons, {sum(margin.runs for margin in margins.values())} runs of them")
-    for message, count in failures.most_common():
+    measured = read_measured(arguments.out)
+    runs = sum(margin.runs for margin in measured.margins.values())
+    print(f"{len(measured.margins)} comparisons, {runs} runs of them")
+    for test in sorted({function_of(case) for case in measured.settings}):
+        if measured.seeds(test) < arguments.seeds:
+            print(f"{measured.seeds(test)} seeds in both orders so far: {test}")
+    for message, count in measured.failures.most_common():
         print(f"failed {count} times: {message}")
     return max(codes)
 
@@ -320,17 +350,28 @@ def read_table(path: Path = TABLE) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def problems(margins: Margins) -> list[str]:
-    """Tolerances with too little room, and those that no mistake crosses."""
+def required(test: str) -> tuple[float, int]:
+    """The largest ratio of error and tolerance of a test, and the fewest seeds."""
+    if test.startswith(TRAINING_PROCESSES):
+        return LARGEST_RATIO_OF_TRAINING, FEWEST_SEEDS_OF_TRAINING
+    return LARGEST_RATIO, FEWEST_SEEDS
+
+
+def problems(measured: Measured) -> list[str]:
+    """Tolerances with too little room, those that no mistake crosses, and tests that were run too seldom."""
     found = []
-    for (test, what, tolerance), margin in margins.items():
-        if not margin.worst <= LARGEST_RATIO * tolerance:
+    for (test, what, tolerance), margin in measured.margins.items():
+        if not margin.worst <= required(test)[0] * tolerance:
             room = f"{margin.worst / tolerance:.2f} of its tolerance {tolerance:.1e}"
             found.append(f"{test}: {what} is off by {margin.worst:.2e}, {room} ({margin.setting})")
     # All cases of a test run the same code: it is enough that one of them shows a mistake there.
-    for (test, what, tolerance), row in rows_of(margins).items():
+    rows = rows_of(measured.margins)
+    for (test, what, tolerance), row in rows.items():
         if not row.crossing:
             found.append(f"{test}: {what}: none of {row.mistakes} mistakes crosses {tolerance:.1e}")
+    for test in {test for test, *_ in rows}:
+        if measured.seeds(test) < required(test)[1]:
+            found.append(f"{test}: {measured.seeds(test)} seeds in both orders; needs {required(test)[1]}")
     return sorted(found)
 
 
@@ -343,20 +384,18 @@ def rows_of(margins: Margins) -> Margins:
 
 
 def make_table(arguments: argparse.Namespace) -> int:
-    margins: Margins = {}
-    for folder in arguments.folders:
-        merge(margins, read_margins(folder)[0])
-    rows = rows_of(margins)
+    measured = read_measured(*arguments.folders)
+    rows = rows_of(measured.margins)
     lines = []
     if arguments.add:
         measured = {test for test, *_ in rows}
         lines = ["\t".join(row.values()) for row in read_table(arguments.out) if row["test"] not in measured]
     for (test, what, tolerance), row in rows.items():
-        values = [f"{tolerance:.3g}", f"{row.worst:.2e}", f"{row.worst / tolerance:.4f}", row.runs, row.mistakes]
-        values += [row.crossing, f"{row.least:.3g}", row.by]
+        values = [f"{tolerance:.3g}", f"{row.worst:.2e}", f"{row.worst / tolerance:.4f}", measured.seeds(test)]
+        values += [row.runs, row.mistakes, row.crossing, f"{row.least:.3g}", row.by]
         lines.append("\t".join([test, what, *map(str, values)]))
     arguments.out.write_text("\n".join(["\t".join(COLUMNS), *sorted(lines)]) + "\n")
-    found = problems(margins)
+    found = problems(measured)
     print("\n".join([*found, f"{len(rows)} rows in {arguments.out}, {len(found)} problems"]))
     return 1 if found else 0
 
@@ -374,7 +413,6 @@ def main() -> int:
         command.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
         command.add_argument("--minutes", type=float, default=60)
         command.add_argument("--mistakes", type=int, default=6, help="so many of a kind, then only as needed")
-        command.add_argument("--slow", type=float, default=2, help="tests of so many seconds are run in fewer settings")
     table = commands.add_parser("table")
     table.add_argument("folders", type=Path, nargs="+")
     table.add_argument("--out", type=Path, default=TABLE)

@@ -102,18 +102,19 @@ class InProcess(margins.Runner):
 
 def test_tolerances_that_are_too_tight_or_too_loose_are_found(tmp_path, monkeypatch, changed):
     tests = [Item(nodeid=f"test.py::test[{number}]", tolerance=number) for number in (1e-5, 2e-8, 3.0)]
-    job = {"number": 0, "jobs": 1, "deadline": math.inf, "setting": "here", "mistakes": 5, "slow": 100}
+    job = {"number": 0, "jobs": 1, "deadline": math.inf, "setting": "here", "mistakes": 5}
     job["settings"] = [(seed, backwards) for seed in range(3) for backwards in (False, True)]
     for name, measure in (("sweep", margins.Runner.sweep), ("mistakes", margins.Runner.make_mistakes)):
         runner = InProcess(job | {"out": tmp_path / f"{name}.jsonl"})
         monkeypatch.setattr(support, "observe", runner.observe)
         measure(runner, list(tests))
-    found, failures = margins.read_margins(tmp_path)
-    assert not failures
-    loose, tight = margins.problems(found)
+    measured = margins.read_measured(tmp_path)
+    assert not measured.failures
+    seldom, loose, tight = margins.problems(measured)
     assert tight.startswith("test.py::test[2e-08]: product # is off by")
     assert loose.startswith("test.py::test: product #: none of")
-    good = found["test.py::test[1e-05]", "product #", 1e-5]
+    assert seldom == "test.py::test: 3 seeds in both orders; needs 50"
+    good = measured.margins["test.py::test[1e-05]", "product #", 1e-5]
     assert good.runs == 6  # three seeds, two orders
     assert 0 < good.worst < 1e-6
     assert good.crossing > 0
@@ -121,14 +122,23 @@ def test_tolerances_that_are_too_tight_or_too_loose_are_found(tmp_path, monkeypa
     assert "product in" in good.by
     code = margins.make_table(argparse.Namespace(folders=[tmp_path], out=tmp_path / "table.tsv", add=False))
     assert code == 1
-    assert [row["test"] for row in margins.read_table(tmp_path / "table.tsv")] == ["test.py::test"] * 3
+    rows = margins.read_table(tmp_path / "table.tsv")
+    assert [(row["test"], row["seeds"]) for row in rows] == [("test.py::test", "3")] * 3
+    # What the folder has is not run again.
+    runner = InProcess(job | {"out": tmp_path / "again.jsonl", "settings": [*job["settings"], (3, False)]})
+    monkeypatch.setattr(support, "observe", runner.observe)
+    runner.sweep(list(tests))
+    assert runner.measured.settings == {test.nodeid: {(3, False)} for test in tests}
+    assert margins.read_measured(tmp_path).seeds("test.py::test") == 3
 
 
 def test_every_row_of_the_table_has_its_margin_and_a_mistake_that_crosses_it():
     rows = margins.read_table()
     assert rows
     for row in rows:
-        assert float(row["worst error"]) <= margins.LARGEST_RATIO * float(row["tolerance"]), row
+        largest_ratio, fewest_seeds = margins.required(row["test"])
+        assert float(row["worst error"]) <= largest_ratio * float(row["tolerance"]), row
+        assert int(row["seeds"]) >= fewest_seeds, row
         assert int(row["crossing"]) > 0, row
         assert 1 < float(row["least"]) < math.inf, row
 
