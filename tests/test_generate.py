@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from sympow import GPT, GPTConfig
 from sympow.decoding import Decoder
-from sympow.generate import Sampling, generate
+from sympow.generate import NonFiniteLogitsError, Sampling, generate
 from sympow.reading import Reading, fingerprint_of
 
 VOCABULARY = 13
@@ -159,6 +160,7 @@ LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
         ({"top_p": 0.01}, [1, 0, 0, 0]),
         ({"min_p": 0.4}, [2 / 3, 1 / 3, 0, 0]),
         ({"temperature": 0}, [1, 0, 0, 0]),
+        ({"temperature": 1e300}, [0.25, 0.25, 0.25, 0.25]),
     ],
 )
 def test_tokens_are_chosen_with_the_probabilities_that_are_kept(options, expected):
@@ -167,6 +169,14 @@ def test_tokens_are_chosen_with_the_probabilities_that_are_kept(options, expecte
     assert torch.equal(found > 0, expected > 0)
     # Five standard deviations of a count of 4,000.
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 4000).sqrt() + 1e-9).all()
+
+
+@pytest.mark.parametrize("kept", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+@pytest.mark.parametrize("temperature", [1e-300, 1e-42, 1e-38, 1e-20])
+def test_small_temperatures_are_greedy(temperature, kept):
+    # The likeliest token is the last, since argmax of NaNs is 0.
+    found = frequencies(Sampling(temperature=temperature, **kept), LOGITS.flip(0), draws=100)
+    assert found.tolist() == [0, 0, 0, 1]
 
 
 def test_a_penalty_makes_seen_tokens_rarer():
@@ -240,11 +250,56 @@ def test_a_penalty_on_a_file_that_does_not_say_what_was_read_is_refused(model, t
         ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
         ({"min_p": 2}, "min_p must be between 0 and 1, got 2"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0, got 0"),
+        ({"temperature": math.nan}, "temperature must be finite, got nan"),
+        ({"temperature": math.inf}, "temperature must be finite, got inf"),
+        ({"top_p": math.nan}, "top_p must be finite, got nan"),
+        ({"min_p": math.nan}, "min_p must be finite, got nan"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty must be finite, got nan"),
+        ({"temperature": 10**400}, "temperature must be finite, got 1000"),
+        ({"repetition_penalty": math.inf}, "repetition_penalty must be finite, got inf"),
     ],
 )
 def test_wrong_sampling_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": "hot"}, "temperature must be a number, got str"),
+        ({"repetition_penalty": None}, "repetition_penalty must be a number, got NoneType"),
+        ({"top_k": 1.5}, "top_k must be an int, got float"),
+        ({"top_k": math.nan}, "top_k must be an int, got float"),
+    ],
+)
+def test_sampling_of_a_wrong_type_is_named(options, message):
+    with pytest.raises(TypeError, match=message):
+        Sampling(**options)
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1.0])
+@pytest.mark.parametrize(("penalty", "expected"), [(1e300, 3), (1e-300, 1)])
+def test_extreme_penalties_push_seen_tokens_all_the_way(temperature, penalty, expected):
+    # A logit of exactly 0 is the trap: 0 times a factor that float32 rounds to infinity is no number.
+    logits = torch.tensor([[0.0, 2.0, -1.0, 1.0]])
+    seen = torch.tensor([[True, True, True, False]])
+    sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
+    choices = sampling.choose(logits.expand(200, -1), seen, torch.Generator().manual_seed(0))
+    if temperature == 1.0 and penalty > 1:
+        # What is left: 0 for the seen tokens that were not negative, −∞ for the one that was.
+        assert set(choices.tolist()) == {0, 1, 3}
+    else:
+        assert choices.unique().tolist() == [expected]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_end_the_generation(model, broken):
+    reading = Reading.start(model, prompt())
+    logits = reading.logits.clone()
+    logits[1, 3] = broken
+    with pytest.raises(NonFiniteLogitsError, match="logits are not numbers"):
+        list(generate(model, 1, Sampling(temperature=0), reading=replace(reading, logits=logits)))
 
 
 def test_wrong_arguments_are_named(model):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sympow.checks import check_at_least, check_finite
 from sympow.decoding import Decoder
 from sympow.memory import Memory
 from sympow.model.gpt import GPT, PIECE
@@ -24,7 +25,7 @@ class Sampling:
     """How to choose the next token.
 
     Attributes:
-        temperature: divides the logits; 0: always the likeliest token.
+        temperature: divides the logits; 0: always the likeliest token, and so are temperatures too small for float32.
         top_k: choose among so many of the likeliest tokens; 0: all.
         top_p: choose among the likeliest tokens that together have this probability; 1: all.
         min_p: leave out tokens less likely than this share of the likeliest; 0: none.
@@ -39,10 +40,11 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            check_finite(name, getattr(self, name))
+        check_at_least("top_k", self.top_k, 0)
         if self.temperature < 0:
             raise ValueError(f"temperature must be at least 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -60,15 +62,23 @@ class Sampling:
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.repetition_penalty != 1 and seen is not None:
-            penalised = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-            logits = torch.where(seen, penalised, logits)
-        if self.temperature == 0:
+            logits = torch.where(seen, self._penalised(logits), logits)
+        # Below its smallest normal number the dtype may hold a zero instead of the temperature.
+        if self.temperature < torch.finfo(logits.dtype).tiny:
             return logits.argmax(-1)
-        probabilities = self._kept(logits / self.temperature).softmax(-1)
+        # Relative to the largest: quotients then overflow to −∞ alone, which is a probability of 0.
+        relative = logits - logits.amax(-1, keepdim=True)
+        probabilities = self._kept(relative / self.temperature).softmax(-1)
         # The least of exponential waiting times, each with its token's rate, falls to a token with its probability.
         # `torch.multinomial` does the same, but has the host wait for the device to check its argument.
         waiting = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / waiting).argmax(-1)
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        """Logits of tokens that occurred; the penalty and the products are kept within what the dtype can hold."""
+        limits = torch.finfo(logits.dtype)
+        penalty = min(max(self.repetition_penalty, limits.tiny), limits.max)
+        return torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
 
     def _kept(self, logits: Tensor) -> Tensor:
         """Logits with −inf for tokens that are not to be chosen; the likeliest always stays."""
@@ -165,7 +175,8 @@ class _Chosen:
     """
 
     def __init__(self, token: Tensor, logits: Tensor) -> None:
-        broken = logits.isnan().any()
+        # The largest of a row is NaN or infinite where any logit is NaN or +∞, or all are −∞.
+        broken = ~logits.amax(-1).isfinite().all()
         self._copy = torch.cat([token, broken.to(token.dtype).unsqueeze(0)]).to("cpu", non_blocking=True)
         self._arrival = torch.cuda.Event() if token.is_cuda else None
         if self._arrival is not None:

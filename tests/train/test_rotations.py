@@ -72,5 +72,5 @@ def test_training_uses_the_settings(tiny, tmp_path):
 
 @pytest.mark.parametrize("name", ["rotation_gradient", "rotation_init"])
 def test_negative_values_are_refused(name):
-    with pytest.raises(ValueError, match=f"{name} must be a number of at least 0, got -1"):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0, got -1"):
         OptimizerConfig(**{name: -1.0})

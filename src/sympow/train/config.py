@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, check_finite
 from sympow.data.loader import SHORT
 from sympow.extras import require
 from sympow.model.config import GPTConfig
@@ -86,12 +86,11 @@ class OptimizerConfig:
             "clip_norm",
             "final_rate",
         ):
-            value = getattr(self, name)
-            _check_number(name, value)
-            if not math.isfinite(value) or value < 0:
-                raise ValueError(f"{name} must be a number of at least 0, got {value}")
+            check_finite(name, getattr(self, name))
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
-            _check_number(name, getattr(self, name))
+            check_finite(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         _check_count("warmup_steps", self.warmup_steps)
@@ -290,11 +289,6 @@ def _with_exponents(kind: type[Any], section: Mapping[str, Any]) -> dict[str, An
             except ValueError as error:
                 raise ValueError(f"{name} must be a number, got {value!r}") from error
     return values
-
-
-def _check_number(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
 
 
 def _check_count(name: str, value: int) -> None:
