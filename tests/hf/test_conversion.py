@@ -1,6 +1,7 @@
 """Native models and transformers' ones, and their tokenizers, both ways."""
 
 import pytest
+import safetensors.torch
 import torch
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -87,6 +88,35 @@ def test_the_command(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["to-native", folders[0], folders[1]])
     assert "holds no model of transformers, but a native model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", "lacks model.blocks.1.mlp.up_proj.weight, which config.json asks for"),
+        ("unknown", "has model.blocks.1.mlp.side_proj.weight, for which config.json has no use"),
+        ("reshaped", "has model.blocks.1.mlp.up_proj.weight of other shapes than config.json asks for"),
+        ("cut off", "has weights that cannot be read"),
+    ],
+)
+def test_a_folder_with_other_tensors_than_its_config_is_refused(tmp_path, capsys, change, message):
+    from_native(native()).save_pretrained(tmp_path / "there")
+    path = tmp_path / "there" / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    weight = tensors.pop("model.blocks.1.mlp.up_proj.weight")
+    if change == "unknown":
+        tensors["model.blocks.1.mlp.up_proj.weight"] = weight
+        tensors["model.blocks.1.mlp.side_proj.weight"] = weight.clone()
+    if change == "reshaped":
+        tensors["model.blocks.1.mlp.up_proj.weight"] = weight[:-1].clone()
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    if change == "cut off":
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(SystemExit) as stopped:
+        main(["to-native", str(tmp_path / "there"), str(tmp_path / "back")])
+    assert stopped.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "back" / "model.safetensors").exists()
 
 
 def test_other_programs_run_knowing_the_models(tmp_path, monkeypatch, capsys):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
 from sympow.data.files import check_can_write
 from sympow.data.tokenizer import SETTINGS_FILE, Tokenizer, load_tokenizer
+from sympow.extras import require
 from sympow.hf.config import SympowConfig
 from sympow.hf.modeling import SympowForCausalLM
 from sympow.hf.tokenizer import from_fast_tokenizer, to_fast_tokenizer
@@ -52,7 +54,7 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
     Args:
         source: a model, or a folder that `save_pretrained` wrote.
     """
-    model = source if isinstance(source, SympowForCausalLM) else SympowForCausalLM.from_pretrained(_existing(source))
+    model = source if isinstance(source, SympowForCausalLM) else _load_whole(_existing(source))
     if not torch.equal(model.lm_head.weight, model.model.embedding.weight):
         raise ValueError("source must have its lm_head tied to its embedding, as native models do")
     with torch.device("meta"):
@@ -82,6 +84,31 @@ def convert_to_native(folder: Path | str, out: Path | str) -> None:
 
 def _native_tokenizer(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if (folder / SETTINGS_FILE).is_file() else None
+
+
+def _load_whole(folder: Path) -> SympowForCausalLM:
+    """The model of a folder, if its tensors are those of its config: transformers fills in random ones, with a warning.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape.
+    """
+    damage = require("safetensors", "hf").SafetensorError
+    try:
+        # Shapes that differ are told rather than raised, as the others are.
+        loaded: Any = SympowForCausalLM.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+    except damage as error:
+        raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
+    model, told = loaded
+    if missing := sorted(told["missing_keys"]):
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} asks for")
+    if unknown := sorted(told["unexpected_keys"]):
+        raise ValueError(f"{folder} has {', '.join(unknown)}, for which {TRANSFORMERS_CONFIG_FILE} has no use")
+    if differing := sorted(name for name, *_ in told["mismatched_keys"]):
+        raise ValueError(
+            f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} asks for"
+        )
+    assert isinstance(model, SympowForCausalLM)
+    return model
 
 
 def _existing(folder: Path | str) -> Path:
