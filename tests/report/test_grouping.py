@@ -3,7 +3,7 @@
 import pytest
 from report.made_up import VARIANTS, write_run
 
-from sympow.report.grouping import by_power, group_runs, repeated_seeds
+from sympow.report.grouping import Spread, by_power, group_runs, repeated_seeds
 from sympow.report.runs import collect
 
 
@@ -54,6 +54,23 @@ def test_what_differs_is_in_the_name_at_every_context(tmp_path):
         ("conformal, learning rate 0.0003", 64),
         ("conformal, learning rate 0.001", 128),
     }
+
+
+def test_a_setting_that_one_config_lacks_has_its_default_there(tmp_path):
+    for name, momentum in {"without": None, "with": "0.5", "with null": "null"}.items():
+        config = write_run(tmp_path / name, [3.0]) / "config.yaml"
+        if momentum is not None:
+            config.write_text(config.read_text().replace("optimizer:", f"optimizer:\n  momentum: {momentum}"))
+    named = {group.series: len(group.runs) for group in groups_of(tmp_path)}
+    assert named == {"conformal, momentum default": 2, "conformal, momentum 0.5": 1}
+
+
+@pytest.mark.parametrize("loss", [0.1, 3.3, 1 / 3, 2.0517, 5e-324])
+@pytest.mark.parametrize("count", [3, 5, 7, 10])
+def test_a_mean_lies_within_its_range(loss, count):
+    # A sum of equal numbers rounds, so that its quotient may fall a unit short of each, or beyond.
+    spread = Spread.of([loss] * count)
+    assert spread.low <= spread.mean <= spread.high
 
 
 def test_with_many_differences_the_folder_names_a_group(tmp_path):

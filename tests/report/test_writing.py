@@ -159,6 +159,18 @@ def test_the_page_reads_what_the_runs_hold(experiment):
     assert differing == {"mixer", "power", "gating", "rotary", "context", "seed"}
 
 
+def test_runs_of_two_versions_with_equal_losses_are_reported(tmp_path):
+    for seed in range(3):
+        # The mean of three such losses rounds to more than each of them.
+        write_run(tmp_path / "runs" / f"seed{seed}", [0.1], seed=seed)
+    config = write_run(tmp_path / "runs" / "newer", [0.1]) / "config.yaml"
+    config.write_text(config.read_text().replace("optimizer:", "optimizer:\n  momentum: 0.5"))
+    result = report(tmp_path / "runs", "--out", tmp_path / "report")
+    assert result.exit_code == 0, result.output
+    (line,) = [row for row in (tmp_path / "report" / "final_losses.csv").read_text().splitlines() if "0.5" in row]
+    assert "momentum 0.5" in line
+
+
 def test_mistakes_are_explained(tmp_path):
     result = report(tmp_path / "nowhere", "-o", tmp_path)
     assert result.exit_code == 2

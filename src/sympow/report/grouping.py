@@ -55,7 +55,11 @@ class Spread:
     def of(cls, numbers: Iterable[float | None]) -> Spread | None:
         """None: there are no numbers."""
         known = [number for number in numbers if number is not None]
-        return cls(sum(known) / len(known), min(known), max(known), len(known)) if known else None
+        if not known:
+            return None
+        low, high = min(known), max(known)
+        # The rounded mean of equal numbers may be another one, beyond all of them.
+        return cls(min(max(sum(known) / len(known), low), high), low, high, len(known))
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             if len(names) > MOST_DIFFERENCES:
                 series = f"{variant} ({_folder_of(group)})"
             elif names:
-                series = ", ".join([variant, *(f"{plain_words(name)} {shown(settings[name])}" for name in names)])
+                series = ", ".join([variant, *(f"{plain_words(name)} {shown(settings.get(name))}" for name in names)])
             ordered = tuple(sorted(group, key=lambda run: (run.settings["seed"], run.name)))
             groups.append(Group(ordered, variant, power, settings["context"], series))
     order = {name: place for place, name in enumerate(LABELS.values())}
@@ -165,7 +169,7 @@ def repeated_seeds(groups: Iterable[Group]) -> list[str]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Names of settings that are not the same in all runs, in the order of the config."""
+    """Names of settings that are not the same in all runs, in the order of the config; one that is missing is None."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({json.dumps(run.settings.get(name)) for run in runs}) > 1]
 
@@ -176,7 +180,8 @@ def plain_words(name: str) -> str:
 
 
 def _key(run: Run) -> str:
-    kept = {name: value for name, value in run.settings.items() if name not in APART}
+    # What is None has its default, and so has what the config of another version does not mention.
+    kept = {name: value for name, value in run.settings.items() if name not in APART and value is not None}
     return json.dumps(kept, sort_keys=True)
 
 
