@@ -12,7 +12,7 @@ import sympow
 SOURCE = Path(sympow.__file__).parent
 # Imports point one way: a part may import those before it. Parts on one line do not import each other.
 LAYERS = (
-    ("extras", "checks", "errors", "invocation"),
+    ("atomic", "extras", "checks", "errors", "invocation"),
     ("commands", "devices"),
     ("kernels", "data"),
     ("ops",),

@@ -1,28 +1,21 @@
-"""Writing files so that a reader, or a run that goes on after an interruption, never sees half of one; reading them."""
+"""Files that are written as a whole, read as JSON, or hashed, and outputs that are checked before the work."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
 
-PARTIAL_ENDING = ".partial"
+from sympow.atomic import replacing
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """All of it under that name, or nothing."""
+    """All of it under that name, or nothing; folders on the way are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The process id keeps two runs apart, should somebody start both.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_ENDING}")
-    with temporary.open("wb") as file:
+    with replacing(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    flush(path.parent)
 
 
 def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> None:
@@ -43,15 +36,6 @@ def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> N
             pass
     except OSError as error:
         raise ValueError(f"{name} must be a {kind} that can be written, and {path} cannot: {error.strerror}") from error
-
-
-def flush(path: Path) -> None:
-    """Onto the disk, not only to the system: a machine may stop."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_json(path: Path) -> Any:

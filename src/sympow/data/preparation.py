@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sympow.atomic import PARTIAL_ENDING
 from sympow.checks import check_at_least
 from sympow.data.checks import SPLITS, check_fraction
-from sympow.data.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
+from sympow.data.files import check_can_write, sha256_of, write_atomically
 from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
 from sympow.data.order import permutation
 from sympow.data.portion import (

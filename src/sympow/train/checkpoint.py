@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from sympow.data.files import flush
+from sympow.atomic import flush
 from sympow.train.distributed import Place
 
 SEAL = "sealed.json"
