@@ -251,3 +251,10 @@ def assert_states_close(actual: sympow.State, expected: sympow.State, tolerance:
         tolerance = min(tolerance, 1e-9)
         assert_close(torch.exp(1j * actual.phase).real, torch.exp(1j * expected.phase).real, tolerance, "phase")
         assert_close(torch.exp(1j * actual.phase).imag, torch.exp(1j * expected.phase).imag, tolerance, "phase")
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    """A file's content with one bit changed, counted from the lowest of the first byte."""
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)

@@ -11,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from support import flipped
 from sympow import GPT, GPTConfig
 from sympow.decoding import Decoder
 from sympow.generate import NonFiniteLogitsError, Sampling, generate
@@ -103,7 +104,7 @@ def test_files_that_are_no_readings_are_refused(model, tmp_path):
     Reading.start(model, prompt()).save(path, model)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="is no reading, or is cut off"):
+    with pytest.raises(ValueError, match="is no reading, or is damaged"):
         Reading.load(path, model)
     path.write_bytes(content)
     other = copy.deepcopy(model)
@@ -112,8 +113,91 @@ def test_files_that_are_no_readings_are_refused(model, tmp_path):
     with pytest.raises(ValueError, match="was made by another model: its fingerprint"):
         Reading.load(path, other)
     safetensors.torch.save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match="is no reading: its format is None"):
+    with pytest.raises(ValueError, match=r"must have the format 'sympow reading 2', got None"):
         Reading.load(path, model)
+
+
+@pytest.fixture(scope="module")
+def small_model():
+    torch.manual_seed(0)
+    return GPT(GPTConfig(vocab_size=2, layers=1, width=2, heads=1))
+
+
+def test_every_flipped_bit_of_a_reading_is_noticed(small_model, tmp_path):
+    path = tmp_path / "text.reading"
+    Reading.start(small_model, torch.tensor([[0, 1]])).save(path, small_model)
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        path.write_bytes(flipped(content, bit))
+        with pytest.raises(ValueError, match=r"text\.reading (is no reading, or is damaged|was made by another model)"):
+            Reading.load(path, small_model)
+
+
+def save_as_before_checksums(reading, path, model):
+    reading.save(path, model)
+    with safetensors.safe_open(path, framework="pt") as file:
+        words = {**file.metadata(), "format": "sympow reading 1"}
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
+    words.pop("checksum", None)
+    safetensors.torch.save_file(tensors, path, metadata=words)
+
+
+def test_readings_of_earlier_versions_are_read(model, tmp_path):
+    path = tmp_path / "text.reading"
+    reading = Reading.start(model, prompt())
+    save_as_before_checksums(reading, path, model)
+    loaded = Reading.load(path, model)
+    assert torch.equal(loaded.logits, reading.logits)
+    expected = collect(model, None, 5, reading=reading, seed=5)
+    assert torch.equal(collect(model, None, 5, reading=loaded, seed=5), expected)
+
+
+def test_damage_in_an_earlier_reading_is_a_value_error(small_model, tmp_path):
+    path = tmp_path / "text.reading"
+    save_as_before_checksums(Reading.start(small_model, torch.tensor([[0, 1]])), path, small_model)
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    refused = 0
+    for bit in range(8 * header):
+        path.write_bytes(flipped(content, bit))
+        try:
+            Reading.load(path, small_model)
+        except ValueError:
+            refused += 1
+    # The others are in words that nothing depends on, such as the number of tokens.
+    assert refused > 0.9 * 8 * header
+
+
+def test_a_failed_save_leaves_the_earlier_reading(model, tmp_path, monkeypatch):
+    path = tmp_path / "text.reading"
+    Reading.start(model, prompt(3)).save(path, model)
+    before = path.read_bytes()
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        Reading.start(model, prompt()).save(path, model)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_reading_does_not_depend_on_its_file_any_more(tmp_path):
+    path = tmp_path / "text.reading"
+    code = f"""
+import os, torch
+from sympow import GPT, GPTConfig
+from sympow.reading import Reading
+model = GPT(GPTConfig(vocab_size={VOCABULARY}, layers=1, width=64, heads=1))
+reading = Reading.start(model, torch.zeros(1, 1000, dtype=torch.int64))
+reading.save({str(path)!r}, model)
+loaded = Reading.load({str(path)!r}, model)
+os.truncate({str(path)!r}, 0)
+print(torch.equal(loaded.logits, reading.logits), loaded.more(model, torch.ones(1, 1, dtype=torch.int64)).tokens)
+"""
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "True 1001\n"), result.stderr
 
 
 def test_the_fingerprint_is_the_models_and_not_how_it_computes(model):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from sympow.extras import require
+from sympow import tensor_file
 from sympow.layers.mixers import LayerState
 from sympow.memory import Memory, fold, prepare
 from sympow.model.config import WAYS_TO_COMPUTE
@@ -31,7 +31,9 @@ from sympow.ops.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.state import State
 from sympow.ops.window import Window
 
-FORMAT = "sympow reading 1"
+FORMAT = "sympow reading 2"
+# Written by versions without checksums.
+OLDER_FORMAT = "sympow reading 1"
 KINDS: dict[str, type[LayerState]] = {
     kind.__name__: kind for kind in (State, KeyValueState, PaddedKeyValueState, Window)
 }
@@ -121,7 +123,10 @@ class Reading:
         return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))
 
     def save(self, path: str | PathLike[str], model: GPT) -> None:
-        """Writes a file that `load` reads (safetensors), with the fingerprint of the model that has read."""
+        """Writes a file that `load` reads, in safetensors' layout, with the fingerprint of the model that has read.
+
+        An earlier file of that name is replaced once this one is complete.
+        """
         tensors = {"logits": self.logits} | ({} if self.seen is None else {"seen": self.seen})
         layers = []
         for number, layer in enumerate(self.state):
@@ -129,40 +134,37 @@ class Reading:
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
             layers.append({"kind": type(layer).__name__, **plain})
-        metadata = {
-            "format": FORMAT,
-            "tokens": str(self.tokens),
-            "fingerprint": fingerprint_of(model),
-            "layers": json.dumps(layers),
-        }
-        contiguous = {name: x.detach().contiguous().cpu() for name, x in tensors.items()}
-        require("safetensors.torch", "train").save_file(contiguous, str(path), metadata=metadata)
+        words = {"tokens": str(self.tokens), "fingerprint": fingerprint_of(model), "layers": json.dumps(layers)}
+        tensor_file.save(path, FORMAT, tensors, words)
 
     @classmethod
     def load(cls, path: str | PathLike[str], model: GPT) -> Reading:
         """Reads a file written by `save`, onto the model's device.
 
         Raises:
-            ValueError: it is no such file, is cut off, or was made by another model.
+            ValueError: it is no such file, is damaged, or was made by another model.
         """
-        safetensors = require("safetensors", "train")
-        device = str(model.embedding.weight.device)
         try:
-            with safetensors.safe_open(str(path), framework="pt", device=device) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{path} is no reading, or is cut off: {error}") from error
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{path} is no reading: its format is {metadata.get('format')!r}, not {FORMAT!r}")
-        own = fingerprint_of(model)
-        if metadata["fingerprint"] != own:
+            tensors, words = tensor_file.load(path, FORMAT, OLDER_FORMAT)
+        except ValueError as error:
+            raise ValueError(f"{path} is no reading, or is damaged: {error}") from error
+        made_by, own = words.get("fingerprint", ""), fingerprint_of(model)
+        if made_by != own:
             raise ValueError(
-                f"{path} was made by another model: its fingerprint is {metadata['fingerprint'][:16]}…, that of this "
-                f"model {own[:16]}…"
+                f"{path} was made by another model: its fingerprint is {made_by[:16]}…, that of this model {own[:16]}…"
             )
-        layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(metadata["layers"]))]
-        return cls(tensors["logits"], tuple(layers), int(metadata["tokens"]), tensors.get("seen"))
+        tensors = {name: x.to(model.embedding.weight.device) for name, x in tensors.items()}
+        try:
+            layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(words["layers"]))]
+            reading = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors.get("seen"))
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} is no reading, or is damaged: {error}") from error
+        if len(layers) != len(model.blocks) or reading.logits.shape[1:] != (model.config.vocab_size,):
+            raise ValueError(
+                f"{path} is damaged: it must have {len(model.blocks)} layers and logits of {model.config.vocab_size:,} "
+                f"tokens, got {len(layers)} and shape {tuple(reading.logits.shape)}"
+            )
+        return reading
 
 
 def fingerprint_of(model: GPT) -> str:

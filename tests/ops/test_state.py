@@ -1,11 +1,16 @@
+import os
 import pickle
+import resource
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils._pytree import tree_map
 
 import sympow
-from support import FORMS, assert_close, random_inputs, run
+from support import FORMS, assert_close, flipped, random_inputs, run
 
 
 @pytest.fixture
@@ -56,11 +61,131 @@ def test_a_state_keeps_nothing_alive_but_itself(form):
 def test_another_file_is_refused(state, tmp_path):
     torch.save({"kv": torch.ones(1)}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("not a state")
+    (tmp_path / "empty.pt").write_bytes(b"")
     state.save(tmp_path / "whole.pt")
     (tmp_path / "torn.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:1000])
-    for name in ("other.pt", "text.pt", "torn.pt"):
-        with pytest.raises(ValueError, match=rf"written by State\.save; .*{name}"):
+    os.mkfifo(tmp_path / "pipe.pt")
+    for name in ("other.pt", "text.pt", "empty.pt", "torn.pt", "pipe.pt"):
+        with pytest.raises(ValueError, match=rf"written by State\.save: .*{name}"):
             sympow.State.load(tmp_path / name)
+    with pytest.raises(FileNotFoundError):
+        sympow.State.load(tmp_path / "missing.pt")
+
+
+def small_state() -> sympow.State:
+    kv, phase = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([[[0.25]]], dtype=torch.float64)
+    return sympow.State(kv.reshape(1, 1, 3, 1), kv.reshape(1, 1, 3).exp(), phase, power=2, key_dim=2)
+
+
+def save_as_before_checksums(state, path):
+    tensors = {"kv": state.kv, "normalizer": state.normalizer, "phase": state.phase}
+    torch.save({"format": "sympow-state-1", "power": state.power, "key_dim": state.key_dim, **tensors}, path)
+
+
+def same(one, other):
+    numbers = (one.power, one.key_dim) == (other.power, other.key_dim)
+    return numbers and all(
+        torch.equal(getattr(one, name), getattr(other, name)) for name in ("kv", "normalizer", "phase")
+    )
+
+
+def test_every_flipped_bit_is_noticed(tmp_path):
+    small_state().save(tmp_path / "small")
+    content = (tmp_path / "small").read_bytes()
+    assert same(sympow.State.load(tmp_path / "small"), small_state())
+    for bit in range(8 * len(content)):
+        (tmp_path / "small").write_bytes(flipped(content, bit))
+        with pytest.raises(ValueError, match=r"written by State\.save"):
+            sympow.State.load(tmp_path / "small")
+
+
+def test_every_cut_is_noticed(tmp_path):
+    small_state().save(tmp_path / "small")
+    content = (tmp_path / "small").read_bytes()
+    for length in range(len(content)):
+        (tmp_path / "small").write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"written by State\.save"):
+            sympow.State.load(tmp_path / "small")
+    (tmp_path / "small").write_bytes(content + b"\0")
+    with pytest.raises(ValueError, match="is it cut off"):
+        sympow.State.load(tmp_path / "small")
+
+
+def test_states_of_earlier_versions_are_read(tmp_path):
+    save_as_before_checksums(small_state(), tmp_path / "old.pt")
+    assert same(sympow.State.load(tmp_path / "old.pt"), small_state())
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_a_flipped_bit_of_an_earlier_file_is_noticed_or_harmless(tmp_path):
+    save_as_before_checksums(small_state(), tmp_path / "old.pt")
+    content = (tmp_path / "old.pt").read_bytes()
+    refused = 0
+    # A prime step visits every bit position and all parts of the file in a fraction of the time.
+    for bit in range(0, 8 * len(content), 7):
+        (tmp_path / "old.pt").write_bytes(flipped(content, bit))
+        try:
+            assert same(sympow.State.load(tmp_path / "old.pt"), small_state()), f"bit {bit} changed the state"
+        except ValueError:
+            refused += 1
+    # Most of such a small file is padding.
+    assert refused > len(content) / 7
+
+
+def test_a_failed_save_leaves_the_earlier_file(state, tmp_path):
+    small_state().save(tmp_path / "kept")
+    # As on a full disk: the system has room for a few bytes more.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            state.save(tmp_path / "kept")
+    finally:
+        signal.signal(signal.SIGXFSZ, handler)
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    assert same(sympow.State.load(tmp_path / "kept"), small_state())
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_file_may_be_cut_off_while_its_state_is_in_use(state, tmp_path):
+    code = f"""
+import os, sympow
+state = sympow.State.load({str(tmp_path / "state")!r})
+os.truncate({str(tmp_path / "state")!r}, 0)
+print(state.kv.sum().isfinite().item())
+"""
+    state.save(tmp_path / "state")
+    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    assert result.stdout == "True\n"
+
+
+def test_a_link_still_leads_to_what_was_saved(state, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "state")
+    state.save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert same(sympow.State.load(tmp_path / "there" / "state"), state)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[1]",
+        b"[" * 5000,
+        b'{"__metadata__": [], "kv": {}}',
+        b'{"__metadata__": {"format": "sympow state 2"}, "x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
+        b'{"__metadata__": {"format": "sympow state 2"}, "x": {"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}}',
+        b'{"__metadata__": {"format": "sympow state 2"}, "x": {"dtype": "F32", "shape": [1e3], "data_offsets": [0, 4]}}',
+        # It claims four terabytes.
+        b'{"__metadata__": {"format": "sympow state 2"}, "x": {"dtype": "F32", "shape": [1099511627776], '
+        b'"data_offsets": [0, 4398046511104]}}',
+    ],
+)
+def test_a_malformed_header_is_a_value_error(tmp_path, header):
+    (tmp_path / "state").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"written by State\.save"):
+        sympow.State.load(tmp_path / "state")
 
 
 def test_select_and_cat_are_each_others_inverse(state):

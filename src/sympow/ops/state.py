@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import pickle
+import struct
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sympow import tensor_file
 from sympow.ops.record import TensorRecord, check_tensor_member, register_as_tree
 from sympow.ops.symmetric import symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_FORMAT = "sympow-state-1"
+_FORMAT = "sympow state 2"
+_ZIP_FORMAT = "sympow-state-1"
+# What zipfile and torch.load raise on damaged files; they say more than that it is damaged.
+_ZIP_DAMAGE = (
+    zipfile.BadZipFile,
+    pickle.UnpicklingError,
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    OSError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,21 +143,57 @@ class State(TensorRecord):
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the state to a file that `State.load` reads."""
-        # Copies, since torch.save writes all of the memory that a slice of a batch points into.
-        tensors = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
-        torch.save({"format": _FORMAT, "power": self.power, "key_dim": self.key_dim, **tensors}, path)
+        """Writes the state to a file that `State.load` reads; an earlier file is replaced once this one is complete."""
+        words = {"power": str(self.power), "key_dim": str(self.key_dim)}
+        tensor_file.save(path, _FORMAT, self._tensors(), words)
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str | None = None) -> State:
-        """Reads a state written by `save`."""
+        """Reads a state written by `save`.
+
+        Args:
+            device: where to put it; by default on the CPU.
+
+        Raises:
+            ValueError: the file is something else, or is damaged: its checksum covers every bit.
+        """
         try:
-            content = torch.load(path, map_location=device, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-            raise ValueError(f"path must name a file written by State.save; {path} cannot be read as one") from error
-        if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
-            raise ValueError(f"path must name a file written by State.save; {path} is something else")
-        return cls(phase=content.pop("phase", None), **content)
+            state = cls(**(_read_zip(path) if _is_zip(path) else _read(path)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"path must name a file written by State.save: {error}") from error
+        return state.to(device)
+
+
+def _is_zip(path: str | PathLike[str]) -> bool:
+    if not Path(path).is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _read_zip(path: str | PathLike[str]) -> dict[str, Any]:
+    """Members of a state that an earlier version wrote by torch.save, a zip file with a checksum for each of them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            # torch compresses nothing and writes no folders, of which its reader would leave the memory as it was.
+            plain = all(m.compress_type == zipfile.ZIP_STORED and not m.external_attr for m in archive.infolist())
+            # It does not compare the checksums.
+            if not plain or archive.testzip() is not None:
+                raise ValueError(f"{path} is damaged")
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except _ZIP_DAMAGE as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.pop("format", None) != _ZIP_FORMAT:
+        raise ValueError(f"{path} is something else")
+    return {"phase": None, **content}
+
+
+def _read(path: str | PathLike[str]) -> dict[str, Any]:
+    tensors, words = tensor_file.load(path, _FORMAT)
+    sizes = {name: words.get(name, "") for name in ("power", "key_dim")}
+    if not all(size.isdecimal() and len(size) < 10 for size in sizes.values()):
+        raise ValueError(f"{path} must say its power and key_dim, got {sizes}")
+    return {"phase": None, **tensors, **{name: int(size) for name, size in sizes.items()}}
 
 
 register_as_tree(State, "power", "key_dim")

@@ -1,0 +1,214 @@
+"""Tensors with a few words of text in one file that notices when it was damaged.
+
+The layout is that of safetensors: eight bytes with the length of a JSON header, the header, the tensors. The header's
+metadata has a checksum, the BLAKE2b hash of the whole file with zeros in place of the checksum's own digits, so a
+changed bit is found wherever it is. A file is read rather than mapped into memory: with a mapping, a process dies when
+the file is cut off while it is in use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from sympow.atomic import replacing
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+METADATA = "__metadata__"
+CHECKSUM = "checksum"
+NO_CHECKSUM = "0" * 64
+DIGITS = re.compile("[0-9a-f]{64}")
+# The length of the header stands in so many bytes, and is rounded up so that tensors begin at a multiple of it.
+WORD = 8
+# A header has a hundred bytes per tensor.
+LARGEST_HEADER = 2**24
+LARGEST_AXIS = 2**48
+MOST_AXES = 16
+
+
+def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> None:
+    """Writes a file that `load` reads; an earlier one of that name is there until this one is complete.
+
+    Args:
+        form: what the file is, such as "sympow reading 2".
+        tensors: by name.
+        words: texts by name, to be found again beside them.
+    """
+    # The widest first, which puts each tensor at a multiple of its own element's size.
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    contents = {name: tensors[name].detach().cpu().contiguous() for name in order}
+    header: dict[str, Any] = {METADATA: {**words, "format": form, CHECKSUM: NO_CHECKSUM}}
+    end = 0
+    for name, tensor in contents.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % WORD)
+    length = len(text).to_bytes(WORD, "little")
+    digest = _digest(length, text)
+    for tensor in contents.values():
+        digest.update(_bytes_of(tensor))
+    # The words come first and may hold anything, so the checksum's own entry is the last with these letters.
+    before, found, after = text.rpartition(_checksum_entry(NO_CHECKSUM))
+    assert found
+    with replacing(path) as file:
+        file.write(length + before + _checksum_entry(digest.hexdigest()) + after)
+        for tensor in contents.values():
+            file.write(_bytes_of(tensor))
+
+
+def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors, on the CPU, and words of a file that `save` wrote.
+
+    Args:
+        form: what the file must be.
+        older: a form from before there were checksums, which is read without one.
+
+    Raises:
+        ValueError: it is no such file, was cut off, or differs in any bit from what was written.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        # Opening a pipe would wait for somebody to write into it.
+        raise ValueError(f"{path} is not a file")
+    with open(path, "rb") as file:
+        header = _read_header(file, path)
+        words = header.words
+        if words.get("format") not in (form, older) or "format" not in words:
+            raise ValueError(f"{path} must have the format {form!r}, got {words.get('format')!r}")
+        checksum = words.pop(CHECKSUM, "")
+        digest = None if words["format"] == older else _digest(header.length, _zeroed(header.text, checksum))
+        tensors = {}
+        for name, entry in header.tensors.items():
+            content = bytearray(entry.nbytes)
+            if file.readinto(content) != entry.nbytes:
+                raise ValueError(f"{path} is cut off in {name}")
+            if digest is not None:
+                digest.update(content)
+            flat = torch.frombuffer(content, dtype=entry.dtype) if content else torch.empty(0, dtype=entry.dtype)
+            tensors[name] = flat.reshape(entry.shape)
+    if digest is not None and checksum != digest.hexdigest():
+        raise ValueError(f"{path} is damaged: its content does not have its checksum")
+    return tensors, words
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a tensor is, relative to the end of the header, and what it is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class _Header:
+    """A header, checked against the size of its file.
+
+    Attributes:
+        length: the bytes before it.
+        text: as it stands in the file.
+        words: its metadata.
+        tensors: in the order of their places.
+    """
+
+    length: bytes
+    text: bytes
+    words: dict[str, str]
+    tensors: dict[str, _Entry]
+
+
+def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> _Header:
+    size = os.fstat(file.fileno()).st_size
+    length = file.read(WORD)
+    count = int.from_bytes(length, "little")
+    if len(length) < WORD or count > min(size - WORD, LARGEST_HEADER):
+        raise ValueError(f"{path} is not a file of tensors, or is cut off")
+    text = file.read(count)
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} has a damaged header: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has a damaged header: it must map names to tensors")
+    words = content.pop(METADATA, {})
+    if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
+        raise ValueError(f"{path} has a damaged header: {METADATA} must map names to texts")
+    entries = {name: _entry(name, described, path) for name, described in content.items()}
+    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
+    end = 0
+    for name, entry in tensors.items():
+        if entry.begin != end:
+            raise ValueError(f"{path} has a damaged header: {name} must begin at byte {end:,}, not {entry.begin:,}")
+        end = entry.end
+    if WORD + count + end != size:
+        raise ValueError(f"{path} must have {WORD + count + end:,} bytes by its header, got {size:,}: is it cut off?")
+    return _Header(length, text, words, tensors)
+
+
+def _entry(name: str, described: Any, path: str | os.PathLike[str]) -> _Entry:
+    """A tensor's entry, if what it says of its size agrees."""
+    if isinstance(described, dict) and described.keys() == {"dtype", "shape", "data_offsets"}:
+        dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+        known = isinstance(dtype, str) and dtype in DTYPES
+        if known and _is_axes(shape) and _is_axes(offsets) and len(offsets) == 2:
+            begin, end = offsets
+            if math.prod(shape) * DTYPES[dtype].itemsize == end - begin:
+                return _Entry(DTYPES[dtype], tuple(shape), begin, end)
+    raise ValueError(f"{path} has a damaged header: {name} is not described as a tensor is")
+
+
+def _is_axes(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) <= MOST_AXES
+        and all(type(x) is int and 0 <= x <= LARGEST_AXIS for x in value)
+    )
+
+
+def _zeroed(text: bytes, checksum: str) -> bytes:
+    """A header as it was hashed, with zeros for its checksum; unchanged, which hashes otherwise, if it has none."""
+    if not DIGITS.fullmatch(checksum):
+        return text
+    before, found, after = text.rpartition(_checksum_entry(checksum))
+    return before + _checksum_entry(NO_CHECKSUM) + after if found else text
+
+
+def _checksum_entry(checksum: str) -> bytes:
+    return f'"{CHECKSUM}": "{checksum}"'.encode()
+
+
+def _digest(length: bytes, text: bytes) -> Any:
+    return hashlib.blake2b(length + text, digest_size=len(NO_CHECKSUM) // 2)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU; without NumPy, which not everybody has installed."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
