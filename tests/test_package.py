@@ -13,7 +13,7 @@ SOURCE = Path(sympow.__file__).parent
 # Imports point one way: a part may import those before it. Parts on one line do not import each other.
 LAYERS = (
     ("atomic", "extras", "checks", "errors", "invocation"),
-    ("commands", "devices", "tensor_file"),
+    ("commands", "devices", "parsing", "tensor_file"),
     ("kernels", "data"),
     ("ops",),
     ("parallel",),

@@ -17,6 +17,19 @@ def check_at_least(name: str, value: int, smallest: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < smallest:
         raise ValueError(f"{name} must be at least {smallest}, got {value}")
+    check_at_most(name, value, 2**63 - 1, "which is the largest 64-bit integer")
+
+
+def check_at_most(name: str, value: int, largest: int, why: str) -> None:
+    """Refuses a number that nothing could be done with, before memory or time is spent on it.
+
+    Args:
+        why: what the limit is, as a clause that follows it.
+    """
+    if value > largest:
+        # A number of thousands of digits is not worth reading, and Python would not print it.
+        got = f"{value:,}" if value < 10**30 else f"a number of {value.bit_length():,} bits"
+        raise ValueError(f"{name} must be at most {largest:,}, {why}; got {got}")
 
 
 def check_finite(name: str, value: float) -> None:

@@ -72,7 +72,7 @@ def test_a_config_of_another_version_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.yaml", "a: [", "config.yaml is not YAML"),
+        ("config.yaml", "a: [", "config.yaml: not YAML"),
         ("config.yaml", "model: 3", "must map the parts"),
         ("metrics.jsonl", '{"loss": 1}\n{"step": 1}\n', "line 1 has no step"),
         ("heads.json", "{}", "heads.json is no table of heads"),

@@ -1,12 +1,11 @@
-"""Files that are written as a whole, read as JSON, or hashed, and outputs that are checked before the work."""
+"""Files that are written as a whole, or hashed, and outputs that are checked before the work."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from sympow.atomic import replacing
 
@@ -36,18 +35,6 @@ def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> N
             pass
     except OSError as error:
         raise ValueError(f"{name} must be a {kind} that can be written, and {path} cannot: {error.strerror}") from error
-
-
-def read_json(path: Path) -> Any:
-    """What a file holds.
-
-    Raises:
-        ValueError: it is not JSON.
-    """
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def sha256_of(path: Path) -> str:

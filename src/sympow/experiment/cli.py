@@ -14,7 +14,7 @@ import typer
 from sympow.checks import check_at_least, check_choice
 from sympow.data.files import check_can_write
 from sympow.devices import DEVICES, choose_device
-from sympow.extras import require
+from sympow.parsing import parse_yaml
 
 OUT = Path("runs/experiments")
 RESULTS = Path("experiments/results")
@@ -116,13 +116,12 @@ def _all_of(runs: Sequence[Any], results: Path) -> list[dict[str, Any]]:
 
 def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
     """Values as YAML has them, and numbers such as 1e-3, which it takes for text."""
-    yaml = require("yaml", "train")
     found: dict[str, Any] = {} if data is None else {"data": data}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"set must be NAME=VALUE, got {text!r}")
-        parsed = yaml.safe_load(value)
+        parsed = parse_yaml(value)
         if isinstance(parsed, str):
             with suppress(ValueError):
                 parsed = float(parsed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,26 @@ def count_parameters(config: GPTConfig) -> ParameterCount:
     variants = (replace(plain_rotary, gating="none"), plain_rotary, config)
     with torch.device("meta"):
         return ParameterCount(*(GPT(variant).count_parameters() for variant in variants))
+
+
+def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> None:
+    """Refuses to train a model whose weights have no room, before they take the memory of everything else.
+
+    Args:
+        processes: that share parameters, gradients and optimizer out among them; 1: this one has all.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine
+    # Built on the host as a whole; trained with as many gradients and two moments of Adam, all in float32.
+    for what, needed, there in (
+        ("build", 4 * config.weights, machine),
+        ("train", 16 * config.weights // processes, room),
+    ):
+        if needed > there:
+            raise ValueError(
+                f"a model of {config.weights:,} weights takes {needed / 1e9:,.0f} GB to {what}, and there are "
+                f"{there / 1e9:,.0f} GB of memory; choose fewer layers, a smaller width or a smaller vocabulary"
+            )
 
 
 def state_elements(config: GPTConfig) -> int:

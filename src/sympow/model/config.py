@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_choice
+from sympow.checks import check_at_most, check_choice
 from sympow.layers.gates import GATES
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS
 from sympow.ops.operator import Backend, Form
+from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 
 MIXERS = ("sympow", "softmax")
+# Configs come from files, and a typing mistake there should not cost a machine's memory.
+MOST_LAYERS = 4_096
+MOST_WEIGHTS = 10**12
 
 
 # Fields that say how a model computes: they may change from one day to the next, and what it is does not.
@@ -62,6 +66,8 @@ class GPTConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "layers", "mlp_ratio", "max_document"):
             check_positive(name, getattr(self, name))
+        check_at_most("layers", self.layers, MOST_LAYERS, "since each is built and launched by Python")
+        check_at_most("max_document", self.max_document, 2**53, "the most positions that float64 tells apart")
         check_bool("bias", self.bias)
         check_choice("mixer", self.mixer, MIXERS)
         check_choice("gating", self.gating, GATES)
@@ -75,13 +81,22 @@ class GPTConfig:
                 default = GPTConfig.__dataclass_fields__[name].default
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
-        self.head_shape  # noqa: B018  (resolving it checks it)
+        check_at_most("the number of weights", self.weights, MOST_WEIGHTS, "which is 4 TB in float32")
+        if self.mixer == "sympow" and self.form in ("chunked", "recurrent"):
+            check_features(self.head_shape.head_dim, self.power)
 
     @property
     def head_shape(self) -> HeadShape:
         """Query heads, key/value heads and head dim, defaults filled in."""
         in_pairs = acts_on_pairs(self.gating, self.rotary)
         return HeadShape.resolve(self.width, self.heads, self.key_value_heads, self.head_dim, in_pairs=in_pairs)
+
+    @property
+    def weights(self) -> int:
+        """Entries of the large matrices: the parameters, without biases, norms, gates and rotations."""
+        shape = self.head_shape
+        projections = 2 * (shape.heads + shape.key_value_heads) * shape.head_dim * self.width
+        return self.vocab_size * self.width + self.layers * (projections + 2 * self.mlp_ratio * self.width**2)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
+from sympow.parsing import read_json
 
 CONFIG_FILE = "model.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -57,10 +58,7 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> GPT:
 
 
 def _read_config(path: Path) -> GPTConfig:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must map fields to values, got {type(content).__name__}")
     unknown = set(content) - {field.name for field in fields(GPTConfig)}

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from sympow import tensor_file
+from sympow.checks import check_at_least
 from sympow.ops.record import TensorRecord, check_tensor_member, register_as_tree
-from sympow.ops.symmetric import symmetric_dim
+from sympow.ops.symmetric import check_features, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMAT = "sympow state 2"
@@ -158,7 +159,12 @@ class State(TensorRecord):
             ValueError: the file is something else, or is damaged: its checksum covers every bit.
         """
         try:
-            state = cls(**(_read_zip(path) if _is_zip(path) else _read(path)))
+            members = _read_zip(path) if _is_zip(path) else _read(path)
+            # Before the features are counted, which takes long for absurd numbers.
+            for name in ("power", "key_dim"):
+                check_at_least(name, members.get(name, 0), 1)
+            check_features(members["key_dim"], members["power"])
+            state = cls(**members)
         except (TypeError, ValueError) as error:
             raise ValueError(f"path must name a file written by State.save: {error}") from error
         return state.to(device)
@@ -190,10 +196,7 @@ def _read_zip(path: str | PathLike[str]) -> dict[str, Any]:
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
     tensors, words = tensor_file.load(path, _FORMAT)
-    sizes = {name: words.get(name, "") for name in ("power", "key_dim")}
-    if not all(size.isdecimal() and len(size) < 10 for size in sizes.values()):
-        raise ValueError(f"{path} must say its power and key_dim, got {sizes}")
-    return {"phase": None, **tensors, **{name: int(size) for name, size in sizes.items()}}
+    return {"phase": None, **tensors, **{name: int(words.get(name, "0")) for name in ("power", "key_dim")}}
 
 
 register_as_tree(State, "power", "key_dim")

@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sympow.checks import check_at_most
+
 Table = TypeVar("Table")
+# Beyond, a score at three quarters of the largest weighs less than float32 can add to it: 0.75^64 < 2^-24.
+LARGEST_POWER = 64
+# Kernels and tables count features in 32 bits.
+MOST_FEATURES = 2**31 - 1
 
 
 def symmetric_dim(dim: int, power: int) -> int:
@@ -54,6 +60,7 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
         raise ValueError("x must have at least one axis, got a scalar tensor")
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, since features carry square roots; got {x.dtype}")
+    check_features(x.shape[-1], power)
     if x.ndim == 1:
         return symmetric_power_rows(x.unsqueeze(-1), power).squeeze(-1)
     return symmetric_power_rows(x.mT, power).mT
@@ -130,6 +137,19 @@ def _check_power(power: int) -> None:
         raise TypeError(f"power must be an int, got {type(power).__name__}")
     if power < 1:
         raise ValueError(f"power must be at least 1, got {power}")
+    check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
+
+
+def check_features(dim: int, power: int) -> None:
+    """Refuses a feature map of so many dimensions that its tables alone would fill the memory."""
+    _check_power(power)
+    check_at_most("dim", dim, MOST_FEATURES, "the most that 32 bits count")
+    check_at_most(
+        f"the number of features of dim {dim} and power {power}",
+        symmetric_dim(dim, power),
+        MOST_FEATURES,
+        "the most that 32 bits count",
+    )
 
 
 def _factors(dim: int, degree: int, device: torch.device | None) -> tuple[Tensor, Tensor]:

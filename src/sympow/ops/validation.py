@@ -12,8 +12,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least
+from sympow.checks import check_at_least, check_at_most
 from sympow.ops.state import FLOAT_DTYPES, State
+from sympow.ops.symmetric import LARGEST_POWER
 
 FORMS = ("auto", "attention", "chunked", "recurrent")
 BACKENDS = ("auto", "torch", "triton")
@@ -27,6 +28,7 @@ def check_power(power: int) -> None:
             f"power must be even and at least 2, got {power}: only even powers make every score non-negative, "
             "and so the weights of a row a distribution"
         )
+    check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
 
 
 def check_bool(name: str, value: bool) -> None:

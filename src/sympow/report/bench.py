@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_at_least
-from sympow.data.files import read_json
 from sympow.extras import require
 from sympow.ops.operator import Backend, Form, attention
+from sympow.parsing import read_json
 from sympow.report.figures import plot_time_against_context
 from sympow.report.results import save_results
 from sympow.report.timing import Timing, environment, measure_in_turns

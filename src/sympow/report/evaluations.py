@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from sympow.parsing import read_json
 
 FILE = "evaluation.json"
 # Ranges of positions to an octave, where losses are averaged over ranges.
@@ -115,10 +116,7 @@ def find_evaluations(paths: Sequence[Path], runs: Mapping[Path, str]) -> tuple[d
 
 
 def _read_models(path: Path) -> dict[str, Evaluation]:
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"it is not JSON ({error})") from error
+    content = read_json(path)
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, dict):
         raise ValueError("it has no 'models'")

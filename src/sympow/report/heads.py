@@ -21,6 +21,7 @@ from sympow.data.files import write_atomically
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
 from sympow.model.gpt import GPT
+from sympow.parsing import read_json
 from sympow.report.capture import LayerCapture, capture
 from sympow.train.run_files import EXPORT
 
@@ -104,7 +105,7 @@ def read_heads(folder: Path) -> HeadTable | None:
     if not path.is_file() or (weights.is_file() and weights.stat().st_mtime > path.stat().st_mtime):
         return None
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json(path)
         return HeadTable(content["quantities"], content["tokens"], content["data"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no table of heads ({error}); remove it to have it measured again") from error

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.associative_recall import NAME as RECALL
-from sympow.data.files import read_json
 from sympow.data.tokenizer import ByteTokenizer, token_unit
-from sympow.extras import require
 from sympow.model.config import GPTConfig
+from sympow.parsing import read_json, read_yaml
 from sympow.report.evaluations import Evaluation, find_evaluations
 from sympow.report.heads import HeadTable, read_heads
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig
@@ -184,11 +183,7 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     """Every field, defaults for those a config of another version lacks; its own that are unknown here stay, too."""
-    yaml = require("yaml", "train")
-    try:
-        content = yaml.safe_load(path.read_text("utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
         raise ValueError(f"{path} must map the parts {', '.join(SECTIONS)} to fields")
     settings: dict[str, Any] = {}

@@ -11,15 +11,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from sympow.checks import check_choice, check_finite
+from sympow.checks import check_at_least, check_at_most, check_choice, check_finite
 from sympow.data.loader import SHORT
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.ops.validation import check_bool, check_positive
+from sympow.parsing import LARGEST_YAML, parse_yaml
 
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
+# Of a batch.
+MOST_TOKENS = 2**31 - 1
+COUNTED = "since places in a batch are counted in 32 bits"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_text("data", self.data)
         check_positive("context", self.context)
+        check_at_most("context", self.context, MOST_TOKENS, COUNTED)
         check_choice("short", self.short, SHORT)
 
 
@@ -93,7 +98,7 @@ class OptimizerConfig:
             check_finite(name, getattr(self, name))
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        _check_count("warmup_steps", self.warmup_steps)
+        check_at_least("warmup_steps", self.warmup_steps, 0)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, of so many."""
@@ -154,8 +159,10 @@ class RunConfig:
         counts = ("steps", "batch_tokens", "micro_batch_tokens", "loss_tokens", "log_every", "evaluate_tokens", "keep")
         for name in (*counts, "context_parallel"):
             check_positive(name, getattr(self, name))
+        for name in ("batch_tokens", "micro_batch_tokens"):
+            check_at_most(name, getattr(self, name), MOST_TOKENS, COUNTED)
         for name in ("seed", "evaluate_every", "save_every"):
-            _check_count(name, getattr(self, name))
+            check_at_least(name, getattr(self, name), 0)
         for name in ("compile", "recompute", "save", "tensorboard"):
             check_bool(name, getattr(self, name))
         _check_text("wandb", self.wandb)
@@ -213,11 +220,7 @@ class TrainConfig:
     @classmethod
     def from_yaml(cls, text: str) -> TrainConfig:
         """From parts and fields; what is missing has its default, what is unknown is refused."""
-        yaml = require("yaml", "train")
-        try:
-            content = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"not YAML: {error}") from error
+        content = parse_yaml(text)
         if not isinstance(content, Mapping):
             raise ValueError(f"a config must map parts to fields, got {type(content).__name__}")
         kinds: dict[str, type[Any]] = {
@@ -242,7 +245,9 @@ class TrainConfig:
     def read(cls, path: Path | str) -> TrainConfig:
         """From a YAML file; messages name it."""
         try:
-            return cls.from_yaml(Path(path).read_text("utf-8"))
+            # A pipe is waited for: shells make one of <(command).
+            with Path(path).open(encoding="utf-8") as file:
+                return cls.from_yaml(file.read(LARGEST_YAML + 1))
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, TypeError) as error:
@@ -289,13 +294,6 @@ def _with_exponents(kind: type[Any], section: Mapping[str, Any]) -> dict[str, An
             except ValueError as error:
                 raise ValueError(f"{name} must be a number, got {value!r}") from error
     return values
-
-
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0, got {value}")
 
 
 def _check_text(name: str, value: str) -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.dataset import TokenDataset
-from sympow.data.files import read_json, write_atomically
+from sympow.data.files import write_atomically
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.data.opening import STANDARD_LIBRARY, names_a_folder, open_dataset
 from sympow.data.tokenizer import Tokenizer
-from sympow.extras import require
+from sympow.parsing import read_json, read_yaml
 from sympow.train.config import DataConfig
 from sympow.train.run_files import CONFIG_FILE, EXPORT
 
@@ -68,10 +68,15 @@ class TrainedOn:
         config = model.resolve().parent / CONFIG_FILE
         if model.resolve().name != EXPORT or not config.is_file():
             return None
-        content = require("yaml", "train").safe_load(config.read_text("utf-8"))
+        content = read_yaml(config)
         section = content.get("data") if isinstance(content, dict) else None
+        if not isinstance(section, dict | None):
+            raise ValueError(f"{config}: data must map fields to values, got {type(section).__name__}")
         known = {field.name for field in fields(DataConfig)}
-        data = DataConfig(**{name: value for name, value in (section or {}).items() if name in known})
+        try:
+            data = DataConfig(**{name: value for name, value in (section or {}).items() if name in known})
+        except TypeError as error:
+            raise ValueError(f"{config}: {error}") from error
         # Where a relative path began was not recorded.
         return cls(data.data, None, data.context, data.short)
 

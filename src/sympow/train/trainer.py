@@ -23,6 +23,7 @@ from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
 from sympow.extras import require
 from sympow.invocation import command_line
+from sympow.model.accounting import check_fits
 from sympow.model.config import WAYS_TO_COMPUTE
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
@@ -112,6 +113,7 @@ class _Run:
         # Now, although it is for later: what is missing should be said before hours of training.
         _check_extras(config)
         self.tokenizer = dataset.load_tokenizer() if config.run.save else None
+        check_fits(config.model, place.device, place.world_size if config.run.parallel == "fsdp" else 1)
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(place.device)
         set_up_rotations(self.model, config.optimizer)

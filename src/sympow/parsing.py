@@ -1,0 +1,88 @@
+"""JSON and YAML that somebody else may have written: whatever is wrong with it is a ValueError, and takes no time.
+
+Both parsers accept what would exhaust a machine. Nesting is limited by Python's stack, and YAML's aliases repeat what
+they stand for: nine lines of them can describe a billion entries. No file of sympow has either.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from sympow.extras import require
+
+# A manifest has some hundred bytes for each shard of 8 MiB: this is one of several hundred terabytes of text.
+LARGEST_JSON = 2**28
+# Configs have a hundred short lines.
+LARGEST_YAML = 2**20
+DEEPEST_YAML = 32
+
+
+def read_json(path: Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is not a file, too large, or not JSON.
+    """
+    text = _read(path, LARGEST_JSON)
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """What a file holds.
+
+    Raises:
+        ValueError: it is not a file, too large, not YAML, has aliases, or is nested deeply.
+    """
+    text = _read(path, LARGEST_YAML)
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """What a text says.
+
+    Raises:
+        ValueError: it is too long, not YAML, has aliases, or is nested deeply.
+    """
+    yaml = require("yaml", "train")
+    if len(text) > LARGEST_YAML:
+        raise ValueError(f"YAML must have at most {LARGEST_YAML:,} characters, got {len(text):,}")
+    try:
+        # Looked through before anything is built of it.
+        depth = 0
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(
+                    f"YAML must say everything where it belongs, but line {event.start_mark.line + 1} has an alias, "
+                    f"*{event.anchor}"
+                )
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST_YAML:
+                raise ValueError(
+                    f"YAML must be nested at most {DEEPEST_YAML} deep; line {event.start_mark.line + 1} is deeper"
+                )
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {error}") from error
+
+
+def _read(path: Path, largest: int) -> str:
+    if path.exists() and not path.is_file():
+        # Opening a pipe would wait for somebody to write into it.
+        raise ValueError(f"{path} is not a file")
+    size = path.stat().st_size
+    if size > largest:
+        raise ValueError(f"{path} must have at most {largest:,} bytes, got {size:,}")
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error

@@ -1,0 +1,135 @@
+"""Numbers that nothing could be done with are refused where they are read, before memory or time is spent on them."""
+
+import json
+import os
+
+import pytest
+import torch
+
+import sympow
+from sympow import GPTConfig
+from sympow.model.storage import load_model
+from sympow.parsing import parse_yaml, read_json, read_yaml
+from sympow.train import TrainConfig, train
+from sympow.train.trained_on import TrainedOn
+
+# Nine levels of nine: a billion entries, were they written out.
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": 10**6}, "layers must be at most 4,096, since each is built and launched by Python; got 1,000,000"),
+        ({"power": 10**7}, "power must be at most 64, beyond which only the largest score .*; got 10,000,000"),
+        ({"width": 10**8, "heads": 10**6}, "the number of weights must be at most 1,000,000,000,000, which is 4 TB"),
+        ({"vocab_size": 10**12}, "the number of weights must be at most"),
+        ({"mlp_ratio": 10**9}, "the number of weights must be at most"),
+        ({"heads": 10**9, "head_dim": 64}, "the number of weights must be at most"),
+        ({"max_document": 10**17}, "max_document must be at most 9,007,199,254,740,992, the most positions"),
+        ({"max_document": 10**400}, "max_document must be at most .*; got a number of 1,329 bits"),
+        ({"layers": 10**5000}, "layers must be at most .*; got a number of 16,610 bits"),
+        (
+            {"form": "chunked", "power": 16},
+            "the number of features of dim 64 and power 16 must be at most 2,147,483,647",
+        ),
+    ],
+)
+def test_absurd_models_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "data: {context: 5000000000}",
+            "context must be at most 2,147,483,647, since places in a batch are counted in",
+        ),
+        ("run: {batch_tokens: 1099511627776}", "batch_tokens must be at most 2,147,483,647"),
+        ("run: {seed: 99999999999999999999}", "seed must be at most 9,223,372,036,854,775,807"),
+        (f"run: {{steps: {10**400}}}", "steps must be at most .* got a number of 1,329 bits"),
+        ("optimizer: {learning_rate: " + "9" * 400 + "}", "learning_rate must be finite"),
+        (LAUGHS, r"YAML must say everything where it belongs, but line 2 has an alias, \*a0"),
+        (MERGES, r"YAML must say everything where it belongs, but line 2 has an alias, \*a0"),
+        ("run: " + "[" * 100_000, "YAML must be nested at most 32 deep; line 1 is deeper"),
+        ("# " + "x" * 2**20, "YAML must have at most 1,048,576 characters"),
+    ],
+    ids=["context", "batch", "seed", "steps", "rate", "aliases", "merges", "depth", "length"],
+)
+def test_absurd_training_configs_are_refused(tmp_path, text, message):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ValueError, match=rf"config\.yaml: {message}"):
+        TrainConfig.read(tmp_path / "config.yaml")
+
+
+def test_what_is_saved_is_read():
+    config = TrainConfig()
+    assert TrainConfig.from_yaml(config.to_yaml()) == config
+    assert parse_yaml("a: &name [1, {b: 2}]") == {"a": [1, {"b": 2}]}
+
+
+@pytest.mark.parametrize("read", [read_json, read_yaml])
+def test_what_is_no_file_of_text_is_refused(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(ValueError, match=f"{name} is not a file"):
+            read(tmp_path / name)
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="bytes is not UTF-8 text"):
+        read(tmp_path / "bytes")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=r"large must have at most [\d,]+ bytes, got 1,099,511,627,776"):
+        read(tmp_path / "large")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, r"model\.json is not JSON that can be read: it is nested too deeply"),
+        ('{"layers": ' + "9" * 5000 + "}", r"model\.json is not JSON: Exceeds the limit"),
+        ('{"layers": 1000000}', r"model\.json: layers must be at most 4,096"),
+        ('{"power": 10000000}', r"model\.json: power must be at most 64"),
+        ('{"width": 1e9}', r"model\.json: width must be an int, got float"),
+    ],
+)
+def test_a_model_with_an_absurd_config_is_refused(tmp_path, text, message):
+    (tmp_path / "model.json").write_text(text)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path)
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_it_is_built(tmp_path):
+    config = TrainConfig().changed(layers=32, width=2**15, heads=64)
+    with pytest.raises(ValueError, match=r"a model of 412,325,281,792 weights takes [\d,]+ GB to (build|train), and"):
+        train(config, tmp_path / "run", device="cpu")
+
+
+def test_what_a_model_was_trained_on_is_read_with_the_same_care(tmp_path):
+    (tmp_path / "model").mkdir()
+    for text, message in (
+        (LAUGHS, "has an alias"),
+        ("data: [1]", "data must map fields"),
+        ("data: {data: 3}", "string"),
+    ):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(ValueError, match=rf"config\.yaml: .*{message}"):
+            TrainedOn.find(tmp_path / "model")
+    (tmp_path / "model" / "training_data.json").write_text(json.dumps([1, 2]))
+    with pytest.raises(ValueError, match=r"training_data\.json does not say what a model was trained on"):
+        TrainedOn.find(tmp_path / "model")
+
+
+def test_absurd_powers_of_vectors_are_refused():
+    with pytest.raises(ValueError, match="power must be at most 64"):
+        sympow.symmetric_power(torch.ones(4), 10**7)
+    with pytest.raises(ValueError, match="the number of features of dim 64 and power 9 must be at most 2,147,483,647"):
+        sympow.symmetric_power(torch.ones(64), 9)
+    q = torch.ones(1, 2, 1, 4)
+    with pytest.raises(ValueError, match="power must be at most 64"):
+        sympow.attention(q, q, q, power=10**7)
