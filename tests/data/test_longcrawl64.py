@@ -1,6 +1,7 @@
 """LongCrawl64's layout: a small store written as the large one was published."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -178,3 +179,58 @@ def test_mistakes_are_named(store, tmp_path):
         open_dataset(store[0], "test")
     with pytest.raises(ValueError, match=r"has 64 tokens; tokens 60 to 65"):
         open_dataset(store[0]).read(0, 60, 65)
+
+
+def change_metadata(store, **changes):
+    path = store[0] / "train.zarr" / ".zarray"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": [10**15, LENGTH]}, r"documents of .*train\.zarr must be at most 1,000,000,000"),
+        ({"shape": [10**8, LENGTH]}, r"at least [\d,]+ of 50,000,000 chunks are missing"),
+        ({"shape": [ROWS, 10**12]}, r"tokens of a document of .*train\.zarr must be at most 2,147,483,647"),
+        (
+            {"chunks": [10**6, 10**6]},
+            r"bytes of a chunk of .*train\.zarr must be at most 2,147,483,647, the most that zarr",
+        ),
+        ({"chunks": [0, 16]}, r"train\.zarr (is not a zarr array|must hold tokens)"),
+        ({"shape": [0, 0]}, r"train\.zarr must hold tokens"),
+        ({"shape": [-1, LENGTH]}, r"train\.zarr is not a zarr array"),
+        ({"shape": "wide"}, r"train\.zarr is not a zarr array"),
+        ({"shape": None}, r"train\.zarr is not a zarr array"),
+        ({"chunks": [[]]}, r"train\.zarr is not a zarr array"),
+        ({"dtype": "|O"}, r"train\.zarr is not a zarr array"),
+        ({"dtype": 3}, r"train\.zarr is not a zarr array"),
+        ({"compressor": {"id": "unheard of"}}, r"train\.zarr is not a zarr array"),
+        ({"compressor": 3}, r"train\.zarr is not a zarr array"),
+        ({"filters": [{"id": "pickle"}]}, r"train\.zarr (is not a zarr array|has pickled chunks)"),
+        ({"compressor": {"id": "pickle"}}, r"train\.zarr (is not a zarr array|has pickled chunks)"),
+        ({"zarr_format": 9}, r"train\.zarr is not a zarr array"),
+        ({"order": "sideways"}, r"train\.zarr is not a zarr array"),
+    ],
+    ids=str,
+)
+def test_metadata_that_claims_too_much_or_nonsense_is_refused(store, changes, message):
+    change_metadata(store, **changes)
+    with pytest.raises(ValueError, match=message):
+        open_dataset(store[0])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "3", "null", "[" * 100_000, '{"zarr_format": 2}'])
+@pytest.mark.parametrize("name", [".zarray", ".zattrs"])
+def test_metadata_that_is_not_json_is_refused(store, name, content):
+    (store[0] / "train.zarr" / name).write_text(content)
+    with pytest.raises(ValueError, match=r"train\.zarr (is not a zarr array|must have the attribute encoder)"):
+        open_dataset(store[0])
+
+
+@pytest.mark.parametrize("name", [".zarray", ".zattrs", "zarr.json", "0.0"])
+def test_pipes_in_a_store_are_not_waited_for(store, name):
+    path = store[0] / "train.zarr" / name
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match=r"is not a file|chunks are missing"):
+        open_dataset(store[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections import OrderedDict
 from pathlib import Path
@@ -17,13 +18,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.checks import check_at_least, check_choice
+from sympow.checks import check_at_least, check_at_most, check_choice
 from sympow.data.checks import SPLITS, check_range
 from sympow.data.dataset import Tokens
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.extras import require
 
 ENCODER = "tiktoken-gpt2"
+METADATA_FILES = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
+# What zarr raises on metadata that is not what it expects, or not JSON.
+METADATA_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+LARGEST_CHUNK = 2**31 - 1
+MOST_DOCUMENTS = 10**9
 # As many tokens as a loader mixes by default: two rows of the published chunks.
 CACHE_BYTES = 2**29
 
@@ -145,6 +160,13 @@ class LongCrawl64:
         root = Path(self.name)
         present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
         blocks, columns = -(-rows // self._chunk_rows), -(-self._array.shape[1] // self._chunk_columns)
+        if blocks * columns > len(present):
+            # Not listed: metadata may ask for any number.
+            wanted = blocks * columns
+            raise ValueError(
+                f"{self.name}: at least {wanted - len(present):,} of {wanted:,} chunks are missing; they "
+                "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
+            )
         encode = self._array.metadata.encode_chunk_key
         expected = [encode((block, column)) for block in range(blocks) for column in range(columns)]
         missing = [key for key in expected if key not in present]
@@ -159,15 +181,37 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
     zarr = require("zarr", "data")
     if "://" in address:
         require("fsspec", "data")
+    else:
+        for name in METADATA_FILES:
+            if (path := Path(address) / name).exists() and not path.is_file():
+                # Opening a pipe would wait for somebody to write into it.
+                raise ValueError(f"{path} is not a file")
     try:
         array = zarr.open_array(address, mode="r", storage_options=storage_options)
-    except FileNotFoundError as error:
-        raise ValueError(f"{address} is not a zarr array: {error}") from error
+        encoder = array.attrs.get("encoder")
+    except METADATA_DAMAGE as error:
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{address} is not a zarr array: {said}") from error
     if array.ndim != 2 or array.dtype != np.uint16:
         raise ValueError(f"{address} must be uint16 with a row per document, got {array.dtype} of shape {array.shape}")
-    if array.attrs.get("encoder") != ENCODER:
+    if encoder != ENCODER:
         raise ValueError(
-            f"{address} must have the attribute encoder={ENCODER!r}, got {array.attrs.get('encoder')!r}: "
+            f"{address} must have the attribute encoder={ENCODER!r}, got {encoder!r}: "
             "ids of another tokenizer would be read as GPT-2's"
         )
+    _check_layout(address, array)
     return array
+
+
+def _check_layout(address: str, array: Any) -> None:
+    """Refuses what metadata may claim and memory cannot hold, and what would run the chunks as a program."""
+    if 0 in array.shape or 0 in array.chunks:
+        raise ValueError(f"{address} must hold tokens, got shape {array.shape} in chunks of {array.chunks}")
+    check_at_most(f"documents of {address}", array.shape[0], MOST_DOCUMENTS, "since a place is kept for each of them")
+    check_at_most(f"tokens of a document of {address}", array.shape[1], 2**31 - 1, "the most that 32 bits count")
+    chunk = math.prod(array.chunks) * array.dtype.itemsize
+    check_at_most(f"bytes of a chunk of {address}", chunk, LARGEST_CHUNK, "the most that zarr's compressors hold")
+    metadata = array.metadata
+    codecs = [*(getattr(metadata, "filters", None) or ()), getattr(metadata, "compressor", None)]
+    if any(getattr(codec, "codec_id", None) == "pickle" for codec in codecs):
+        raise ValueError(f"{address} has pickled chunks, which could run any program when they are read")
