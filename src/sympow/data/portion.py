@@ -19,6 +19,7 @@ from sympow.data.plain_text import check_text
 from sympow.data.sources import Document, Extent, describe_position, read_documents
 from sympow.data.split import BY_HASH, Rule
 from sympow.data.tokenizer import Tokenizer
+from sympow.parsing import read_json
 
 WORK_FOLDER = ".prepare"
 RECORDS = "portion-*.json"
@@ -47,9 +48,12 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        content = json.loads(path.read_text())
-        splits = {name: Shard.from_dict(shard) for name, shard in content.pop("splits").items()}
-        return cls(**content, splits=splits)
+        content = read_json(path)
+        try:
+            splits = {name: Shard.from_dict(shard) for name, shard in content.pop("splits").items()}
+            return cls(**content, splits=splits)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the record of a portion: {error}; overwrite what was prepared") from error
 
 
 def split_documents(extent: Extent, job: Job) -> Iterator[tuple[str, Document]]:

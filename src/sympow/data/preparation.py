@@ -39,6 +39,8 @@ from sympow.data.portion import (
 from sympow.data.sources import Extent, extents_of, find_files, portions_of
 from sympow.data.split import BY_HASH, Rule
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
+from sympow.data.verification import RECORD_FILE
+from sympow.parsing import read_json
 
 # A few seconds of work for the slower tokenizers: what an interruption costs at most.
 PORTION_BYTES = 2**23
@@ -236,7 +238,9 @@ def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: boo
     if manifest is not None:
         earlier = manifest.request
     elif any((out / WORK_FOLDER).glob(RECORDS)):
-        earlier = json.loads(request_path.read_text())
+        earlier = read_json(request_path)
+        if not isinstance(earlier, dict):
+            raise ValueError(f"{request_path} is not a request; overwrite what was prepared")
     else:
         # A request that was refused before it wrote a shard binds nobody.
         others = not may_hold_others and not _remove_earlier(out)
@@ -262,7 +266,7 @@ def _remove_earlier(out: Path) -> bool:
     if (out / WORK_FOLDER).is_dir():
         shutil.rmtree(out / WORK_FOLDER)
     shards = [f"{split}-*{ending}" for split in SPLITS for ending in (TOKENS_ENDING, INDEX_ENDING)]
-    for pattern in (MANIFEST_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
+    for pattern in (MANIFEST_FILE, RECORD_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
         for path in out.glob(pattern):
             path.unlink()
     return True

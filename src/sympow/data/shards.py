@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,26 @@ from numpy.typing import NDArray
 from sympow.checks import check_choice
 from sympow.data.checks import SPLITS, check_range
 from sympow.data.dataset import Tokens
-from sympow.data.files import sha256_of
 from sympow.data.grouping import group_by_size
 from sympow.data.manifest import Manifest, Shard
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.data.verification import verify, verify_once
 
 # Any document is quick to read from any shard, so blocks could be small; but each may leave an incomplete row.
 BLOCK_TOKENS = 2**26
+# What np.save writes: version 1.0 of the format, and a header as Python prints it, filled up with spaces.
+MAGIC = b"\x93NUMPY\x01\x00"
+HEADER = re.compile(
+    rb"\{'descr': '(?P<dtype><[ui]\d)', 'fortran_order': False, 'shape': \((?P<shape>\d{1,18},(?: \d{1,18})?)\), \} *\n"
+)
 
 
 class ShardDataset:
     """One split of a folder that `prepare` wrote. A block is a few shards that follow each other.
 
-    Opening reads the index and maps the tokens without reading them; a damaged or missing shard shows here.
+    Opening reads the index and maps the tokens. The first opening also compares all files with their hashes, which it
+    records (`sympow.data.verification`); a damaged or missing shard shows here.
 
     Args:
         folder: what was given to `prepare` as `out`.
@@ -48,6 +56,7 @@ class ShardDataset:
         self.boundary: int = self.manifest.tokenizer["boundary"]
         self._tokens = [self._map_tokens(shard) for shard in self.shards]
         indices = [self._read_index(shard) for shard in self.shards]
+        verify_once(self.folder, self._hashes())
         self._index = np.concatenate(indices)
         self.lengths: NDArray[np.int64] = np.ascontiguousarray(self._index[:, 0])
         # Where each document begins in its shard.
@@ -72,42 +81,59 @@ class ShardDataset:
         return load_tokenizer(self.folder)
 
     def verify(self) -> None:
-        """Reads every shard and compares it with its hash in the manifest."""
-        for shard in self.shards:
-            for file, expected in (
-                (shard.tokens_file, shard.tokens_sha256),
-                (shard.index_file, shard.index_sha256),
-            ):
-                path = self.folder / file
-                if sha256_of(path) != expected:
-                    raise ValueError(f"{path} is damaged: its content does not have the hash that the manifest names")
+        """Reads every shard and compares it with its hash in the manifest, whether or not that was done before."""
+        verify(self.folder, self._hashes())
+
+    def _hashes(self) -> dict[str, str]:
+        return {
+            file: digest
+            for shard in self.shards
+            for file, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.index_file, shard.index_sha256))
+        }
 
     def _shard_of(self, document: int) -> int:
         return bisect_right(self._first_documents, document) - 1
 
     def _map_tokens(self, shard: Shard) -> Tokens:
         path = self.folder / shard.tokens_file
-        mapped = _load(path, mmap_mode="r")
-        if mapped.dtype != self.manifest.dtype or mapped.shape != (shard.tokens,):
-            raise ValueError(
-                f"{path} must be {self.manifest.dtype} with {shard.tokens:,} tokens by the manifest, "
-                f"got {mapped.dtype} of shape {mapped.shape}"
-            )
+        dtype, shape = np.dtype(self.manifest.dtype), (shard.tokens,)
+        offset = _find_content(path, dtype, shape)
         # As a plain array: slicing np.memmap costs several times as much.
-        return np.asarray(mapped)
+        return np.asarray(np.memmap(path, dtype, "r", offset, shape))
 
     def _read_index(self, shard: Shard) -> NDArray[np.int64]:
         path = self.folder / shard.index_file
-        index = _load(path)
-        if index.dtype != np.int64 or index.shape != (shard.documents, 3) or index[:, 0].sum() != shard.tokens:
+        dtype, shape = np.dtype(np.int64), (shard.documents, 3)
+        offset = _find_content(path, dtype, shape)
+        index = np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)
+        lengths, sources, positions = index.T
+        # None longer than all together, or their sum might leave the integers and come back.
+        fits = lengths.min() > 0 and lengths.max() <= shard.tokens and lengths.sum() == shard.tokens
+        if not fits or sources.min() < 0 or sources.max() >= len(shard.sources) or positions.min() < 0:
             raise ValueError(
                 f"{path} must give the places of {shard.documents:,} documents with {shard.tokens:,} tokens in all"
             )
         return index
 
 
-def _load(path: Path, mmap_mode: Any = None) -> NDArray[Any]:
-    try:
-        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not a readable shard: {error}") from error
+def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """Where an array begins in its file, which must be exactly as large as the array that the manifest describes.
+
+    NumPy's own reader would take a header's word for how much memory to ask for, and evaluate it as Python.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is missing")
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC) + 2)
+        header = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
+    found = HEADER.fullmatch(header)
+    if not start.startswith(MAGIC) or found is None:
+        raise ValueError(f"{path} is not a readable shard: it has no header of an array of numbers")
+    described = found["dtype"].decode(), tuple(map(int, found["shape"].replace(b",", b" ").split()))
+    size, content = path.stat().st_size, math.prod(shape) * dtype.itemsize
+    if described != (dtype.str, shape) or size != len(start) + len(header) + content:
+        raise ValueError(
+            f"{path} must be {dtype} of shape {shape} by the manifest, in a file of "
+            f"{len(start) + len(header) + content:,} bytes; got {described[0]} of shape {described[1]} in {size:,}"
+        )
+    return len(start) + len(header)

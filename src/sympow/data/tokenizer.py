@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from sympow.checks import check_at_least
 from sympow.data.files import write_atomically
 from sympow.extras import require
+from sympow.parsing import read_json
 
 SETTINGS_FILE = "sympow_tokenizer.json"
 MODEL_FILE = "tokenizer.json"
@@ -147,7 +148,7 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
 def token_unit(folder: Path | str) -> str:
     """What to call one token of a folder's saved tokenizer: "byte" or "token"; "token", if there is none."""
     path = Path(folder) / SETTINGS_FILE
-    kind = json.loads(path.read_text())["kind"] if path.is_file() else None
+    kind = _read_settings(path)["kind"] if path.is_file() else None
     return "byte" if kind == ByteTokenizer.kind else "token"
 
 
@@ -197,22 +198,41 @@ def _load_saved(folder: Path) -> Tokenizer:
     path = folder / SETTINGS_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no saved tokenizer: {SETTINGS_FILE} is missing")
-    settings = json.loads(path.read_text())
+    settings = _read_settings(path)
     if settings["kind"] == "bytes":
         return ByteTokenizer()
     model = folder / MODEL_FILE
     return JsonTokenizer(_read_model(model), settings["kind"], settings["boundary_token"], name=str(model))
 
 
+def _read_settings(path: Path) -> dict[str, str]:
+    """Which kind a saved tokenizer is and, of all but bytes, its boundary token."""
+    content = read_json(path)
+    expected = {"kind"} if content == {"kind": ByteTokenizer.kind} else {"kind", "boundary_token"}
+    if not isinstance(content, dict) or content.keys() != expected or not all(map(_is_text, content.values())):
+        raise ValueError(f"{path} must name the kind of a tokenizer and its boundary token")
+    return content
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _read_model(path: Path) -> Any:
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text)
+        content = read_json(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
     if not isinstance(content, dict) or "model" not in content:
         raise ValueError(f"{path} is not a tokenizer.json of the library tokenizers: it has no entry 'model'")
-    return require("tokenizers", "data").Tokenizer.from_str(text)
+    model = require("tokenizers", "data").Tokenizer
+    try:
+        return model.from_str(path.read_text("utf-8"))
+    except Exception as error:
+        if type(error) is not Exception:
+            # The library raises Exception itself; anything else is not about the file.
+            raise
+        raise ValueError(f"{path} is not a tokenizer.json that the library tokenizers reads: {error}") from error
 
 
 def _save_settings(folder: Path | str, settings: dict[str, str]) -> None:
