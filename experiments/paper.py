@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sympow.experiment import Run, Scale
 
 CURVES = ("softmax", "sympow", "gating", "conformal")
@@ -47,10 +49,14 @@ def full_size(scale: Scale) -> list[Run]:
     at the paper's longest context for p = 2. Batches are four times those of the scale.
     """
     model, run = scale.base.model, scale.base.run
-    changes = {
-        **{"layers": 2 * model.layers, "width": 2 * model.width, "heads": 2 * model.heads},
-        **{"batch_tokens": 4 * run.batch_tokens, "micro_batch_tokens": 2 * run.micro_batch_tokens},
-        **{"steps": 2 * run.steps, "learning_rate": 6e-4},
+    changes: dict[str, Any] = {
+        "layers": 2 * model.layers,
+        "width": 2 * model.width,
+        "heads": 2 * model.heads,
+        "batch_tokens": 4 * run.batch_tokens,
+        "micro_batch_tokens": 2 * run.micro_batch_tokens,
+        "steps": 2 * run.steps,
+        "learning_rate": 6e-4,
     }
     variants = ("softmax", "gating", "conformal")
     context = scale.contexts[2][-1]

@@ -379,9 +379,12 @@ def problems(measured: Measured) -> list[str]:
     for (test, what, tolerance), row in rows.items():
         if not row.crossing:
             found.append(f"{test}: {what}: none of {row.mistakes} mistakes crosses {tolerance:.1e}")
-    for test in {test for test, *_ in rows}:
-        if measured.seeds(test) < required(test)[1]:
-            found.append(f"{test}: {measured.seeds(test)} seeds in both orders; needs {required(test)[1]}")
+    seeds = {test: measured.seeds(test) for test, *_ in rows}
+    found += [
+        f"{test}: {number} seeds in both orders; needs {required(test)[1]}"
+        for test, number in seeds.items()
+        if number < required(test)[1]
+    ]
     return sorted(found)
 
 

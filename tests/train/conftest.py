@@ -28,6 +28,9 @@ TINY = {
     "context": 32,
     "batch_tokens": 192,
     "learning_rate": 3e-3,
+    # Above the rounding errors of gradients: Adam divides by their size, and would turn the sign of a gradient that is
+    # nothing but rounding into a whole step.
+    "epsilon": 1e-5,
     "warmup_steps": 0,
     "clip_norm": 0.0,
     "log_every": 1,

@@ -23,6 +23,7 @@ THOROUGH |= {"evaluate_tokens": 256}
 
 def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):
     flags = "--width 32 --heads 2 --context 32 --batch-tokens 192 --learning-rate 3e-3 --warmup-steps 0 --log-every 1"
+    flags += " --epsilon 1e-5"
     command = [
         *(Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2", "-m", "sympow.train"),
         *("--data", texts, "--out", tmp_path / "run", "--steps", STEPS, "--device", "cpu", "--no-tensorboard"),
