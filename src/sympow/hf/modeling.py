@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from sympow.hf.cache import Stretch, SympowCache
 from sympow.hf.config import SympowConfig
+from sympow.hf.packing import packed_offsets
 from sympow.layers.gates import INITIAL_LOGIT, LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.projection import FloatLinear
@@ -90,12 +91,14 @@ class SympowModel(SympowPreTrainedModel):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: SympowCache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **ignored: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Features of tokens.
@@ -104,14 +107,17 @@ class SympowModel(SympowPreTrainedModel):
             input_ids: (b, t) integers below vocab_size.
             attention_mask: (b, t), or (b, what was read before and t); 0 for padding, wherever it stands. Padding
                 enters neither state nor normaliser nor phase; what comes out for it means nothing.
+            position_ids: (b, t) or (1, t). Positions follow from what was read, so these say only where a packed
+                document starts: where they do not go up. Positions that leave some out are refused.
             past_key_values: what came before; read, and advanced unless use_cache is False.
             inputs_embeds: (b, t, hidden_size), in place of input_ids.
             use_cache: whether to return the state; None: as the config says, but never in training.
             output_hidden_states: whether to return the input of every block, and the output of the last.
             return_dict: whether to return an output by names, not a tuple.
             cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without states.
-            ignored: what other models take. Positions are none of the caller's business here: they follow from what
-                was read.
+                `position_ids` and `seq_idx` are then not looked at, which saves waiting for a GPU.
+            seq_idx: (b, t) or (1, t), numbers of packed documents; they are another way to say where one starts.
+            ignored: what other models take.
         """
         if ignored.get("output_attentions"):
             raise ValueError("output_attentions must not be set: attention weights are never formed here")
@@ -119,17 +125,27 @@ class SympowModel(SympowPreTrainedModel):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if past_key_values is not None and not isinstance(past_key_values, SympowCache):
             raise TypeError(f"past_key_values must be a SympowCache, got {type(past_key_values).__name__}")
-        if cu_seq_lens_q is not None and (use_cache or past_key_values is not None):
-            raise ValueError("cu_seq_lens_q cannot go with use_cache or past_key_values: packed documents are whole")
+        if output_hidden_states not in (None, False, True):
+            raise ValueError(f"output_hidden_states must be True or False, for all layers; got {output_hidden_states}")
         shape = input_ids.shape[:2] if input_ids is not None else inputs_embeds.shape[:2]  # type: ignore[union-attr]
         past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = _real_tokens(attention_mask, shape, past_length)
+        offsets, packed_by = cu_seq_lens_q, "cu_seq_lens_q"
+        if offsets is None:
+            offsets, packed_by = packed_offsets(position_ids, seq_idx, mask, shape), "position_ids or seq_idx"
+        if offsets is not None and (use_cache or past_key_values is not None):
+            raise ValueError(
+                f"use_cache and past_key_values cannot go with packed documents, which are whole; {packed_by} has some"
+            )
         if inputs_embeds is None:
             assert input_ids is not None
             # The id that stands for padding need not be one of the model's.
             inputs_embeds = self.embedding(input_ids if mask is None else input_ids.masked_fill(~mask, 0))
+        if offsets is not None and cu_seq_lens_q is None:
+            # Rows end to end, in which padding stands outside of all documents.
+            inputs_embeds, mask = inputs_embeds.flatten(0, 1).unsqueeze(0), None
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and cu_seq_lens_q is None
+            use_cache = self.config.use_cache and not self.training and offsets is None
         if self.gradient_checkpointing and self.training:
             use_cache = False
         if output_hidden_states is None:
@@ -142,9 +158,9 @@ class SympowModel(SympowPreTrainedModel):
             assert state is not None
             cache.catch_up(state)
         before = None if cache is None else cache.state
-        x, after, hidden = self._read(
-            inputs_embeds, mask, before, bool(use_cache), cu_seq_lens_q, bool(output_hidden_states)
-        )
+        x, after, hidden = self._read(inputs_embeds, mask, before, bool(use_cache), offsets, bool(output_hidden_states))
+        if offsets is not None:
+            x, hidden = x.reshape(*shape, -1), None if hidden is None else tuple(h.reshape(*shape, -1) for h in hidden)
         if cache is not None and after is not None:
             if mask is None:
                 mask = torch.ones(shape, dtype=torch.bool, device=inputs_embeds.device)
@@ -210,6 +226,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cu_seq_lens_q: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Logits of the token after each of the inputs.
@@ -219,7 +236,6 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
                 Labels of −100 do not count, nor does what padding predicts.
             use_cache: as in `SympowModel`; None with labels: no, since a loss is all that is wanted.
             logits_to_keep: of how many of the last tokens to form logits, or of which; 0: all.
-            position_ids: ignored.
             others: for the loss, such as `num_items_in_batch`.
             the rest: as in `SympowModel`.
         """
@@ -228,12 +244,14 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         features = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
+            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             return_dict=True,
             cu_seq_lens_q=cu_seq_lens_q,
+            seq_idx=seq_idx,
             output_attentions=others.pop("output_attentions", None),
         )
         x = features.last_hidden_state

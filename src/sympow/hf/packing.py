@@ -1,0 +1,77 @@
+"""Packed documents as transformers' collators mark them: positions that start again, or a number for each document.
+
+`cu_seq_lens_q` says the same by offsets, which a model takes without looking at values. The other two have to be read:
+a model that ignored them would let a document see the ones before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_offsets(
+    position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, shape: torch.Size
+) -> Tensor | None:
+    """Offsets of documents in the rows of a batch laid end to end, (n + 1,) int32; None if every row is one document.
+
+    Args:
+        position_ids: (b, t) or (1, t). A position that does not go up starts a document. Padding inside a document may
+            count as a step or not.
+        seq_idx: (b, t) or (1, t); another number than the token before starts a document.
+        mask: (b, t) bool, False for padding; None: no padding.
+        shape: (b, t).
+
+    Raises:
+        ValueError: positions leave some out, or padding stands inside a document of a packed batch.
+    """
+    length = shape[1]
+    marks = {"position_ids": position_ids, "seq_idx": seq_idx}
+    given = {name: _rows(name, x, shape) for name, x in marks.items() if x is not None}
+    if not given or length < 2:
+        return None
+    device = next(iter(given.values())).device
+    real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
+    places = torch.arange(length, device=device)
+    # The place of the last token before each that is no padding, or −1.
+    before = places.where(real, -1).cummax(1).values.roll(1, 1)
+    before[:, 0] = -1
+    follows = real & (before >= 0)
+    starts, jumps = torch.zeros_like(real), torch.zeros_like(real)
+    for name, x in given.items():
+        step = x - x.gather(1, before.clamp(min=0))
+        if name == "seq_idx":
+            starts |= follows & (step != 0)
+        else:
+            starts |= follows & (step <= 0)
+            jumps = follows & (step > 1) & (step != places - before)
+    if torch.compiler.is_compiling():
+        # How many documents there are would decide about shapes in the graph.
+        message = (
+            "position_ids start again or leave some out; in a compiled model, pass packed documents' cu_seq_lens_q"
+        )
+        torch._assert_async(~(starts | jumps).any(), message)
+        return None
+    if jumps.any():
+        row, place = jumps.nonzero()[0].tolist()
+        came = given["position_ids"][row, place - 1 : place + 1].tolist()
+        raise ValueError(
+            "position_ids must go up by 1 from token to token, or start again for the next document: positions "
+            f"follow from what was read; got {came[1]} after {came[0]}"
+        )
+    if not starts.any():
+        return None
+    if bool((follows & ~starts & (places - before > 1)).any()):
+        raise ValueError("attention_mask must not have padding inside of packed documents, only between them")
+    # A row is a document's end, and padding is as good as a document of one token.
+    starts |= ~real | ~follows
+    offsets = starts.flatten().nonzero().flatten()
+    return torch.cat([offsets, offsets.new_tensor([starts.numel()])]).to(torch.int32)
+
+
+def _rows(name: str, x: Tensor, shape: torch.Size) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.ndim != 2 or x.shape[0] not in (1, shape[0]) or x.shape[1] != shape[1]:
+        raise ValueError(f"{name} must be {tuple(shape)} or {(1, shape[1])}, got {tuple(x.shape)}")
+    return x.expand(shape)
