@@ -148,6 +148,16 @@ def test_embeddings_may_come_in_place_of_ids(make, tokens):
 
 
 @torch.no_grad()
+def test_embeddings_of_padding_do_not_matter(make, tokens):
+    """Not even in what comes out for padding, which tools compare though it means nothing."""
+    model, ids = make(), tokens()
+    mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0], [1] * 12])
+    from_ids = model(ids, attention_mask=mask).logits
+    embedded = model.get_input_embeddings()(ids)
+    assert_close(model(inputs_embeds=embedded, attention_mask=mask).logits, from_ids, 1e-12, "logits")
+
+
+@torch.no_grad()
 def test_some_logits_can_be_left_out(make, tokens):
     model, ids = make(), tokens()
     whole = model(ids).logits

@@ -141,6 +141,9 @@ class SympowModel(SympowPreTrainedModel):
             assert input_ids is not None
             # The id that stands for padding need not be one of the model's.
             inputs_embeds = self.embedding(input_ids if mask is None else input_ids.masked_fill(~mask, 0))
+        if mask is not None:
+            # What comes out for padding, too, is then the same from ids and from their embeddings.
+            inputs_embeds = inputs_embeds.masked_fill(~mask.unsqueeze(-1), 0.0)
         if offsets is not None and cu_seq_lens_q is None:
             # Rows end to end, in which padding stands outside of all documents.
             inputs_embeds, mask = inputs_embeds.flatten(0, 1).unsqueeze(0), None
