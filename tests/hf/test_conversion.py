@@ -29,6 +29,8 @@ CONFIGS = [
     {},
     {"mixer": "softmax", "gating": "fixed"},
     {"power": 4, "gating": "vector", "rotary": "pairs", "key_value_heads": 2, "bias": False, "mlp_ratio": 2},
+    {"mlp_ratio": 43 / 16},
+    {"head_dim": 8},
     {"gating": "learned", "rotary": "learned", "head_dim": 6, "form": "chunked", "chunk_size": 8},
 ]
 

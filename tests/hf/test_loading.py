@@ -154,3 +154,22 @@ def test_an_untied_model_keeps_its_own_head(make, tokens, tmp_path):
     loaded = SympowForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
     assert not torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
+
+
+def test_a_config_has_the_shape_of_its_heads():
+    """Tools read them from the config: servers, quantisers, counters of memory."""
+    config = SympowConfig(hidden_size=64, num_attention_heads=4)
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    grouped = SympowConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    assert (grouped.num_key_value_heads, grouped.head_dim) == (2, 32)
+    assert SympowConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+@torch.no_grad()
+def test_the_mlp_may_have_any_size(make, tokens, tmp_path):
+    model = make(intermediate_size=43)
+    assert model.model.blocks[0].mlp.up_proj.weight.shape == (43, 16)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config.intermediate_size == 43
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)

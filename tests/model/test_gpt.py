@@ -232,6 +232,13 @@ class TestConfig:
     def test_presets_take_changes(self):
         assert GPTConfig.preset("byte-400k", power=4).power == 4
 
+    def test_the_mlp_may_have_any_size(self):
+        config = GPTConfig(width=768, mlp_ratio=2048 / 768)
+        assert config.mlp_width == 2048
+        assert GPTConfig(**{**SMALL, "mlp_ratio": 43 / 16}).mlp_width == 43
+        # As text, a config tells models apart: 4.0, as the command line reads it, must not be another than 4.
+        assert repr(GPTConfig(mlp_ratio=4.0)) == repr(GPTConfig(mlp_ratio=4))
+
     def test_a_config_is_frozen(self):
         with pytest.raises(AttributeError):
             GPTConfig().power = 4
@@ -244,6 +251,14 @@ class TestConfig:
             ({"width": 7.5}, TypeError, "width must be an int, got float"),
             ({"heads": True}, TypeError, "heads must be an int, got bool"),
             ({"heads": 5}, ValueError, "width must be a multiple of heads"),
+            ({"mlp_ratio": "4"}, TypeError, "mlp_ratio must be a number, got str"),
+            (
+                {"mlp_ratio": 1e-6},
+                ValueError,
+                "mlp_ratio must give the MLP at least 1 hidden unit and at most .*; got 1e-06",
+            ),
+            ({"mlp_ratio": float("nan")}, ValueError, "mlp_ratio must give"),
+            ({"mlp_ratio": 1e308}, ValueError, "mlp_ratio must give"),
             ({"bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
             ({"mixer": "softmax", "power": 4}, ValueError, "power is for mixer='sympow'; got 4"),
             ({"mixer": "softmax", "form": "chunked"}, ValueError, "form is for mixer='sympow'"),

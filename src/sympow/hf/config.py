@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
+from sympow.checks import check_at_least
 from sympow.model.config import GPTConfig
 
 
@@ -47,9 +49,10 @@ class SympowConfig(PreTrainedConfig):
         hidden_size: size of the residual stream.
         num_hidden_layers: number of blocks.
         num_attention_heads: query heads of a layer.
-        num_key_value_heads: key/value heads of a layer, a divisor of num_attention_heads; None: as many.
-        head_dim: size of a query, key and value; None: hidden_size / num_attention_heads.
-        intermediate_size: hidden size of the MLP, a multiple of hidden_size; None: 4 times it.
+        num_key_value_heads: key/value heads of a layer, a divisor of num_attention_heads; None: as many, which the
+            config then has, where tools look for it.
+        head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which the config then has.
+        intermediate_size: hidden size of the MLP; None: 4 times hidden_size.
         mixer, power, gating, rotary, form, backend, chunk_size: as in `GPTConfig`.
         max_position_embeddings: N of the rotation rates, the longest document expected; no limit on what can be read.
         use_bias: whether linear maps and norms have biases.
@@ -115,33 +118,29 @@ class SympowConfig(PreTrainedConfig):
         self.pad_token_id = pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
         super().__init__(**others)
-        self.to_native()  # checks the values
+        shape = self.to_native().head_shape  # which checks all values
+        self.num_key_value_heads, self.head_dim = shape.key_value_heads, shape.head_dim
 
     @classmethod
     def from_native(cls, config: GPTConfig, **others: Any) -> SympowConfig:
         """The same model's config, with what only transformers has: token ids, `use_cache` and so on."""
         values = {name: getattr(config, native) for native, name in TRANSFORMERS_NAMES.items()}
-        return cls(**values, intermediate_size=config.mlp_ratio * config.width, **others)
+        return cls(**values, intermediate_size=config.mlp_width, **others)
 
     def to_native(self) -> GPTConfig:
-        """The same model's native config.
+        """The same model's native config, with defaults where they say the same.
 
         Raises:
             ValueError, TypeError: where a value does not fit; the message has the name it has here.
         """
-        if not isinstance(self.hidden_size, int) or not isinstance(self.intermediate_size, int):
-            raise TypeError(
-                "hidden_size and intermediate_size must be ints; "
-                f"got {self.hidden_size!r} and {self.intermediate_size!r}"
-            )
-        if self.hidden_size < 1 or self.intermediate_size < 1 or self.intermediate_size % self.hidden_size:
-            raise ValueError(
-                "intermediate_size must be a multiple of hidden_size, both at least 1; "
-                f"got {self.intermediate_size} and {self.hidden_size}"
-            )
+        for name in ("hidden_size", "intermediate_size"):
+            check_at_least(name, getattr(self, name), 1)
         values = {native: getattr(self, name) for native, name in TRANSFORMERS_NAMES.items()}
+        if values["key_value_heads"] == values["heads"]:
+            values["key_value_heads"] = None
         try:
-            return GPTConfig(**values, mlp_ratio=self.intermediate_size // self.hidden_size)
+            native = GPTConfig(**values, mlp_ratio=self.intermediate_size / self.hidden_size)
+            return replace(native, head_dim=None) if native.head_dim == native.width / native.heads else native
         except (ValueError, TypeError) as error:
             words = "|".join(map(re.escape, TRANSFORMERS_NAMES))
             message = re.sub(rf"\b({words})\b", lambda match: TRANSFORMERS_NAMES[match[1]], str(error))

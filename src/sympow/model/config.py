@@ -34,7 +34,7 @@ class GPTConfig:
         heads: query heads of a layer.
         key_value_heads: key/value heads of a layer, a divisor of heads; None: as many as heads.
         head_dim: size of a query, key and value; None: width / heads.
-        mlp_ratio: hidden size of the MLP over width.
+        mlp_ratio: hidden size of the MLP over width; what they give is rounded to a whole number.
         mixer: "sympow" or "softmax".
         power: p of the sympow mixer; even.
         gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector".
@@ -52,7 +52,7 @@ class GPTConfig:
     heads: int = 12
     key_value_heads: int | None = None
     head_dim: int | None = None
-    mlp_ratio: int = 4
+    mlp_ratio: float = 4
     mixer: Literal["sympow", "softmax"] = "sympow"
     power: int = 2
     gating: Literal["none", "fixed", "learned", "scalar", "vector"] = "scalar"
@@ -64,7 +64,7 @@ class GPTConfig:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "layers", "mlp_ratio", "max_document"):
+        for name in ("vocab_size", "layers", "max_document"):
             check_positive(name, getattr(self, name))
         check_at_most("layers", self.layers, MOST_LAYERS, "since each is built and launched by Python")
         check_at_most("max_document", self.max_document, 2**53, "the most positions that float64 tells apart")
@@ -81,6 +81,7 @@ class GPTConfig:
                 default = GPTConfig.__dataclass_fields__[name].default
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
+        self._check_mlp_ratio()
         check_at_most("the number of weights", self.weights, MOST_WEIGHTS, "which is 4 TB in float32")
         if self.mixer == "sympow" and self.form in ("chunked", "recurrent"):
             check_features(self.head_shape.head_dim, self.power)
@@ -96,7 +97,25 @@ class GPTConfig:
         """Entries of the large matrices: the parameters, without biases, norms, gates and rotations."""
         shape = self.head_shape
         projections = 2 * (shape.heads + shape.key_value_heads) * shape.head_dim * self.width
-        return self.vocab_size * self.width + self.layers * (projections + 2 * self.mlp_ratio * self.width**2)
+        return self.vocab_size * self.width + self.layers * (projections + 2 * self.mlp_width * self.width)
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden size of the MLP."""
+        return round(self.mlp_ratio * self.width)
+
+    def _check_mlp_ratio(self) -> None:
+        self.head_shape  # noqa: B018 - checks the width
+        if not isinstance(self.mlp_ratio, int | float) or isinstance(self.mlp_ratio, bool):
+            raise TypeError(f"mlp_ratio must be a number, got {type(self.mlp_ratio).__name__}")
+        if not 0.5 < self.mlp_ratio * self.width <= MOST_WEIGHTS:  # nor NaN
+            raise ValueError(
+                f"mlp_ratio must give the MLP at least 1 hidden unit and at most {MOST_WEIGHTS:.0e}; "
+                f"got {self.mlp_ratio}"
+            )
+        if self.mlp_ratio == int(self.mlp_ratio):
+            # One way to write a config, whose text tells models apart.
+            object.__setattr__(self, "mlp_ratio", int(self.mlp_ratio))
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:

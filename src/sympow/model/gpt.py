@@ -28,9 +28,8 @@ class Mlp(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        hidden = config.mlp_ratio * config.width
-        self.up_proj = nn.Linear(config.width, hidden, bias=config.bias)
-        self.out_proj = nn.Linear(hidden, config.width, bias=config.bias)
+        self.up_proj = nn.Linear(config.width, config.mlp_width, bias=config.bias)
+        self.out_proj = nn.Linear(config.mlp_width, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out_proj(gelu(self.up_proj(x), approximate="tanh"))
