@@ -9,7 +9,7 @@ import types
 import unittest
 
 import sympow  # noqa: F401 - makes the Auto classes know the models
-from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel
+from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassification, SympowModel
 
 for name, mixin in (("exporters.test_export", "ExportTesterMixin"), ("generation.test_utils", "GenerationTesterMixin")):
     absent = types.ModuleType(f"tests.{name}")
@@ -21,6 +21,7 @@ from transformers.models.auto import modeling_auto  # noqa: E402
 # The mixin finds in these lists what a class is for. They name transformers' own models; others are registered.
 modeling_auto.MODEL_MAPPING_NAMES["sympow"] = "SympowModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["sympow"] = "SympowForCausalLM"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["sympow"] = "SympowForSequenceClassification"
 
 from tests.generation.test_utils import GenerationTesterMixin  # noqa: E402
 from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask  # noqa: E402
@@ -56,7 +57,7 @@ class SympowTester:
 
 
 class TestSympow(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
-    all_model_classes = (SympowModel, SympowForCausalLM)
+    all_model_classes = (SympowModel, SympowForCausalLM, SympowForSequenceClassification)
     has_attentions = False  # attention weights are never formed
     # Skipped for models older than 2023, by the year in a licence header, which our files do not have.
     test_can_init_all_missing_weights_before_2023 = True

@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from sympow.hf.cache import SympowCache
     from sympow.hf.config import SympowConfig
     from sympow.hf.conversion import convert_to_native, convert_to_transformers, from_native, to_native
-    from sympow.hf.modeling import SympowForCausalLM, SympowModel
+    from sympow.hf.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
     from sympow.hf.tokenizer import to_fast_tokenizer
 
 _HOMES = {
     "SympowCache": "cache",
     "SympowConfig": "config",
     "SympowForCausalLM": "modeling",
+    "SympowForSequenceClassification": "modeling",
     "SympowModel": "modeling",
     "convert_to_native": "conversion",
     "convert_to_transformers": "conversion",
@@ -32,6 +33,7 @@ __all__ = [
     "SympowCache",
     "SympowConfig",
     "SympowForCausalLM",
+    "SympowForSequenceClassification",
     "SympowModel",
     "convert_to_native",
     "convert_to_transformers",

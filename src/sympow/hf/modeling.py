@@ -1,4 +1,4 @@
-"""`SympowModel` and `SympowForCausalLM`: `sympow.GPT` as transformers has its models.
+"""`sympow.GPT` as transformers has its models: `SympowModel`, and with a head for language modelling or classification.
 
 Modules and parameters have the native model's names, so that a checkpoint of one is a checkpoint of the other with
 "model." in front.
@@ -11,10 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 
 from sympow.hf.cache import Stretch, SympowCache
 from sympow.hf.config import SympowConfig
@@ -294,6 +304,73 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
                 model_kwargs["past_key_values"].activate_past_recording()
 
 
+class SympowForSequenceClassification(SympowPreTrainedModel):
+    """A score of a text for each of `config.num_labels` labels: a classifier, or with one label a reward model."""
+
+    _input_embed_layer = "embedding"
+
+    def __init__(self, config: SympowConfig) -> None:
+        super().__init__(config)
+        assert config.num_labels is not None
+        self.num_labels = config.num_labels
+        self.model = SympowModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: SympowCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
+        """Scores after the last token of each text, (b, num_labels).
+
+        Args:
+            attention_mask: 0 for padding; None: texts end where only the config's pad_token_id follows.
+            labels: (b,) classes, numbers or, for several labels at once, (b, num_labels); see `config.problem_type`.
+            use_cache: whether to return the state; None: no.
+            the rest: as in `SympowModel`. Packed documents have no place for their scores, and are refused.
+        """
+        shape = torch.Size((input_ids if inputs_embeds is None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
+        offsets = others.get("cu_seq_lens_q")
+        if offsets is not None or packed_offsets(position_ids, others.get("seq_idx"), None, shape) is not None:
+            raise ValueError("input_ids must be one text a row: packed documents have no place for their scores")
+        features = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=bool(use_cache),
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **others,
+        )
+        x = features.last_hidden_state
+        real = x.new_ones(shape, dtype=torch.bool)
+        if attention_mask is not None:
+            real = attention_mask[:, -shape[1] :] != 0
+        elif input_ids is not None and self.config.pad_token_id is not None:
+            real = input_ids != self.config.pad_token_id
+        last = torch.arange(shape[1], device=x.device).where(real, 0).amax(1)
+        logits = self.score(x[torch.arange(len(x), device=x.device), last])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=self.config)
+        output = SequenceClassifierOutputWithPast(
+            loss=loss, logits=logits, past_key_values=features.past_key_values, hidden_states=features.hidden_states
+        )
+        by_name = self.config.return_dict if return_dict is None else return_dict
+        return output if by_name else output.to_tuple()
+
+
 def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: int) -> Tensor | None:
     """Which of the new tokens are no padding, (b, t) bool; None: all."""
     if attention_mask is None:
@@ -311,3 +388,4 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: 
 
 AutoModel.register(SympowConfig, SympowModel, exist_ok=True)
 AutoModelForCausalLM.register(SympowConfig, SympowForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(SympowConfig, SympowForSequenceClassification, exist_ok=True)
