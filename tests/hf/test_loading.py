@@ -1,5 +1,6 @@
 """Saving and loading, through the Auto classes, in other dtypes and processes."""
 
+import os
 import subprocess
 import sys
 
@@ -8,10 +9,11 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers")
 
+import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from support import assert_close
-from sympow import rotary_rates
+from sympow import hf, rotary_rates
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel, registration
 from sympow.hf.config import check_version
 
@@ -59,6 +61,41 @@ print(model.generate(torch.tensor({tokens(1, 4).tolist()}), max_new_tokens=4, do
     command = [sys.executable, "-W", "error::UserWarning:sympow", "-c", code, str(folder)]
     result = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
     assert result.stdout.strip() == str(expected.tolist())
+
+
+@pytest.mark.parametrize(
+    "name", ["SympowConfig", "SympowModel", "SympowForCausalLM", "SympowForSequenceClassification"]
+)
+def test_classes_are_found_where_tools_look_them_up(name):
+    """trl and `transformers serve` ask transformers for the class that a checkpoint names."""
+    assert getattr(transformers, name) is getattr(hf, name)
+
+
+def test_transformers_serve_loads_it(folder):
+    """The part of it that needs no web server."""
+    from transformers.cli.serving.model_manager import ModelManager
+
+    model = ModelManager(device="cpu")._load_model(f"{folder}@main")
+    assert type(model) is SympowForCausalLM
+
+
+def test_a_folder_says_where_its_classes_are(folder, tokens):
+    """For programs that never import sympow, and allow a folder's code to."""
+    expected = SympowForCausalLM.from_pretrained(folder).generate(tokens(1, 4), max_new_tokens=4, do_sample=False)
+    code = f"""
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(model.generate(torch.tensor({tokens(1, 4).tolist()}), max_new_tokens=4, do_sample=False).tolist())
+model.save_pretrained(sys.argv[2])
+"""
+    command = [sys.executable, "-c", code, str(folder), str(folder / "again")]
+    environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules")}
+    result = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True, env=environment)
+    assert result.stdout.strip() == str(expected.tolist())
+    # No copy of this package's source, and still loadable in the same way.
+    assert sorted(path.name for path in (folder / "again").glob("*.py")) == ["modeling_sympow.py"]
+    assert AutoConfig.from_pretrained(folder / "again").auto_map["AutoModelForCausalLM"].startswith("modeling_sympow.")
 
 
 def test_sympow_does_without_transformers_until_it_is_asked_for():

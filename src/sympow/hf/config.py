@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar
 
 import transformers
@@ -39,6 +41,23 @@ TRANSFORMERS_NAMES = {
     "backend": "backend",
     "chunk_size": "chunk_size",
 }
+
+
+# Where transformers finds the classes if sympow is installed but not imported, and trust_remote_code=True allows it.
+AUTO_MODULE = "modeling_sympow"
+AUTO_MAP = {
+    auto_class: f"{AUTO_MODULE}.{name}"
+    for auto_class, name in (
+        ("AutoConfig", "SympowConfig"),
+        ("AutoModel", "SympowModel"),
+        ("AutoModelForCausalLM", "SympowForCausalLM"),
+        ("AutoModelForSequenceClassification", "SympowForSequenceClassification"),
+    )
+}
+AUTO_SOURCE = '''"""Where transformers finds this model's classes. They come with: pip install 'conformal-sympow[hf]'"""
+
+from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassification, SympowModel
+'''
 
 
 class SympowConfig(PreTrainedConfig):
@@ -117,9 +136,21 @@ class SympowConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
-        super().__init__(**others)
+        # As loaded, it may name the repository that a model came from.
+        super().__init__(**{**others, "auto_map": dict(AUTO_MAP)})
         shape = self.to_native().head_shape  # which checks all values
         self.num_key_value_heads, self.head_dim = shape.key_value_heads, shape.head_dim
+
+    def save_pretrained(self, save_directory: str | PathLike[str], push_to_hub: bool = False, **others: Any) -> None:
+        """Writes config.json, and the file that `auto_map` names in it."""
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{AUTO_MODULE}.py").write_text(AUTO_SOURCE, "utf-8")
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **others)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy this package's source into every saved folder."""
 
     @classmethod
     def from_native(cls, config: GPTConfig, **others: Any) -> SympowConfig:

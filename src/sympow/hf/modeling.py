@@ -29,6 +29,7 @@ from transformers.modeling_outputs import (
 from sympow.hf.cache import Stretch, SympowCache
 from sympow.hf.config import SympowConfig
 from sympow.hf.packing import packed_offsets
+from sympow.hf.registration import publish
 from sympow.layers.gates import INITIAL_LOGIT, LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.projection import FloatLinear
@@ -63,6 +64,10 @@ class SympowPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["gate", "rotation"]  # noqa: RUF012
     # transformers refuses assisted generation for stateful models since they cannot take tokens back; our cache can.
     _is_stateful = False
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy this package's source into every saved folder."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -389,3 +394,4 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: 
 AutoModel.register(SympowConfig, SympowModel, exist_ok=True)
 AutoModelForCausalLM.register(SympowConfig, SympowForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(SympowConfig, SympowForSequenceClassification, exist_ok=True)
+publish(SympowConfig, SympowModel, SympowForCausalLM, SympowForSequenceClassification)

@@ -30,6 +30,20 @@ def register_with_transformers() -> None:
         sys.meta_path.insert(0, _AutoClassesFinder())
 
 
+def publish(*classes: type) -> None:
+    """Makes classes attributes of transformers, where trl and `transformers serve` look for what a checkpoint names.
+
+    There may be two modules of that name: transformers runs its own `__init__` again, and so replaces the module that
+    others have imported before.
+    """
+    holders = [sys.modules, *(vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType))]
+    held = (holder.get("transformers") for holder in holders)
+    for module in held:
+        if isinstance(module, ModuleType) and module.__name__ == "transformers":
+            for published in classes:
+                setattr(module, published.__name__, published)
+
+
 class _AutoClassesFinder(MetaPathFinder):
     """Finds what the other finders find, and has the awaited modules followed by ours."""
 
