@@ -8,6 +8,7 @@ from sympow.layers.gates import ScalarGate
 from sympow.layers.mixers import ConformalAttention
 from sympow.layers.projection import multiply_precisely, project_together
 from sympow.layers.rotations import ScaledRotation
+from sympow.ops.window import Window
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -77,3 +78,52 @@ def test_gates_and_scales_of_a_layer_under_autocast_are_nearly_float32(gating, r
     if alone["gate"] is not None:
         assert_close(together["gate"], alone["gate"], 1e-4, "log γ")
     assert_close(together["rotation"][1], alone["rotation"][1], 1e-4, "β")
+
+
+class Adapter(torch.nn.Module):
+    """Around a projection, as peft puts one: it has the weight of what is inside, and adds something of its own."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+        self.weight, self.bias = inside.weight, inside.bias
+        self.more = torch.nn.Linear(inside.in_features, inside.out_features, bias=False, device=inside.weight.device)
+        torch.nn.init.normal_(self.more.weight, std=0.1)
+
+    def forward(self, x):
+        return self.inside(x) + self.more(x)
+
+
+def test_projections_are_linear_maps_to_tools():
+    gate, rotation = ScalarGate(16, 3), ScaledRotation(16, 3, 8, 100)
+    for projection, bias in ((gate.projection, 6.906768), (rotation.projection, None)):
+        assert isinstance(projection, torch.nn.Linear)
+        assert (projection.in_features, projection.out_features) == (16, 3)
+        assert not projection.weight.any()
+        assert bias is None or projection.bias.tolist() == pytest.approx([bias] * 3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("steps", [1, 20])
+@torch.no_grad()
+def test_adapters_count_in_every_path(device, steps):
+    """Also where gates and rotations come out of one product, or of a kernel, which take weights and not modules."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(1)
+    layer = ConformalAttention(128, 2).to(device)
+    layer.qkv_proj.to(dtype), layer.out_proj.to(dtype)
+    x = torch.randn(2, 20, 128, device=device).to(dtype)
+
+    def run():
+        _, state = layer(x[:, :-1])
+        if steps > 1:
+            return layer(x)[0]
+        return layer.step(x[:, -1:], Window.open(state, dtype=dtype))
+
+    plain = run()
+    layer.gate.gamma_proj, layer.rotation.beta_proj = Adapter(layer.gate.gamma_proj), Adapter(layer.rotation.beta_proj)
+    adapted = run()
+    for adapter in (layer.gate.gamma_proj, layer.rotation.beta_proj):
+        adapter.inside.weight += adapter.more.weight
+    layer.gate.gamma_proj, layer.rotation.beta_proj = layer.gate.gamma_proj.inside, layer.rotation.beta_proj.inside
+    assert (adapted - run()).abs().max() < 0.05 * (adapted - plain).abs().max()

@@ -62,6 +62,8 @@ class SympowPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # Gates and rotations are summed over whole sequences; they are small, so that full precision costs nothing.
     _keep_in_fp32_modules_strict = ["gate", "rotation"]  # noqa: RUF012
+    # Quantisers go by this one.
+    _keep_in_fp32_modules = ["gate", "rotation"]  # noqa: RUF012
     # transformers refuses assisted generation for stateful models since they cannot take tokens back; our cache can.
     _is_stateful = False
 
@@ -74,7 +76,7 @@ class SympowPreTrainedModel(PreTrainedModel):
         """As `GPT.reset_parameters`."""
         if isinstance(module, FloatLinear):
             init.zeros_(module.weight)
-            if module.bias is not None and module.initial_bias is not None:
+            if module.initial_bias is not None:
                 init.constant_(module.bias, module.initial_bias)
         elif isinstance(module, LearnedGate):
             init.constant_(module.logit, INITIAL_LOGIT)

@@ -17,7 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from sympow.checks import check_choice
 from sympow.layers.constants import ConstantTable
-from sympow.layers.projection import FloatLinear
+from sympow.layers.projection import FloatLinear, project
 
 # σ(6.906768) ≈ 0.999: where the authors' gates start. A state then half forgets in about 700 tokens.
 INITIAL_LOGIT = 6.906768
@@ -27,7 +27,7 @@ class Gate(nn.Module, ABC):
     """What all gates have in common: x (b, t, width) → log γ, or None."""
 
     @property
-    def projection(self) -> FloatLinear | None:
+    def projection(self) -> nn.Module | None:
         """What x goes through first."""
         return None
 
@@ -91,7 +91,7 @@ class DataDependentGate(Gate):
         self.gamma_proj = FloatLinear(width, outputs, bias=INITIAL_LOGIT)
 
     @property
-    def projection(self) -> FloatLinear:
+    def projection(self) -> nn.Module:
         return self.gamma_proj
 
     def by_heads(self, log_gamma: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class DataDependentGate(Gate):
         return log_gamma
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
-        return self.by_heads(logsigmoid(self.gamma_proj(x) if projected is None else projected))
+        return self.by_heads(logsigmoid(project(x, self.gamma_proj) if projected is None else projected))
 
 
 class ScalarGate(DataDependentGate):

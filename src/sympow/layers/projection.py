@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations`: the operator's schema is read off the annotations.
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,13 @@ from torch.nn.functional import linear
 from sympow.ops.precision import without_autocast
 
 
-class FloatLinear(nn.Module):
+class FloatLinear(nn.Linear):
     """x Wᵀ + b in float32 or better, whatever the dtype of x and with or without autocast.
 
     Gates and rotation scales are summed over the whole sequence; near γ = 1 a bfloat16 logit would leave three
     significant bits of log γ. W starts at zero, so that a layer starts from what the bias says for every input.
+
+    It is an `nn.Linear` to tools such as peft, which put adapters around those.
 
     Args:
         inputs: width of x.
@@ -24,16 +26,14 @@ class FloatLinear(nn.Module):
     """
 
     def __init__(self, inputs: int, outputs: int, bias: float | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = None if bias is None else nn.Parameter(torch.empty(outputs))
+        # Read by reset_parameters, which this calls.
         self.initial_bias = bias
-        self.reset_parameters()
+        super().__init__(inputs, outputs, bias=bias is not None)
 
     def reset_parameters(self) -> None:
         """W = 0, and the bias where it was asked to start."""
         nn.init.zeros_(self.weight)
-        if self.bias is not None and self.initial_bias is not None:
+        if self.initial_bias is not None:
             nn.init.constant_(self.bias, self.initial_bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,19 @@ class FloatLinear(nn.Module):
             return linear(x.to(dtype), self.weight.to(dtype), bias)
 
 
-def project_together(x: Tensor, projections: list[FloatLinear | None], dtype: torch.dtype) -> list[Tensor | None]:
+def project(x: Tensor, projection: nn.Module) -> Tensor:
+    """What a projection makes of x (…, width), with whatever a tool has put around it, in float32 or better."""
+    # An adapter computes in the dtype of its input, or of autocast.
+    with without_autocast(x.device):
+        return projection(x.to(torch.promote_types(x.dtype, torch.float32)))
+
+
+def weights_say_all(projection: nn.Module) -> TypeGuard[FloatLinear]:
+    """Whether its weight and bias give what calling it gives, so that a kernel may take them; not with an adapter."""
+    return type(projection) is FloatLinear
+
+
+def project_together(x: Tensor, projections: list[nn.Module | None], dtype: torch.dtype) -> list[Tensor | None]:
     """What each projection makes of x (b, t, width); None where there is none.
 
     On a GPU that computes in bfloat16, x is rounded to it, as for queries, keys and values, and read once for all. The
@@ -53,17 +65,13 @@ def project_together(x: Tensor, projections: list[FloatLinear | None], dtype: to
         dtype: what the layer computes in.
     """
     present = [projection for projection in projections if projection is not None]
-    if not (present and x.is_cuda and dtype == torch.bfloat16):
-        return [None if projection is None else projection(x) for projection in projections]
-    weight = torch.cat([projection.weight for projection in present])
-    results = iter(multiply_precisely(x.to(dtype), weight).split([len(p.weight) for p in present], dim=-1))
-    found: list[Tensor | None] = []
-    for projection in projections:
-        result = None if projection is None else next(results)
-        if result is not None and projection is not None and projection.bias is not None:
-            result = result + projection.bias
-        found.append(result)
-    return found
+    plain = [projection for projection in present if weights_say_all(projection)]
+    if not (plain and len(plain) == len(present) and x.is_cuda and dtype == torch.bfloat16):
+        return [None if projection is None else project(x, projection) for projection in projections]
+    weight = torch.cat([projection.weight for projection in plain])
+    results = multiply_precisely(x.to(dtype), weight).split([len(p.weight) for p in plain], dim=-1)
+    biased = iter(y if p.bias is None else y + p.bias for y, p in zip(results, plain, strict=True))
+    return [None if projection is None else next(biased) for projection in projections]
 
 
 def multiply_precisely(x: Tensor, weight: Tensor) -> Tensor:

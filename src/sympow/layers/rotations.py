@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sympow.checks import check_choice
 from sympow.layers.constants import ConstantTable
-from sympow.layers.projection import FloatLinear
+from sympow.layers.projection import FloatLinear, project
 from sympow.ops.rotary import rotary_rates
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
@@ -25,7 +25,7 @@ class Rotation(nn.Module, ABC):
     """What all rotations have in common: x (b, t, width) → (θ, β)."""
 
     @property
-    def projection(self) -> FloatLinear | None:
+    def projection(self) -> nn.Module | None:
         """What x goes through first."""
         return None
 
@@ -86,7 +86,7 @@ class DataDependentRotation(Rotation):
         self.gradient_scale = 1.0
 
     @property
-    def projection(self) -> FloatLinear:
+    def projection(self) -> nn.Module:
         return self.beta_proj
 
     def by_heads(self, beta: Tensor) -> Tensor:
@@ -98,7 +98,7 @@ class DataDependentRotation(Rotation):
 
     def _scales(self, x: Tensor, projected: Tensor | None) -> Tensor:
         """β, (b, t, outputs)."""
-        beta = 1 + (self.beta_proj(x) if projected is None else projected).tanh()
+        beta = 1 + (project(x, self.beta_proj) if projected is None else projected).tanh()
         if self.gradient_scale == 1:
             return beta
         # What is added is exactly zero.

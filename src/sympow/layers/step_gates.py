@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sympow.layers.gates import DataDependentGate, Gate
-from sympow.layers.projection import FloatLinear
+from sympow.layers.projection import FloatLinear, weights_say_all
 from sympow.layers.rotations import DataDependentRotation, Rotation
 from sympow.ops.backend import triton_available
 
@@ -16,13 +16,13 @@ FEW_ROWS = 64
 
 def gate_and_turn(x: Tensor, gate: Gate, rotation: Rotation) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """log γ, θ and β of one token of each sequence, x (b, 1, width), without gradients; None where there are none."""
-    projections = (gate.projection, rotation.projection)
-    if not _kernel_serves(x, [projection for projection in projections if projection is not None]):
+    of_gate, of_rotation = gate.projection, rotation.projection
+    plain = (of_gate is None or weights_say_all(of_gate)) and (of_rotation is None or weights_say_all(of_rotation))
+    if not plain or not _kernel_serves(x, [p for p in (of_gate, of_rotation) if isinstance(p, FloatLinear)]):
         theta, beta = rotation(x)
         return gate(x), theta, beta
     from sympow.kernels.step_gates import step_gates
 
-    of_gate, of_rotation = projections
     found = step_gates(
         x.flatten(0, -2).contiguous(),
         None if of_gate is None else of_gate.weight,

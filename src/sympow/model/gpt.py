@@ -96,7 +96,7 @@ class GPT(nn.Module):
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation):
                 module.reset_parameters()
-            if isinstance(module, nn.Linear):
+            elif isinstance(module, nn.Linear):
                 into_residual = name.endswith("out_proj")
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02)
                 if module.bias is not None:
