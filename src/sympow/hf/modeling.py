@@ -36,6 +36,7 @@ from sympow.layers.projection import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
+from sympow.ops.record import Sealed
 
 # Marks maps into the residual stream, which start smaller.
 INTO_RESIDUAL = "_into_residual"
@@ -208,9 +209,10 @@ class SympowModel(SympowPreTrainedModel):
         hidden = []
         for layer, block in enumerate(self.blocks):
             hidden.append(x)
-            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens, mask)
-            if layer_state is not None:
-                after.append(layer_state)
+            before = None if state is None else Sealed(state[layer])
+            x, sealed = block(x, before, return_state, cu_seqlens, mask)
+            if sealed is not None:
+                after.append(sealed.record)
         x = self.final_norm(x)
         return x, tuple(after) if return_state else None, (*hidden, x) if return_hidden else None
 

@@ -16,6 +16,7 @@ from sympow.layers.projection import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
+from sympow.ops.record import Sealed
 from sympow.parallel.shards import Shards
 
 ModelState = tuple[LayerState, ...]
@@ -36,7 +37,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)). States go in and out sealed, since blocks are what FSDP2 wraps."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -48,17 +49,18 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        state: LayerState | None,
+        state: Sealed[LayerState] | None,
         return_state: bool,
         cu_seqlens: Tensor | None,
         mask: Tensor | None = None,
         shards: Shards | None = None,
-    ) -> tuple[Tensor, LayerState | None]:
-        mixed, state = self.mixer(
-            self.mixer_norm(x), state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
+    ) -> tuple[Tensor, Sealed[LayerState] | None]:
+        before = None if state is None else state.record
+        mixed, after = self.mixer(
+            self.mixer_norm(x), before, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
         )
         x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        return x + self.mlp(self.mlp_norm(x)), None if after is None else Sealed(after)
 
     def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
         """One token, (b, 1, width)."""
@@ -148,9 +150,10 @@ class GPT(nn.Module):
         x = self.embedding_norm(self.embedding(tokens))
         after: list[LayerState] = []
         for layer, block in enumerate(self.blocks):
-            x, layer_state = block(x, None if state is None else state[layer], return_state, cu_seqlens, mask, shards)
-            if layer_state is not None:
-                after.append(layer_state)
+            before = None if state is None else Sealed(state[layer])
+            x, sealed = block(x, before, return_state, cu_seqlens, mask, shards)
+            if sealed is not None:
+                after.append(sealed.record)
         return self.final_norm(x), tuple(after) if return_state else None
 
     def step(self, tokens: Tensor, memories: Sequence[LayerMemory]) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+
+Record = TypeVar("Record")
 
 
 class TensorRecord:
@@ -46,6 +48,20 @@ class TensorRecord:
 
     def _members(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+
+class Sealed(Generic[Record]):
+    """A record on its way into or out of a module, which nothing in between takes apart.
+
+    FSDP2 casts every floating-point tensor that it finds among a module's inputs and outputs to the dtype it computes
+    in, and it looks into dataclasses: states would be rounded at every call. It does not look into this.
+
+    Attributes:
+        record: what is inside.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
 
 
 def register_as_tree(cls: type[TensorRecord], *values: str) -> None:
