@@ -235,17 +235,17 @@ def test_memory_does_not_grow_where_the_number_of_tokens_is_known(memory):
     model = make(power=2)
     decoder = Decoder(model, Reading.start(model, text(90), memory=memory), tokens=200, memory=memory)
     decoder.step(text(1)[:, 0])
-    tensors = [x.data_ptr() for m in decoder._memories for x in m._tensors().values()]
+    tensors = [x.data_ptr() for m in decoder._memories.layers for x in m._tensors().values()]
     size = decoder.nbytes
     for token in text(199).unbind(1):
         decoder.step(token)
     assert decoder.nbytes == size
-    assert [x.data_ptr() for m in decoder._memories for x in m._tensors().values()] == tensors
+    assert [x.data_ptr() for m in decoder._memories.layers for x in m._tensors().values()] == tensors
 
 
 @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}], ids=str)
 def test_room_grows_where_it_is_not_known(kind, monkeypatch):
-    monkeypatch.setattr("sympow.decoding.LEAST_ROOM", 4)
+    monkeypatch.setattr("sympow.memory.LEAST_ROOM", 4)
     model, tokens = make(**kind), text(60)
     expected = whole(model, tokens)
     decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory="auto"), memory="keys")

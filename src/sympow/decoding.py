@@ -19,17 +19,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sympow.layers.mixers import LayerMemory, LayerState
-from sympow.memory import Memory, activation_dtype, check_memory, gates_per_pair
+from sympow.memory import Memories, Memory
 from sympow.model.gpt import GPT
-from sympow.ops.key_value_cache import KeyValueCache
-from sympow.ops.softmax import KeyValueState
-from sympow.ops.state import State
-from sympow.ops.window import CAPACITY, Window
 from sympow.reading import Reading
-
-# Tokens to make room for where nobody says how many will come; room then doubles.
-LEAST_ROOM = 256
 
 
 class Recorded:
@@ -90,17 +82,13 @@ class Decoder:
         owned: bool = False,
         graphs: bool = True,
     ) -> None:
-        check_memory(memory, model, reading.state)
-        if len(reading.state) != len(model.blocks):
-            raise ValueError(f"reading must be of a model with {len(model.blocks)} layers, got {len(reading.state)}")
         self.logits = reading.logits
         self.tokens = reading.tokens
         self.seen = None if reading.seen is None else reading.seen.clone()
-        self._model, self._memory = model, memory
-        self._expected = tokens
+        self._model = model
         self._record = graphs and reading.logits.is_cuda
         self._token = torch.zeros(reading.batch, dtype=torch.int64, device=reading.logits.device)
-        self._memories: list[LayerMemory] = [self._open(layer, owned) for layer in reading.state]
+        self._memories = Memories(model, reading.state, tokens=tokens, memory=memory, owned=owned)
         self._start_afresh()
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -111,11 +99,12 @@ class Decoder:
         """
         if tokens.shape != self._token.shape:
             raise ValueError(f"tokens must be ({len(self._token)},), one for each text; got {tuple(tokens.shape)}")
-        self._make_room()
-        held = self._memories[0].tokens + 1
+        if self._memories.make_room(self._fold):
+            self._start_afresh()
+        held = self._memories.layers[0].tokens + 1
         self._token.copy_(tokens)
         self._advance()
-        for memory in self._memories:
+        for memory in self._memories.layers:
             memory.tokens = held  # replays do not count
         self.tokens += 1
         return self.logits
@@ -123,24 +112,17 @@ class Decoder:
     @property
     def folded(self) -> bool:
         """Whether there is a state, rather than keys and values alone."""
-        return any(isinstance(memory, Window) and memory.kv is not None for memory in self._memories)
+        return self._memories.folded
 
     @property
     def nbytes(self) -> int:
         """Bytes of the memories, the room in them included."""
-        return sum(memory.nbytes for memory in self._memories)
+        return self._memories.nbytes
 
     @torch.no_grad()
     def close(self) -> Reading:
         """What was read and decoded, as a reading. The decoder is used up."""
-        layers: list[LayerState] = []
-        while self._memories:
-            memory = self._memories.pop(0)
-            if isinstance(memory, KeyValueCache) or memory.kv is not None:
-                layers.append(memory.close())
-            else:
-                layers.append(memory.resized(max(1, memory.tokens)))
-        return Reading(self.logits.clone(), tuple(layers), self.tokens, self.seen)
+        return Reading(self.logits.clone(), self._memories.close(), self.tokens, self.seen)
 
     def _start_afresh(self) -> None:
         """For memories that were not there before."""
@@ -149,59 +131,12 @@ class Decoder:
 
     @torch.no_grad()
     def _step(self) -> None:
-        self.logits = self._model.step(self._token, self._memories)
+        self.logits = self._model.step(self._token, self._memories.layers)
         if self.seen is not None:
             self.seen.scatter_(1, self._token.unsqueeze(1), True)
 
     def _fold_all(self) -> None:
-        for memory in self._memories:
-            assert isinstance(memory, Window)
-            memory.fold(self._model.config.backend)
-
-    @torch.no_grad()
-    def _open(self, layer: LayerState, owned: bool) -> LayerMemory:
-        if isinstance(layer, KeyValueState):
-            return KeyValueCache.open(layer, capacity=self._room(layer.length))
-        if isinstance(layer, State):
-            return self._open_window(layer, owned)
-        if self._memory == "state" or (self._memory == "auto" and layer.tokens >= layer.most_tokens):
-            return self._open_window(layer.folded(), owned=True)
-        return layer.resized(self._room(layer.tokens, layer.most_tokens))
-
-    def _open_window(self, state: State, owned: bool) -> Window:
-        return Window.open(
-            state,
-            capacity=CAPACITY,
-            dtype=activation_dtype(self._model),
-            gate_per_pair=gates_per_pair(self._model),
-            copy=not owned,
-        )
-
-    def _room(self, held: int, most: int | None = None) -> int:
-        """Places for tokens beside those held; no more than take as much as a state, unless keys are asked for."""
-        room = held + max(1, self._expected) if self._expected is not None else max(held + LEAST_ROOM, 2 * held)
-        return room if most is None or self._memory == "keys" else min(room, most)
-
-    def _make_room(self) -> None:
-        """Folds or grows the memories where they are full; all layers are alike."""
-        first = self._memories[0]
-        if first.tokens < first.capacity:
-            return
-        if isinstance(first, Window) and first.kv is not None:
-            self._fold()
-            for memory in self._memories:
-                memory.tokens = 0
-            return
-        # One at a time, so that the old one of a layer is gone before the next layer's new one is made.
-        self._expected = None
-        for number, memory in enumerate(self._memories):
-            if isinstance(memory, KeyValueCache):
-                self._memories[number] = memory.resized(self._room(memory.tokens))
-            elif self._memory == "auto" and memory.tokens >= memory.most_tokens:
-                self._memories[number] = self._open_window(memory.close(self._model.config.backend), owned=True)
-            else:
-                self._memories[number] = memory.resized(self._room(memory.tokens, memory.most_tokens))
-        self._start_afresh()
+        self._memories.fold()
 
 
 def decode(model: GPT, reading: Reading, tokens: Tensor, **options: object) -> tuple[Tensor, Reading]:

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from sympow import GPT, GPTConfig
 from sympow import decoding as decoding_module
+from sympow import memory as memory_module
 from sympow.decoding import Decoder
 from sympow.memory import most_tokens
 from sympow.ops import window as window_module
@@ -38,7 +39,7 @@ def replays(monkeypatch):
                 return
             host[0] = False
             if self.calls == 2:
-                memories = self.work.__self__._memories
+                memories = self.work.__self__._memories.layers
                 tensors = [x for memory in memories for x in memory._tensors().values()]
                 before = [x.clone() for x in tensors]
                 self.work()
@@ -50,7 +51,7 @@ def replays(monkeypatch):
 
     monkeypatch.setattr(window_module, "_on_host", lambda: host[0])
     monkeypatch.setattr(decoding_module, "Recorded", StandIn)
-    monkeypatch.setattr(decoding_module, "CAPACITY", 4)
+    monkeypatch.setattr(memory_module, "CAPACITY", 4)
     return made
 
 
