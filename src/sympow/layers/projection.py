@@ -50,9 +50,12 @@ def project(x: Tensor, projection: nn.Module) -> Tensor:
         return projection(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def weights_say_all(projection: nn.Module) -> TypeGuard[FloatLinear]:
-    """Whether its weight and bias give what calling it gives, so that a kernel may take them; not with an adapter."""
-    return type(projection) is FloatLinear
+def weights_say_all(projection: nn.Module, device: torch.device) -> TypeGuard[FloatLinear]:
+    """Whether its weight and bias give what calling it gives, so that a kernel on a device may take them.
+
+    With an adapter around it they do not, nor where an offloaded weight comes to the device only for a call.
+    """
+    return type(projection) is FloatLinear and projection.weight.device == device
 
 
 def project_together(x: Tensor, projections: list[nn.Module | None], dtype: torch.dtype) -> list[Tensor | None]:
@@ -65,7 +68,7 @@ def project_together(x: Tensor, projections: list[nn.Module | None], dtype: torc
         dtype: what the layer computes in.
     """
     present = [projection for projection in projections if projection is not None]
-    plain = [projection for projection in present if weights_say_all(projection)]
+    plain = [projection for projection in present if weights_say_all(projection, x.device)]
     if not (plain and len(plain) == len(present) and x.is_cuda and dtype == torch.bfloat16):
         return [None if projection is None else project(x, projection) for projection in projections]
     weight = torch.cat([projection.weight for projection in plain])

@@ -17,8 +17,9 @@ FEW_ROWS = 64
 def gate_and_turn(x: Tensor, gate: Gate, rotation: Rotation) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """log γ, θ and β of one token of each sequence, x (b, 1, width), without gradients; None where there are none."""
     of_gate, of_rotation = gate.projection, rotation.projection
-    plain = (of_gate is None or weights_say_all(of_gate)) and (of_rotation is None or weights_say_all(of_rotation))
-    if not plain or not _kernel_serves(x, [p for p in (of_gate, of_rotation) if isinstance(p, FloatLinear)]):
+    present = [projection for projection in (of_gate, of_rotation) if projection is not None]
+    plain = [projection for projection in present if weights_say_all(projection, x.device)]
+    if len(plain) < len(present) or not _kernel_serves(x, plain):
         theta, beta = rotation(x)
         return gate(x), theta, beta
     from sympow.kernels.step_gates import step_gates
