@@ -175,8 +175,9 @@ def prepare(model: Model, state: ModelState | None, batch: int, tokens: int, mem
     if model.config.mixer == "softmax":
         return state
     if state is None:
-        keep = memory == "keys" or (memory == "auto" and tokens <= most_tokens(model))
-        return empty_windows(model, batch) if keep else None
+        if memory == "state" or _offloaded(model):
+            return None
+        return empty_windows(model, batch) if memory == "keys" or tokens <= most_tokens(model) else None
     return fold(state) if memory == "state" or (memory == "auto" and outgrown(state, tokens)) else state
 
 
@@ -218,10 +219,15 @@ def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
                 capacity=1,
                 dtype=activation_dtype(model),
                 gate_per_pair=gates_per_pair(model),
-                device=model.embedding.weight.device,
+                device=mixer.qkv_proj.weight.device,
             )
         )
     return tuple(windows)
+
+
+def _offloaded(model: Model) -> bool:
+    """Whether weights come to their device only when they are used, so that nobody knows it before."""
+    return any(parameter.is_meta for parameter in model.blocks.parameters())
 
 
 def activation_dtype(model: Model) -> torch.dtype:

@@ -9,11 +9,14 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers")
 
+from accelerate import cpu_offload
 from transformers import DynamicCache, GenerationConfig
 
 from support import assert_close
 from sympow.generate import Sampling, generate
 from sympow.hf import SympowCache, to_native
+from sympow.ops.state import State
+from sympow.ops.window import Window
 from sympow.reading import Reading
 
 PADDING = 49
@@ -191,14 +194,87 @@ class TestContinuing:
         assert torch.equal(out, expected)
         assert max(longest) == 5
 
+    def test_a_prefix_read_with_gradients_serves_too(self, make, tokens):
+        """Copies of the cache are made outside of torch.no_grad(), where its tensors are part of a graph."""
+        model, whole = make(), tokens(1, 9)
+        cache = model(whole[:, :7], use_cache=True).past_key_values
+        expected = model.generate(whole, max_new_tokens=5, do_sample=False)
+        for _ in range(2):
+            out = model.generate(whole, past_key_values=copy.deepcopy(cache), max_new_tokens=5, do_sample=False)
+            assert torch.equal(out, expected)
 
-def test_the_state_does_not_grow(make, tokens):
-    model = make()
-    sizes = {
-        model.generate(tokens(1, length), max_new_tokens=4, return_dict_in_generate=True).past_key_values.nbytes
-        for length in (3, 60)
-    }
-    assert len(sizes) == 1
+    @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}])
+    def test_what_was_read_in_inference_mode_goes_on_outside_of_it(self, make, tokens, kind):
+        model, ids = make(**kind), tokens(1, 9)
+        with torch.inference_mode():
+            cache = model(ids[:, :5]).past_key_values
+            model(ids[:, 5:6], past_key_values=cache)
+        with torch.no_grad():
+            out = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in (6, 7)]
+            out.append(model(ids[:, 8:], past_key_values=cache).logits)
+            assert_close(torch.cat(out, 1), model(ids).logits[:, 6:], 1e-9, "logits")
+
+    def test_gradients_flow_through_what_a_cache_kept(self, make, tokens):
+        model, ids = make(), tokens(1, 9)
+        cache = model(ids[:, :4]).past_key_values
+        model(ids[:, 4:], past_key_values=cache).logits.sum().backward()
+        found = model.model.blocks[0].mixer.qkv_proj.weight.grad.clone()
+        model.zero_grad()
+        model(ids).logits[:, 4:].sum().backward()
+        assert_close(found, model.model.blocks[0].mixer.qkv_proj.weight.grad, 1e-9, "gradient")
+
+
+class TestMemory:
+    """What is kept while tokens come one by one."""
+
+    @pytest.mark.parametrize("memory", ["auto", "state", "keys"])
+    @pytest.mark.parametrize("kind", [{"power": 2}, {"power": 4}, {"gating": "vector", "rotary": "pairs"}])
+    @torch.no_grad()
+    def test_all_give_what_the_forward_says(self, make, tokens, kind, memory):
+        """Beyond a window of 64 tokens, and beyond where a state takes less than keys and values."""
+        model, ids = make(**kind), tokens(2, 83)
+        cache = SympowCache(memory)
+        out = [model(ids[:, :3], past_key_values=cache).logits]
+        out += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3, 83)]
+        assert_close(torch.cat(out, 1), model(ids, use_cache=False).logits, 1e-9, "logits")
+        assert cache.get_seq_length() == 83
+        folded = isinstance(cache.state[0], State)
+        assert folded == (memory != "keys")
+
+    @torch.no_grad()
+    def test_keys_and_values_are_kept_while_they_take_less(self, make, tokens):
+        """With p = 4 and heads of 16, a state is worth 700 tokens."""
+        model = make(power=4, hidden_size=64)
+        cache = SympowCache()
+        model.generate(tokens(1, 5), past_key_values=cache, max_new_tokens=9)
+        assert all(isinstance(layer, Window) for layer in cache.state)
+        state = SympowCache("state")
+        model.generate(tokens(1, 5), past_key_values=state, max_new_tokens=9)
+        assert all(isinstance(layer, State) for layer in state.state)
+        assert cache.nbytes < state.nbytes / 2
+
+    def test_the_state_does_not_grow(self, make, tokens):
+        model = make()
+        sizes = {
+            model.generate(tokens(1, length), max_new_tokens=4, return_dict_in_generate=True).past_key_values.nbytes
+            for length in (30, 600)
+        }
+        assert len(sizes) == 1
+
+    @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
+    @torch.no_grad()
+    def test_offloaded_weights_come_when_they_are_used(self, make, tokens, mixer):
+        model, ids = make(mixer=mixer), tokens(1, 5)
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False)
+        offloaded = cpu_offload(make(mixer=mixer), execution_device=torch.device("cpu"))
+        assert offloaded.model.blocks[0].mixer.qkv_proj.weight.is_meta
+        assert torch.equal(offloaded.generate(ids, max_new_tokens=6, do_sample=False), expected)
+
+    def test_mistakes_are_named(self, make, tokens):
+        with pytest.raises(ValueError, match="memory must be one of 'auto', 'state', 'keys'; got 'some'"):
+            SympowCache("some")
+        with pytest.raises(ValueError, match=r"memory='keys' is for calls under torch.no_grad\(\)"):
+            make()(tokens(), past_key_values=SympowCache("keys"))
 
 
 def test_a_sequence_ends_with_its_end_token(make, tokens):
@@ -233,6 +309,21 @@ class TestCache:
         with torch.no_grad():
             return model(tokens(3, 6), use_cache=True).past_key_values
 
+    @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
+    @torch.no_grad()
+    def test_so_are_they_between_single_tokens(self, make, tokens, mixer):
+        model, ids = make(mixer=mixer), tokens(3, 8)
+        cache = model(ids[:, :5]).past_key_values
+        model(ids[:, 5:6], past_key_values=cache)
+        fork = copy.deepcopy(cache)
+        cache.batch_select_indices(torch.tensor([2, 0]))
+        out = model(ids[[2, 0], 6:7], past_key_values=cache).logits
+        assert_close(out, model(ids[[2, 0], :7]).logits[:, -1:], 1e-9, "selected")
+        assert cache.batch_size == 2
+        out = model(ids[:, 6:], past_key_values=fork).logits
+        assert_close(out, model(ids).logits[:, 6:], 1e-9, "the fork")
+        assert (len(fork), len(fork.layers)) == (2, 2)
+
     def test_sequences_are_reordered_selected_and_repeated(self, cache):
         kv = cache.state[1].kv
         cache.reorder_cache(torch.tensor([2, 0, 1]))
@@ -249,6 +340,8 @@ class TestCache:
             cache.crop(-2)
         with pytest.raises(ValueError, match=r"tokens_to_remove must not be positive"):
             cache.crop(3)
+        with pytest.raises(ValueError, match=r"asks for 2 tokens back"):
+            cache.crop(torch.tensor(-2))
         cache.crop(0)
         assert cache.get_seq_length() == 6
 
@@ -260,8 +353,9 @@ class TestCache:
         model(more[:, 2:], past_key_values=cache)
         with pytest.raises(ValueError, match="asks for 6 tokens back, but 5 were recorded"):
             cache.crop(-6)
-        cache.crop(-2)
+        cache.crop(torch.tensor(-2))  # as assisted generation counts
         assert cache.get_seq_length() == 9
+        assert type(cache.get_seq_length()) is int
         cache.reorder_cache(torch.tensor([1, 0, 2]))
         out = model(more[[1, 0, 2], 3:4], past_key_values=cache)
         expected = model(torch.cat([ids, more[:, :4]], dim=1)).logits[[1, 0, 2], -1:]
@@ -279,9 +373,13 @@ class TestCache:
         cache.reset()
         assert cache.state is None
         assert (cache.get_seq_length(), cache.batch_size, len(cache), cache.nbytes) == (0, -1, 0, 0)
+        assert cache.layers == []
 
     def test_what_it_says_of_itself(self, cache):
-        assert len(cache) == 2
+        assert len(cache) == len(cache.layers) == 2
+        assert cache.layers[1].state is cache.state[1]
+        assert (cache.is_sliding, cache.is_linear) == ([False, False], [False, False])
+        assert not cache.is_recording_past(0)
         assert cache.is_initialized
         assert not cache.is_compileable
         assert not cache.is_croppable

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from sympow.layers.mixers import LayerState
+from sympow.checks import check_choice
+from sympow.layers.mixers import LayerMemory, LayerState
+from sympow.memory import MEMORIES, Memories, Memory, Model, fold, prepare
 from sympow.model.gpt import ModelState
 
 
@@ -39,23 +42,44 @@ class Stretch:
         return Stretch(self.inputs[index], self.mask[index])
 
 
+@dataclass(frozen=True, eq=False)
+class SympowCacheLayer:
+    """What one layer has read, as an entry of `SympowCache.layers`."""
+
+    state: LayerState
+    is_compileable = False
+    is_croppable = False
+    is_initialized = True
+    is_sliding = False
+
+
 class SympowCache(Cache):
-    """What a model has read so far. With the sympow mixer its size does not depend on how much that was.
+    """What a model has read so far. With the sympow mixer its size is bounded, however much that was.
 
     Takes the place of transformers' `DynamicCache` as `past_key_values`. Sequences of the batch can be reordered,
     selected and repeated; `copy.deepcopy` forks it.
+
+    Between single tokens, layers keep memories that every step changes in place: a window behind a state, or keys and
+    values as long as they take less than a state (`sympow.memory`). They become a state where one is asked for.
 
     A state cannot give tokens back. Assisted generation asks for that, and announces it with `activate_past_recording`:
     from then on the cache also keeps the state before the tokens in question, and their embeddings. `crop` goes back to
     that state, and the next call of the model first reads again what was to be kept.
 
-    Attributes:
-        state: one entry per layer, as `sympow.GPT` returns it; None before the first token.
+    Args:
+        memory: "auto": keys and values until they would take more bytes than a state; "state": a state from the first
+            token on; "keys": keys and values, however many.
     """
 
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.state: ModelState | None = None
+    def __init__(self, memory: Memory = "auto") -> None:
+        # Not the base's __init__: it makes a list of layers, which are made here from the state when asked for.
+        check_choice("memory", memory, MEMORIES)
+        self.layer_class_to_replicate = None
+        self.offloading = False
+        self.memory = memory
+        self._state: ModelState | None = None
+        # In place of the state while tokens come one by one.
+        self._memories: Memories | None = None
         self._is_user_defined = False
         self._length = 0
         self._batch = -1
@@ -65,23 +89,87 @@ class SympowCache(Cache):
         self._recorded: Stretch | None = None
         self.unread: Stretch | None = None
 
+    @property
+    def state(self) -> ModelState | None:
+        """What was read, as `sympow.GPT` takes it: one entry per layer; None before the first token.
+
+        Entries are states, or windows of keys and values while these take less.
+        """
+        if self._memories is None:
+            return self._state
+        return copy.deepcopy(self)._closed()
+
+    @property
+    def layers(self) -> list[SympowCacheLayer]:  # type: ignore[override]
+        """What each layer has read; none before the first token."""
+        return [SympowCacheLayer(layer) for layer in self.state or ()]
+
+    def start(self, model: Model, batch: int, tokens: int) -> ModelState | None:
+        """What reading some more tokens starts from; for the model. What is kept stays as it is."""
+        state = self._closed()
+        if torch.is_grad_enabled():
+            if self.memory == "keys":
+                raise ValueError("memory='keys' is for calls under torch.no_grad(): gradients go through states alone")
+            return None if state is None else fold(state)
+        return prepare(model, state, batch, tokens, self.memory)
+
     def advance(self, state: ModelState, read: Stretch) -> None:
         """Takes the state after some more tokens; for the model."""
         if self._recording:
             self._recorded = read if self._recorded is None else self._recorded.then(read)
-        self.state = state
+        self._state, self._memories = state, None
         self._length += read.length
         self._batch = read.mask.shape[0]
 
     def catch_up(self, state: ModelState) -> None:
         """Takes the state after the tokens that a crop left to be read again; for the model."""
-        self.state = self._before = state
+        self._state = self._before = state
         self.unread = None
 
     @property
+    def can_step(self) -> bool:
+        """Whether a token may come by `step`: something was read, and none of it may be wanted back."""
+        return self.is_initialized and not self._recording and self.unread is None
+
+    def step(self, model: Model, dtype: torch.dtype) -> list[LayerMemory]:
+        """The memories with which one more token is decoded; for the model, which then changes them.
+
+        Args:
+            dtype: what the model computes in.
+        """
+        if self._memories is None:
+            assert self._state is not None
+            self._memories = Memories(model, self._state, memory=self.memory, dtype=dtype)
+            self._state = None
+        elif self._memories.layers[0].count.is_inference() and not torch.is_inference_mode_enabled():
+            # Such tensors cannot be changed any more.
+            self._memories = _copied(self._memories)
+        self._memories.make_room()
+        self._length += 1
+        return self._memories.layers
+
+    def _closed(self) -> ModelState | None:
+        """The state, into which memories are turned if there are any."""
+        if self._memories is not None:
+            self._state, self._memories = self._memories.close(), None
+        return self._state
+
+    def __deepcopy__(self, seen: dict[int, Any]) -> SympowCache:
+        # Records one by one: a tensor that is part of a graph refuses to be copied otherwise.
+        fork = copy.copy(self)
+        seen[id(self)] = fork
+        fork._state, fork._before = (
+            None if state is None else tuple(layer.clone() for layer in state) for state in (self._state, self._before)
+        )
+        fork._memories = None if self._memories is None else _copied(self._memories)
+        return fork
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the state."""
-        return sum(layer.nbytes for layer in self.state or ())
+        """Bytes of what is kept, room for tokens to come included."""
+        if self._memories is not None:
+            return self._memories.nbytes
+        return sum(layer.nbytes for layer in self._state or ())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens read, padding included: how far the attention mask reaches."""
@@ -102,7 +190,7 @@ class SympowCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.state = self._before = self._recorded = self.unread = None
+        self._state = self._memories = self._before = self._recorded = self.unread = None
         self._length, self._batch = 0, -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -111,9 +199,13 @@ class SympowCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some sequences of the batch, which may be repeated and reordered."""
-        if self.state is None:
+        if not self.is_initialized:
             return
-        self.state = _select(self.state, indices)
+        if self._memories is not None:
+            selected = copy.copy(self._memories)
+            selected.layers = [_select_memory(layer, indices) for layer in self._memories.layers]
+            self._memories = selected
+        self._state = None if self._state is None else _select(self._state, indices)
         self._before = None if self._before is None else _select(self._before, indices)
         self._recorded = (
             None if self._recorded is None else self._recorded.select(indices.to(self._recorded.mask.device))
@@ -128,14 +220,15 @@ class SympowCache(Cache):
     def activate_past_recording(self) -> None:
         """From now on, keeps what `crop` needs."""
         if not self._recording:
-            self._recording, self._before = True, self.state
+            self._recording, self._before = True, self._closed()
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Takes back the last tokens, given as a negative number; 0 makes all so far final.
 
         Raises:
             ValueError: they were read before `activate_past_recording`, or are final.
         """
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"tokens_to_remove must not be positive: −n takes back n tokens; got {tokens_to_remove}. Assisted "
@@ -143,7 +236,7 @@ class SympowCache(Cache):
             )
         if tokens_to_remove == 0:
             if self._recording and self.unread is None:
-                self._before, self._recorded = self.state, None
+                self._before, self._recorded = self._state, None
             return
         available = 0 if self._recorded is None else self._recorded.length
         if self._recorded is None or -tokens_to_remove > available:
@@ -152,7 +245,7 @@ class SympowCache(Cache):
                 "cannot give tokens back, unless activate_past_recording was called before they were read"
             )
         kept = self._recorded.first(available + tokens_to_remove)
-        self.state, self._recorded = self._before, None
+        self._state, self._recorded = self._before, None
         self.unread = kept if kept.length else None
         self._length += tokens_to_remove
 
@@ -170,7 +263,7 @@ class SympowCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return self.state is not None
+        return self._state is not None or self._memories is not None
 
     @property
     def is_compileable(self) -> bool:
@@ -181,8 +274,13 @@ class SympowCache(Cache):
         """Not without recording."""
         return False
 
+    def is_recording_past(self, layer_idx: int = 0) -> bool:
+        """Whether tokens can be taken back."""
+        return self._recording
+
     def __len__(self) -> int:
-        return len(self.state or ())
+        """Layers; none before the first token."""
+        return len(self._memories.layers if self._memories is not None else self._state or ())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self._length}, nbytes={self.nbytes})"
@@ -190,6 +288,17 @@ class SympowCache(Cache):
 
 def _select(state: ModelState, indices: Tensor) -> ModelState:
     return tuple(layer.select(indices.to(_device(layer))) for layer in state)
+
+
+def _select_memory(layer: LayerMemory, indices: Tensor) -> LayerMemory:
+    # A workspace is for the kernels, and is made again.
+    return replace(layer, workspace=None).select(indices.to(layer.count.device))
+
+
+def _copied(memories: Memories) -> Memories:
+    copied = copy.copy(memories)
+    copied.layers = [layer.clone() for layer in memories.layers]
+    return copied
 
 
 def _device(layer: LayerState) -> torch.device:

@@ -175,11 +175,19 @@ class SympowModel(SympowPreTrainedModel):
         if use_cache and cache is None:
             cache = SympowCache()
         if cache is not None and cache.unread is not None:
-            _, state, _ = self._read(cache.unread.inputs, cache.unread.mask, cache.state, True, None, False)
+            before = cache.start(self, *cache.unread.mask.shape)
+            _, state, _ = self._read(cache.unread.inputs, cache.unread.mask, before, True, None, False)
             assert state is not None
             cache.catch_up(state)
-        before = None if cache is None else cache.state
-        x, after, hidden = self._read(inputs_embeds, mask, before, bool(use_cache), offsets, bool(output_hidden_states))
+        one_more = cache is not None and cache.can_step and shape[1] == 1 and bool(use_cache) and mask is None
+        if cache is not None and one_more and not torch.is_grad_enabled():
+            x, hidden = self._step(inputs_embeds, cache, bool(output_hidden_states))
+            after = None
+        else:
+            before = None if cache is None else cache.start(self, *shape)
+            x, after, hidden = self._read(
+                inputs_embeds, mask, before, bool(use_cache), offsets, bool(output_hidden_states)
+            )
         if offsets is not None:
             x, hidden = x.reshape(*shape, -1), None if hidden is None else tuple(h.reshape(*shape, -1) for h in hidden)
         if cache is not None and after is not None:
@@ -215,6 +223,21 @@ class SympowModel(SympowPreTrainedModel):
                 after.append(sealed.record)
         x = self.final_norm(x)
         return x, tuple(after) if return_state else None, (*hidden, x) if return_hidden else None
+
+    def _step(
+        self, inputs: Tensor, cache: SympowCache, return_hidden: bool
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The same for one token a sequence, without gradients, by what the cache decodes with."""
+        dtype = inputs.dtype
+        if torch.is_autocast_enabled(inputs.device.type):
+            dtype = torch.get_autocast_dtype(inputs.device.type)
+        x = self.embedding_norm(inputs)
+        hidden = []
+        for block, memory in zip(self.blocks, cache.step(self, dtype), strict=True):
+            hidden.append(x)
+            x, _ = block(x, None, False, None, memory=Sealed(memory))
+        x = self.final_norm(x)
+        return x, (*hidden, x) if return_hidden else None
 
 
 class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):

@@ -123,8 +123,9 @@ class Mixer(nn.Module, ABC):
     def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; the memory then holds it."""
         log_gamma, theta, beta = gate_and_turn(x, self.gate, self.rotation)
-        y = memory.step(*self._project(x), log_gamma, beta, theta, backend=self.backend)
-        return self.out_proj(y.flatten(2))
+        q, k, v = self._project(x)
+        y = memory.step(*_in(memory.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
+        return self.out_proj(y.to(q.dtype).flatten(2))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (b, t, h, d), k and v (b, t, h_kv, d)."""
@@ -201,8 +202,8 @@ class ConformalAttention(Mixer):
             raise ValueError("cu_seqlens cannot go with a state of keys and values: fold it first")
         # A copy: what is given belongs to the caller.
         window = initial_state.resized(initial_state.tokens + q.shape[1])
-        y = window.read(q, k, v, backend=self.backend, **options)
-        return y, window if return_state else None
+        y = window.read(*_in(window.values.dtype, q, k, v), backend=self.backend, **options)
+        return y.to(q.dtype), window if return_state else None
 
 
 class SoftmaxAttention(Mixer):
@@ -218,6 +219,11 @@ class SoftmaxAttention(Mixer):
         if return_state:
             return softmax_attention(q, k, v, mask=mask, return_state=True, **options)
         return softmax_attention(q, k, v, mask=mask, **options), None
+
+
+def _in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the dtype of a memory, which was made before anybody knew theirs."""
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _check_mask(mask: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> None:

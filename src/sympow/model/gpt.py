@@ -54,7 +54,11 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         mask: Tensor | None = None,
         shards: Shards | None = None,
+        memory: Sealed[LayerMemory] | None = None,
     ) -> tuple[Tensor, Sealed[LayerState] | None]:
+        """As `Mixer.forward`; with a memory as `step`, in a call that wrappers of modules see."""
+        if memory is not None:
+            return self.step(x, memory.record), None
         before = None if state is None else state.record
         mixed, after = self.mixer(
             self.mixer_norm(x), before, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
