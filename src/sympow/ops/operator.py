@@ -14,6 +14,7 @@ from sympow.ops.chunked import chunked_form
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
 from sympow.ops.documents import run_documents
 from sympow.ops.fused import fused_form, fused_step
+from sympow.ops.late_queries import run_late_queries
 from sympow.ops.precision import without_autocast
 from sympow.ops.recurrent import recurrent_form
 from sympow.ops.sequence import Sequence
@@ -95,7 +96,8 @@ def attention(
     equals one call over both, whatever their forms, gradients included.
 
     Args:
-        q: queries (b, t, h, d), float64, float32, bfloat16 or float16.
+        q: queries (b, t, h, d), float64, float32, bfloat16 or float16. There may be fewer of them than keys: then they
+            are those of the last tokens, and y is of these alone.
         k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i reads key head i // (h / h_kv).
         v: values (b, t, h_kv, e).
         power: p, even and at least 2.
@@ -133,7 +135,10 @@ def attention(
     check_choice("backend", backend, BACKENDS)
     check_chunk_size(chunk_size, form)
     check_bool("return_state", return_state)
-    check_tensors(q, k, v, log_gamma, beta, theta)
+    check_tensors(q, k, v, log_gamma, beta, theta, late_queries=True)
+    late_queries = q.shape[1] < k.shape[1]
+    if late_queries:
+        _check_late_queries(cu_seqlens, form, backend)
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q)
     if initial_state is not None:
@@ -144,7 +149,10 @@ def attention(
     with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
         with_states = initial_state is not None or return_state
-        if cu_seqlens is None:
+        if late_queries:
+            by_scores = False if chunk_size is not None else {"auto": None, "attention": True}.get(form, False)
+            y, state = run_late_queries(sequence, initial_state, return_state, by_scores, run)
+        elif cu_seqlens is None:
             y, state = run(sequence, initial_state)
         elif not with_states and backend_for(sequence, False, form, chunk_size, backend) == "triton":
             y, state = fused_form(sequence, None, False, form, chunk_size, sequence.needs_grad, cu_seqlens)
@@ -154,6 +162,16 @@ def attention(
         return y
     assert state is not None
     return y, state
+
+
+def _check_late_queries(cu_seqlens: Tensor | None, form: Form, backend: Backend) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens needs a query for every key, since each document has its own last tokens")
+    if backend == "triton" and form in ("auto", "attention"):
+        raise ValueError(
+            "backend='triton' scores no fewer queries than keys; pass form='chunked', which folds the earlier keys "
+            "first, or leave the backend to 'auto'"
+        )
 
 
 def _run(

@@ -49,9 +49,21 @@ def check_chunk_size(chunk_size: int | None, form: str) -> None:
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, beta: Tensor | None, theta: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None,
+    beta: Tensor | None,
+    theta: Tensor | None,
+    *,
+    late_queries: bool = False,
 ) -> None:
-    _check_qkv(q, k, v)
+    """Refuses what does not fit together.
+
+    Args:
+        late_queries: whether there may be fewer queries than keys.
+    """
+    _check_qkv(q, k, v, late_queries)
     batch, length, heads, dim = k.shape
     pairs = dim // 2
     if theta is None and beta is not None:
@@ -136,7 +148,7 @@ def check_state(
         raise ValueError("initial_state has a phase, so it was made with rotation; but theta is None")
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
@@ -148,9 +160,11 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise TypeError(f"q, k and v must share a dtype; q is {q.dtype}, but {name} is {tensor.dtype}")
         if tensor.device != q.device:
             raise ValueError(f"q, k and v must share a device; q is on {q.device}, but {name} is on {tensor.device}")
-        if tensor.shape[:2] != q.shape[:2]:
+        late = late_queries and tensor.shape[0] == q.shape[0] and q.shape[1] < k.shape[1] == v.shape[1]
+        if tensor.shape[:2] != q.shape[:2] and not late:
+            besides = ", but that q may be of the last tokens alone" if late_queries else ""
             raise ValueError(
-                f"q, k and v must share batch and time; q has {tuple(q.shape[:2])}, but {name} has "
+                f"q, k and v must share batch and time{besides}; q has {tuple(q.shape[:2])}, but {name} has "
                 f"{tuple(tensor.shape[:2])}"
             )
         if 0 in (tensor.shape[0], *tensor.shape[2:]):
