@@ -15,7 +15,7 @@ from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassifi
 
 pytestmark = [
     pytest.mark.slow,
-    # What the libraries say about each other, and about saving tensors in memory that cannot be pinned.
+    # Warnings of these libraries about each other are not ours to answer.
     pytest.mark.filterwarnings("default"),
 ]
 OPTIONS = {

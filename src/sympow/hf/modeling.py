@@ -63,8 +63,8 @@ class SympowPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # Gates and rotations are summed over whole sequences; they are small, so that full precision costs nothing.
     _keep_in_fp32_modules_strict = ["gate", "rotation"]  # noqa: RUF012
-    # Quantisers go by this one.
-    _keep_in_fp32_modules = ["gate", "rotation"]  # noqa: RUF012
+    # Quantisers go by this list, and transformers wants no name in both.
+    _keep_in_fp32_modules = ["gamma_proj", "beta_proj"]  # noqa: RUF012
     # transformers refuses assisted generation for stateful models since they cannot take tokens back; our cache can.
     _is_stateful = False
 
