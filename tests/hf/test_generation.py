@@ -393,3 +393,65 @@ class TestCache:
         cache = SympowCache()
         cache.reorder_cache(torch.tensor([0]))
         assert cache.state is None
+
+
+class TestAsTransformersTestsIt:
+    """What its repository, and no package of it, checks of every model that generates."""
+
+    @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}])
+    @torch.no_grad()
+    def test_a_cache_changes_nothing(self, make, tokens, kind):
+        model, ids = make(**kind), tokens(2, 6)
+        for options in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
+            options = {"max_new_tokens": 6, "do_sample": False, **options}
+            with_cache = model.generate(ids, use_cache=True, **options)
+            assert torch.equal(with_cache, model.generate(ids, use_cache=False, **options))
+
+    @torch.no_grad()
+    def test_embeddings_may_be_the_prompt(self, make, tokens):
+        model, ids = make(), tokens(2, 6)
+        embedded = model.get_input_embeddings()(ids)
+        options = {"max_new_tokens": 5, "do_sample": False}
+        expected = model.generate(ids, **options)[:, 6:]
+        assert torch.equal(model.generate(inputs_embeds=embedded, **options), expected)
+        assert torch.equal(model.generate(inputs_embeds=embedded, use_cache=False, **options), expected)
+
+    @torch.no_grad()
+    def test_a_text_may_start_from_nothing(self, make):
+        model = make(bos_token_id=3)
+        out = model.generate(max_new_tokens=4, do_sample=False)
+        assert out[0].tolist() == greedily(model, torch.tensor([3]), 4).tolist()
+
+    @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}])
+    @torch.no_grad()
+    def test_what_was_asked_for_comes_along(self, make, tokens, kind):
+        model, ids = make(**kind), tokens(2, 6)
+        out = model.generate(
+            ids,
+            max_new_tokens=4,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            output_logits=True,
+            output_hidden_states=True,
+        )
+        assert out.sequences.shape == (2, 10)
+        assert [tuple(x.shape) for x in out.logits] == [(2, 50)] * 4 == [tuple(x.shape) for x in out.scores]
+        lengths = [[tuple(x.shape) for x in step] for step in out.hidden_states]
+        assert lengths == [[(2, 6, 16)] * 3] + [[(2, 1, 16)] * 3] * 3
+        expected = model(out.sequences, output_hidden_states=True, use_cache=False).hidden_states
+        for layer in range(3):
+            found = torch.cat([step[layer] for step in out.hidden_states], 1)
+            assert_close(found, expected[layer][:, :-1], 1e-9, "hidden states")
+        # The last token was drawn, and not read.
+        assert out.past_key_values.get_seq_length() == 9
+        assert len(out.past_key_values) == len(out.past_key_values.layers) == 2
+
+    @torch.no_grad()
+    def test_several_samples_of_a_prompt_go_their_own_ways(self, make, tokens):
+        model, ids = make(), tokens(1, 6)
+        torch.manual_seed(0)
+        out = model.generate(ids, max_new_tokens=8, do_sample=True, num_return_sequences=4, temperature=2.0)
+        assert out.shape == (4, 14)
+        assert len({tuple(row) for row in out.tolist()}) > 1
+        assert (out[:, :6] == ids).all()
