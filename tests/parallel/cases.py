@@ -25,9 +25,14 @@ def random_lengths(choose, total, ranks):
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
-def compare(group, seed, *, power=2, lengths, offsets=None, closed=(), exchange="auto", initial=False, form="auto",
-            kind=None, grad=True):  # fmt: skip
-    """Largest differences of outputs and gradients, relative where they are large, by name."""
+def compare(group, seed, *, power=2, lengths, offsets=None, closed=(), exchange="auto", initial=False, final=False,
+            form="auto", kind=None):  # fmt: skip
+    """Largest differences of outputs, states and gradients, relative where they are large, by name.
+
+    Args:
+        initial: whether the sequence starts from a state.
+        final: whether the state after it is asked for, and is part of the loss.
+    """
     total = sum(lengths)
     inputs = random_inputs(seed, length=total, heads=4, key_heads=2, **(kind or {}))
     if inputs.log_gamma is not None:
@@ -43,15 +48,23 @@ def compare(group, seed, *, power=2, lengths, offsets=None, closed=(), exchange=
     weights = torch.randn(*inputs.q.shape[:3], inputs.v.shape[3], generator=generator, dtype=inputs.q.dtype)
 
     whole, whole_state = inputs.requires_grad(), _tracked(state)
-    expected = sympow.attention(**whole.arguments(), power=power, cu_seqlens=cu_seqlens, initial_state=whole_state)
-    (expected * weights).sum().backward()
+    states = {"initial_state": whole_state, "return_state": final}
+    expected = sympow.attention(**whole.arguments(), power=power, cu_seqlens=cu_seqlens, **states)
+    expected, expected_state = expected if final else (expected, None)
+    ((expected * weights).sum() + _weighed(expected_state, seed)).backward()
 
     own = inputs.time(shards.start, shards.start + shards.length).requires_grad()
     own_state = _tracked(state)
-    y = attention(**own.arguments(), power=power, shards=shards, initial_state=own_state, form=form)
-    (y * shards.take(weights)).sum().backward()
+    states = {"initial_state": own_state, "return_state": final}
+    y = attention(**own.arguments(), power=power, shards=shards, form=form, **states)
+    y, after = y if final else (y, None)
+    # Each rank has the state; of the sum of losses, it is to count once.
+    ((y * shards.take(weights)).sum() + _weighed(after, seed) / group.size()).backward()
 
     differences = {"y": _difference(y, shards.take(expected))}
+    if final:
+        for name, mine in after._tensors().items():
+            differences[f"final {name}"] = _difference(mine, getattr(expected_state, name))
     for name, mine, theirs in _pairs(own, whole):
         if name == "theta":
             differences[name] = _difference(_summed(mine, group), theirs.grad)
@@ -93,6 +106,15 @@ def states_carry_on(group, seed, *, lengths, more):
     return differences
 
 
+def _weighed(state, seed):
+    """A loss that every entry of a state counts in."""
+    if state is None:
+        return 0.0
+    generator = torch.Generator().manual_seed(seed)
+    tensors = state._tensors().values()
+    return sum((x * torch.randn(x.shape, generator=generator, dtype=x.dtype)).sum() for x in tensors)
+
+
 def _pairs(own, whole):
     for name in Inputs.__dataclass_fields__:
         if getattr(own, name) is not None:
@@ -122,17 +144,21 @@ def _difference(actual, expected):
     return ((actual - expected).abs().max() / max(1.0, expected.abs().max().item())).item()
 
 
-def random_cases(group, seeds):
-    return [random_case(group, seed) for seed in seeds]
+def random_cases(group, seeds, **options):
+    return [random_case(group, seed, **options) for seed in seeds]
 
 
-def random_case(group, seed):
-    """Everything at random: lengths, empty shards, documents, gates closed at a border, power, form, exchange."""
+def random_case(group, seed, *, final=False):
+    """Everything at random: lengths, empty shards, documents, gates closed at a border, power, form, exchange.
+
+    Args:
+        final: whether the state after the sequence is asked for; then there are no documents.
+    """
     choose = random.Random(seed)
     total = choose.randint(1, 24)
     lengths = random_lengths(choose, total, group.size())
     offsets, initial = None, False
-    if choose.random() < 0.5:
+    if choose.random() < 0.5 and not final:
         offsets = sorted({0, total, *choose.choices(range(total + 1), k=choose.randint(0, 5))})
     else:
         initial = choose.random() < 0.4
@@ -147,8 +173,8 @@ def random_case(group, seed):
         "form": choose.choice(["auto", "attention", "chunked", "recurrent"]),
         "exchange": choose.choice(["gather", "rounds"]),
     }
-    found = compare(group, seed, lengths=lengths, offsets=offsets, closed=closed, initial=initial, kind=kind, **options)
-    return found, {"lengths": lengths, "offsets": offsets, "closed": closed, "initial": initial, **kind, **options}
+    case = {"lengths": lengths, "offsets": offsets, "closed": closed, "initial": initial, "final": final, **options}
+    return compare(group, seed, kind=kind, **case), {**case, **kind}
 
 
 def traffic(group, length, *, power=2, exchange="gather", kind=None, dtype=torch.float64):

@@ -19,6 +19,24 @@ def test_ranks_equal_one_process(pool, ranks):
             assert max(differences.values()) <= TOLERANCE, f"{differences}: {case}"
 
 
+@pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(1, 8))])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_state_after_the_sequence_equals_that_of_one_process(pool, ranks, batch):
+    """Over 500 cases, in batches that a pool is patient enough for."""
+    first = 1000 * ranks + 21 * batch
+    for found in pool.run(cases.random_cases, ranks, seeds=range(first, first + 21), final=True):
+        for differences, case in found:
+            assert max(differences.values()) <= TOLERANCE, f"{differences}: {case}"
+
+
+@pytest.mark.parametrize("lengths", [[2, 0], [1, 1, 0], [0, 3, 0, 0], [3, 0, 0, 0]])
+@pytest.mark.parametrize("rotation", ["fixed", "pairs"])
+@pytest.mark.parametrize("initial", [False, True])
+def test_a_state_passes_ranks_without_tokens(pool, lengths, rotation, initial):
+    case = {"lengths": lengths, "kind": {"rotation": rotation}, "initial": initial, "final": True}
+    assert_small(pool.run(cases.compare, len(lengths), seed=7, **case))
+
+
 @pytest.mark.parametrize("exchange", ["gather", "rounds"])
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_a_gate_closed_at_a_border_lets_nothing_pass(pool, exchange, gate):

@@ -169,7 +169,7 @@ class _Call:
 
     @cached_property
     def portion(self) -> Portion:
-        return self.shards.portion(preceded=self.initial_state is not None)
+        return self.shards.portion(preceded=self.initial_state is not None, followed=self.return_state)
 
     @property
     def own_start(self) -> State | None:

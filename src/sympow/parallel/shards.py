@@ -119,27 +119,30 @@ class Shards:
         """Where documents begin in the whole sequence and, last, where they end."""
         return [0, self.total] if self.cu_seqlens is None else document_offsets(self.cu_seqlens, self.total)
 
-    def portion(self, rank: int | None = None, *, preceded: bool = False) -> Portion:
+    def portion(self, rank: int | None = None, *, preceded: bool = False, followed: bool = False) -> Portion:
         """What a rank has of the documents.
 
         Args:
             rank: None: this one.
             preceded: the first document, the only one then, goes on with what came before the whole sequence.
+            followed: the last document, the only one then, goes on after the whole sequence, so that its state has to
+                reach the last rank, with tokens there or without.
         """
-        key = (self.rank if rank is None else rank, preceded)
+        key = (self.rank if rank is None else rank, preceded, followed)
         if key not in self._portions:
             self._portions[key] = self._find_portion(*key)
         return self._portions[key]
 
     @cached_property
-    def _portions(self) -> dict[tuple[int, bool], Portion]:
+    def _portions(self) -> dict[tuple[int, bool, bool], Portion]:
         """Those asked for so far: every layer of a model asks for the same."""
         return {}
 
-    def _find_portion(self, rank: int, preceded: bool) -> Portion:
+    def _find_portion(self, rank: int, preceded: bool, followed: bool) -> Portion:
         start, stop = self.starts[rank : rank + 2]
+        before_last = rank < self.size - 1
         if preceded:
-            return Portion((0, stop - start), start, rank > 0, rank < self.size - 1, range(rank))
+            return Portion((0, stop - start), start, rank > 0, before_last, range(rank))
         # The last offset ends a document and begins none.
         begun = self.offsets[bisect_right(self.offsets, start, hi=len(self.offsets) - 1) - 1]
         inside = self.offsets[bisect_right(self.offsets, start) : bisect_left(self.offsets, stop)]
@@ -148,7 +151,7 @@ class Shards:
             offsets=tuple(x - start for x in (start, *inside, stop)),
             before=start - begun,
             continues=start > begun,
-            goes_on=self.offsets[bisect_left(self.offsets, stop)] != stop,
+            goes_on=before_last if followed else self.offsets[bisect_left(self.offsets, stop)] != stop,
             sources=range(holder, rank) if start > begun else range(0),
         )
 
@@ -175,7 +178,7 @@ class Portion:
         offsets: where its pieces of documents begin and, last, where they end, counted from its first token.
         before: tokens of the first piece's document on earlier ranks.
         continues: whether the first piece goes on with something from earlier ranks.
-        goes_on: whether the last piece's document goes on on a later rank.
+        goes_on: whether a later rank has more of the last piece's document, or returns the state after it.
         sources: the ranks with those earlier tokens.
     """
 
