@@ -24,6 +24,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from sympow.kernels.anchoring import _anchor_kernel
 from sympow.kernels.attention_backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention_forward import forward_kernel
 from sympow.kernels.chunk_states import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
@@ -35,6 +36,7 @@ from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_k
 from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
 from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
 from sympow.kernels.rotation import _rotate_backward_kernel, _rotate_kernel
+from sympow.kernels.scan import _scan_kernel
 from sympow.kernels.softmax_step import softmax_step_kernel
 from sympow.kernels.step_gates import step_gates_kernel
 from sympow.kernels.window import fold_window_kernel
@@ -358,6 +360,8 @@ CASES = {
     "quartic update, e=128": quartic_case("update", 1, 128, columns=64, warps=4),
     "quartic update, denominator": quartic_case("update", 64, 1, columns=64, warps=4),
     "scan, quartic": (quartic_scan_kernel, {}, dict(E=32, GATED=True, REVERSE=False, BLOCK=2048), 4, 3),
+    "scan, sums": (_scan_kernel, {}, dict(BLOCK=1024, REVERSE=True, TOTALS_ONLY=False), 4, 3),
+    "scan, anchors": (_anchor_kernel, {}, dict(DOCUMENTS=True, BLOCK=256), 4, 3),
     "rotation": (_rotate_kernel, {}, ROTATION, 4, 3),
     "rotation, backward": (_rotate_backward_kernel, {}, ROTATION, 4, 3),
     "decode": step_case(False, rows=16),

@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sympow.kernels.common import place_on_one_axis
+
 BLOCK = 256
 
 
@@ -48,8 +50,8 @@ def _anchor_kernel(
     sums_ptr, anchors_ptr, document_end_ptr, out_ptr, length, heads, spacing, anchors,
     DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    positions = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sequence = tl.program_id(1).to(tl.int64)
+    block, sequence = place_on_one_axis(tl.cdiv(length, BLOCK))
+    positions = block * BLOCK + tl.arange(0, BLOCK)
     mask = positions < length
     sums_ptr += sequence * length
     if anchors_ptr is not None:
@@ -82,7 +84,7 @@ def anchored(
     batch, heads, length = suffix.shape
     out = suffix.new_empty(batch, length, heads, dtype=dtype)
     anchors = None if anchors is None else anchors.contiguous()
-    _anchor_kernel[(triton.cdiv(length, BLOCK), batch * heads)](
+    _anchor_kernel[(triton.cdiv(length, BLOCK) * batch * heads,)](
         suffix.contiguous(), anchors, document_end, out, length, heads, spacing,
         0 if anchors is None else anchors.shape[-1], DOCUMENTS=document_end is not None, BLOCK=BLOCK,
         enable_fp_fusion=True,

@@ -19,6 +19,17 @@ STATE_EPSILON = tl.constexpr(2.0**-10)
 
 
 @triton.jit
+def place_on_one_axis(inner):
+    """The place of a program on two axes that are launched as one: of `inner` programs, int32, and outside it, int64.
+
+    CUDA takes 2³¹ − 1 programs along the first axis of a grid, and 65,535 along the second: too few for an axis that
+    grows with sequences, heads and pairs.
+    """
+    program = tl.program_id(0)
+    return program % inner, (program // inner).to(tl.int64)
+
+
+@triton.jit
 def even_power(s, POWER: tl.constexpr):
     """s^POWER for POWER in 2, 4, 6, 8."""
     square = s * s

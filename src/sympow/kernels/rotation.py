@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.kernels.common import place_on_one_axis
+
 TURN = tl.constexpr(2 * math.pi)
 
 
@@ -77,9 +79,9 @@ def _rotate_kernel(
     FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Turns one key head and the query heads that read it. Outputs are contiguous."""
-    sequence = tl.program_id(1).to(tl.int64)
+    block, sequence = place_on_one_axis(tl.cdiv(length, TOKENS))
     batch, head = sequence // heads, sequence % heads
-    tokens = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    tokens = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
     inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
     mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
@@ -121,7 +123,7 @@ def _rotate_backward_kernel(
     Turned vectors are contiguous, their gradients need not be. Each program leaves its own part of the sums over time,
     so that adding them up is the same in every run.
     """
-    block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, sequence = place_on_one_axis(blocks)
     batch, head = sequence // heads, sequence % heads
     tokens = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
@@ -158,11 +160,9 @@ def _rotate_backward_kernel(
 TOKENS = 32
 
 
-def _launch_options(
-    q: Tensor, k: Tensor, sums: Tensor | None, start: Tensor | None
-) -> tuple[tuple[int, int], dict[str, int]]:
-    batch, length, heads, dim = k.shape
-    options = {
+def _launch_options(q: Tensor, k: Tensor, sums: Tensor | None, start: Tensor | None) -> dict[str, int]:
+    heads, dim = k.shape[2:]
+    return {
         "GROUP": q.shape[2] // heads,
         "PAIRS": dim // 2,
         "BLOCK_PAIRS": triton.next_power_of_2(dim // 2),
@@ -171,7 +171,6 @@ def _launch_options(
         "STARTED": start is not None,
         "TOKENS": TOKENS,
     }
-    return (triton.cdiv(length, TOKENS), batch * heads), options
 
 
 def rotate_forward(
@@ -190,10 +189,10 @@ def rotate_forward(
         torch.empty_like(q, memory_format=torch.contiguous_format),
         torch.empty_like(k, memory_format=torch.contiguous_format),
     )
-    grid, options = _launch_options(q, k, sums, start)
-    _rotate_kernel[grid](
-        q, k, q_out, k_out, sums, theta, start, k.shape[1], k.shape[2], *q.stride()[:3], *k.stride()[:3],
-        **options, enable_fp_fusion=True,
+    batch, length, heads, _ = k.shape
+    _rotate_kernel[(triton.cdiv(length, TOKENS) * batch * heads,)](
+        q, k, q_out, k_out, sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
+        **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip
     return q_out, k_out
 
@@ -217,16 +216,16 @@ def rotate_backward(
         sums, theta, start: as in `rotate_forward`.
     """
     batch, length, heads, dim = k.shape
-    grid, options = _launch_options(q, k, sums, start)
+    blocks = triton.cdiv(length, TOKENS)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     d_sums = None if sums is None else k.new_empty(batch, length, sums.shape[1], dtype=torch.float64)
     d_theta, d_start = (
-        k.new_empty(batch * heads, grid[0], dim // 2, dtype=torch.float64) if wanted else None
+        k.new_empty(batch * heads, blocks, dim // 2, dtype=torch.float64) if wanted else None
         for wanted in (want_theta, start is not None)
     )
-    _rotate_backward_kernel[grid](
-        q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, grid[0],
-        *dq.stride()[:3], *dk.stride()[:3], **options, enable_fp_fusion=True,
+    _rotate_backward_kernel[(blocks * batch * heads,)](
+        q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, blocks,
+        *dq.stride()[:3], *dk.stride()[:3], **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip
     d_start_summed = None if d_start is None else d_start.sum(1).unflatten(0, (batch, heads))
     return q_out, k_out, d_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed

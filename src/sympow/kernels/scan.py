@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.kernels.common import place_on_one_axis
+
 BLOCK = 1024
 
 
@@ -19,7 +21,7 @@ def _scan_kernel(
 
     A first launch (TOTALS_ONLY) leaves the blocks' totals, so that the second needs no block to wait for another.
     """
-    block, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    block, sequence = place_on_one_axis(blocks)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     x_ptr += (sequence // columns) * stride_batch + (sequence % columns) * stride_column
     x = tl.load(x_ptr + tokens.to(tl.int64) * stride_time, mask=tokens < length, other=0.0).to(tl.float64)
@@ -45,7 +47,7 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     totals = x.new_empty(batch, columns, blocks, dtype=torch.float64)
     out = x.new_empty(batch, columns, length, dtype=torch.float64)
     for totals_only in (True, False):
-        _scan_kernel[(blocks, batch * columns)](
+        _scan_kernel[(blocks * batch * columns,)](
             x, totals, out, length, columns, blocks, *x.stride(),
             BLOCK=BLOCK, REVERSE=reverse, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
         )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Launches whose number of programs grows with batch, heads and pairs stay within what CUDA takes.
+
+A grid has up to 2³¹ − 1 programs along its first axis and 65,535 along the second. Triton's interpreter has no such
+limit, so these tests look at the grids.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import sympow
+from support import interpreted
+from sympow.kernels import anchoring, rotation, scan
+from sympow.kernels.anchoring import anchored
+from sympow.kernels.rotation_op import fused_rotation
+from sympow.kernels.scan import running_sum
+from sympow.ops.rotary import rotary_rates
+
+MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
+# As many columns as β has for 256 sequences of 12 heads of 32 pairs.
+BATCH, HEADS, PAIRS = 256, 12, 32
+
+
+class Recorder:
+    """Stands in for a kernel: keeps the grids it is launched with, and computes nothing."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **kwargs: None
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """All kernels that launch over columns of β, or over sequences and heads without a limit on them."""
+    kernels = {
+        "scan": (scan, "_scan_kernel"),
+        "anchor": (anchoring, "_anchor_kernel"),
+        "rotate": (rotation, "_rotate_kernel"),
+        "rotate backward": (rotation, "_rotate_backward_kernel"),
+    }
+    found = {}
+    for name, (module, attribute) in kernels.items():
+        found[name] = Recorder()
+        monkeypatch.setattr(module, attribute, found[name])
+    return found
+
+
+def assert_launchable(grids):
+    assert grids
+    for grid in grids:
+        assert all(axis <= most for axis, most in zip(grid, MOST_PROGRAMS, strict=False)), grid
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_running_sums_of_any_number_of_columns(recorders, reverse):
+    running_sum(torch.empty(BATCH, 1, HEADS * PAIRS), reverse=reverse)
+    assert_launchable(recorders["scan"].grids)
+
+
+def test_anchored_sums_of_any_number_of_columns(recorders):
+    anchored(torch.empty(BATCH, HEADS * PAIRS, 1, dtype=torch.float64), None, 1)
+    assert_launchable(recorders["anchor"].grids)
+
+
+def test_rotation_of_any_number_of_sequences(recorders):
+    q = torch.empty(BATCH * PAIRS, 1, HEADS, 2)
+    theta = torch.empty(1, dtype=torch.float64)
+    rotation.rotate_forward(q, q, None, theta, None)
+    rotation.rotate_backward(q, q, q, q, None, theta, None, want_theta=True)
+    assert_launchable(recorders["rotate"].grids)
+    assert_launchable(recorders["rotate backward"].grids)
+
+
+@interpreted
+def test_programs_find_their_tokens_and_columns():
+    """Several blocks of tokens, several columns, several sequences: what a wrong place on the grid would mix up."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 2050, 3, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(running_sum(x), x.cumsum(1).transpose(1, 2), rtol=0, atol=1e-10)
+    later = x.flip(1).cumsum(1).flip(1).transpose(1, 2)
+    torch.testing.assert_close(running_sum(x, reverse=True), later, rtol=0, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("per_pair", [True, False])
+def test_the_last_of_many_sequences_are_turned_as_if_alone(per_pair):
+    """More columns of β, and more sequences times heads, than a second axis has programs."""
+    batch, heads, dim = (BATCH, HEADS, 2 * PAIRS) if per_pair else (BATCH * PAIRS, HEADS, 2)
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (batch, 3, heads, dim)
+    q, k = (torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(2))
+    columns = (dim // 2,) if per_pair else ()
+    beta = torch.rand(*shape[:3], *columns, device="cuda", generator=generator)
+    theta = rotary_rates(dim, 100, device="cuda")
+
+    def turn(part):
+        scales = beta[part].clone().requires_grad_()
+        turned_q, turned_k = fused_rotation(q[part], k[part], scales, theta, None, relative=True)
+        (turned_q.float().sum() + turned_k.float().sum()).backward()
+        return turned_q, turned_k, scales.grad
+
+    last = slice(batch - 2, batch)
+    for together, alone in zip(turn(slice(None)), turn(last), strict=True):
+        assert torch.equal(together[last], alone)
+
+
+@pytest.mark.gpu
+def test_attention_with_a_rotation_scale_per_pair_takes_many_sequences():
+    generator = torch.Generator("cuda").manual_seed(0)
+    shape = (BATCH, 4, HEADS, 2 * PAIRS)
+    q, k, v = (torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(3))
+    beta = torch.rand(BATCH, 4, HEADS, PAIRS, device="cuda", generator=generator).requires_grad_()
+    theta = rotary_rates(2 * PAIRS, 100, device="cuda")
+    y = sympow.attention(q, k, v, beta=beta, theta=theta, backend="triton")
+    y.float().sum().backward()
+    last = slice(BATCH - 2, BATCH)
+    alone = sympow.attention(q[last], k[last], v[last], beta=beta[last], theta=theta, backend="triton")
+    assert torch.equal(y[last], alone)
+    assert beta.grad.isfinite().all()
