@@ -122,7 +122,7 @@ class Mixer(nn.Module, ABC):
 
     def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; the memory then holds it."""
-        log_gamma, theta, beta = gate_and_turn(x, self.gate, self.rotation)
+        log_gamma, theta, beta = gate_and_turn(x, self.gate, self.rotation, self.backend)
         q, k, v = self._project(x)
         y = memory.step(*_in(memory.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
         return self.out_proj(y.to(q.dtype).flatten(2))

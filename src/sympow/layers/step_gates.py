@@ -9,17 +9,24 @@ from sympow.layers.gates import DataDependentGate, Gate
 from sympow.layers.projection import FloatLinear, weights_say_all
 from sympow.layers.rotations import DataDependentRotation, Rotation
 from sympow.ops.backend import triton_available
+from sympow.ops.operator import Backend
 
 # Rows up to which the kernel is used: it reads all weights for each of them.
 FEW_ROWS = 64
 
 
-def gate_and_turn(x: Tensor, gate: Gate, rotation: Rotation) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """log γ, θ and β of one token of each sequence, x (b, 1, width), without gradients; None where there are none."""
+def gate_and_turn(
+    x: Tensor, gate: Gate, rotation: Rotation, backend: Backend = "auto"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log γ, θ and β of one token of each sequence, x (b, 1, width), without gradients; None where there are none.
+
+    Args:
+        backend: "torch": no kernel. With "auto" and "triton", the kernel where it can serve.
+    """
     of_gate, of_rotation = gate.projection, rotation.projection
     present = [projection for projection in (of_gate, of_rotation) if projection is not None]
     plain = [projection for projection in present if weights_say_all(projection, x.device)]
-    if len(plain) < len(present) or not _kernel_serves(x, plain):
+    if backend == "torch" or len(plain) < len(present) or not _kernel_serves(x, plain):
         theta, beta = rotation(x)
         return gate(x), theta, beta
     from sympow.kernels.step_gates import step_gates

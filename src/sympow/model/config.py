@@ -42,7 +42,8 @@ class GPTConfig:
         max_document: N of the rotation rates, the longest document expected.
         bias: whether linear maps have biases, as in GPT-2.
         form: how the sympow mixer computes, as in `sympow.attention`.
-        backend: what it computes with, as in `sympow.attention`.
+        backend: what it computes with, as in `sympow.attention`; "torch" also rules out kernels around it, as for the
+            loss in training.
         chunk_size: tokens of a chunk of its chunked form; None: chosen by cost.
     """
 

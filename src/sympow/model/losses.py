@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from sympow.checks import check_choice
 from sympow.ops.backend import triton_available
+from sympow.ops.operator import Backend
+from sympow.ops.validation import BACKENDS
 
 # Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.
 ALIGNMENT = 64
@@ -22,7 +25,13 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear_cross_entropy(
-    features: Tensor, weight: Tensor, targets: Tensor, *, tokens: int = 8_192, dtype: torch.dtype | None = None
+    features: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    tokens: int = 8_192,
+    dtype: torch.dtype | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
     """Mean of −log softmax(features weightᵀ)[target]: a scalar, float32 or better.
 
@@ -32,11 +41,13 @@ def linear_cross_entropy(
         targets: (…,) integers below the vocabulary.
         tokens: rows of logits that may exist at once.
         dtype: of the products; None: that of the weight.
+        backend: "torch": no kernel for the gradient of the logits. With "auto" and "triton", one on a GPU.
     """
     _check(features, weight, targets, tokens)
+    check_choice("backend", backend, BACKENDS)
     rows = features.reshape(-1, features.shape[-1])
     if torch.is_grad_enabled() and (features.requires_grad or weight.requires_grad):
-        return _LinearCrossEntropy.apply(rows, weight, targets.reshape(-1), tokens, dtype or weight.dtype)
+        return _LinearCrossEntropy.apply(rows, weight, targets.reshape(-1), tokens, dtype or weight.dtype, backend)
     return token_losses(rows, weight, targets.reshape(-1), tokens=tokens, dtype=dtype).mean()
 
 
@@ -69,12 +80,21 @@ def _check(features: Tensor, weight: Tensor, targets: Tensor, tokens: int) -> No
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, targets: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tokens: int,
+        dtype: torch.dtype,
+        backend: Backend,
+    ) -> Tensor:
         table = _aligned(weight, dtype)
         d_features = torch.empty_like(features)
         d_table = torch.zeros_like(table, dtype=weight.dtype)
         total = features.new_zeros((), dtype=torch.promote_types(features.dtype, torch.float32))
-        step = _fused_step if features.is_cuda and table.dtype in FUSED_DTYPES and triton_available() else _step
+        fused = backend != "torch" and features.is_cuda and table.dtype in FUSED_DTYPES and triton_available()
+        step = _fused_step if fused else _step
         for part, of, rows in _stretches(features, targets, tokens):
             operand = part.to(dtype)
             loss, d_logits = step(operand @ table.mT, of, weight.shape[0], 1 / len(targets))
@@ -88,7 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_features, d_weight = ctx.saved_tensors
-        return d_features * d_loss, d_weight * d_loss, None, None, None
+        return d_features * d_loss, d_weight * d_loss, None, None, None, None
 
 
 def _step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tuple[Tensor, Tensor]:

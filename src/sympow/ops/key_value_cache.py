@@ -148,7 +148,7 @@ class KeyValueCache(TensorRecord):
         fused = backend == "triton" or (backend == "auto" and serves and q.is_cuda)
         self.tokens = min(self.tokens + 1, self.capacity)
         with torch.no_grad(), without_autocast(q.device):
-            return self._fused_step(sequence) if fused else self._portable_step(sequence)
+            return self._fused_step(sequence) if fused else self._portable_step(sequence, backend)
 
     def _fused_step(self, sequence: Sequence) -> Tensor:
         from sympow.kernels.softmax_step import softmax_workspace
@@ -170,8 +170,8 @@ class KeyValueCache(TensorRecord):
         )
         return y.unsqueeze(1)
 
-    def _portable_step(self, sequence: Sequence) -> Tensor:
-        q, k, phase = turn(sequence, self.phase)
+    def _portable_step(self, sequence: Sequence, backend: str) -> Tensor:
+        q, k, phase = turn(sequence, self.phase, backend=backend)
         if phase is not None and self.phase is not None:
             self.phase.copy_(phase)
         full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)

@@ -10,16 +10,17 @@ from sympow.ops.rotary import accumulate_phase, last_phase, phase_after, rotate
 from sympow.ops.sequence import Sequence
 
 
-def turn(sequence: Sequence, start: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def turn(sequence: Sequence, start: Tensor | None, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor | None]:
     """q, k, and the phase after the last token (None without rotation).
 
     Args:
         sequence: with theta or without.
         start: the phase before the first token, (b, h_kv, d/2); None: zero.
+        backend: "torch": no kernel.
     """
     if sequence.theta is None:
         return sequence.q, sequence.k, None
-    if _kernel_serves(sequence.q):
+    if backend != "torch" and _kernel_serves(sequence.q):
         from sympow.kernels.rotation_op import fused_rotation
 
         q, k = fused_rotation(sequence.q, sequence.k, sequence.beta, sequence.theta, start)

@@ -38,8 +38,10 @@ class Objective(nn.Module):
         """A scalar, from (b, t) integers; with shards, of this process's tokens."""
         with torch.autocast(inputs.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             features, _ = self.model.features(inputs, return_state=False, cu_seqlens=cu_seqlens, shards=shards)
-        weight = self.model.embedding.weight
-        return linear_cross_entropy(features, weight, targets, tokens=self.loss_tokens, dtype=self.dtype)
+        weight, backend = self.model.embedding.weight, self.model.config.backend
+        return linear_cross_entropy(
+            features, weight, targets, tokens=self.loss_tokens, dtype=self.dtype, backend=backend
+        )
 
 
 def compile_blocks(model: GPT, *, sharded: bool = False) -> None:
