@@ -86,6 +86,25 @@ def test_a_step_without_room_is_not_a_number(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rotation", ["scale", "pairs"])
+def test_a_step_without_room_changes_nothing(backend, rotation):
+    """One sequence of two has no room: it stays as it is, and the other goes on."""
+    if backend == "triton":
+        pytest.importorskip("triton", reason="needs Triton")
+    inputs = inputs_of(rotation, "scalar", 1, torch.float32)
+    cache = cache_of(inputs, PROMPT, PROMPT + 1)
+    cache.count[0] = PROMPT + 1
+    before = cache.clone()
+    y = cache.step(**inputs.time(PROMPT, PROMPT + 1).arguments(), backend=backend)
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
+    for name in ("keys", "values", "decay", "count", "phase"):
+        old, new = getattr(before, name), getattr(cache, name)
+        assert torch.equal(new[0], old[0]), name
+        assert not torch.equal(new[1], old[1]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_sequences_of_different_lengths(backend):
     if backend == "triton":
         pytest.importorskip("triton", reason="needs Triton")

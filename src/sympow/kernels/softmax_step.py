@@ -114,7 +114,8 @@ def softmax_step_kernel(
         tl.store(arrivals_ptr + sequence, 0)
         tl.store(count_ptr + sequence, tl.minimum(count + 1, capacity))
         if ROTATED:
-            tl.store(phase_ptr + at, (turns - tl.floor(turns + 0.5)) * TURN, mask=known)
+            # As for keys and values: without room for the token the cache stays as it is.
+            tl.store(phase_ptr + at, (turns - tl.floor(turns + 0.5)) * TURN, mask=known & (count < capacity))
         for member in tl.static_range(GROUP):
             reference = tl.sum(queries[member] * key, axis=0)  # the token's own logit, then the largest
             numerator = value

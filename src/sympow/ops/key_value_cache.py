@@ -26,7 +26,7 @@ class KeyValueCache(TensorRecord):
     """The keys and values of a batch of sequences, with room for more. Steps change it in place.
 
     As with `Window`, a step waits for nothing on the host, so that one captured CUDA graph can be replayed at any
-    filling, and a step for which there is no room returns NaN.
+    filling. A step for which there is no room returns NaN and leaves the cache as it is.
 
     Attributes:
         keys: turned keys, (b, h_kv, W, d).
@@ -172,17 +172,17 @@ class KeyValueCache(TensorRecord):
 
     def _portable_step(self, sequence: Sequence, backend: str) -> Tensor:
         q, k, phase = turn(sequence, self.phase, backend=backend)
+        full = (self.count >= self.capacity).unsqueeze(-1)  # (b, n, 1)
         if phase is not None and self.phase is not None:
-            self.phase.copy_(phase)
-        full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
+            self.phase.copy_(torch.where(full, self.phase, phase))
         place = self.count.long().clamp(max=self.capacity - 1).unsqueeze(-1)  # (b, n, 1)
         total = None
         if self.decay is not None and sequence.log_gamma is not None:
             so_far = self.decay.gather(2, (place - 1).clamp(min=0)) * (place > 0)
             total = so_far + sequence.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).transpose(1, 2)
-            self.decay.scatter_(2, place, total)
+            _write(self.decay, place, total, full)
         for held, new in ((self.keys, k), (self.values, sequence.v)):
-            held.scatter_(2, place.unsqueeze(-1).expand(-1, -1, -1, held.shape[-1]), new.transpose(1, 2))
+            _write(held, place.unsqueeze(-1).expand(-1, -1, -1, held.shape[-1]), new.transpose(1, 2), full[..., None])
         self.count.add_(1).clamp_(max=self.capacity)
         filled = self.capacity if self.count.is_cuda else int(self.count.max())
         hidden = torch.arange(filled, device=q.device) >= self.count.unsqueeze(-1)  # (b, n, filled)
@@ -200,7 +200,13 @@ class KeyValueCache(TensorRecord):
             enable_gqa=sequence.group > 1,
         )
         # A token for which there is no room must not go unseen.
-        return y.masked_fill(full[:, :, None, None], float("nan")).transpose(1, 2)
+        full = full.repeat_interleave(sequence.group, dim=1).unsqueeze(-1)
+        return y.masked_fill(full, float("nan")).transpose(1, 2)
+
+
+def _write(held: Tensor, place: Tensor, new: Tensor, full: Tensor) -> None:
+    """Puts new numbers at a place of the third axis; where a sequence is full, what is there stays."""
+    held.scatter_(2, place, torch.where(full, held.gather(2, place), new))
 
 
 register_as_tree(KeyValueCache, "tokens")
