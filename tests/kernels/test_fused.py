@@ -377,3 +377,20 @@ def test_a_compiled_call_with_states_is_one_graph():
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     for got, want in zip(compiled(*arguments), call(*arguments), strict=True):
         assert_close(got, want, 1e-6, "output")
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize(("share", "counts"), [(1.5, True), (0.5, False)])
+def test_one_bound_tells_what_a_state_returns_from_rounding(backend, tokens, share, counts):
+    """φ(q) Z counts from eps Σ |φ(q)_i Z_i| on, in every form: one token from a state has a kernel of its own."""
+    q = torch.ones(1, tokens, 1, 2)
+    k, v = torch.zeros_like(q), torch.zeros_like(q)
+    # φ(q) Z = 1 − 1 + rest, where Σ |φ(q)_i Z_i| is about 2.
+    rest = 2 * share * torch.finfo(torch.float32).eps
+    normalizer = torch.tensor([1.0, 0.0, rest - 1.0]).reshape(1, 1, 3)
+    state = sympow.State(normalizer.new_ones(1, 1, 3, 2), normalizer, None, power=2, key_dim=2)
+    y = sympow.attention(q, k, v, initial_state=state, form="auto", backend=backend)
+    assert bool((y != 0).all()) == counts
+    assert bool((y == 0).all()) != counts

@@ -10,11 +10,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# What a state returns is nothing but rounding below so much of Σ |φ(q)_i Z_i|. States of chunks are in bfloat16 on a
-# GPU: each entry is off by up to 2^-9 of itself, and a sum of many by less.
+# What a state returns is nothing but rounding below so much of Σ |φ(q)_i Z_i|: the eps of float32, as in
+# `sympow.ops.blocks.drop_rounding`. States of chunks are in bfloat16 on a GPU: each entry is off by up to 2^-9 of
+# itself, and a sum of many by less.
 # Constants are written to the right of a tensor: Triton's interpreter takes `EPSILON * tensor` for a constant, which
 # since 3.7 it refuses as an operand.
-EPSILON = tl.constexpr(2.0**-22)
+EPSILON = tl.constexpr(2.0**-23)
 STATE_EPSILON = tl.constexpr(2.0**-10)
 
 

@@ -20,11 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import even_power, or_one
+from sympow.kernels.common import EPSILON, even_power, or_one
 from sympow.kernels.rotation import TURN, cos_sin
 from sympow.kernels.scaling import power_of_two_scale
 
-EPSILON = tl.constexpr(2.0**-23)
 # As `sympow.ops.decay.CLOSED_GATE_LOG_ROOT`: log γ^(1/p) of a closed gate, finite so that sums have differences.
 CLOSED_GATE_ROOT = tl.constexpr(-1000.0)
 # Elements of the state that a program loads at once, and as many sums that it keeps for each query head; and programs
