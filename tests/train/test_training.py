@@ -313,6 +313,16 @@ def test_the_three_groups_of_parameters():
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1, 0.2]
 
 
+def test_learned_rates_of_a_rotation_are_no_projection():
+    """rotation_rate is for W_β: rates θ that are learned move as fast as everything else."""
+    model = GPT(GPTConfig(vocab_size=16, layers=1, width=16, heads=2, rotary="learned"))
+    optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, rotation_rate=0.5))
+    set_rate(optimizer, 0.2)
+    theta = model.blocks[0].mixer.rotation.theta
+    (group,) = [group for group in optimizer.param_groups if any(p is theta for p in group["params"])]
+    assert (group["lr"], group["weight_decay"]) == (0.2, 0)
+
+
 def test_without_decay_it_is_adam():
     """Three steps of PyTorch's Adam on the same gradients."""
     torch.manual_seed(0)

@@ -14,13 +14,13 @@ RELATIVE_RATE = "relative_rate"
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over three groups: matrices, which decay; the rotation's projection; and all else.
+    """AdamW over three groups: matrices, which decay; the rotation's projection W_β; and all else.
 
-    The embedding counts as a matrix. Fused on a GPU.
+    The embedding counts as a matrix, learned rates θ of a rotation do not. Fused on a GPU.
     """
     rotation, matrices, others = [], [], []
     for name, parameter in model.named_parameters():
-        if "rotation." in name:
+        if ".beta_proj." in name:
             rotation.append(parameter)
         elif parameter.ndim >= 2 and "gate." not in name:
             matrices.append(parameter)
