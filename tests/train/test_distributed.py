@@ -8,17 +8,35 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from train.comparison import STEPS, same
 
 import support
 from support import assert_close
 from sympow.model.storage import load_model
 from sympow.train.checkpoint import read_seal
+from sympow.train.distributed import Place, any_process
 from sympow.train.metrics import read_metrics
 
 # A checkpoint every step: what is written in the background must not disturb what processes exchange.
 THOROUGH = {"layers": 2, "micro_batch_tokens": 64, "clip_norm": 0.5, "save_every": 1, "evaluate_every": 2}
 THOROUGH |= {"evaluate_tokens": 256}
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_processes_agree_to_stop_without_waiting_for_their_devices(monkeypatch, elsewhere):
+    """Asked for at every step: what is exchanged lies on the host, and a device that has no numbers is no obstacle."""
+
+    def all_reduce(flag, op):
+        assert flag.device.type == "cpu"
+        assert op == dist.ReduceOp.MAX
+        flag.clamp_(min=float(elsewhere))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    place = Place(rank=0, world_size=2, device=torch.device("meta"))
+    assert any_process(False, place) == elsewhere
+    assert any_process(True, place)
 
 
 def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):

@@ -114,10 +114,13 @@ def mean_over_processes(value: Tensor, place: Place) -> Tensor:
 
 
 def any_process(flag: bool, place: Place) -> bool:
-    """Whether the flag is set anywhere: all processes learn the same."""
+    """Whether the flag is set anywhere: all processes learn the same.
+
+    An exchange between hosts: through the device, it would wait for all that the device has still to do.
+    """
     if place.world_size == 1:
         return flag
-    found = torch.tensor([float(flag)], device=place.device)
+    found = torch.tensor([float(flag)])
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
 
