@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from sympow.cli import app
-from sympow.report.bench import Setting, run_bench
+from sympow.report.bench import Setting, methods, run_bench
 
 runner = CliRunner()
 COMMANDS = ("train", "experiment", "info", "bench", "evaluate", "generate", "state", "report", "inspect", "data")
@@ -138,6 +138,24 @@ def test_bench_has_sizes_for_a_cpu(timed):
     assert (timed.setting.heads, timed.options["runs"]) == (2, 3)
     assert runner.invoke(app, ["bench", "--device", "cpu", "--context", "8192", "--heads", "3"]).exit_code == 0
     assert (timed.setting.tokens, timed.setting.heads, timed.contexts) == (8_192, 3, (8_192,))
+
+
+@pytest.mark.parametrize(
+    ("power", "dim", "backend", "chunked"),
+    [
+        (2, 64, "auto", True),
+        (4, 32, "auto", True),
+        (4, 32, "triton", True),
+        (4, 64, "auto", False),
+        (4, 64, "torch", True),
+        (6, 16, "auto", False),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_bench_times_the_chunked_form_where_it_has_kernels(power, dim, backend, chunked, device):
+    names = methods(Setting(dim=dim, power=power, device=device), [backend])
+    assert f"attention form, {backend}" in names
+    assert (f"chunked form, {backend}" in names) == chunked
 
 
 def test_bench_reports_progress():

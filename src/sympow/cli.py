@@ -142,7 +142,8 @@ def bench(
 ) -> None:
     """Times the operator's forms beside softmax attention.
 
-    The packages retention and fla are timed too, on a GPU, where they are installed.
+    The packages retention and fla are timed too, on a GPU, where they are installed. The chunked form is timed where
+    it has kernels for the power and the size of a head (p = 2 up to 128, p = 4 up to 32), or with --backend torch.
     """
     import torch
 

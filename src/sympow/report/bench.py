@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_at_least
 from sympow.extras import require
+from sympow.ops.backend import chunked_kernels_serve
 from sympow.ops.operator import Backend, Form, attention
 from sympow.parsing import read_json
 from sympow.report.figures import plot_time_against_context
@@ -112,7 +113,8 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
         found["softmax"] = partial(_softmax, None)
     for backend in backends:
         found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
-        if setting.power == 2 or backend == "torch":
+        # Without kernels it runs in plain PyTorch, with a state that may take minutes: only where that is asked for.
+        if backend == "torch" or chunked_kernels_serve(setting.power, setting.dim, setting.dim):
             found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
     if setting.device == "cuda" and _importable("retention"):
         found["retention, chunked"] = _retention
