@@ -53,6 +53,24 @@ def part_of(path: Path) -> str:
 SOURCES = sorted(SOURCE.rglob("*.py"))
 
 
+def reads_in_locale_encoding(path: Path) -> list[int]:
+    """Lines that open a text file without saying in which encoding: Python then asks the locale."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+            continue
+        _, of_something, name = ast.unparse(node.func).rpartition(".")
+        modes = [x.value for x in node.args if isinstance(x, ast.Constant) and x.value in ("r", "w", "a", "x")]
+        if (name == "read_text" and of_something and not node.args) or (name == "open" and modes):
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_text_files_are_utf8_in_every_locale(path):
+    assert reads_in_locale_encoding(path) == []
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_one_way(path):
     part = part_of(path)

@@ -73,7 +73,12 @@ class WeightsAndBiases:
         if not named.exists():
             write_atomically(named, uuid.uuid4().hex.encode())
         self._run = wandb.init(
-            project=project, dir=str(folder), name=folder.name, config=config, id=named.read_text(), resume="allow"
+            project=project,
+            dir=str(folder),
+            name=folder.name,
+            config=config,
+            id=named.read_text("utf-8"),
+            resume="allow",
         )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
