@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from support import FORMS, Inputs, assert_close, float32_tolerance, gradients, random_inputs, run, run_plain
+from sympow.ops.window import Window
 
 LENGTH = 37  # odd, and no multiple of the chunk
 
@@ -107,6 +108,51 @@ def test_nan_is_not_hidden(form, name):
     tensor[:, 20] = torch.nan
     y = run(replace(inputs, **{name: tensor}), 2, form)
     assert y[:, 20].isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize(("power", "log_gamma"), [(2, -torch.inf), (4, -torch.inf), (8, -torch.inf), (2, -600.0)])
+def test_gates_that_close_hide_long_keys(form, gate, power, log_gamma):
+    """Keys of which gates have left nothing do not push later, shorter ones out of range."""
+    inputs = random_inputs(3, length=LENGTH, gate=gate)
+    before, closing, after = slice(0, 18), slice(18, 24), slice(24, None)
+    inputs.k[:, before] *= 1e150
+    inputs.k[:, closing] = 0
+    inputs.k[:, after] *= 1e-150
+    inputs.log_gamma[:, closing] = log_gamma
+    y = run(inputs, power, form)
+    assert_close(y[:, after], run(inputs.time(24), power, form), 1e-9, "y")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("power", "longest"), [(4, 1e6), (2, 1e15), (8, 1e4)])
+def test_gates_that_close_hide_long_keys_in_float32(form, power, longest):
+    length = 6
+    q, k, v = torch.ones(length, 2), torch.full((length, 2), 1 / longest), torch.ones(length, 1)
+    k[0], v[0] = longest, 5.0
+    log_gamma = torch.zeros(1, length, 1)
+    log_gamma[:, 1] = -torch.inf
+    inputs = Inputs(*(x.reshape(1, length, 1, -1) for x in (q, k, v)), log_gamma)
+    assert run(inputs, power, form).flatten().round().tolist() == [5, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("folded", [False, True])
+def test_gates_that_close_hide_long_keys_of_a_window(power, folded):
+    """Also where the long keys are in a state that the window stands behind."""
+    inputs = random_inputs(4, length=8, rotation="none")
+    inputs.k[:, :4] *= 1e35  # whose p-th power a state can hold
+    inputs.k[:, 4:] *= 1e-80
+    inputs.log_gamma[:, 4] = -torch.inf
+    prefix = inputs.time(0, 3)
+    _, state = run(prefix, power, "attention", return_state=True)
+    window = Window.open(state, capacity=8, dtype=torch.float64)
+    for token in range(3, 8):
+        y = window.step(**inputs.time(token, token + 1).arguments(), backend="torch")
+        if folded and token == 3:
+            window.fold("torch")
+    assert_close(y, run(inputs.time(4), power, "attention")[:, -1:], 1e-9, "y")
 
 
 @pytest.mark.parametrize("form", FORMS)

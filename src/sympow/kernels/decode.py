@@ -24,7 +24,7 @@ from sympow.kernels.common import EPSILON, even_power, or_one
 from sympow.kernels.rotation import TURN, cos_sin
 from sympow.kernels.scaling import power_of_two_scale
 
-# As `sympow.ops.decay.CLOSED_GATE_LOG_ROOT`: log γ^(1/p) of a closed gate, finite so that sums have differences.
+# log γ^(1/p) of a closed gate, finite so that sums have differences, as in `sympow.ops.decay`.
 CLOSED_GATE_ROOT = tl.constexpr(-1000.0)
 # Elements of the state that a program loads at once, and as many sums that it keeps for each query head; and programs
 # that the state is divided among, just so many that all are in flight at once on an H200. Both as measured: a few too

@@ -1,7 +1,7 @@
 """Running sums of log gates, and the decays between two positions that they give (paper §3.1).
 
 b_ij = ∏_{k=j+1..i} γ_k = exp(G_i − G_j), with G the running sum of log γ. It is always split at a position r between
-j and i, exp(G_i − G_r) · exp(G_r − G_j), so that only non-positive numbers are ever exponentiated. The p-th root of
+j and i, exp(G_i − G_r) · exp(G_r − G_j), so that no large positive number is ever exponentiated. The p-th root of
 either factor is applied to a query or a key rather than the whole to a score: that way one rule serves the scalar gate
 and the gate per rotated pair.
 """
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from sympow.ops.symmetric import monomial_rows
 
-# exp(-1000) is 0 even in float64, so a gate this closed equals γ = 0, while differences of running sums stay finite
-# (log γ = −inf would give inf − inf).
-CLOSED_GATE_LOG_ROOT = -1000.0
+# So closed that γ = 0, while differences of running sums stay finite (log γ = −inf would give inf − inf): between the
+# longest and the shortest key of float64 lie 2^2098, and exp(−2500) times that is still 0.
+CLOSED_GATE_LOG_ROOT = -2500.0
 
 
 def log_gate_root(log_gamma: Tensor, power: int) -> Tensor:

@@ -62,7 +62,7 @@ class PortableWindow(TensorRecord):
         value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
         decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
-        query = query * self._query_scales(keys, key)
+        query = query * self._query_scales(keys, held_decay, key, decay)
 
         scores = even_power(query @ apply_decay(keys, decay - held_decay).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
         own = even_power((query * key.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
@@ -85,7 +85,7 @@ class PortableWindow(TensorRecord):
         value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
         decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
-        query = query * self._query_scales(keys, key)
+        query = query * self._query_scales(keys, held_decay, key, decay)
         numerator, denominator = causal_attention(query, key, value, decay, power)
         parts = [attend_to_past(query, keys, values, decay, held_decay, power)]
         if self.kv is not None and self.normalizer is not None:
@@ -154,17 +154,20 @@ class PortableWindow(TensorRecord):
             self.phase.copy_(last_phase(angles, self.phase, sequence.batch, sequence.key_heads))
         return q.permute(0, 2, 3, 1, 4), k.transpose(1, 2)
 
-    def _query_scales(self, keys: Tensor, new: Tensor) -> Tensor:
+    def _query_scales(self, keys: Tensor, held_decay: Tensor, new: Tensor, decay: Tensor) -> Tensor:
         """Powers of two for queries of unit length that keep every score within range: (b, n, 1, t, 1).
 
         Args:
             keys: what the window holds, (b, n, s, d).
+            held_decay: running sums at those, (b, n, s, 1 or d/2).
             new: keys of the queries' own tokens, (b, n, t, d).
+            decay: running sums at those, (b, n, t, 1 or d/2).
         """
         exponents = torch.full_like(self.count, least_exponent(keys.dtype))
         if self.normalizer is not None:
             exponents = state_exponents(self.normalizer, self.power)
-        exponents = running_key_exponents(torch.cat([keys, new], dim=2).transpose(1, 2), exponents)
+        decays = torch.cat([held_decay, decay], dim=2)
+        exponents = running_key_exponents(torch.cat([keys, new], dim=2).transpose(1, 2), exponents, decays)
         exponents = exponents[:, -new.shape[2] :]
         if self.normalizer is not None:
             # No further up than the features of a query have room for.

@@ -93,10 +93,10 @@ class Prepared:
 
     Attributes:
         q: (b, h_kv, g, t, d), unit length.
-        k: (b, h_kv, t, d), at most unit length.
+        k: (b, h_kv, t, d), at most about unit length.
         v: (b, h_kv, t, e).
-        decay: running sum since the stretch began of log γ^(1/p), and of what longer keys have shrunk earlier ones by
-            (`sympow.ops.scaling`), (b, h_kv, t, 1 or d/2) float64.
+        decay: running sum since the stretch began of log γ^(1/p), and of what scaling has changed earlier keys by
+            (`sympow.ops.scaling`), (b, h_kv, t, 1 or d/2) float64. No entry exceeds an earlier one by more than log 2.
         phase: μ after the stretch, (b, h_kv, d/2) float64, or None.
         exponent: keys of a state after the stretch are divided by 2^exponent, (b, h_kv).
     """
@@ -120,15 +120,16 @@ def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
     dtype = part.compute_dtype
     q = unit_length(part.q.to(dtype)).unflatten(2, (part.key_heads, part.group))
     k = part.k.to(dtype)
-    exponents = running_key_exponents(k, exponent)
+    gates = None if part.log_gamma is None else log_gate_root(part.log_gamma, part.power).cumsum(2)
+    exponents = running_key_exponents(k, exponent, gates)
     k = k * power_of_two(-exponents, dtype).unsqueeze(-1)
     if part.theta is not None:
         angles = accumulate_phase(part.theta, part.beta, phase, length=part.length)
         q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
         phase = last_phase(angles, phase, part.batch, part.key_heads)
     decay = (exponent.unsqueeze(1) - exponents).to(torch.float64).mul(math.log(2)).transpose(1, 2).unsqueeze(-1)
-    if part.log_gamma is not None:
-        decay = decay + log_gate_root(part.log_gamma, part.power).cumsum(2)
+    if gates is not None:
+        decay = decay + gates
     return Prepared(
         q=q.permute(0, 2, 3, 1, 4),
         k=k.transpose(1, 2),
