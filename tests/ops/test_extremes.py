@@ -110,6 +110,28 @@ def test_nan_is_not_hidden(form, name):
     assert y[:, 20].isnan().all()
 
 
+NOT_FINITE = [
+    (gate, name, value)
+    for gate in ("none", "scalar", "vector")
+    for name in ("q", "k", "v", "log_gamma", "beta")
+    for value in (torch.nan, torch.inf, -torch.inf)
+    if not (name == "log_gamma" and (gate == "none" or value == torch.inf))  # there is no such gate
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("gate", "name", "value"), NOT_FINITE)
+def test_what_is_not_finite_changes_no_earlier_row(form, gate, name, value):
+    inputs = random_inputs(2, length=LENGTH, heads=2, key_heads=1, gate=gate)
+    at = 22
+    tensor = getattr(inputs, name).clone()
+    tensor[:, at] = value
+    y = run(replace(inputs, **{name: tensor}), 2, form)
+    assert_close(y[:, :at], run(inputs, 2, form)[:, :at], 1e-12, "rows before")
+    if name != "log_gamma":  # of which −inf is a number
+        assert not y[:, at].isfinite().any()
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 @pytest.mark.parametrize(("power", "log_gamma"), [(2, -torch.inf), (4, -torch.inf), (8, -torch.inf), (2, -600.0)])

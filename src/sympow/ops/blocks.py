@@ -204,7 +204,7 @@ def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay:
 def _diagonal_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
     """Rows against themselves, one gate for all entries."""
     scores = _scores(q, k) * _decays_within(decay, q.dtype).squeeze(-1).unsqueeze(2)
-    return _weighted_sums(even_power(scores, power), v)
+    return _causal_sums(scores, v, power)
 
 
 def _pairwise_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
@@ -214,18 +214,35 @@ def _pairwise_tile(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -
     k_pairs = k.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous().unsqueeze(3).unsqueeze(4)
     products = q_pairs[0] * k_pairs[0] + q_pairs[1] * k_pairs[1]  # (b, n, g, rows, columns, d/2)
     scores = (products * _decays_within(decay, q.dtype).unsqueeze(2)).sum(-1)
-    return _weighted_sums(even_power(scores, power), v)
+    return _causal_sums(scores, v, power)
 
 
 def _decays_within(decay: Tensor, dtype: torch.dtype) -> Tensor:
     """From each column to each row, 0 where the column comes later: (b, n, rows, columns, 1 or d/2).
 
-    The only place where decays are formed element by element, and a mask is needed.
+    The only place where decays are formed element by element.
     """
-    rows = decay.shape[2]
-    future = torch.ones(rows, rows, dtype=torch.bool, device=decay.device).triu(1)
+    future = _future(decay.shape[2], decay.device)
     between = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(future[:, :, None], float("-inf"))
     return between.to(dtype).exp()
+
+
+def _future(rows: int, device: torch.device) -> Tensor:
+    """Which columns of a tile come after a row: (rows, rows) bool."""
+    return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+
+
+def _causal_sums(scores: Tensor, v: Tensor, power: int) -> Sums:
+    """Weighted sums of a tile of rows against themselves, none of which depends on a later column.
+
+    Its weight of zero does not suffice where a later key or value is not finite, since 0 · inf is NaN. So scores of
+    later columns are replaced, and values that are not finite are left out; rows from such a value on are NaN.
+    """
+    weights = even_power(scores.masked_fill(_future(scores.shape[-1], scores.device), 0.0), power)
+    finite = v.isfinite()
+    numerator, denominator = _weighted_sums(weights, v.masked_fill(~finite, 0.0))
+    spoilt = ((~finite).cumsum(2) > 0).unsqueeze(2)  # (b, n, 1, rows, e)
+    return numerator.masked_fill(spoilt, float("nan")), denominator
 
 
 def _query_block(q: Tensor, kv: Tensor, normalizer: Tensor, power: int) -> Sums:

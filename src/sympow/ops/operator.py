@@ -119,7 +119,8 @@ def attention(
 
     Returns:
         y (b, t, h, e) in the dtype of q; with `return_state` also the `State` after the last token.
-        A row whose scores are all zero gives 0.
+        A row whose scores are all zero gives 0. A key or value that is not finite changes no row before it, except in
+        the same tile of a kernel (docs/mathematics.md).
 
     Raises:
         ValueError, TypeError: where an argument does not fit; the message names it.
