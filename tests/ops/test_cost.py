@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sympow
-from sympow.ops import blocks, operator
+from sympow.ops import blocks, portable
 from sympow.ops.cost import (
     CPU,
     GPU,
@@ -87,16 +87,16 @@ def test_crossover_is_where_operations_balance():
 @pytest.mark.parametrize(("length", "form"), [(100, "attention"), (20_000, "chunked")])
 def test_auto_runs_the_form_the_model_chose(length, form, monkeypatch):
     sizes = []
-    original = operator.chunked_form
+    original = portable.chunked_form
 
     def spy(sequence, state, return_state, chunk_size, needs_grad):
         sizes.append(chunk_size)
         return original(sequence, state, return_state, chunk_size, needs_grad)
 
-    monkeypatch.setattr(operator, "chunked_form", spy)
+    monkeypatch.setattr(portable, "chunked_form", spy)
     q, k, v = torch.randn(3, 1, length, 1, 4)
     y = sympow.attention(q, k, v)
-    assert (sizes[0] < length) == (form == "chunked")
+    assert (sizes[0] is not None) == (form == "chunked")
     assert torch.equal(y, sympow.attention(q, k, v, form=form))
 
 

@@ -408,10 +408,11 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: 
     if attention_mask is None:
         return None
     batch, length = shape
-    expected = {(batch, length), (batch, past_length + length)}
+    # No set: lengths that torch.compile leaves open have no hash.
+    expected = [(batch, length), *([(batch, past_length + length)] if past_length else [])]
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) not in expected:
         came = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(f"attention_mask must be {' or '.join(map(str, sorted(expected)))}, 0 for padding; got {came}")
+        raise ValueError(f"attention_mask must be {' or '.join(map(str, expected))}, 0 for padding; got {came}")
     mask = attention_mask[:, attention_mask.shape[1] - length :] != 0
     if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None

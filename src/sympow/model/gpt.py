@@ -183,7 +183,7 @@ class GPT(nn.Module):
             raise ValueError(f"tokens must be (batch, time), got shape {tuple(tokens.shape)}")
         if tokens.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
-        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and tokens.device.type == "cpu" and tokens.numel():
             low, high = (x.item() for x in tokens.aminmax())
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(

@@ -12,7 +12,7 @@ needed a block is computed again in the backward pass instead of being kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.decay import apply_decay, feature_decay
+from sympow.ops.stretches import is_known, stretches
 from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power_rows
 
 # Scores or features that may exist at once, over batch and heads. 16 Mi elements are 64 MiB in float32: large enough
@@ -52,8 +53,7 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: T
         k, v: (b, n, s, ·).
         decay, past_decay: running sums at the queries (b, n, t, ·) and at the keys (b, n, s, ·).
     """
-    tile = _rows_in_a_block(q, k.shape[2])
-    tiles = [slice(start, start + tile) for start in range(0, q.shape[3], tile)]
+    tiles = stretches(q.shape[3], _rows_in_a_block(q, k.shape[2]))
     sums = [recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power) for t in tiles]
     return _joined(sums, dim=3)
 
@@ -126,13 +126,12 @@ def drop_rounding(numerator: Tensor, denominator: Tensor, magnitude: Tensor) -> 
 def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int) -> Sums:
     """One gate for all entries of a key: tiles of rows, each against itself and against all columns before it."""
     sums = []
-    length = k.shape[2]
-    tile = min(MAX_ROWS, _rows_in_a_block(q, length))
-    for start in range(0, length, tile):
-        rows, columns = slice(start, start + tile), slice(start)
+    tile = _rows_in_a_block(q, k.shape[2])
+    for rows in stretches(k.shape[2], None if tile is None else min(MAX_ROWS, tile)):
+        columns = slice(rows.start or 0)
         diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], decay[:, :, rows], power)
         numerator, denominator = recompute(_diagonal_tile, *diagonal)
-        if start:
+        if rows.start:
             past = recompute(
                 _past_tile,
                 *(q[:, :, :, rows], k[:, :, columns], v[:, :, columns], decay[:, :, rows], decay[:, :, columns], power),
@@ -195,7 +194,7 @@ def _over_heads(attend: Callable[..., Sums], elements: int, *tensors: Tensor, po
 
 def _past_tile(q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor, column_decay: Tensor, power: int) -> Sums:
     """Rows against columns that all lie before them."""
-    reference = row_decay[:, :, :1]  # between every column and every row, so both exponents are ≤ 0
+    reference = row_decay[:, :, :1]  # between every column and every row, so that neither exponent exceeds log 2
     q = apply_decay(q, (row_decay - reference).unsqueeze(2))
     k = apply_decay(k, reference - column_decay)
     return _weighted_sums(even_power(_scores(q, k), power), v)
@@ -260,12 +259,20 @@ def _update_block(k: Tensor, v: Tensor, power: int) -> Sums:
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """q_i · k_j: (b, n, g, rows, columns), the g query heads of a key head as one tall product."""
-    return (q.flatten(2, 3) @ k.mT).unflatten(2, q.shape[2:4])
+    """q_i · k_j: (b, n, g, rows, columns)."""
+    return _group_product(q, k.mT)
 
 
 def _weighted_sums(weights: Tensor, v: Tensor) -> Sums:
-    return (weights.flatten(2, 3) @ v).unflatten(2, weights.shape[2:4]), weights.sum(-1)
+    return _group_product(weights, v), weights.sum(-1)
+
+
+def _group_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(b, n, g, t, x) times (b, n, x, y), the g query heads of a key head as one tall product: (b, n, g, t, y)."""
+    if not is_known(rows.shape[3]):
+        # With a length left open, torch cannot tell the strides of the tall matrix and would settle on one length.
+        return rows @ matrix.unsqueeze(2)
+    return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
 
 
 def _joined(sums: list[Sums], dim: int) -> Sums:
@@ -275,20 +282,29 @@ def _joined(sums: list[Sums], dim: int) -> Sums:
     return torch.cat(numerators, dim=dim), torch.cat(denominators, dim=dim)
 
 
-def _rows_in_a_block(q: Tensor, columns: int) -> int:
-    """How many rows of scores with so many columns fit in one block, for q (b, n, g, t, d)."""
+def _rows_in_a_block(q: Tensor, columns: int) -> int | None:
+    """How many rows of scores with so many columns fit in one block, for q (b, n, g, t, d).
+
+    None: any number, where batch or length is left open.
+    """
+    if not (is_known(q.shape[0]) and is_known(columns)):
+        return None
     return max(MIN_ROWS, BLOCK_ELEMENTS // max(1, q.shape[0] * q.shape[1] * q.shape[2] * columns))
 
 
-def _feature_blocks(x: Tensor, value_dim: int, power: int) -> Iterator[slice]:
+def _feature_blocks(x: Tensor, value_dim: int, power: int) -> list[slice]:
     """Slices of the time axis of x (b, n, g, t, d) whose features fit in one block, or are no larger than a state."""
+    if not is_known(x.shape[0]):
+        return stretches(x.shape[3], None)
     per_row = x.shape[0] * x.shape[1] * x.shape[2] * symmetric_dim(x.shape[-1], power)
     rows = max(value_dim, BLOCK_ELEMENTS // max(1, per_row))
-    return (slice(start, start + rows) for start in range(0, x.shape[3], rows))
+    return stretches(x.shape[3], rows)
 
 
 def recompute(block: Callable[..., Result], *args: Any) -> Result:
     """Runs a block; if a gradient is needed, keeps only its inputs and runs it again in the backward pass."""
+    if torch.compiler.is_exporting():  # what is exported is a forward pass
+        return block(*args)
     if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args):
         return checkpoint(block, *args, use_reentrant=False, preserve_rng_state=False)
     return block(*args)

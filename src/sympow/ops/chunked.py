@@ -17,21 +17,22 @@ from sympow.ops.blocks import causal_attention, query_state, update_state
 from sympow.ops.carry import Carry, enter, leave
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
+from sympow.ops.stretches import stretches
 
 
 def chunked_form(
-    sequence: Sequence, state: State | None, return_state: bool, chunk_size: int, needs_grad: bool
+    sequence: Sequence, state: State | None, return_state: bool, chunk_size: int | None, needs_grad: bool
 ) -> tuple[Tensor, State | None]:
-    """y (b, t, h, e), and the state after the last token if asked for."""
-    power, length = sequence.power, sequence.length
+    """y (b, t, h, e), and the state after the last token if asked for; chunk_size None: the attention form."""
+    power = sequence.power
     carry = enter(sequence, state)
     parts: list[Tensor] = []
     # Without gradients outputs go straight into one buffer, so that no second copy of them ever exists.
     buffer = None if needs_grad else sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
 
-    for start in range(0, length, chunk_size):
-        stop = min(start + chunk_size, length)
-        chunk = prepare(sequence[start:stop], carry.phase, carry.exponent)
+    chunks = stretches(sequence.length, chunk_size)
+    for number, tokens in enumerate(chunks, start=1):
+        chunk = prepare(sequence[tokens], carry.phase, carry.exponent)
         numerator, denominator = causal_attention(chunk.q, chunk.k, chunk.v, chunk.decay, power)
         if carry.kv is not None and carry.normalizer is not None:
             past = query_state(chunk.q, chunk.decay, carry.kv, carry.normalizer, power)
@@ -40,8 +41,8 @@ def chunked_form(
         if buffer is None:
             parts.append(y)
         else:
-            buffer[:, start:stop] = y
-        if return_state or stop < length:
+            buffer[:, tokens] = y
+        if return_state or number < len(chunks):
             kv, normalizer = update_state(
                 chunk.k, chunk.v, chunk.decay, carry.kv, carry.normalizer, power, in_place=not needs_grad
             )

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
-from sympow.ops.chunked import chunked_form
-from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
 from sympow.ops.documents import run_documents
 from sympow.ops.fused import fused_form, fused_step
 from sympow.ops.late_queries import run_late_queries
+from sympow.ops.open_length import run_open_length
+from sympow.ops.portable import run_portable
 from sympow.ops.precision import without_autocast
-from sympow.ops.recurrent import recurrent_form
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
+from sympow.ops.stretches import is_known
 from sympow.ops.validation import (
     BACKENDS,
     FORMS,
@@ -195,7 +195,8 @@ def _run(
         return fused_step(sequence, initial_state, return_state)
     if chosen == "triton":
         return fused_form(sequence, initial_state, return_state, form, chunk_size, needs_grad)
-    return _run_portable(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+    run = run_portable if is_known(sequence.batch) and is_known(sequence.length) else run_open_length
+    return run(sequence, initial_state, return_state, form, chunk_size, needs_grad)
 
 
 def backend_for(
@@ -215,34 +216,6 @@ def backend_for(
         sequences=sequence.batch * sequence.q.shape[2],
     )
     return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
-
-
-def _run_portable(
-    sequence: Sequence,
-    initial_state: State | None,
-    return_state: bool,
-    form: Form,
-    chunk_size: int | None,
-    needs_grad: bool,
-) -> tuple[Tensor, State | None]:
-    """In plain PyTorch."""
-    if form == "recurrent":
-        return recurrent_form(sequence, initial_state, return_state, needs_grad)
-    work = Workload(
-        length=sequence.length,
-        key_dim=sequence.key_dim,
-        value_dim=sequence.value_dim,
-        power=sequence.power,
-        group=sequence.group,
-        parallel=sequence.batch * sequence.key_heads,
-        initial_state=initial_state is not None,
-        return_state=return_state,
-    )
-    machine = CPU if sequence.q.device.type == "cpu" else GPU
-    if form == "auto":
-        form = "chunked" if chunk_size is not None else cheaper_form(work, machine)
-    size = sequence.length if form == "attention" else chunk_size or best_chunk_size(work, machine)
-    return chunked_form(sequence, initial_state, return_state, size, needs_grad)
 
 
 def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:

@@ -21,6 +21,7 @@ from sympow.ops.blocks import recompute
 from sympow.ops.documents import run_documents
 from sympow.ops.record import TensorRecord, register_as_tree
 from sympow.ops.sequence import Sequence
+from sympow.ops.stretches import stretches
 from sympow.ops.turning import turn
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
@@ -217,8 +218,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor 
             )
         )
     rows = []
-    for start in range(0, length, ROWS):
-        stop = min(start + ROWS, length)
+    for some in stretches(length, ROWS):
+        start, stop = some.start or 0, length if some.stop is None else min(some.stop, length)
         seen = total - length + stop
         row_decay = None if decay is None else decay[:, seen - (stop - start) : seen]
         column_decay = None if decay is None else decay[:, :seen]

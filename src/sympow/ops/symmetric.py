@@ -30,7 +30,11 @@ def symmetric_dim(dim: int, power: int) -> int:
         raise ValueError(f"dim must be at least 1, got {dim}")
     if power < 0:
         raise ValueError(f"power must not be negative, got {power}")
-    return math.comb(dim + power - 1, power)
+    # Not `math.comb`, which torch.compile cannot trace where it leaves `dim` open.
+    count = 1
+    for factor in range(power):
+        count = count * (dim + factor) // (factor + 1)
+    return count
 
 
 def multi_indices(dim: int, power: int, device: torch.device | None = None) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sympow.layers.constants import ConstantTable
 from sympow.model.gpt import GPT, Block
 from sympow.model.losses import linear_cross_entropy
 from sympow.parallel.shards import Shards
@@ -48,13 +47,7 @@ def compile_blocks(model: GPT, *, sharded: bool = False) -> None:
     """Compiles each block in place. They are alike, so that one compilation serves them all.
 
     With sequences shared out among processes, what they exchange stays out of what is compiled.
-
-    The model is on its device by now, and its tables of constants are put there first: made during the first call,
-    they would be a change that a compiled block, recomputed or not, must notice and be compiled anew for.
     """
-    for module in model.modules():
-        if isinstance(module, ConstantTable):
-            module(model.embedding.weight.device)
     for block in model.blocks:
         block.compile(fullgraph=not sharded)
 
