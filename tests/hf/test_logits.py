@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -275,3 +276,23 @@ def test_a_fresh_model_starts_as_a_native_one():
     scalar = SympowForCausalLM(SympowConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).model.blocks[0]
     assert not scalar.mixer.rotation.beta_proj.weight.any()
     assert scalar.mixer.gate.gamma_proj.bias.tolist() == pytest.approx([6.906768] * 2)
+
+
+def test_padded_batches_of_all_lengths_are_compiled_once(make, tokens):
+    model = make()
+    torch._dynamo.reset()
+    counters.clear()
+    call = torch.compile(
+        lambda ids, mask: model(ids, attention_mask=mask, use_cache=False).logits,
+        backend="aot_eager",
+        fullgraph=True,
+        dynamic=True,
+    )
+    with torch.no_grad():
+        for length in (5, 9, 40):
+            ids, mask = tokens(batch=3, length=length), torch.ones(3, length, dtype=torch.int64)
+            mask[1, :2] = 0
+            expected = model(ids, attention_mask=mask, use_cache=False).logits
+            assert_close(call(ids, mask), expected, 1e-10, f"logits of {length}")
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
