@@ -2,7 +2,8 @@
 
 A checkpoint is written beside its place (torch.distributed.checkpoint, in the background), sealed with a list of its
 files and their checksums, and moved into place last. Reading checks the seal, so a damaged one is found before it is
-loaded, and the one before it is taken. Any number of processes can read what any other number wrote.
+loaded, and the one before it is taken. Any number of processes can read what any other number wrote. A checkpoint holds
+tensors and JSON alone, and reading one runs nothing that is in it (`sympow.train.checkpoint_reader`).
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from sympow.atomic import flush
+from sympow.train.checkpoint_reader import TensorPlanner, TensorReader, UnreadableMetadataError, read_metadata
 from sympow.train.distributed import Place
 
 SEAL = "sealed.json"
@@ -34,7 +37,7 @@ DAMAGED = ".damaged"
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint whose files are not those it was sealed with."""
+    """A checkpoint whose files are not those it was sealed with, or not those of a checkpoint."""
 
 
 class Checkpoints:
@@ -83,7 +86,7 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier(self._group)
         future = async_save(
-            _copied(_state(shared, optimizer)), checkpoint_id=str(unfinished), process_group=self._group
+            _copied(_tensors(_state(shared, optimizer))), checkpoint_id=str(unfinished), process_group=self._group
         )
         assert isinstance(future, Future)
         self._pending = future, target, {"step": step, "world_size": self._place.world_size, "progress": progress}
@@ -114,7 +117,7 @@ class Checkpoints:
         if self._place.first:
             for path in reversed(self._found()):
                 try:
-                    chosen[0] = path, read_seal(path)
+                    chosen[0] = path, check(path)
                     break
                 except DamagedCheckpointError as error:
                     aside = path.with_name(path.name + DAMAGED)
@@ -128,7 +131,11 @@ class Checkpoints:
         """Fills model and optimiser from a checkpoint. What the optimiser is set to stays: rates, decay and so on."""
         settings = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
         state = _state(shared, optimizer)
-        load(state, checkpoint_id=str(path))
+        try:
+            # In place.
+            load(_tensors(state), storage_reader=TensorReader(path), planner=TensorPlanner())
+        except CheckpointException as error:
+            raise DamagedCheckpointError(f"{path} cannot be loaded: {_cause(error)}") from error
         set_state_dict(shared, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
@@ -152,6 +159,16 @@ def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
     flush(target.parent)
 
 
+def check(path: Path) -> dict[str, Any]:
+    """What a checkpoint remembers beside its tensors. Raises unless the whole checkpoint can be read."""
+    content = read_seal(path)
+    try:
+        read_metadata(path)
+    except UnreadableMetadataError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    return content
+
+
 def read_seal(path: Path) -> dict[str, Any]:
     """What a checkpoint remembers beside its tensors. Raises unless every file is as it was when it was sealed."""
     try:
@@ -161,7 +178,11 @@ def read_seal(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path} is damaged: {SEAL} is missing or unreadable") from error
     if checksum != _checksum(content):
         raise DamagedCheckpointError(f"{path} is damaged: {SEAL} is not what was written")
+    if not _has_all(content):
+        raise DamagedCheckpointError(f"{path} is damaged: {SEAL} is not that of a checkpoint")
     for name, expected in files.items():
+        if Path(name).name != name:
+            raise DamagedCheckpointError(f"{path} is damaged: {name} is not a file of the checkpoint")
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"{path} is damaged: {name} is missing")
@@ -179,13 +200,34 @@ def _state(shared: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return {"model": model, "optimizer": optim, "rng": torch.get_rng_state()}
 
 
+def _tensors(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the optimiser's settings: a run has its own, and objects other than tensors would be pickled."""
+    return {**state, "optimizer": {"state": state["optimizer"]["state"]}}
+
+
 def _copied(state: Any) -> Any:
     """With tensors of the CPU copied: they are written while training goes on to change them."""
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_copied(value) for value in state]
-    return state.clone() if isinstance(state, torch.Tensor) and state.device.type == "cpu" else state
+    assert isinstance(state, Tensor), f"a checkpoint holds tensors alone, and not {type(state).__name__}"
+    return state.clone() if state.device.type == "cpu" else state
+
+
+def _cause(error: CheckpointException) -> str:
+    """What went wrong in the first process to which something happened."""
+    cause, _ = error.failures[min(error.failures)]
+    return str(cause) or type(cause).__name__
+
+
+def _has_all(content: dict[str, Any]) -> bool:
+    """Whether a seal has what a resumed run reads, each of its kind."""
+    progress = content.get("progress")
+    if not isinstance(content.get("step"), int) or not isinstance(progress, dict):
+        return False
+    config = progress.get("config")
+    return (
+        isinstance(progress.get("loader"), dict) and isinstance(config, dict) and isinstance(config.get("model"), dict)
+    )
 
 
 def _checksum(content: dict[str, Any]) -> int:
