@@ -123,9 +123,9 @@ class Training:
     ask: Callable
     codes: dict[int, int] = field(default_factory=dict)
 
-    def wait(self):
+    def wait(self, patience=PATIENCE):
         """Exit codes, negative for the number of a signal."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + patience
         while running := [pid for pid in self.pids if pid not in self.codes]:
             for pid in running:
                 if (code := self.ask({"wait": pid})) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,10 +15,8 @@ from sympow.model.config import PRESETS as MODELS
 from sympow.model.config import GPTConfig
 from sympow.train.config import PRESETS, TrainConfig
 from sympow.train.flags import DEFAULT_PRESET, with_config_flags
-from sympow.train.run_files import CONFIG_FILE
+from sympow.train.run_files import CONFIG_FILE, RUNS
 from sympow.train.torchrun import first_process, may_be_restarted
-
-RUNS = Path("runs")
 
 
 @with_config_flags
@@ -57,7 +54,7 @@ def train(
         settings = replace(settings, model=GPTConfig.preset(model))
     settings = settings.changed(**changes)
     try:
-        folder = run(settings, out or RUNS / time.strftime("%Y%m%d-%H%M%S"), resume=resume, device=device)
+        folder = run(settings, out, resume=resume, device=device)
     except NonFiniteLossError:
         # All processes stop with the same message.
         if first_process():

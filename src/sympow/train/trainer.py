@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sympow.data.batch import Batch
 from sympow.data.dataset import TokenDataset
-from sympow.data.files import check_can_write, write_atomically
+from sympow.data.files import write_atomically
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
 from sympow.extras import require
@@ -47,6 +47,7 @@ from sympow.train.optimizer import make_optimizer, set_rate, take_step
 from sympow.train.progress import Progress
 from sympow.train.rotations import set_up_rotations
 from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
+from sympow.train.run_folder import claimed_folder
 from sympow.train.throughput import Clock, peak_operations, training_operations
 from sympow.train.trained_on import TrainedOn
 from sympow.train.update import Update, send
@@ -62,7 +63,7 @@ class NonFiniteLossError(ArithmeticError):
 
 def train(
     config: TrainConfig,
-    out: Path | str,
+    out: Path | str | None = None,
     *,
     resume: bool = False,
     device: str | None = None,
@@ -75,7 +76,8 @@ def train(
 
     Args:
         config: the run.
-        out: the folder; new, unless resumed.
+        out: the folder; new, unless resumed. None: one under runs/, named by the time. No other run can use it before
+            this one ends.
         resume: go on from the newest whole checkpoint in it, or start anew if there is none.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         dataset: what to train on, instead of what the config names.
@@ -87,15 +89,17 @@ def train(
         NonFiniteLossError: the loss was not a number; the last checkpoint is from before.
         LostProcessError: another process of the run is gone; the message names it.
     """
-    out = Path(out)
-    with process_group(device) as place:
-        out = _agree_on_folder(out, resume, place)
+    if resume and out is None:
+        raise ValueError("out must name the run to resume, got None")
+    with ExitStack() as held:
+        place = held.enter_context(process_group(device))
+        folder = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
         named = dataset is None
         dataset = dataset or open_dataset(config.data.data)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         with stop_on_signals() as stop, _fast_float32(config, place), Watch(place):
-            _Run(config, out, place, dataset, named=named).run(resume, stop)
-    return out
+            _Run(config, folder, place, dataset, named=named).run(resume, stop)
+    return folder
 
 
 class _Run:
@@ -412,27 +416,6 @@ def _fast_float32(config: TrainConfig, place: Place) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def _agree_on_folder(out: Path, resume: bool, place: Place) -> Path:
-    """The first process's choice is everyone's. Refuses a folder with another run, and one that cannot be written.
-
-    The folder is made later, when nothing in the config can be refused any more.
-    """
-    chosen: list[Any] = [out, None]
-    if place.first:
-        if not resume and (out / CONFIG_FILE).exists():
-            chosen[1] = f"{out} holds a run already: resume it, or choose another folder"
-        else:
-            try:
-                check_can_write("out", out, "folder")
-            except ValueError as error:
-                chosen[1] = str(error)
-    dist.broadcast_object_list(chosen)
-    out, problem = chosen
-    if problem is not None:
-        raise ValueError(problem)
-    return out
 
 
 def _check_extras(config: TrainConfig) -> None:

@@ -1,0 +1,148 @@
+"""A run's folder belongs to one run at a time.
+
+Whoever trains holds a lock on a file in the folder from the first moment to the last. The system gives the lock back
+when the process ends, however it ends, so that a killed run can be resumed at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from sympow.data.files import check_can_write
+from sympow.train.distributed import Place
+from sympow.train.run_files import CONFIG_FILE, LOCK_FILE, RUNS
+
+# What file systems that cannot lock files answer.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[Path]:
+    """While the block runs, the folder is this run's alone. The first process's choice is everyone's.
+
+    If the block fails before it has written anything, the folder is removed again.
+
+    Args:
+        out: the folder; None: a new one under runs/, named by the time.
+        resume: whether it may hold a run already.
+    """
+    with ExitStack() as held:
+        chosen: list[Any] = [None, None]
+        if place.first:
+            try:
+                chosen[0] = held.enter_context(_claim(out, resume))
+            except (ValueError, OSError) as error:
+                chosen[1] = str(error)
+        dist.broadcast_object_list(chosen)
+        folder, problem = chosen
+        if problem is not None:
+            raise ValueError(problem)
+        yield folder
+
+
+@contextmanager
+def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
+    check_can_write("out", out or RUNS, "folder")
+    folder, made = _make_new() if out is None else _make(out)
+    lock = _lock(folder)
+    try:
+        if not resume and (folder / CONFIG_FILE).exists():
+            raise ValueError(f"{folder} holds a run already: resume it, or choose another folder")
+        yield folder
+    finally:
+        # While it is still held, so that nobody else's is removed. A disk may be read-only by now.
+        with suppress(OSError):
+            (folder / LOCK_FILE).unlink()
+        os.close(lock)
+        _remove_if_empty(made)
+
+
+def _make(folder: Path) -> tuple[Path, list[Path]]:
+    """The folder, and what had to be made of it and its parents, innermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, missing
+
+
+def _make_new() -> tuple[Path, list[Path]]:
+    """A folder that nobody else has: of all who try to make one of that name, one succeeds."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        _, made = _make(RUNS)
+        folder = RUNS / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+        # FileNotFoundError: a run that was refused has just removed what it had made.
+        except (FileExistsError, FileNotFoundError):
+            continue
+        return folder, [folder, *made]
+    raise AssertionError("there is a number for everyone")
+
+
+def _lock(folder: Path) -> int:
+    """A handle that holds the lock until it is closed."""
+    file = folder / LOCK_FILE
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:
+            # A run that was refused has just removed the folder.
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The file that was locked may have been removed meanwhile, and another may have its name.
+            if _is_file_of(handle, file):
+                _sign(handle)
+                return handle
+        except BlockingIOError as error:
+            holder = os.pread(handle, 256, 0).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            message = f"{folder} is in use by {holder}: stop that run first, or choose another folder"
+            raise ValueError(message) from error
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                os.close(handle)
+                raise
+            warnings.warn(
+                f"the file system of {folder} has no locks: nothing keeps another run from writing there, too",
+                stacklevel=2,
+            )
+            return handle
+        os.close(handle)
+
+
+def _sign(handle: int) -> None:
+    """For the message to those who come later."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
+
+
+def _is_file_of(handle: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), file.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_if_empty(made: list[Path]) -> None:
+    """Removes what was made for a run that wrote nothing."""
+    for path in made:
+        try:
+            path.rmdir()
+        except OSError:
+            # There is a run in it, or somebody else has begun to use it.
+            return

@@ -1,0 +1,155 @@
+"""A folder holds one run, however many are started at the same moment."""
+
+import errno
+import fcntl
+import os
+import signal
+import time
+
+import pytest
+from train.conftest import PATIENCE
+
+from sympow.train import TrainConfig, train, trainer
+from sympow.train import run_folder as run_folder_module
+from sympow.train.metrics import read_metrics
+
+STARTS = 50
+# Everyone has come this far before anyone goes on.
+WAIT_FOR_EVERYONE = """
+import os, sys, time
+open({ready!r} + str(os.getpid()), "w").close()
+while not os.path.exists({go!r}):
+    time.sleep(0.002)
+"""
+WITHOUT_OUT = """
+os.chdir({folder!r})
+at = sys.argv.index("--out")
+del sys.argv[at : at + 2]
+"""
+SLOWER = """
+import time
+from sympow.train import trainer
+step = trainer._Run.step
+def slower(self, batch):
+    time.sleep(0.05)
+    return step(self, batch)
+trainer._Run.step = slower
+"""
+
+
+@pytest.fixture
+def start_together(start, tmp_path):
+    """Starts runs with seeds from 0, and waits for their ends."""
+
+    def run(code="", out=None, **changes):
+        (tmp_path / "ready").mkdir()
+        wait = WAIT_FOR_EVERYONE.format(ready=str(tmp_path / "ready") + "/", go=str(tmp_path / "go"))
+        trainings = [
+            start(out or tmp_path / f"seed-{seed}", code=wait + code, **{**changes, "seed": seed})
+            for seed in range(STARTS)
+        ]
+        while len(os.listdir(tmp_path / "ready")) < STARTS:
+            time.sleep(0.01)
+        (tmp_path / "go").touch()
+        return [(training.wait(STARTS * PATIENCE)[0], training.log.read_text()) for training in trainings]
+
+    return run
+
+
+@pytest.mark.slow
+def test_fifty_runs_started_at_once_have_a_folder_each_and_all_their_lines(start_together, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    ended = start_together(WITHOUT_OUT.format(folder=str(here)), steps=3, save=False)
+    assert [code for code, _ in ended] == [0] * STARTS
+    folders = list((here / "runs").iterdir())
+    assert len(folders) == STARTS
+    assert sorted(TrainConfig.read(folder / "config.yaml").run.seed for folder in folders) == list(range(STARTS))
+    for folder in folders:
+        assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3]
+    printed = {log.splitlines()[-1] for _, log in ended}
+    assert printed == {f"runs/{folder.name}" for folder in folders}
+
+
+def test_of_fifty_runs_started_at_once_on_one_folder_one_trains(start_together, losses, tmp_path):
+    ended = start_together(SLOWER, out=tmp_path / "run", steps=3)
+    codes = [code for code, _ in ended]
+    assert sorted(codes) == [0] + [2] * (STARTS - 1)
+    log = " ".join(ended[0][1].split())
+    assert log.count("is in use by process ") + log.count("holds a run already") == STARTS - 1
+    assert "Traceback" not in log
+    assert TrainConfig.read(tmp_path / "run" / "config.yaml").run.seed == codes.index(0)
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_a_run_that_is_under_way_is_not_resumed(start, losses, tmp_path):
+    out = tmp_path / "run"
+    training = start(out, code=SLOWER, steps=12, save_every=2)
+    training.wait_for_step(3)
+    unfinished = out / "checkpoints" / "step-000000099.unfinished"
+    unfinished.mkdir()
+    second = start(out, resume=True)
+    assert second.wait() == [2]
+    assert f"is in use by process {training.pids[0]} on " in " ".join(second.log.read_text().split())
+    assert unfinished.exists()
+    assert training.wait() == [0]
+    assert len(losses(out)) == 12
+    # It is free again, also when the run did not end by itself.
+    third = start(out, resume=True, code=SLOWER, steps=40)
+    third.wait_for_step(13)
+    third.send(signal.SIGKILL)
+    third.wait()
+    assert start(out, resume=True, steps=14).wait() == [0]
+
+
+def test_two_runs_of_one_process_do_not_share_a_folder(tiny, tmp_path, monkeypatch):
+    seen = []
+
+    def second(*arguments, **options):
+        with pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"):
+            run_folder_module._lock(tmp_path / "run")
+        seen.append(True)
+        return make(*arguments, **options)
+
+    make = trainer.make_optimizer
+    monkeypatch.setattr(trainer, "make_optimizer", second)
+    train(tiny(steps=1), tmp_path / "run", device="cpu")
+    assert seen == [True]
+
+
+def test_a_run_without_a_folder_gets_one(tiny, losses, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda text: "20300101-000000")
+    folders = [train(tiny(steps=1, save=False), device="cpu") for _ in range(3)]
+    assert list(map(str, folders)) == [f"runs/20300101-000000{ending}" for ending in ("", "-2", "-3")]
+    assert [len(losses(folder)) for folder in folders] == [1, 1, 1]
+    with pytest.raises(ValueError, match="out must name the run to resume"):
+        train(tiny(steps=1), resume=True, device="cpu")
+
+
+def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
+    """A run that was refused removes its folder while the next is about to lock it."""
+    flock, tried = fcntl.flock, []
+
+    def removing(handle, how):
+        tried.append(handle)
+        if len(tried) == 1:
+            (tmp_path / "run" / "run.lock").unlink()
+            (tmp_path / "run").rmdir()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", removing)
+    handle = run_folder_module._lock(tmp_path / "run")
+    assert len(tried) == 2
+    assert os.path.samestat(os.fstat(handle), (tmp_path / "run" / "run.lock").stat())
+    os.close(handle)
+
+
+def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatch):
+    def refuse(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="run has no locks: nothing keeps another run from writing there"):
+        train(tiny(steps=2), tmp_path / "run", device="cpu")
+    assert len(losses(tmp_path / "run")) == 2
