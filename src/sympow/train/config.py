@@ -132,6 +132,7 @@ class RunConfig:
         save: whether to write checkpoints, and the model at the end; not for timing a few steps.
         save_every: steps between checkpoints; 0: only the last.
         keep: checkpoints to keep.
+        hang_after: with several processes, seconds without progress after which the run ends; 0: never.
         tensorboard: whether to write TensorBoard events beside metrics.jsonl.
         wandb: project to log to with Weights & Biases; empty: none.
     """
@@ -152,6 +153,7 @@ class RunConfig:
     save: bool = True
     save_every: int = 100
     keep: int = 3
+    hang_after: int = 600
     tensorboard: bool = True
     wandb: str = ""
 
@@ -161,7 +163,7 @@ class RunConfig:
             check_positive(name, getattr(self, name))
         for name in ("batch_tokens", "micro_batch_tokens"):
             check_at_most(name, getattr(self, name), MOST_TOKENS, COUNTED)
-        for name in ("seed", "evaluate_every", "save_every"):
+        for name in ("seed", "evaluate_every", "save_every", "hang_after"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("compile", "recompute", "save", "tensorboard"):
             check_bool(name, getattr(self, name))
@@ -212,6 +214,10 @@ class TrainConfig:
                 raise TypeError(f"no part of a TrainConfig has a field {name!r}")
             grouped[owner][name] = value
         return TrainConfig(**{part: replace(section, **grouped[part]) for part, section in sections.items()})
+
+    def settings(self) -> dict[str, Any]:
+        """Every field of its parts, as `changed` takes them."""
+        return {name: value for part in asdict(self).values() for name, value in part.items()}
 
     def to_yaml(self) -> str:
         """As `from_yaml` reads it."""

@@ -6,7 +6,7 @@ A run has a process group even if it is alone, so that nothing else needs to kno
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -132,3 +132,19 @@ def from_all_processes(content: Any, place: Place) -> list[Any]:
     gathered: list[Any] = [None] * place.world_size
     dist.all_gather_object(gathered, content)
     return gathered
+
+
+def check_same(settings: Mapping[str, object], place: Place) -> None:
+    """Refuses a run whose processes were started differently: they would train another model each, or wait for ever.
+
+    Args:
+        settings: by the names to use in the message.
+    """
+    of_all = from_all_processes(dict(settings), place)
+    for rank, others in enumerate(of_all):
+        for name in sorted({*of_all[0], *others}):
+            first, other = of_all[0].get(name), others.get(name)
+            if first != other:
+                raise ValueError(
+                    f"{name} must be the same in all processes; rank 0 has {first!r}, rank {rank} {other!r}"
+                )

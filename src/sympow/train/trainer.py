@@ -32,6 +32,7 @@ from sympow.train.config import TrainConfig
 from sympow.train.distributed import (
     Place,
     any_process,
+    check_same,
     from_all_processes,
     last_of_batch,
     mean_over_processes,
@@ -93,18 +94,23 @@ def train(
         raise ValueError("out must name the run to resume, got None")
     with ExitStack() as held:
         place = held.enter_context(process_group(device))
+        check_same({**config.settings(), "resume": resume, "device": place.device.type}, place)
         folder = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
         named = dataset is None
         dataset = dataset or open_dataset(config.data.data)
+        check_same({"data": dataset.fingerprint}, place)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
-        with stop_on_signals() as stop, _fast_float32(config, place), Watch(place):
-            _Run(config, folder, place, dataset, named=named).run(resume, stop)
+        stop = held.enter_context(stop_on_signals())
+        with _fast_float32(config, place), Watch(place, stop, config.run.hang_after) as watch:
+            _Run(config, folder, place, dataset, watch, named=named).run(resume, stop)
     return folder
 
 
 class _Run:
-    def __init__(self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset, *, named: bool) -> None:
-        self.config, self.out, self.place, self.dataset = config, out, place, dataset
+    def __init__(
+        self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset, watch: Watch, *, named: bool
+    ) -> None:
+        self.config, self.out, self.place, self.dataset, self.watch = config, out, place, dataset, watch
         self.named = named  # whether the dataset is what the config names
         sharded = config.run.context_parallel > 1
         self.grid = make_grid(place, config.run.context_parallel)
@@ -163,8 +169,10 @@ class _Run:
             waiting: Update | None = None
             # The loader's position is that of the batches taken, which are those of the steps made.
             for batch in islice(self.loader, run.steps - self.step_number):
+                self.watch.mark()
                 update = self.step(batch)
                 self.step_number += 1
+                self.watch.mark()
                 clock.count(run.batch_tokens)
                 if waiting is not None:
                     # While the device is at the next one.
@@ -182,6 +190,7 @@ class _Run:
                 if saves:
                     self._save(checkpoints, writers)
                 if stopping:
+                    self.watch.mark(saves=True)
                     checkpoints.finish()
                     who = stop.signal or "a signal to another process"
                     done = "saved" if run.save else "stopped without saving"
@@ -189,6 +198,8 @@ class _Run:
                     if run.save:
                         progress.say(f"go on with: {command_line('train', '--resume', '--out', self.out)}")
                     break
+                self.watch.mark()
+            self.watch.mark(saves=True)
             checkpoints.finish()
             if run.save:
                 self._export()
@@ -220,10 +231,12 @@ class _Run:
         rows = sum(part.rows for part in parts)
         losses = []
         for number, part in enumerate(parts):
+            self.watch.mark()
             on_device = part.to(self.place.device)
             with last_of_batch(self.shared, last=number == len(parts) - 1):
                 # A part counts by its share of the rows; processes have equally many.
                 loss = self._loss(on_device) * (part.rows / rows)
+                self.watch.mark()
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -254,7 +267,10 @@ class _Run:
         heldout = self.heldout or self._open_heldout()
         heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
         rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.grid.data_size)
-        losses = [self._loss(batch.to(self.place.device)) for batch in islice(heldout, rows)]
+        losses = []
+        for batch in islice(heldout, rows):
+            self.watch.mark()
+            losses.append(self._loss(batch.to(self.place.device)))
         return mean_over_processes(torch.stack(losses).mean(), self.place).item()
 
     def _open_heldout(self) -> Loader:
@@ -299,6 +315,7 @@ class _Run:
                 f"step {self.step_number} left {', '.join(found[:8])} with numbers that are not finite. No checkpoint "
                 f"was made of it; the last one is in {self.out / CHECKPOINTS}"
             )
+        self.watch.mark(saves=True)
         for writer in writers:
             writer.flush()
         progress = {"loader": self.loader.state_dict(), "config": asdict(self.config)}
