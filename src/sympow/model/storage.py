@@ -29,7 +29,11 @@ def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tens
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     unfinished = folder / f"{WEIGHTS_FILE}.unfinished"
-    require("safetensors.torch", "train").save_file(contiguous, str(unfinished))
+    try:
+        require("safetensors.torch", "train").save_file(contiguous, str(unfinished))
+    except require("safetensors", "train").SafetensorError as error:
+        unfinished.unlink(missing_ok=True)
+        raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}") from error
     unfinished.replace(folder / WEIGHTS_FILE)
     unfinished = folder / f"{CONFIG_FILE}.unfinished"
     unfinished.write_text(json.dumps(asdict(config), indent=2) + "\n", "utf-8")

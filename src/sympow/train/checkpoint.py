@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -34,10 +35,16 @@ SEAL = "sealed.json"
 PREFIX = "step-"
 UNFINISHED = ".unfinished"
 DAMAGED = ".damaged"
+# Bytes to find out with why a folder cannot be written to.
+PROBE = 1 << 16
 
 
 class DamagedCheckpointError(ValueError):
     """A checkpoint whose files are not those it was sealed with, or not those of a checkpoint."""
+
+
+class UnwrittenCheckpointError(OSError):
+    """A checkpoint that could not be written, as on a full disk; the message says why, and which one is the last."""
 
 
 class Checkpoints:
@@ -102,9 +109,20 @@ class Checkpoints:
             return
         future, target, content = self._pending
         self._pending = None
-        future.result()
+        unfinished = target.with_name(target.name + UNFINISHED)
+        try:
+            future.result()
+            if self._place.first:
+                seal(unfinished, target, content)
+        except (CheckpointException, OSError) as error:
+            reason = _cause(error, self.folder)
+            if self._place.first:
+                # What there is of it may be what fills the disk.
+                shutil.rmtree(unfinished, ignore_errors=True)
+            whole = self._found()
+            last = f"the last one is {whole[-1]}" if whole else "there is none before it"
+            raise UnwrittenCheckpointError(f"{target} could not be written: {reason}; {last}") from error
         if self._place.first:
-            seal(target.with_name(target.name + UNFINISHED), target, content)
             for old in self._found()[: -self._keep]:
                 shutil.rmtree(old)
 
@@ -135,7 +153,7 @@ class Checkpoints:
             # In place.
             load(_tensors(state), storage_reader=TensorReader(path), planner=TensorPlanner())
         except CheckpointException as error:
-            raise DamagedCheckpointError(f"{path} cannot be loaded: {_cause(error)}") from error
+            raise DamagedCheckpointError(f"{path} cannot be loaded: {_cause(error, None)}") from error
         set_state_dict(shared, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
@@ -213,10 +231,24 @@ def _copied(state: Any) -> Any:
     return state.clone() if state.device.type == "cpu" else state
 
 
-def _cause(error: CheckpointException) -> str:
-    """What went wrong in the first process to which something happened."""
-    cause, _ = error.failures[min(error.failures)]
-    return str(cause) or type(cause).__name__
+def _cause(error: BaseException, written_to: Path | None) -> str:
+    """What went wrong in one line, in the first process to which something happened.
+
+    Args:
+        written_to: the folder that could not be written to, if that is what went wrong. torch's writer of tensors does
+            not tell why it failed.
+    """
+    if isinstance(error, CheckpointException):
+        error = error.failures[min(error.failures)][0]
+    if not isinstance(error, OSError) and written_to is not None:
+        try:
+            with tempfile.TemporaryFile(dir=written_to) as file:
+                file.write(bytes(PROBE))
+        except OSError as why:
+            error = why
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _has_all(content: dict[str, Any]) -> bool:

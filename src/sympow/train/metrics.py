@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,14 +36,18 @@ class JsonLines:
         # Steps after the checkpoint will be made again.
         kept = [line for line in read_metrics(path) if line["step"] <= resumed_at] if path.exists() else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        self._file = path.open("a", encoding="utf-8")
+        # Without a buffer: what could not be written would be tried again on closing.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._file.write(json.dumps({"step": step, **numbers}) + "\n")
-        self._file.flush()
+        line = memoryview((json.dumps({"step": step, **numbers}) + "\n").encode())
+        with _naming(self._file.name):
+            while line:
+                line = line[self._file.write(line) :]
 
     def flush(self) -> None:
-        os.fsync(self._file.fileno())
+        with _naming(self._file.name):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -51,18 +58,32 @@ class TensorBoard:
         require("tensorboard", "train")
         from torch.utils.tensorboard import SummaryWriter
 
+        self._folder = str(folder)
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._leave_out_failed_writes
         # What a killed run wrote after its checkpoint is hidden.
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_at + 1)
+        self._writer = SummaryWriter(self._folder, purge_step=resumed_at + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+        with _naming(self._folder):
+            for name, value in numbers.items():
+                self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        self._writer.flush()
+        with _naming(self._folder):
+            self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        try:
+            with _naming(self._folder):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._hook_before
+
+    def _leave_out_failed_writes(self, failure: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread, and raises what failed there once more when it is next given a number."""
+        if not isinstance(failure.exc_value, OSError) or not type(failure.thread).__module__.startswith("tensorboard."):
+            self._hook_before(failure)
 
 
 class WeightsAndBiases:
@@ -89,6 +110,15 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """What fails to be written is named."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:

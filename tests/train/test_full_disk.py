@@ -1,0 +1,91 @@
+"""A disk that is full, or refuses to be written to, ends a run with one line and costs nothing that was saved."""
+
+import pytest
+
+# From a step on, files cannot grow beyond a size that a checkpoint exceeds and metrics do not reach.
+LIMITED = """
+import resource
+from sympow.train import trainer
+{name} = trainer._Run.{name}
+def limited(self, *arguments):
+    if self.step_number >= {step}:
+        for checkpoints in arguments[:1]:
+            checkpoints.finish()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    return {name}(self, *arguments)
+trainer._Run.{name} = limited
+"""
+# From the third step on, writing to a file fails as on a disk without space.
+FULL = """
+import os
+from sympow.train import trainer
+step = trainer._Run.step
+def full(self, batch):
+    for handle in os.listdir("/proc/self/fd") if self.step_number == 2 else ():
+        path = f"/proc/self/fd/{{handle}}"
+        if os.path.exists(path) and {name!r} in os.readlink(path):
+            os.dup2(os.open("/dev/full", os.O_WRONLY), int(handle))
+    return step(self, batch)
+trainer._Run.step = full
+"""
+# The same for a file that is opened each time.
+REPLACED = """
+import os
+from sympow.train import trainer
+step = trainer._Run.step
+def full(self, batch):
+    if self.step_number == 2:
+        for path in (self.out / "tensorboard").iterdir():
+            path.unlink()
+            path.symlink_to("/dev/full")
+    return step(self, batch)
+trainer._Run.step = full
+"""
+
+
+@pytest.fixture
+def fail(start, losses):
+    """Runs until a disk is full, looks for the one line that says so, and checks that nothing was lost."""
+
+    def run(out, code, message, **changes):
+        training = start(out, code=code, **changes)
+        assert training.wait() == [1], training.log.read_text()
+        log = training.log.read_text()
+        assert "Traceback" not in log
+        assert "Exception" not in log
+        said = [line for line in log.splitlines() if "error" in line]
+        assert len(said) == 1, log
+        assert message in said[0]
+        assert not list(out.glob("checkpoints/*.unfinished"))
+        assert start(out, resume=True).wait() == [0]
+        start(out.with_name("whole"), **changes).wait()
+        assert losses(out) == losses(out.with_name("whole"))
+
+    return run
+
+
+def test_a_checkpoint_that_cannot_be_written(fail, tmp_path):
+    folder = tmp_path / "run" / "checkpoints"
+    message = f"error: {folder}/step-000000004 could not be written: File too large; the last one is "
+    fail(tmp_path / "run", LIMITED.format(name="_save", step=4), message + f"{folder}/step-000000002")
+
+
+def test_a_first_checkpoint_that_cannot_be_written(fail, tmp_path):
+    message = "step-000000002 could not be written: File too large; there is none before it"
+    fail(tmp_path / "run", LIMITED.format(name="_save", step=0), message)
+
+
+def test_a_model_that_cannot_be_written(fail, tmp_path):
+    message = f"error: {tmp_path / 'run' / 'model' / 'model.safetensors'} could not be written: "
+    fail(tmp_path / "run", LIMITED.format(name="_export", step=0), message)
+    assert not list((tmp_path / "run" / "model").glob("*.unfinished"))
+
+
+def test_metrics_that_cannot_be_written(fail, tmp_path):
+    message = f"error: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device"
+    fail(tmp_path / "run", FULL.format(name="metrics.jsonl"), message, save_every=1)
+
+
+def test_events_that_cannot_be_written(fail, tmp_path):
+    message = f"error: {tmp_path / 'run' / 'tensorboard'}: No space left on device"
+    fail(tmp_path / "run", REPLACED, message, save_every=1, tensorboard=True)
