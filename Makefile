@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo forms test test-slow resolve triton-versions check format bench clean
+.PHONY: help demo forms test test-slow soak resolve triton-versions check format bench clean
 
 help:
 	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
 	@echo "make forms   show the three forms of the operator agreeing, and time them"
 	@echo "make test    run the tests"
 	@echo "make test-slow  run the tests that take longer: README's commands, several processes, compiled kernels"
+	@echo "make soak    kill a training run 100 times, damage its checkpoints, compare it with one left alone (CPU, minutes)"
 	@echo "make resolve resolve constraints.txt against the package index, for each platform (minutes)"
 	@echo "make triton-versions  compile every kernel for Hopper with each supported Triton (tens of minutes)"
 	@echo "make check   lint, formatting and types"
@@ -36,6 +37,9 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+
+soak: $(INSTALLED)
+	$(BIN)/python tests/soak.py $(ARGS)
 
 resolve: $(INSTALLED)
 	$(BIN)/python -m pytest -m index tests/test_constraints.py
