@@ -74,7 +74,7 @@ def test_attention_between_states_is_compiled_once_for_all_lengths(form, rotatio
 
 
 @pytest.mark.parametrize("form", ["auto", "attention", "chunked"])
-@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_is_compiled_once_for_all_lengths(form, marked):
     """With lengths declared to vary; else torch finds out at the second one, and compiles once more."""
     model = GPT(GPTConfig(**SMALL, form=form)).double()
@@ -135,7 +135,7 @@ def test_training_on_a_gpu_is_compiled_once_for_all_lengths(dtype, backend):
 
 
 @pytest.mark.parametrize(("form", "strict"), [("auto", False), ("attention", True)])
-@pytest.mark.parametrize("return_state", [False, True])
+@pytest.mark.parametrize("return_state", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_is_exported_for_all_lengths(form, strict, return_state):
     """As PyTorch's own operators, so that the program runs where this package is not installed."""
     torch.manual_seed(0)

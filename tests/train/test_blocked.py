@@ -65,7 +65,8 @@ def test_processes_with_other_data_of_the_same_name_are_refused(start, texts, tm
     assert "--data must be the same in all processes" in " ".join(training.log.read_text().split())
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_main_thread_that_hangs_ends_all_by_name(start, tmp_path, rank):
     training = start(tmp_path / "run", processes=3, hang_after=12, code=HANGING.format(rank=rank))
     assert training.wait() == [1, 1, 1], training.log.read_text()
@@ -77,6 +78,7 @@ def test_a_main_thread_that_hangs_ends_all_by_name(start, tmp_path, rank):
         assert line.endswith("no progress for 12 s")
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_for_another_ends_on_sigterm(start, tmp_path):
     training = start(tmp_path / "run", processes=2, code=HANGING.format(rank=1))
     training.wait_for_step(3)

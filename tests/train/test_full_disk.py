@@ -70,22 +70,26 @@ def test_a_checkpoint_that_cannot_be_written(fail, tmp_path):
     fail(tmp_path / "run", LIMITED.format(name="_save", step=4), message + f"{folder}/step-000000002")
 
 
+@pytest.mark.slow
 def test_a_first_checkpoint_that_cannot_be_written(fail, tmp_path):
     message = "step-000000002 could not be written: File too large; there is none before it"
     fail(tmp_path / "run", LIMITED.format(name="_save", step=0), message)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written(fail, tmp_path):
     message = f"error: {tmp_path / 'run' / 'model' / 'model.safetensors'} could not be written: "
     fail(tmp_path / "run", LIMITED.format(name="_export", step=0), message)
     assert not list((tmp_path / "run" / "model").glob("*.unfinished"))
 
 
+@pytest.mark.slow
 def test_metrics_that_cannot_be_written(fail, tmp_path):
     message = f"error: {tmp_path / 'run' / 'metrics.jsonl'}: No space left on device"
     fail(tmp_path / "run", FULL.format(name="metrics.jsonl"), message, save_every=1)
 
 
+@pytest.mark.slow
 def test_events_that_cannot_be_written(fail, tmp_path):
     message = f"error: {tmp_path / 'run' / 'tensorboard'}: No space left on device"
     fail(tmp_path / "run", REPLACED, message, save_every=1, tensorboard=True)

@@ -71,6 +71,7 @@ def test_fifty_runs_started_at_once_have_a_folder_each_and_all_their_lines(start
     assert printed == {f"runs/{folder.name}" for folder in folders}
 
 
+@pytest.mark.slow
 def test_of_fifty_runs_started_at_once_on_one_folder_one_trains(start_together, losses, tmp_path):
     ended = start_together(SLOWER, out=tmp_path / "run", steps=3)
     codes = [code for code, _ in ended]
