@@ -399,14 +399,14 @@ def rows_of(margins: Margins) -> Margins:
 def make_table(arguments: argparse.Namespace) -> int:
     measured = read_measured(*arguments.folders)
     before = read_table(arguments.out)
-    for row in before:
+    earlier = {(row["test"], row["what"], row["tolerance"]): row for row in before}
+    for (test, what, tolerance), margin in rows_of(measured.margins).items():
         # Mistakes that were not made again count as before, if the tolerance is the same.
-        for (test, what, tolerance), margin in measured.margins.items():
-            if (function_of(test), what, f"{tolerance:.3g}") == (row["test"], row["what"], row["tolerance"]):
-                if not rows_of(measured.margins)[row["test"], what, tolerance].mistakes:
-                    margin.mistakes, margin.crossing = int(row["mistakes"]), int(row["crossing"])
-                    margin.least, margin.by = float(row["least"]), row["by"]
-                break
+        row = earlier.get((test, what, f"{tolerance:.3g}"))
+        if row is not None and not margin.mistakes:
+            kept = Margin(mistakes=int(row["mistakes"]), crossing=int(row["crossing"]))
+            kept.least, kept.by = float(row["least"]), row["by"]
+            merge(measured.margins, {(test, what, tolerance): kept})
     rows = rows_of(measured.margins)
     lines = []
     if arguments.add:

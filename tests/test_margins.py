@@ -125,6 +125,12 @@ def test_tolerances_that_are_too_tight_or_too_loose_are_found(tmp_path, monkeypa
     assert code == 1
     rows = margins.read_table(tmp_path / "table.tsv")
     assert [(row["test"], row["seeds"]) for row in rows] == [("test.py::test", "9")] * 3
+    # A table of the sweep alone keeps the mistakes of the table before.
+    (tmp_path / "mistakes.jsonl").unlink()
+    margins.make_table(argparse.Namespace(folders=[tmp_path], out=tmp_path / "table.tsv", add=False))
+    columns = ("mistakes", "crossing", "least", "by")
+    again = margins.read_table(tmp_path / "table.tsv")
+    assert [[row[name] for name in columns] for row in again] == [[row[name] for name in columns] for row in rows]
     # What the folder has is not run again.
     runner = InProcess(job | {"out": tmp_path / "again.jsonl", "settings": [*job["settings"], (9, False)]})
     monkeypatch.setattr(support, "observe", runner.observe)

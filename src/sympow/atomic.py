@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: a reader sees the old content or the new one, and a full disk costs neither."""
+"""Atomic file replacement: a reader sees the old content or the new one, and a failed write keeps the old one."""
 
 from __future__ import annotations
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
     allowed = tuple(allowed)
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def check_regular_file(path: Path) -> None:
+    """Refuses a folder, a device or a pipe before it is opened: opening a pipe waits for somebody to write into it."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a file")
 
 
 def check_at_least(name: str, value: int, smallest: int) -> None:

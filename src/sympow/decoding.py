@@ -127,16 +127,13 @@ class Decoder:
     def _start_afresh(self) -> None:
         """For memories that were not there before."""
         self._advance = Recorded(self._step, record=self._record)
-        self._fold = Recorded(self._fold_all, record=self._record)
+        self._fold = Recorded(self._memories.fold, record=self._record)
 
     @torch.no_grad()
     def _step(self) -> None:
         self.logits = self._model.step(self._token, self._memories.layers)
         if self.seen is not None:
             self.seen.scatter_(1, self._token.unsqueeze(1), True)
-
-    def _fold_all(self) -> None:
-        self._memories.fold()
 
 
 def decode(model: GPT, reading: Reading, tokens: Tensor, **options: object) -> tuple[Tensor, Reading]:

@@ -1,7 +1,7 @@
-"""JSON and YAML that somebody else may have written: whatever is wrong with it is a ValueError, and takes no time.
+"""Parsers for untrusted JSON and YAML: malformed input raises ValueError within bounded time and memory.
 
-Both parsers accept what would exhaust a machine. Nesting is limited by Python's stack, and YAML's aliases repeat what
-they stand for: nine lines of them can describe a billion entries. No file of sympow has either.
+The standard parsers accept input that exhausts a machine: deep nesting overflows Python's stack, and nine lines of YAML
+aliases can describe a billion entries. No file of sympow needs either.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from sympow.checks import check_regular_file
 from sympow.extras import require
 
 # A manifest has some hundred bytes for each shard of 8 MiB: this is one of several hundred terabytes of text.
@@ -76,9 +77,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _read(path: Path, largest: int) -> str:
-    if path.exists() and not path.is_file():
-        # Opening a pipe would wait for somebody to write into it.
-        raise ValueError(f"{path} is not a file")
+    check_regular_file(path)
     size = path.stat().st_size
     if size > largest:
         raise ValueError(f"{path} must have at most {largest:,} bytes, got {size:,}")

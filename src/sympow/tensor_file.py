@@ -1,4 +1,4 @@
-"""Tensors with a few words of text in one file that notices when it was damaged.
+"""A file of tensors and strings with a checksum, so that damage is detected when it is read.
 
 The layout is that of safetensors: eight bytes with the length of a JSON header, the header, the tensors. The header's
 metadata has a checksum, the BLAKE2b hash of the whole file with zeros in place of the checksum's own digits, so a
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sympow.atomic import replacing
+from sympow.checks import check_regular_file
 
 DTYPES = {
     "F64": torch.float64,
@@ -90,9 +91,7 @@ def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> t
     Raises:
         ValueError: it is no such file, was cut off, or differs in any bit from what was written.
     """
-    if Path(path).exists() and not Path(path).is_file():
-        # Opening a pipe would wait for somebody to write into it.
-        raise ValueError(f"{path} is not a file")
+    check_regular_file(Path(path))
     with open(path, "rb") as file:
         header = _read_header(file, path)
         words = header.words

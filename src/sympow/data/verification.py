@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sympow.checks import check_regular_file
 from sympow.data.files import sha256_of, write_atomically
 from sympow.parsing import read_json
 
@@ -77,8 +78,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     for path in _record_paths(folder):
         if not path.exists():
             continue
-        if not path.is_file():
-            raise ValueError(f"{path} is not a file")
+        check_regular_file(path)
         # One that cannot be read says nothing, and is replaced.
         with suppress(ValueError):
             content = read_json(path)

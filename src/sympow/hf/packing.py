@@ -63,7 +63,7 @@ def packed_offsets(
         return None
     if bool((follows & ~starts & (places - before > 1)).any()):
         raise ValueError("attention_mask must not have padding inside of packed documents, only between them")
-    # A row is a document's end, and padding is as good as a document of one token.
+    # Documents end with their row, and each padding token becomes a document of its own.
     starts |= ~real | ~follows
     offsets = starts.flatten().nonzero().flatten()
     return torch.cat([offsets, offsets.new_tensor([starts.numel()])]).to(torch.int32)

@@ -222,7 +222,7 @@ class SoftmaxAttention(Mixer):
 
 
 def _in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the dtype of a memory, which was made before anybody knew theirs."""
+    """Queries, keys and values in the dtype of the memory, which can differ from theirs, as under autocast."""
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
