@@ -27,10 +27,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sympow
+from sympow.bench.timing import Timing, environment, measure_in_turns, save_results
 from sympow.parallel import Shards
 from sympow.parallel import attention as sharded_attention
-from sympow.report.results import save_results
-from sympow.report.timing import Timing, environment, measure_in_turns
 
 LARGEST_OVERHEAD = 0.02
 RANKS = 4

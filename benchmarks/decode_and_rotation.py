@@ -22,10 +22,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import sympow
-from sympow.kernels.rotation_op import fused_rotation
+from sympow.bench.timing import environment, measure, save_results
+from sympow.kernels.rotary import fused_rotation
 from sympow.ops.window import Window
-from sympow.report.results import save_results
-from sympow.report.timing import environment, measure
 
 BATCH, HEADS, DIM = 16, 12, 64
 # States that a graph goes around, and what each replay of it repeats.

@@ -2,8 +2,9 @@
 
     python benchmarks/generation_throughput.py --out benchmarks/results/h200_generation.json
 
-The paper's 124M model with random weights in bfloat16, batch 16, greedy, through `sympow.generate.generate`, so that
-what is timed is what a user gets: the model in CUDA graphs, the choice of tokens, and every token's way to the host.
+The paper's 124M model with random weights in bfloat16, batch 16, greedy, through `sympow.generation.sampling.generate`,
+so that what is timed is what a user gets: the model in CUDA graphs, the choice of tokens, and the copy of
+every token to the host.
 
 conformal     random tokens read in pieces into a state, windows of 64 tokens behind it
 softmax       the same model with fixed rotary and no gates, a cache of fixed room that holds random keys and values
@@ -31,13 +32,12 @@ import torch
 from torch import Tensor
 
 from sympow import GPT, GPTConfig
-from sympow.generate import Sampling, generate
-from sympow.model.variants import VARIANTS
-from sympow.ops.softmax import KeyValueState
+from sympow.bench.timing import environment, save_results
+from sympow.generation.prefix import Reading
+from sympow.generation.sampling import Sampling, generate
+from sympow.model.config import VARIANTS
+from sympow.ops.torch.softmax import KeyValueState
 from sympow.ops.window import CAPACITY
-from sympow.reading import Reading
-from sympow.report.results import save_results
-from sympow.report.timing import environment
 
 GREEDY = Sampling(temperature=0)
 TIMED = ("conformal", "softmax")

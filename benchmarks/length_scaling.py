@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 import sympow
-from sympow.ops.softmax import softmax_attention
-from sympow.report.memory import PeakMemory
-from sympow.report.results import save_results
-from sympow.report.timing import environment, measure
+from sympow.bench.memory import PeakMemory
+from sympow.bench.timing import environment, measure, save_results
+from sympow.ops.torch.softmax import softmax_attention
 
 LENGTHS = (4_096, 8_192, 16_384, 32_768)
 LARGEST_RATIO = 1.2

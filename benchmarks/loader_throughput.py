@@ -23,10 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from sympow.bench.timing import environment, save_results
 from sympow.data import Loader, TokenDataset, open_dataset, prepare
 from sympow.extras import require
-from sympow.report.results import save_results
-from sympow.report.timing import environment
 
 BATCH_TOKENS = 524_288
 SMALLEST_RATE = 5e6

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sympow.report.bench import draw_rows, load_rows
+from sympow.bench.operator import load_rows
+from sympow.report.figures import plot_bench_rows
 
 
 def main() -> None:
@@ -21,7 +22,7 @@ def main() -> None:
             rows, setting = load_rows(path)
         except ValueError as error:
             parser.error(str(error))
-        draw_rows(rows, setting, path.with_suffix(".png"))
+        plot_bench_rows(rows, setting, path.with_suffix(".png"))
         print(f"wrote {path.with_suffix('.png')}")
 
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from sympow.bench.timing import environment, save_results
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
-from sympow.model.variants import VARIANTS
-from sympow.report.results import save_results
-from sympow.report.timing import environment
+from sympow.model.config import VARIANTS
 from sympow.train.config import paper
 from sympow.train.metrics import read_metrics
-from sympow.train.run_files import METRICS_FILE
+from sympow.train.run_folder import METRICS_FILE
 from sympow.train.trainer import train
 
 TIMED = ("softmax", "conformal")

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sympow.cli.errors import Reported
 from sympow.data.standard_library import StandardLibrary
-from sympow.errors import Reported
 from sympow.invocation import command_line
-from sympow.model.variants import PAPER_VARIANTS
+from sympow.model.config import PAPER_VARIANTS
 from sympow.train.metrics import read_metrics
 
 MODELS = {name: PAPER_VARIANTS[name] for name in ("softmax", "conformal")}

@@ -18,12 +18,12 @@ from rich.table import Table
 from torch import Tensor
 
 import sympow
+from sympow.bench.timing import Timing, environment, measure
 from sympow.model.accounting import crossover, key_value_elements, state_elements
 from sympow.ops import reference
-from sympow.ops.softmax import softmax_attention
+from sympow.ops.torch.softmax import softmax_attention
 from sympow.report.figures import plot_time_against_context
 from sympow.report.info import format_bytes
-from sympow.report.timing import Timing, environment, measure
 
 HEADS, DIM = 4, 32
 CONTEXTS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import write_atomically
 from sympow.experiment.results import all_rows
+from sympow.files import write_atomically
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 CURVES = ("softmax", "sympow", "gating", "conformal")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import sympow
-from sympow.ops.operator import attention
+from sympow.ops.interface import attention
 
 SOURCE = f"{Path(sympow.__file__).parent}{os.sep}"
 LOWER_PRECISIONS = frozenset({"float32", "float16", "bfloat16"})

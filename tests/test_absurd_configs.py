@@ -11,7 +11,7 @@ from sympow import GPTConfig
 from sympow.model.storage import load_model
 from sympow.parsing import parse_yaml, read_json, read_yaml
 from sympow.train import TrainConfig, train
-from sympow.train.trained_on import TrainedOn
+from sympow.train.provenance import TrainedOn
 
 # Nine levels of nine: a billion entries, were they written out.
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))

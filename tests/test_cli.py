@@ -7,8 +7,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sympow.cli import app
-from sympow.report.bench import Setting, methods, run_bench
+from sympow.bench.operator import Setting, methods, run_bench
+from sympow.cli.app import app
 
 runner = CliRunner()
 COMMANDS = ("train", "experiment", "info", "bench", "evaluate", "generate", "state", "report", "inspect", "data")
@@ -125,7 +125,7 @@ def timed(monkeypatch):
         seen.setting, seen.contexts, seen.options = setting, tuple(contexts), options
         return iter(())
 
-    monkeypatch.setattr("sympow.report.bench.run_bench", remember)
+    monkeypatch.setattr("sympow.bench.operator.run_bench", remember)
     return seen
 
 
@@ -235,7 +235,7 @@ def test_an_output_of_the_wrong_kind_is_refused(tmp_path):
 @pytest.mark.parametrize("arguments", [("bench", "--device", "cpu"), ("evaluate", "model"), ("report", "runs")])
 def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, arguments):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr("sympow.report.bench.run_bench", None)
+    monkeypatch.setattr("sympow.bench.operator.run_bench", None)
     result = runner.invoke(app, [*arguments, "--out", str(tmp_path / "out")], prog_name="sympow")
     assert result.exit_code == 1
     said = "error: matplotlib is not installed; it comes with: pip install 'conformal-sympow[plot]'"

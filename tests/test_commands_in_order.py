@@ -5,7 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
 
 SENTENCES = ("The king had three daughters. ", "The youngest went into the wood! ", "Nobody knew the way back, ")
 # A model and a run that take a moment; held-out text is shorter than four times the context, or than the context.

@@ -7,13 +7,13 @@ import torch
 
 from support import assert_close
 from sympow import GPT, GPTConfig
-from sympow.decoding import Decoder, Recorded, decode
-from sympow.generate import NonFiniteLogitsError, Sampling, generate
-from sympow.memory import most_tokens
-from sympow.ops.softmax import KeyValueState, PaddedKeyValueState
+from sympow.generation.cache import most_tokens
+from sympow.generation.decoder import Decoder, Recorded, decode
+from sympow.generation.prefix import Reading
+from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 from sympow.ops.state import State
+from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.window import Window
-from sympow.reading import Reading
 
 VOCABULARY = 50
 KINDS = [
@@ -245,7 +245,7 @@ def test_memory_does_not_grow_where_the_number_of_tokens_is_known(memory):
 
 @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}], ids=str)
 def test_room_grows_where_it_is_not_known(kind, monkeypatch):
-    monkeypatch.setattr("sympow.memory.LEAST_ROOM", 4)
+    monkeypatch.setattr("sympow.generation.cache.LEAST_ROOM", 4)
     model, tokens = make(**kind), text(60)
     expected = whole(model, tokens)
     decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory="auto"), memory="keys")

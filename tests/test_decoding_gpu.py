@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sympow import GPT, GPTConfig
-from sympow.decoding import Decoder, decode
-from sympow.generate import Sampling, generate
-from sympow.memory import most_tokens
-from sympow.reading import Reading
+from sympow.generation.cache import most_tokens
+from sympow.generation.decoder import Decoder, decode
+from sympow.generation.prefix import Reading
+from sympow.generation.sampling import Sampling, generate
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 211
@@ -114,8 +114,8 @@ def test_steps_wait_for_nothing_and_take_no_memory(kind):
 )
 def test_gates_and_scales_of_a_step_are_exact(gating, rotary):
     from sympow.layers.gates import make_gate
+    from sympow.layers.mixers import gate_and_turn
     from sympow.layers.rotations import make_rotation
-    from sympow.layers.step_gates import gate_and_turn
 
     torch.manual_seed(0)
     layers = [make_gate(gating, 768, 12, 64), make_rotation(rotary, 768, 12, 64, 65_536)]

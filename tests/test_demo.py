@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.report.runs import collect
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ import torch
 from typer.testing import CliRunner
 
 from sympow import __version__
-from sympow.cli import app
-from sympow.commands import in_flags
-from sympow.errors import BUG
+from sympow.cli.app import app
+from sympow.cli.common import in_flags
+from sympow.cli.errors import BUG
 from sympow.train.trainer import NonFiniteLossError
 
 runner = CliRunner()

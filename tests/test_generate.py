@@ -13,9 +13,9 @@ import torch
 
 from support import flipped
 from sympow import GPT, GPTConfig
-from sympow.decoding import Decoder
-from sympow.generate import NonFiniteLogitsError, Sampling, generate
-from sympow.reading import Reading, fingerprint_of
+from sympow.generation.decoder import Decoder
+from sympow.generation.prefix import Reading, fingerprint_of
+from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 
 VOCABULARY = 13
 
@@ -89,8 +89,8 @@ def test_a_saved_reading_goes_on_in_another_process(model, tmp_path):
     torch.save(model, tmp_path / "model.pt")
     code = f"""
 import torch
-from sympow.generate import generate
-from sympow.reading import Reading
+from sympow.generation.sampling import generate
+from sympow.generation.prefix import Reading
 model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
 reading = Reading.load({str(tmp_path / "text.reading")!r}, model)
 print([token.tolist() for token in generate(model, 20, reading=reading, seed=5)])
@@ -188,7 +188,7 @@ def test_a_reading_does_not_depend_on_its_file_any_more(tmp_path):
     code = f"""
 import os, torch
 from sympow import GPT, GPTConfig
-from sympow.reading import Reading
+from sympow.generation.prefix import Reading
 model = GPT(GPTConfig(vocab_size={VOCABULARY}, layers=1, width=64, heads=1))
 reading = Reading.start(model, torch.zeros(1, 1000, dtype=torch.int64))
 reading.save({str(path)!r}, model)

@@ -15,8 +15,8 @@ CODE = """
 import json, os, resource, sys
 import torch
 from sympow import GPT, GPTConfig
-from sympow.generate import generate
-from sympow.report.memory import PeakMemory
+from sympow.generation.sampling import generate
+from sympow.bench.memory import PeakMemory
 
 def measure(length, options):
     torch.manual_seed(0)

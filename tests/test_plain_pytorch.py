@@ -14,12 +14,15 @@ import triton
 
 import sympow
 from support import random_inputs
-from sympow.kernels import cross_entropy, rotation_op, step_gates
+from sympow.kernels import cross_entropy
+from sympow.kernels import rotary as rotation_op
+from sympow.kernels.decode.state_step import gates as step_gates
 from sympow.layers import ConformalAttention
 from sympow.model.losses import linear_cross_entropy
-from sympow.ops import key_value_cache, turning
+from sympow.ops import dispatch as turning
+from sympow.ops import key_value_cache
 from sympow.ops.key_value_cache import KeyValueCache
-from sympow.ops.softmax import softmax_attention
+from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
 from sympow.train.objective import Objective
 

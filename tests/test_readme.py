@@ -16,7 +16,7 @@ import readme
 import torch
 import typer.main
 
-from sympow.cli import app
+from sympow.cli.app import app
 
 ROOT = readme.README.parent
 SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"

@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 from sympow import GPT, GPTConfig
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.data.tokenizer import ByteTokenizer
-from sympow.generate import Sampling, generate
+from sympow.generation.sampling import Sampling, generate
+from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.storage import save_model
-from sympow.text import TextDecoder, TextModel
 
 TOKENIZER = ByteTokenizer()
 

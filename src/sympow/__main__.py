@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from sympow import __version__
-from sympow.errors import Reported
+from sympow.cli.errors import Reported
 from sympow.extras import require
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     with Reported("sympow"):
         require("typer", "cli")
         # Only now: this takes seconds, in which somebody may press Ctrl-C.
-        from sympow.cli import main as run
+        from sympow.cli.app import main as run
 
         run()
 

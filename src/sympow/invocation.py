@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -71,3 +72,18 @@ def _typed(path: Path) -> str:
     if path.absolute().is_relative_to(here):
         return shlex.quote(str(path.absolute().relative_to(here)))
     return shlex.quote(str(path.absolute()))
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of those that torchrun started."""
+    return "RANK" in os.environ
+
+
+def first_process() -> bool:
+    """Whether this is the first of torchrun's processes, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def may_be_restarted() -> bool:
+    """Whether torchrun starts processes again when one dies."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0

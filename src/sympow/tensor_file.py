@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from sympow.atomic import replacing
 from sympow.checks import check_regular_file
+from sympow.files import replacing
 
 DTYPES = {
     "F64": torch.float64,

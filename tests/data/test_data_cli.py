@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
 
 runner = CliRunner()
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from sympow.data import open_dataset, prepare
-from sympow.data.files import sha256_of, write_atomically
 from sympow.data.tokenizer import load_tokenizer
 from sympow.data.verification import RECORD_FILE
+from sympow.files import sha256_of, write_atomically
 
 
 @pytest.fixture(autouse=True)

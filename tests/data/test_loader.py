@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sympow.data import Loader
-from sympow.data.prefetch import prefetch
+from sympow.data.loader import prefetch
 from sympow.data.rows import full_rows, joined_rows
 
 LENGTHS = [100, 64, 130, 33, 17, 256, 90, 71, 64, 200]

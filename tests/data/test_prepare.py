@@ -9,7 +9,7 @@ import pytest
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.manifest import MANIFEST_FILE
-from sympow.data.portion import WORK_FOLDER, run_portion
+from sympow.data.shard_writing import WORK_FOLDER, run_portion
 from sympow.data.sources import extents_of, read_documents
 
 

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from support import FORMS, random_inputs, run_reference
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.diagnostics import accuracy, dispatch, installation
 from sympow.diagnostics.plain import plain_attention
-from sympow.ops.operator import attention
+from sympow.ops.interface import attention
 
 PORTABLE = accuracy.Machine("cpu", "torch", torch.float32, length=40, dim=8, seed=0)
 

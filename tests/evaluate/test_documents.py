@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sympow import GPT, GPTConfig
+from sympow.bench.memory import PeakMemory
 from sympow.evaluate import loss_by_position, stretches
-from sympow.report.memory import PeakMemory
 
 
 @dataclass

@@ -12,7 +12,7 @@ from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data import load_tokenizer, open_dataset
 from sympow.evaluate import Vocabulary, associative_recall, passkey_retrieval
-from sympow.evaluate.answers import score_answers
+from sympow.evaluate.scoring import score_answers
 
 VOCABULARY = Vocabulary(np.arange(0, 20), np.arange(20, 40), boundary=40)
 

@@ -13,7 +13,7 @@ import pytest
 from experiment_settings import TINY
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.experiment import finding
 from sympow.experiment.results import result_of
 from sympow.experiment.worker import STOPPED, Order, give_order, work

@@ -13,11 +13,11 @@ from accelerate import cpu_offload
 from transformers import DynamicCache, GenerationConfig
 
 from support import assert_close
-from sympow.generate import Sampling, generate
+from sympow.generation.prefix import Reading
+from sympow.generation.sampling import Sampling, generate
 from sympow.hf import SympowCache, to_native
 from sympow.ops.state import State
 from sympow.ops.window import Window
-from sympow.reading import Reading
 
 PADDING = 49
 

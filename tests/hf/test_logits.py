@@ -9,8 +9,8 @@ pytest.importorskip("transformers", reason="needs transformers")
 from transformers import DataCollatorWithFlattening
 
 from support import assert_close
+from sympow.generation.cache import fold
 from sympow.hf import SympowCache, SympowConfig, SympowForCausalLM, from_native
-from sympow.memory import fold
 
 KINDS = [
     pytest.param({"power": 2}, id="p2-conformal"),

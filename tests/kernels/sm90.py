@@ -24,22 +24,21 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-from sympow.kernels.anchoring import _anchor_kernel
-from sympow.kernels.attention_backward import key_gradient_kernel, query_gradient_kernel
-from sympow.kernels.attention_forward import forward_kernel
-from sympow.kernels.chunk_states import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
-from sympow.kernels.decode import step_kernel
+from sympow.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
+from sympow.kernels.attention.forward import forward_kernel
+from sympow.kernels.decode.gates import step_gates_kernel
+from sympow.kernels.decode.softmax_step import softmax_step_kernel
+from sympow.kernels.decode.state_step import step_kernel
+from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.packing import pack_kernel, unpack_kernel
-from sympow.kernels.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
-from sympow.kernels.quartic_states import scan_kernel as quartic_scan_kernel
-from sympow.kernels.quartic_states import update_kernel as quartic_update_kernel
-from sympow.kernels.rotation import _rotate_backward_kernel, _rotate_kernel
-from sympow.kernels.scan import _scan_kernel
-from sympow.kernels.softmax_step import softmax_step_kernel
-from sympow.kernels.step_gates import step_gates_kernel
-from sympow.kernels.window import fold_window_kernel
+from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
+from sympow.kernels.running_sums import _anchor_kernel, _scan_kernel
+from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
+from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
+from sympow.kernels.states.quartic import scan_kernel as quartic_scan_kernel
+from sympow.kernels.states.quartic import update_kernel as quartic_update_kernel
+from sympow.kernels.states.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 
 # ptxas reports on a kernel only as it compiles it, so nothing may come from Triton's cache.
 triton.knobs.compilation.always_compile = True

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels.anchoring import anchored
+from sympow.kernels.running_sums import anchored
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

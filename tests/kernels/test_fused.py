@@ -246,7 +246,7 @@ def test_packed_documents_in_one_call(power, form, options, gate, rotation):
 @pytest.mark.parametrize("packed", [False, True])
 def test_gates_far_from_the_end(monkeypatch, group, packed):
     """Their gradient is put right once per span; here spans are short."""
-    from sympow.kernels import attention_op
+    from sympow.kernels.attention import op as attention_op
 
     monkeypatch.setattr(attention_op, "SPAN", 128)
     inputs = random_inputs(12, length=460, heads=group, key_heads=1, dim=8, value_dim=8, rotation="none",
@@ -327,8 +327,10 @@ def test_rounding_to_bfloat16_keeps_infinities_and_what_is_not_a_number():
 
 @interpreted
 def test_operators_pass_pytorchs_own_checks():
-    from sympow.kernels import attention_op, decode_op, rotation_op
-    from sympow.kernels.documents import locate
+    from sympow.kernels import rotary as rotation_op
+    from sympow.kernels.attention import op as attention_op
+    from sympow.kernels.common import locate
+    from sympow.kernels.decode.state_step import op as decode_op
     from sympow.ops.symmetric import feature_indices, multinomial_weights
 
     inputs = random_inputs(5, length=20, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)

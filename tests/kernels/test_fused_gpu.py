@@ -143,7 +143,8 @@ def test_gradients_through_states(form, power):
 
 
 def test_operators_pass_pytorchs_own_checks():
-    from sympow.kernels import attention_op, rotation_op
+    from sympow.kernels import rotary as rotation_op
+    from sympow.kernels.attention import op as attention_op
 
     inputs = make_inputs(200, "weak").requires_grad()
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)

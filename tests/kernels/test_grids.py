@@ -11,10 +11,11 @@ pytest.importorskip("triton", reason="needs Triton")
 
 import sympow
 from support import interpreted
-from sympow.kernels import anchoring, rotation, scan
-from sympow.kernels.anchoring import anchored
-from sympow.kernels.rotation_op import fused_rotation
-from sympow.kernels.scan import running_sum
+from sympow.kernels import rotary as rotation
+from sympow.kernels import running_sums as anchoring
+from sympow.kernels import running_sums as scan
+from sympow.kernels.rotary import fused_rotation
+from sympow.kernels.running_sums import anchored, running_sum
 from sympow.ops.rotary import rotary_rates
 
 MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from support import assert_close, interpreted
-from sympow.ops.full_state import from_full, to_full
+from sympow.ops.fused import from_full, to_full
 from sympow.ops.symmetric import symmetric_dim
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels.chunk_states import FullState
-from sympow.kernels.packing import pack, pack_nothing, unpack
+from sympow.kernels.states.message_packing import pack, pack_nothing, unpack
+from sympow.kernels.states.quadratic import FullState
 from sympow.parallel.scan import Carried
 
 pytestmark = interpreted

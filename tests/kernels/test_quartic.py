@@ -7,8 +7,8 @@ from support import interpreted, within
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels import quartic_op
-from sympow.kernels.quartic_op import past_attention
+from sympow.kernels.states import quartic_op
+from sympow.kernels.states.quartic_op import past_attention
 
 NAMES = ("numerator", "denominator", "dq", "dk", "dv", "d log_gamma")
 

@@ -12,12 +12,12 @@ from support import assert_close, interpreted
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow import GPT, GPTConfig
-from sympow import decoding as decoding_module
-from sympow import memory as memory_module
-from sympow.decoding import Decoder
-from sympow.memory import most_tokens
+from sympow.generation import cache as memory_module
+from sympow.generation import decoder as decoding_module
+from sympow.generation.cache import most_tokens
+from sympow.generation.decoder import Decoder
+from sympow.generation.prefix import Reading
 from sympow.ops import window as window_module
-from sympow.reading import Reading
 
 pytestmark = interpreted
 VOCABULARY = 23

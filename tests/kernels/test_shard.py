@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from kernels.test_fused_gpu import compare, make_inputs
 
-from sympow.kernels import shard
-from sympow.kernels.packing import pack, unpack
+from sympow.kernels.attention import shard
+from sympow.kernels.states.message_packing import pack, unpack
 
 
 def to_other(end):

@@ -5,7 +5,7 @@ import torch
 
 from support import assert_close, interpreted, random_inputs
 from sympow.ops.key_value_cache import KeyValueCache
-from sympow.ops.softmax import KeyValueState, PaddedKeyValueState, softmax_attention
+from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState, softmax_attention
 
 PROMPT, LENGTH = 6, 17
 CASES = [

@@ -6,7 +6,7 @@ import torch
 from support import assert_close, within
 from sympow.layers.gates import ScalarGate
 from sympow.layers.mixers import ConformalAttention
-from sympow.layers.projection import multiply_precisely, project_together
+from sympow.layers.precision import multiply_precisely, project_together
 from sympow.layers.rotations import ScaledRotation
 from sympow.ops.window import Window
 

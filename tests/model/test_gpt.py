@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import assert_close
 from sympow import GPT, GPTConfig, rotary_rates
-from sympow.layers.constants import ConstantTable
+from sympow.layers.precision import ConstantTable
 from sympow.model.accounting import (
     count_parameters,
     crossover,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sympow.ops.backend import Request, choose_backend
+from sympow.ops.dispatch import Request, choose_backend
 
 TYPICAL = Request(device="cuda", dtype=torch.bfloat16, power=2, key_dim=64, value_dim=64)
 

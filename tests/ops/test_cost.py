@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sympow
-from sympow.ops import blocks, portable
+from sympow.ops import dispatch as portable
 from sympow.ops.cost import (
     CPU,
     GPU,
@@ -18,6 +18,7 @@ from sympow.ops.cost import (
     chunked_cost,
     crossover_length,
 )
+from sympow.ops.torch import products as blocks
 
 
 def counted_operations(work: Workload, form: str, chunk_size: int | None = None) -> int:

@@ -7,7 +7,8 @@ import torch
 
 import sympow
 from support import FORMS, Inputs, assert_close, gradients, random_inputs, run, run_reference
-from sympow.ops import blocks, reference
+from sympow.ops import reference
+from sympow.ops.torch import products as blocks
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,7 +5,7 @@ import torch
 
 import sympow
 from support import FORMS, assert_close, assert_states_close, random_inputs, run
-from sympow.ops.softmax import softmax_attention
+from sympow.ops.torch.softmax import softmax_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sympow
-from sympow.report.memory import PeakMemory
+from sympow.bench.memory import PeakMemory
 
 
 def inputs(length: int, grad: bool = False):

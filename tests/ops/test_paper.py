@@ -6,7 +6,7 @@ import torch
 import sympow
 from support import random_inputs
 from sympow.ops import reference
-from sympow.ops.softmax import softmax_attention
+from sympow.ops.torch.softmax import softmax_attention
 
 POWERS = (2, 4, 6)
 

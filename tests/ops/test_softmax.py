@@ -4,9 +4,9 @@ from torch.utils._pytree import tree_map
 
 import sympow
 from support import Inputs, assert_close, gradients, random_inputs
-from sympow.ops import softmax
 from sympow.ops.reference import rotation_matrix
-from sympow.ops.softmax import softmax_attention
+from sympow.ops.torch import softmax
+from sympow.ops.torch.softmax import softmax_attention
 
 
 def expected_softmax(inputs: Inputs) -> torch.Tensor:

@@ -5,7 +5,7 @@ import torch
 
 import sympow
 from support import random_inputs
-from sympow.ops.softmax import KeyValueState, softmax_attention
+from sympow.ops.torch.softmax import KeyValueState, softmax_attention
 
 T, H, D, E = 6, 2, 4, 3
 

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sympow
 from support import Inputs, assert_close, gradients, random_inputs, run
-from sympow.ops import blocks, reference
-from sympow.report.memory import PeakMemory
+from sympow.bench.memory import PeakMemory
+from sympow.ops import reference
+from sympow.ops.torch import products as blocks
 
 
 def inputs_with_closed_gates(length: int, seed: int) -> Inputs:

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import sympow
-import sympow.parallel.operator as sharded
+import sympow.parallel.context_parallel as sharded
 from support import Inputs, random_inputs
 from sympow.evaluate import loss_by_position
-from sympow.ops.softmax import softmax_attention as whole_softmax_attention
+from sympow.ops.torch.softmax import softmax_attention as whole_softmax_attention
 from sympow.parallel import Shards, attention
-from sympow.parallel.fused import fused_shard_attention
-from sympow.parallel.softmax import softmax_attention
+from sympow.parallel.fused_attention import fused_shard_attention
+from sympow.parallel.softmax_attention import softmax_attention
 
 
 def random_lengths(choose, total, ranks):

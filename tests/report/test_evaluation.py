@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 
 from support import assert_close
 from sympow import GPT, GPTConfig
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.data import open_dataset, prepare
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.storage import load_model, save_model
 from sympow.report.evaluation import contexts_up_to, held_out_documents
-from sympow.train.trained_on import TrainedOn
+from sympow.train.provenance import TrainedOn
 
 LENGTH = 48
 

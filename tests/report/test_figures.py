@@ -11,17 +11,17 @@ from report.conftest import PASSKEY, RECALL
 from report.drawn import layout_problems, looks, record_figures, texts_of
 from report.made_up import VARIANTS, write_run
 
+from sympow.bench.operator import Setting, load_rows, methods
+from sympow.bench.timing import Timing
 from sympow.evaluate import PasskeyPoint, RecallPoint
-from sympow.report.bench import Setting, draw_rows, load_rows, methods
 from sympow.report.drawing import add_legend, make_panels
 from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
-from sympow.report.figures import plot_loss_by_position, plot_time_against_context
+from sympow.report.figures import plot_bench_rows, plot_loss_by_position, plot_time_against_context
 from sympow.report.grouping import group_runs
 from sympow.report.paper_figures import draw_figures
 from sympow.report.runs import collect
 from sympow.report.style import OTHERS, assign_styles, method_styles
 from sympow.report.style import VARIANTS as STYLED
-from sympow.report.timing import Timing
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ["softmax", "sympow", "sympow + gating", "conformal", "a run of mine with quite a long name", "another"]
@@ -128,7 +128,7 @@ def test_probes(tmp_path, saved, kinds):
 
 def everything_timed(device, monkeypatch):
     """Names of all methods of a device, as if all peers were installed."""
-    monkeypatch.setattr("sympow.report.bench._importable", lambda module: True)
+    monkeypatch.setattr("sympow.bench.operator._importable", lambda module: True)
     return list(methods(Setting(device=device), ("triton", "torch", "auto")))
 
 
@@ -180,7 +180,7 @@ def test_only_timings_of_this_command_are_drawn_again(tmp_path):
 def test_forward_alone_is_called_so(tmp_path, saved):
     rows, setting = load_rows(BENCHMARKS / "results" / "h200_p2.json")
     forward = [type(row)(row.method, row.context, row.forward, None, None, None) for row in rows]
-    draw_rows(forward, setting, tmp_path / "figure.png")
+    plot_bench_rows(forward, setting, tmp_path / "figure.png")
     assert saved[0].axes[0].get_title().startswith("forward, 65,536 tokens")
 
 

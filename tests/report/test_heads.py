@@ -12,10 +12,10 @@ from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data.loader import Loader
 from sympow.data.opening import open_dataset
+from sympow.evaluate.capture import capture
+from sympow.evaluate.heads import HeadTable, half_life, held_out_rows, measure_heads, read_heads, write_heads
+from sympow.generation.prefix import Reading
 from sympow.model.storage import save_model
-from sympow.reading import Reading
-from sympow.report.capture import capture
-from sympow.report.heads import HeadTable, half_life, held_out_rows, measure_heads, read_heads, write_heads
 
 TOKENS = 50
 

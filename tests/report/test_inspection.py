@@ -10,8 +10,9 @@ import torch
 from report.test_heads import layer_by_layer, lively_model
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
+from sympow.generation.text import TextModel
 from sympow.model.storage import save_model
 from sympow.report.inspection import (
     FASTEST,
@@ -22,7 +23,6 @@ from sympow.report.inspection import (
     inspection_data,
     token_texts,
 )
-from sympow.text import TextModel
 
 TEXT = "naïve – 'γ' <script>\n\tturns"
 

@@ -8,8 +8,8 @@ from report.pages import open_page, overlaps, picture_of
 from report.test_heads import layer_by_layer, lively_model
 
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
+from sympow.generation.text import TextModel
 from sympow.report.inspection import build_inspection_page, inspect_text
-from sympow.text import TextModel
 
 LINE = "A state <b>that</b> forgets, naïvely;\n\tand turns.\n"
 TEXT = LINE * 120

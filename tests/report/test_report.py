@@ -4,10 +4,9 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 import torch
 
+from sympow.bench.timing import Timing, environment, measure, save_results
 from sympow.report.figures import plot_time_against_context
 from sympow.report.info import format_bytes, format_count
-from sympow.report.results import save_results
-from sympow.report.timing import Timing, environment, measure
 
 
 def test_measure_warms_up_and_reports_the_spread():
@@ -34,7 +33,7 @@ def test_environment_without_triton(monkeypatch):
     def nowhere(package):
         raise PackageNotFoundError(package)
 
-    monkeypatch.setattr("sympow.report.timing.version", nowhere)
+    monkeypatch.setattr("sympow.bench.timing.version", nowhere)
     assert "triton" not in environment()
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from report.made_up import write_evaluation, write_run
 
-from sympow.report.evaluations import averages_over_ranges
+from sympow.evaluate.results import averages_over_ranges
 from sympow.report.runs import collect
 
 

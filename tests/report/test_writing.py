@@ -9,7 +9,7 @@ import pytest
 from report.made_up import VARIANTS, write_run
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT

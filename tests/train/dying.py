@@ -3,7 +3,7 @@
 import os
 import signal
 
-import sympow.train.cli
+import sympow.cli.train
 from sympow.train import trainer
 
 step = trainer._Run.step
@@ -18,4 +18,4 @@ def dying(self, batch):
 
 trainer._Run.step = dying
 if __name__ == "__main__":
-    sympow.train.cli.main()
+    sympow.cli.train.main()

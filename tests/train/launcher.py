@@ -10,7 +10,7 @@ import os
 import sys
 from importlib import import_module
 
-import sympow.train.cli
+import sympow.cli.train
 
 # What a training imports when it comes to it.
 for name in ("fsspec", "safetensors.torch", "sympow.train.trainer", "torch.distributed.checkpoint.filesystem", "yaml"):
@@ -26,7 +26,7 @@ def become(request):
     os.dup2(log, 2)
     sys.argv = ["sympow.train", *request["arguments"]]
     exec(request["code"], {})
-    sympow.train.cli.main()
+    sympow.cli.train.main()
 
 
 if __name__ == "__main__":

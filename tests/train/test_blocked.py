@@ -14,7 +14,8 @@ if os.environ["RANK"] == "1":
 """
 HANGING = """
 import os, time
-from sympow.train import trainer, watch
+from sympow.train import trainer
+from sympow.train import heartbeat as watch
 watch.STOP_GRACE = 2.0
 step = trainer._Run.step
 def hanging(self, batch):

@@ -16,8 +16,8 @@ from sympow.train import checkpoint as checkpoint_module
 from sympow.train import train, trainer
 from sympow.train.checkpoint import SEAL, DamagedCheckpointError, read_seal
 from sympow.train.config import TrainConfig
-from sympow.train.interrupt import stop_on_signals
 from sympow.train.metrics import JsonLines, read_metrics
+from sympow.train.signals import stop_on_signals
 
 STEPS = 24
 # Long enough that a signal finds the run where a test wants it.

@@ -8,7 +8,7 @@ from sympow.layers import make_rotation
 from sympow.model.storage import load_model
 from sympow.train import train
 from sympow.train.config import OptimizerConfig
-from sympow.train.rotations import set_up_rotations
+from sympow.train.optimizer import set_up_rotations
 
 
 def model(rotary="scale"):

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from sympow.cli import app
+from sympow.cli.app import app
+from sympow.cli import train as train_cli
 from sympow.layers.gates import GATES
 from sympow.model.config import GPTConfig
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from sympow.train import cli as train_cli
 from sympow.train.config import laptop
 from sympow.train.flags import SECTIONS
 from sympow.train.metrics import read_metrics

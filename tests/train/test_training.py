@@ -21,8 +21,8 @@ from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics
 from sympow.train.metrics import read_metrics
 from sympow.train.optimizer import make_optimizer, set_rate
 from sympow.train.progress import Progress
+from sympow.train.provenance import TrainedOn
 from sympow.train.throughput import Clock, peak_operations, training_operations
-from sympow.train.trained_on import TrainedOn
 
 
 @pytest.fixture

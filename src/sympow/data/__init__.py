@@ -7,11 +7,11 @@ fsspec, pyarrow and tokenizers, each imported where it is used.
 
 from sympow.extras import require
 
+# First, so that a user without NumPy reads which extra brings it.
 require("numpy", "data")
 
-from sympow.data.batch import Batch  # noqa: E402 - after the message about NumPy
 from sympow.data.dataset import TokenDataset  # noqa: E402
-from sympow.data.loader import Loader  # noqa: E402
+from sympow.data.loader import Batch, Loader  # noqa: E402
 from sympow.data.opening import open_dataset  # noqa: E402
 from sympow.data.preparation import prepare  # noqa: E402
 from sympow.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data.checks import SPLITS, check_range
-from sympow.data.dataset import Tokens
+from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 
 NAME = "mqar"

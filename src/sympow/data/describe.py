@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from sympow.checks import check_at_least
-from sympow.data.checks import SPLITS
-from sympow.data.dataset import TokenDataset
+from sympow.data.dataset import SPLITS, TokenDataset
 from sympow.data.manifest import MANIFEST_FILE, Manifest
 from sympow.data.opening import open_dataset
 from sympow.data.shards import ShardDataset

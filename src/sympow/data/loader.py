@@ -1,20 +1,113 @@
-"""Batches of tokens: shuffled, the same for any number of processes, and resumable at any batch."""
+"""Work done ahead of time in a thread."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data.batch import Batch
 from sympow.data.dataset import TokenDataset
-from sympow.data.prefetch import prefetch
 from sympow.data.rows import RowOrder, Rows
+
+T = TypeVar("T")
+
+
+def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    """The same items, up to `depth` of them made ahead; an error comes in place of the item that it belongs to.
+
+    Closing the generator, which happens when nobody holds it any more, ends the thread.
+    """
+    if depth == 0:
+        yield from items
+        return
+    # A single thread: the items are made in order.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="sympow-prefetch")
+    # In a list, so that its end is told from any item.
+    made = ([item] for item in items)
+    try:
+        pending: deque[Future[list[T]]] = deque(pool.submit(next, made, []) for _ in range(depth))
+        while item := pending.popleft().result():
+            pending.append(pool.submit(next, made, []))
+            yield item[0]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of tokens with what they should predict, and where they come from.
+
+    Either (rows, context), a row a sequence, or packed: (1, rows · context) with the boundaries of documents.
+
+    Attributes:
+        inputs: int64: each the token before its target; before a document's first token, the boundary.
+        targets: int64, same shape.
+        cu_seqlens: int32, (pieces + 1,): where pieces of documents begin and, last, where they end; None if not packed.
+        document_ids: int64, (pieces,): the document of each piece, in order. A row is one piece, unless remainders of
+            documents were joined or packed in it.
+        document_starts: int64, (pieces,): the first target's place in its document.
+        piece_offsets: int32, (pieces + 1,): where pieces begin in the flattened batch, packed or not.
+        context: tokens of a row.
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor | None
+    document_ids: Tensor
+    document_starts: Tensor
+    piece_offsets: Tensor
+    context: int
+
+    @property
+    def rows(self) -> int:
+        return self.inputs.numel() // self.context
+
+    def split(self, rows: int) -> list[Batch]:
+        """Smaller batches of so many rows each, to accumulate gradients over; the last may have fewer."""
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, got {rows}")
+        parts = []
+        for first in range(0, self.rows, rows):
+            start, stop = first * self.context, min(first + rows, self.rows) * self.context
+            bounds = torch.tensor([start, stop], dtype=torch.int32, device=self.piece_offsets.device)
+            # Rows begin with a piece, so both are found.
+            low, high = torch.searchsorted(self.piece_offsets, bounds).tolist()
+            offsets = self.piece_offsets[low : high + 1] - start
+            packed = self.cu_seqlens is not None
+            shape = (1, stop - start) if packed else (-1, self.context)
+            parts.append(
+                Batch(
+                    self.inputs.reshape(-1)[start:stop].reshape(shape),
+                    self.targets.reshape(-1)[start:stop].reshape(shape),
+                    offsets if packed else None,
+                    self.document_ids[low:high],
+                    self.document_starts[low:high],
+                    offsets,
+                    self.context,
+                )
+            )
+        return parts
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Tokens and boundaries on a device, without waiting where the memory is pinned; the origin stays here."""
+        return Batch(
+            self.inputs.to(device, non_blocking=True),
+            self.targets.to(device, non_blocking=True),
+            None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
+            self.document_ids,
+            self.document_starts,
+            self.piece_offsets,
+            self.context,
+        )
+
 
 SHORT = ("refuse", "drop", "join", "pack")
 GROUP_TOKENS = 2**28

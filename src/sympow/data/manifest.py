@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_at_least
-from sympow.data.checks import SPLITS
-from sympow.data.files import write_atomically
+from sympow.data.dataset import SPLITS
+from sympow.files import write_atomically
 from sympow.parsing import read_json
 
 MANIFEST_FILE = "manifest.json"

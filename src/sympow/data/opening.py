@@ -10,7 +10,7 @@ from sympow.data.associative_recall import AssociativeRecall, RecallTask
 from sympow.data.dataset import TokenDataset
 from sympow.data.longcrawl64 import LongCrawl64
 from sympow.data.manifest import MANIFEST_FILE
-from sympow.data.portion import WORK_FOLDER
+from sympow.data.shard_writing import WORK_FOLDER
 from sympow.data.shards import ShardDataset
 from sympow.data.standard_library import StandardLibrary
 

@@ -19,13 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.atomic import PARTIAL_ENDING
 from sympow.checks import check_at_least
-from sympow.data.checks import SPLITS, check_fraction
-from sympow.data.files import check_can_write, sha256_of, write_atomically
+from sympow.data.dataset import SPLITS, check_fraction
 from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
-from sympow.data.order import permutation
-from sympow.data.portion import (
+from sympow.data.rows import permutation
+from sympow.data.shard_writing import (
     RECORDS,
     WORK_FOLDER,
     Job,
@@ -40,6 +38,7 @@ from sympow.data.sources import Extent, extents_of, find_files, portions_of
 from sympow.data.split import BY_HASH, Rule
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
 from sympow.data.verification import RECORD_FILE
+from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.parsing import read_json
 
 # A few seconds of work for the slower tokenizers: what an interruption costs at most.

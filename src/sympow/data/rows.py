@@ -1,23 +1,42 @@
-"""How documents become rows of equal length, and in which order the rows come.
-
-A document of n tokens gives n // context full rows. What remains of it, all of it if it is shorter than the context, is
-left out, or laid end to end with the remainders of other documents and cut into rows again.
-
-The order is two-fold, so that a row is found without listing all of them, and reading stays quick: blocks of documents
-are shuffled, and a few blocks at a time, a group, have their rows shuffled together. Everything follows from the seed
-and the number of the epoch.
-"""
+"""Orders that depend on a seed and on nothing else."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.data.grouping import group_by_size
-from sympow.data.order import permutation
+
+def permutation(count: int, *seed: int) -> NDArray[np.int64]:
+    """The numbers below `count` in an order set by the seed's numbers, (count,).
+
+    Sorting raw random bits, since NumPy promises their sequence to stay the same from version to version and promises
+    no such thing for its own permutations: a run must go on in the same order after an upgrade.
+    """
+    bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+T = TypeVar("T")
+
+
+def group_by_size(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> list[list[T]]:
+    """Consecutive items in groups, each as large as it can be within `largest`; a larger item is by itself."""
+    groups: list[list[T]] = []
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if not groups or total + size > largest:
+            groups.append([])
+            total = 0
+        groups[-1].append(item)
+        total += size
+    return groups
+
 
 Ints = NDArray[np.int64]
 

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_choice
-from sympow.data.checks import SPLITS, check_range
-from sympow.data.dataset import Tokens
-from sympow.data.grouping import group_by_size
+from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.manifest import Manifest, Shard
+from sympow.data.rows import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.data.verification import verify, verify_once

@@ -14,8 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from sympow.data.grouping import group_by_size
 from sympow.data.plain_text import decode, read_text
+from sympow.data.rows import group_by_size
 from sympow.extras import require
 
 LINES, ROWS = ".jsonl", ".parquet"

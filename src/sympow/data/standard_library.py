@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_choice
-from sympow.data.checks import SPLITS, check_range
-from sympow.data.dataset import Tokens
-from sympow.data.portion import id_dtype
+from sympow.data.dataset import SPLITS, Tokens, check_range
+from sympow.data.shard_writing import id_dtype
 from sympow.data.split import split_by_hash
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 

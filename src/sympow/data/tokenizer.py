@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_at_least
-from sympow.data.files import write_atomically
 from sympow.extras import require
+from sympow.files import write_atomically
 from sympow.parsing import read_json
 
 SETTINGS_FILE = "sympow_tokenizer.json"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_regular_file
-from sympow.data.files import sha256_of, write_atomically
+from sympow.files import sha256_of, write_atomically
 from sympow.parsing import read_json
 
 RECORD_FILE = "verified.json"

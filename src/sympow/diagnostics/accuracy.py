@@ -17,13 +17,13 @@ from torch import Tensor
 
 from sympow.diagnostics.plain import plain_attention, plain_gates
 from sympow.model.losses import linear_cross_entropy
-from sympow.ops.backend import triton_available, triton_interpreted
-from sympow.ops.full_state import from_full, to_full
+from sympow.ops.dispatch import triton_available, triton_interpreted
+from sympow.ops.fused import from_full, to_full
+from sympow.ops.interface import Backend, Form, attention
 from sympow.ops.key_value_cache import KeyValueCache
-from sympow.ops.operator import Backend, Form, attention
 from sympow.ops.rotary import rotary_rates
-from sympow.ops.softmax import softmax_attention
 from sympow.ops.symmetric import symmetric_dim
+from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
 
 # How much larger than that of plain PyTorch an error may be.
@@ -296,7 +296,7 @@ def gate_sums(machine: Machine) -> Comparison:
 
 def step_gates(machine: Machine) -> Comparison:
     """Gates and rotation scales of one token from a layer's input."""
-    from sympow.kernels.step_gates import step_gates as fused
+    from sympow.kernels.decode.gates import step_gates as fused
 
     generator = _generator(machine)
     shapes = {"x": (5, 96), "gate_weight": (12, 96), "gate_bias": (12,), "rotation_weight": (12, 96)}
@@ -316,8 +316,8 @@ def step_gates(machine: Machine) -> Comparison:
 
 def state_messages(machine: Machine) -> Comparison:
     """States as ranks send them to each other in context parallelism: packed from the kernels' layout and back."""
-    from sympow.kernels.chunk_states import FullState
-    from sympow.kernels.packing import pack, unpack
+    from sympow.kernels.states.message_packing import pack, unpack
+    from sympow.kernels.states.quadratic import FullState
 
     dim, shape = 32, (2, 3, symmetric_dim(32, 2))
     generator = _generator(machine)

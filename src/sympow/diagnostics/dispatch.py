@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sympow.ops.backend import Request, reason_for_torch, triton_available, triton_interpreted
+from sympow.ops.dispatch import Request, reason_for_torch, triton_available, triton_interpreted
 
 
 @dataclass(frozen=True)

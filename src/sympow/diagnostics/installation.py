@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import sympow
-from sympow.ops.backend import triton_interpreted
-from sympow.report.timing import installed_version
+from sympow.bench.timing import installed_version
+from sympow.ops.dispatch import triton_interpreted
 
 # The packages that each extra brings, as in pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {

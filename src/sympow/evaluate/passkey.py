@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sympow.checks import check_at_least
 from sympow.data.dataset import TokenDataset
 from sympow.data.tokenizer import Tokenizer
-from sympow.evaluate.answers import score_answers
+from sympow.evaluate.scoring import score_answers
 from sympow.model.gpt import GPT, PIECE
 
 STATEMENT = "\nThe pass key is {key}. Remember it: {key} is the pass key.\n"

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.checks import check_at_least
-from sympow.evaluate.pieces import read_in_pieces
+from sympow.evaluate.scoring import read_in_pieces
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.losses import token_losses
 from sympow.parallel.shards import as_group

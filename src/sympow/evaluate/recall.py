@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from sympow.data.associative_recall import KEYS, VALUES, pairs_and_queries
 from sympow.data.dataset import TokenDataset
-from sympow.evaluate.answers import score_answers
+from sympow.evaluate.scoring import score_answers
 from sympow.model.gpt import GPT, PIECE
 
 PAIRS = (4, 16, 64)

@@ -5,6 +5,6 @@ An experiment is a function that takes a `Scale` and returns runs; those of the 
 
 from sympow.experiment.runs import Evaluation, Run
 from sympow.experiment.scales import SCALES, Scale
-from sympow.model.variants import VARIANTS
+from sympow.model.config import VARIANTS
 
 __all__ = ["SCALES", "VARIANTS", "Evaluation", "Run", "Scale"]

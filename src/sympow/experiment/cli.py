@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data.files import check_can_write
 from sympow.devices import DEVICES, choose_device
+from sympow.files import check_can_write
 from sympow.parsing import parse_yaml
 
 OUT = Path("runs/experiments")

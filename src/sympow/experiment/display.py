@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sympow.experiment.runs import Run
 from sympow.extras import require
-from sympow.train.run_files import METRICS_FILE
+from sympow.train.run_folder import METRICS_FILE
 
 
 class Display:

@@ -21,12 +21,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import write_atomically
 from sympow.experiment.runs import Run, differences
+from sympow.files import write_atomically
 from sympow.parsing import read_json
 from sympow.report.runs import RESULT_FILE, RUNS, SUMMARY_FILE
 from sympow.train.config import TrainConfig
-from sympow.train.run_files import CONFIG_FILE
+from sympow.train.run_folder import CONFIG_FILE
 
 POINTS = 128
 # Columns of the summary that are no lists.

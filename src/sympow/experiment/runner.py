@@ -23,8 +23,8 @@ from sympow.experiment.runs import Run
 from sympow.experiment.scales import Scale
 from sympow.experiment.worker import LOG_FILE, STOPPED, Order, give_order
 from sympow.report.runs import RESULT_FILE, RUNS
-from sympow.train.interrupt import stop_on_signals
-from sympow.train.run_files import CONFIG_FILE
+from sympow.train.run_folder import CONFIG_FILE
+from sympow.train.signals import stop_on_signals
 
 # How long a run may take to finish its step and save, when it is asked to stop.
 GRACE_SECONDS = 60.0

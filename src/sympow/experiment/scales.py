@@ -8,8 +8,7 @@ from typing import Any
 
 from sympow.checks import check_choice
 from sympow.experiment.runs import Evaluation, Run
-from sympow.model.config import GPTConfig
-from sympow.model.variants import VARIANTS
+from sympow.model.config import VARIANTS, GPTConfig
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, paper
 
 # The learning rate of scale `small`, chosen once on the softmax baseline: `sympow experiment learning_rate`.

@@ -17,23 +17,23 @@ from typing import Any
 import torch
 
 from sympow import __version__
+from sympow.bench.timing import environment
 from sympow.data import open_dataset
-from sympow.data.files import write_atomically
 from sympow.data.tokenizer import token_unit
 from sympow.evaluate import loss_by_position, stretches
+from sympow.evaluate.heads import held_out_rows, measure_heads, write_heads
 from sympow.experiment.results import condensed
 from sympow.experiment.runs import Evaluation, Run
+from sympow.files import write_atomically
+from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
 from sympow.report.evaluation import FILE as EVALUATION_FILE
 from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
-from sympow.report.heads import held_out_rows, measure_heads, write_heads
 from sympow.report.runs import RESULT_FILE, RUNS
-from sympow.report.timing import environment
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
-from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
-from sympow.train.torchrun import first_process
+from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
 from sympow.train.trainer import NonFiniteLossError, train
 
 ORDER_FILE = "order.json"

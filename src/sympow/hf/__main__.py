@@ -11,7 +11,7 @@ import argparse
 import runpy
 import sys
 
-from sympow.errors import Reported
+from sympow.cli.errors import Reported
 
 CONVERSIONS = {"to-transformers": "convert_to_transformers", "to-native": "convert_to_native"}
 

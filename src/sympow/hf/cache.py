@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import Cache
 
 from sympow.checks import check_choice
+from sympow.generation.cache import MEMORIES, Memories, Memory, Model, fold, prepare
 from sympow.layers.mixers import LayerMemory, LayerState
-from sympow.memory import MEMORIES, Memories, Memory, Model, fold, prepare
 from sympow.model.gpt import ModelState
 
 
@@ -60,7 +60,8 @@ class SympowCache(Cache):
     selected and repeated; `copy.deepcopy` forks it.
 
     Between single tokens, layers keep memories that every step changes in place: a window behind a state, or keys and
-    values as long as they take less than a state (`sympow.memory`). They become a state where one is asked for.
+    values as long as they take less than a state (`sympow.generation.cache`). They become a state where one is asked
+    for.
 
     A state cannot give tokens back. Assisted generation asks for that, and announces it with `activate_past_recording`:
     from then on the cache also keeps the state before the tokens in question, and their embeddings. `crop` goes back to

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from sympow.data.files import check_can_write
 from sympow.data.tokenizer import SETTINGS_FILE, Tokenizer, load_tokenizer
 from sympow.extras import require
+from sympow.files import check_can_write
 from sympow.hf.config import SympowConfig
 from sympow.hf.modeling import SympowForCausalLM
 from sympow.hf.tokenizer import from_fast_tokenizer, to_fast_tokenizer

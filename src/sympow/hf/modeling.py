@@ -32,11 +32,11 @@ from sympow.hf.packing import packed_offsets
 from sympow.hf.registration import publish
 from sympow.layers.gates import INITIAL_LOGIT, LearnedGate
 from sympow.layers.mixers import LayerState
-from sympow.layers.projection import FloatLinear
+from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
-from sympow.ops.record import Sealed
+from sympow.ops.compilation import Sealed
 
 # Marks maps into the residual stream, which start smaller.
 INTO_RESIDUAL = "_into_residual"

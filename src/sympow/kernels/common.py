@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -11,8 +13,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # What a state returns is nothing but rounding below so much of Σ |φ(q)_i Z_i|: the eps of float32, as in
-# `sympow.ops.blocks.drop_rounding`. States of chunks are in bfloat16 on a GPU: each entry is off by up to 2^-9 of
-# itself, and a sum of many by less.
+# `sympow.ops.torch.products.drop_rounding`. States of chunks are in bfloat16 on a GPU: each entry is off by up to
+# 2^-9 of itself, and a sum of many by less.
 # Constants are written to the right of a tensor: Triton's interpreter takes `EPSILON * tensor` for a constant, which
 # since 3.7 it refuses as an operand.
 EPSILON = tl.constexpr(2.0**-23)
@@ -144,3 +146,71 @@ def dot_precision(dtype: torch.dtype) -> str:
 def rows_contiguous(x: Tensor) -> Tensor:
     """x, or a copy of it whose last axis is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class Documents(NamedTuple):
+    """start and end (one past the last) of each token's document, (t,) int32."""
+
+    start: Tensor
+    end: Tensor
+
+
+def locate(cu_seqlens: Tensor, length: int) -> Documents:
+    """From the offsets (n + 1,) of documents packed into `length` tokens; without waiting for the device."""
+    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    after = torch.searchsorted(cu_seqlens, positions, right=True)
+    return Documents(cu_seqlens[after - 1].to(torch.int32), cu_seqlens[after].to(torch.int32))
+
+
+def close_gates(log_gamma: Tensor | None, documents: Documents, heads: int) -> Tensor:
+    """log γ (1, t, heads) with −inf at the first token of each document, which forgets all before it."""
+    first = documents.start == torch.arange(len(documents.start), device=documents.start.device)
+    if log_gamma is None:
+        log_gamma = first.new_zeros(1, len(first), heads, dtype=torch.float32)
+    return log_gamma.masked_fill(first[:, None], -torch.inf)
+
+
+def sums_to_end(suffix_sums: Tensor, end: Tensor) -> Tensor:
+    """Σ over the rest of each token's own document, from sums over all later tokens (…, t)."""
+    return suffix_sums - torch.nn.functional.pad(suffix_sums, (0, 1))[..., end]
+
+
+def sums_from_start(prefix_sums: Tensor, start: Tensor) -> Tensor:
+    """Σ over each token's own document so far, from sums over all earlier tokens (…, t)."""
+    return prefix_sums - torch.nn.functional.pad(prefix_sums, (1, 0))[..., start]
+
+
+@triton.jit
+def power_of_two_scale(x):
+    """The power of two that brings the largest entry of each row into [1, 2), or 1: (rows, d) → (rows,) float32."""
+    largest = tl.max(tl.abs(x.to(tl.float32)), axis=1)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(largest == 0, 1.0, scale)
+
+
+@triton.jit
+def scale_kernel(q_desc, scaled_desc, scale_ptr, length, heads, D: tl.constexpr, ROWS: tl.constexpr):
+    """Each row of q times its scale, and the scales."""
+    first = tl.program_id(0) * ROWS
+    sequence = tl.program_id(1)
+    batch, head = sequence // heads, sequence % heads
+    rows = first + tl.arange(0, ROWS)
+    q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+    scale = power_of_two_scale(q)
+    scaled = (q * scale[:, None]).to(q.dtype)
+    scaled_desc.store([batch, head, first, 0], scaled.reshape(1, 1, ROWS, D))
+    tl.store(scale_ptr + sequence.to(tl.int64) * length + rows, scale, mask=rows < length)
+
+
+def scale_queries(q: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
+    """q times a power of two per row, (b, t, h, d), and those powers, (b, h, t) float32."""
+    batch, length, heads, dim = q.shape
+    block = (rows, block_dim(dim))
+    scaled = empty_aligned(q, *q.shape)
+    scale = q.new_empty(batch, heads, length, dtype=torch.float32)
+    scale_kernel[(triton.cdiv(length, rows), batch * heads)](
+        head_major(q, block), head_major(scaled, block), scale, length, heads,
+        D=block[1], ROWS=rows, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return scaled, scale

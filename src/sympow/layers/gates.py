@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
 from sympow.checks import check_choice
-from sympow.layers.constants import ConstantTable
-from sympow.layers.projection import FloatLinear, project
+from sympow.layers.precision import ConstantTable, FloatLinear, project
 
 # σ(6.906768) ≈ 0.999: where the authors' gates start. A state then half forgets in about 700 tokens.
 INITIAL_LOGIT = 6.906768

@@ -1,4 +1,4 @@
-"""Attention layers behind one interface: x (b, t, width) in, y (b, t, width) and, if asked for, a state out."""
+"""Gate and rotation of one token, as decoding wants them: on a GPU both in one kernel."""
 
 from __future__ import annotations
 
@@ -9,18 +9,64 @@ import torch
 from torch import Tensor, nn
 
 from sympow.checks import check_choice
-from sympow.layers.gates import make_gate
+from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.heads import HeadShape, acts_on_pairs
-from sympow.layers.projection import project_together
-from sympow.layers.rotations import make_rotation
-from sympow.layers.step_gates import gate_and_turn
+from sympow.layers.precision import FloatLinear, project_together, weights_say_all
+from sympow.layers.rotations import DataDependentRotation, Rotation, make_rotation
+from sympow.ops.dispatch import triton_available
+from sympow.ops.interface import Backend, Form, attention
 from sympow.ops.key_value_cache import KeyValueCache
-from sympow.ops.operator import Backend, Form, attention
-from sympow.ops.softmax import KeyValueState, softmax_attention
 from sympow.ops.state import State
+from sympow.ops.torch.softmax import KeyValueState, softmax_attention
 from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_positive, check_power
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
+
+# Rows up to which the kernel is used: it reads all weights for each of them.
+FEW_ROWS = 64
+
+
+def gate_and_turn(
+    x: Tensor, gate: Gate, rotation: Rotation, backend: Backend = "auto"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log γ, θ and β of one token of each sequence, x (b, 1, width), without gradients; None where there are none.
+
+    Args:
+        backend: "torch": no kernel. With "auto" and "triton", the kernel where it can serve.
+    """
+    of_gate, of_rotation = gate.projection, rotation.projection
+    present = [projection for projection in (of_gate, of_rotation) if projection is not None]
+    plain = [projection for projection in present if weights_say_all(projection, x.device)]
+    if backend == "torch" or len(plain) < len(present) or not _kernel_serves(x, plain):
+        theta, beta = rotation(x)
+        return gate(x), theta, beta
+    from sympow.kernels.decode.gates import step_gates
+
+    found = step_gates(
+        x.flatten(0, -2).contiguous(),
+        None if of_gate is None else of_gate.weight,
+        None if of_gate is None else of_gate.bias,
+        None if of_rotation is None else of_rotation.weight,
+    )
+    log_gamma, beta = (flat.unflatten(0, x.shape[:-1]) for flat in found)
+    log_gamma = gate.by_heads(log_gamma) if isinstance(gate, DataDependentGate) else gate(x)
+    if isinstance(rotation, DataDependentRotation):
+        return log_gamma, rotation.rates(x.device), rotation.by_heads(beta)
+    return log_gamma, *rotation(x)
+
+
+def _kernel_serves(x: Tensor, projections: list[FloatLinear]) -> bool:
+    """Whether there is something to project, x is one step's in half precision, and weights lie on this device."""
+    if not (
+        projections
+        and x.is_cuda
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
+    ):
+        return False
+    plain = all(type(p.weight.data) is Tensor and p.weight.dtype != torch.float64 for p in projections)
+    return plain and not torch.is_grad_enabled() and triton_available()
+
 
 # What a layer has read: it is given, and another is returned. A window in it stands for keys and values not folded yet.
 LayerState = State | KeyValueState | Window
@@ -181,7 +227,7 @@ class ConformalAttention(Mixer):
         how: dict[str, Any] = {"form": self.form, "backend": self.backend, "chunk_size": self.chunk_size}
         operator: Any = attention
         if "shards" in options:
-            from sympow.parallel.operator import attention as operator
+            from sympow.parallel.context_parallel import attention as operator
         if return_state:
             return operator(q, k, v, self.power, return_state=True, **how, **options)
         return operator(q, k, v, self.power, **how, **options), None
@@ -213,7 +259,7 @@ class SoftmaxAttention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
         if "shards" in options:
-            from sympow.parallel.softmax import softmax_attention as sharded
+            from sympow.parallel.softmax_attention import softmax_attention as sharded
 
             return sharded(q, k, v, mask=mask, return_state=return_state, **options), None
         if return_state:

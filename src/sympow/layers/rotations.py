@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sympow.checks import check_choice
-from sympow.layers.constants import ConstantTable
-from sympow.layers.projection import FloatLinear, project
+from sympow.layers.precision import ConstantTable, FloatLinear, project
 from sympow.ops.rotary import rotary_rates
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]

@@ -9,7 +9,7 @@ from sympow.checks import check_at_most, check_choice
 from sympow.layers.gates import GATES
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS
-from sympow.ops.operator import Backend, Form
+from sympow.ops.interface import Backend, Form
 from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 
@@ -140,4 +140,24 @@ PRESETS: dict[str, GPTConfig] = {
     # Byte-level models for a laptop or a quick look: about 11M and 0.4M parameters.
     "byte-11m": GPTConfig(vocab_size=256, layers=6, width=384, heads=6),
     "byte-400k": GPTConfig(vocab_size=256, layers=2, width=128, heads=4),
+}
+
+
+# The paper's curves (§4).
+PAPER_VARIANTS: dict[str, dict[str, Any]] = {
+    "softmax": {"mixer": "softmax", "gating": "none", "rotary": "fixed"},
+    "sympow": {"mixer": "sympow", "gating": "none", "rotary": "fixed"},
+    "gating": {"mixer": "sympow", "gating": "scalar", "rotary": "fixed"},
+    "conformal": {"mixer": "sympow", "gating": "scalar", "rotary": "scale"},
+}
+# With them the parts of the ablation (§4.2.1), and what the conclusion leaves open.
+VARIANTS: dict[str, dict[str, Any]] = {
+    **PAPER_VARIANTS,
+    "rotation": {"mixer": "sympow", "gating": "none", "rotary": "scale"},
+    "fixed-gate": {"mixer": "sympow", "gating": "fixed", "rotary": "fixed"},
+    "learned-gate": {"mixer": "sympow", "gating": "learned", "rotary": "fixed"},
+    "vector-gate": {"mixer": "sympow", "gating": "vector", "rotary": "fixed"},
+    "learned-rates": {"mixer": "sympow", "gating": "scalar", "rotary": "learned"},
+    "pair-rotation": {"mixer": "sympow", "gating": "scalar", "rotary": "pairs"},
+    "unrotated": {"mixer": "sympow", "gating": "scalar", "rotary": "none"},
 }

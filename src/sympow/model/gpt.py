@@ -12,11 +12,11 @@ from torch.nn.functional import gelu, linear
 
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import ConformalAttention, LayerMemory, LayerState, Mixer, SoftmaxAttention
-from sympow.layers.projection import FloatLinear
+from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
-from sympow.ops.record import Sealed
+from sympow.ops.compilation import Sealed
 from sympow.parallel.shards import Shards
 
 ModelState = tuple[LayerState, ...]

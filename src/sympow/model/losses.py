@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from sympow.checks import check_choice
-from sympow.ops.backend import triton_available
-from sympow.ops.operator import Backend
+from sympow.ops.dispatch import triton_available
+from sympow.ops.interface import Backend
 from sympow.ops.validation import BACKENDS
 
 # Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.

@@ -1,6 +1,6 @@
 """The operator and its mathematics, as functions of tensors."""
 
-from sympow.ops.operator import attention
+from sympow.ops.interface import attention
 from sympow.ops.rotary import accumulate_phase, rotary_rates, rotate
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim, symmetric_power, symmetric_power_of_matrix

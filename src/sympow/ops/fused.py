@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.ops.backend import CHUNK_MULTIPLE, chunked_kernels_serve
-from sympow.ops.blocks import query_state, update_state
 from sympow.ops.cost import crossover_length
-from sympow.ops.decay import log_gate_root
-from sympow.ops.full_state import from_full, to_full
+from sympow.ops.dispatch import CHUNK_MULTIPLE, chunked_kernels_serve
+from sympow.ops.numerics import log_gate_root
 from sympow.ops.rotary import phase_after
 from sympow.ops.sequence import Sequence, divide
 from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, multinomial_weights
+from sympow.ops.torch.products import query_state, update_state
 
 if TYPE_CHECKING:
-    from sympow.kernels.documents import Documents
+    from sympow.kernels.common import Documents
+
+
+import math
 
 # Tokens between two states. Larger chunks spend more on scores, smaller ones on states passed through memory.
 CHUNK_SIZE = 1024
@@ -51,8 +53,8 @@ def fused_form(
         needs_grad: whether the backward pass will be run.
         cu_seqlens: offsets of packed documents, without states at either end; or None.
     """
-    from sympow.kernels.documents import close_gates, locate
-    from sympow.kernels.rotation_op import fused_rotation
+    from sympow.kernels.common import close_gates, locate
+    from sympow.kernels.rotary import fused_rotation
 
     documents = None if cu_seqlens is None else locate(cu_seqlens.to(sequence.q.device), sequence.length)
     q, k = sequence.q, sequence.k
@@ -91,8 +93,8 @@ def _chunked(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The chunked form, p = 2, for turned queries and keys: y, and S and Z after the last token if asked for."""
-    from sympow.kernels.attention_op import fused_chunked_attention
-    from sympow.kernels.chunk_states import FullState
+    from sympow.kernels.attention.op import fused_chunked_attention
+    from sympow.kernels.states.quadratic import FullState
 
     dim = _common_dim(sequence)
     initial = None
@@ -124,7 +126,7 @@ def _attend(
     Args:
         chunk: tokens of a chunk; 0: all.
     """
-    from sympow.kernels.attention_op import fused_attention, query_scales
+    from sympow.kernels.attention.op import fused_attention, query_scales
 
     dim = _common_dim(sequence)
     q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
@@ -157,7 +159,7 @@ def _decay(sequence: Sequence) -> Tensor:
 
 def _query_chunks(sequence: Sequence, chunk: int) -> tuple[Tensor, Tensor]:
     """What earlier chunks add to the sums of each token, p = 4: (b, h_kv, g, t, e) and (b, h_kv, g, t) float32."""
-    from sympow.kernels.quartic_op import DIMS, VALUE_DIMS, past_attention
+    from sympow.kernels.states.quartic_op import DIMS, VALUE_DIMS, past_attention
 
     dim = next(size for size in DIMS if size >= sequence.key_dim)
     value_dim = next(size for size in VALUE_DIMS if size >= sequence.value_dim)
@@ -205,7 +207,7 @@ def _fold(sequence: Sequence, decay: Tensor, state: State | None) -> tuple[Tenso
 
 def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Tensor, State | None]:
     """One token from a state, without gradients: y (b, 1, h, e), and the state after it if asked for."""
-    from sympow.kernels.decode_op import fused_decode
+    from sympow.kernels.decode.op import fused_decode
 
     y, kv, normalizer, phase = fused_decode(
         *sequence.one_token(),
@@ -245,3 +247,31 @@ def _block(dim: int) -> int:
 
 def _padded(x: Tensor, dim: int) -> Tensor:
     return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))
+
+
+def to_full(kv: Tensor, normalizer: Tensor, key_dim: int, dim: int) -> tuple[Tensor, Tensor]:
+    """S (b, h, D, e) and Z (b, h, D) → (b, h, dim, dim, dim) as (i, value, a), and (b, h, dim, dim), zero beyond."""
+    first, second = _pairs(key_dim, kv.device)
+    number = torch.zeros(key_dim, key_dim, dtype=torch.long, device=kv.device)
+    number[first, second] = number[second, first] = torch.arange(len(first), device=kv.device)
+    scale = torch.full((key_dim, key_dim), math.sqrt(0.5), device=kv.device).fill_diagonal_(1.0)
+    beyond = dim - key_dim
+    full = (kv[:, :, number] * scale.unsqueeze(-1)).transpose(-1, -2)
+    full = pad(full, (0, beyond, 0, dim - kv.shape[-1], 0, beyond))
+    return full.contiguous(), pad(normalizer[:, :, number] * scale, (0, beyond, 0, beyond)).contiguous()
+
+
+def from_full(kv: Tensor, normalizer: Tensor, key_dim: int, value_dim: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `to_full`: S (b, h, D, e) and Z (b, h, D)."""
+    first, second = _pairs(key_dim, kv.device)
+    # The mean of both places, so that gradients are as symmetric as the kernels expect them to be.
+    scale = torch.where(first == second, 0.5, math.sqrt(0.5))
+    features_last = kv[:, :, :, :value_dim].transpose(-1, -2)
+    both = features_last[:, :, first, second] + features_last[:, :, second, first]
+    both_normalizers = normalizer[:, :, first, second] + normalizer[:, :, second, first]
+    return both * scale.unsqueeze(-1), both_normalizers * scale
+
+
+def _pairs(key_dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    first, second = feature_indices(key_dim, 2, device).long().unbind(1)
+    return first, second

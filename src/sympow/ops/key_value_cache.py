@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_choice
-from sympow.ops.backend import LARGEST_DIM, triton_available, triton_interpreted
-from sympow.ops.precision import without_autocast
-from sympow.ops.record import TensorRecord, register_as_tree
+from sympow.ops.compilation import TensorRecord, register_as_tree
+from sympow.ops.dispatch import LARGEST_DIM, triton_available, triton_interpreted, turn
+from sympow.ops.numerics import without_autocast
 from sympow.ops.sequence import Sequence
-from sympow.ops.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
-from sympow.ops.turning import turn
+from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
 from sympow.ops.validation import BACKENDS, check_positive, check_tensors
 
 
@@ -151,8 +150,8 @@ class KeyValueCache(TensorRecord):
             return self._fused_step(sequence) if fused else self._portable_step(sequence, backend)
 
     def _fused_step(self, sequence: Sequence) -> Tensor:
-        from sympow.kernels.softmax_step import softmax_workspace
-        from sympow.kernels.softmax_step_op import fused_softmax_step
+        from sympow.kernels.decode.op import fused_softmax_step
+        from sympow.kernels.decode.softmax_step import softmax_workspace
 
         if self.workspace is None:
             sequences = sequence.batch * sequence.key_heads

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from sympow.ops.decay import log_gate_root
-from sympow.ops.precision import compute_dtype
+from sympow.ops.numerics import compute_dtype, log_gate_root, power_of_two, running_key_exponents, unit_length
 from sympow.ops.rotary import accumulate_phase, last_phase, rotate
-from sympow.ops.scaling import power_of_two, running_key_exponents, unit_length
+from sympow.ops.state import State
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,14 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A stretch of a sequence, rotated, scaled and head-major, as `sympow.ops.blocks` takes it.
+    """A stretch of a sequence, rotated, scaled and head-major, as `sympow.ops.torch.products` takes it.
 
     Attributes:
         q: (b, h_kv, g, t, d), unit length.
         k: (b, h_kv, t, d), at most about unit length.
         v: (b, h_kv, t, e).
         decay: running sum since the stretch began of log γ^(1/p), and of what scaling has changed earlier keys by
-            (`sympow.ops.scaling`), (b, h_kv, t, 1 or d/2) float64. No entry exceeds an earlier one by more than log 2.
+            (`sympow.ops.numerics`), (b, h_kv, t, 1 or d/2) float64. No entry exceeds an earlier one by more than log 2.
         phase: μ after the stretch, (b, h_kv, d/2) float64, or None.
         exponent: keys of a state after the stretch are divided by 2^exponent, (b, h_kv).
     """
@@ -150,3 +151,27 @@ def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor
     weightless = denominator == 0  # and not `<= 0`, which would also turn NaN into 0
     y = torch.where(weightless.unsqueeze(-1), 0.0, numerator) / torch.where(weightless, 1.0, denominator).unsqueeze(-1)
     return y.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
+
+
+def run_documents(
+    sequence: Sequence,
+    offsets: list[int],
+    initial_state: State | None,
+    run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
+) -> tuple[Tensor, State | None]:
+    """Applies `run` to each document with its own initial state, and joins what comes out.
+
+    Args:
+        sequence: batch 1, all documents along time.
+        offsets: where documents begin and, last, where they end.
+        initial_state: one batch entry per document, or None.
+        run: takes a document and its initial state, returns y and, if it makes one, the final state.
+    """
+    outputs, states = [], []
+    for document, (start, stop) in enumerate(pairwise(offsets)):
+        before = None if initial_state is None else initial_state.select(slice(document, document + 1))
+        y, after = run(sequence[start:stop], before)
+        outputs.append(y)
+        if after is not None:
+            states.append(after)
+    return torch.cat(outputs, dim=1), State.cat(states) if states else None

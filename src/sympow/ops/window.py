@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_choice
-from sympow.ops.backend import Request, choose_backend, triton_available, triton_interpreted
-from sympow.ops.operator import attention
-from sympow.ops.portable_window import PortableWindow
-from sympow.ops.precision import compute_dtype, without_autocast
-from sympow.ops.record import register_as_tree
+from sympow.ops.compilation import register_as_tree
+from sympow.ops.dispatch import Request, choose_backend, triton_available, triton_interpreted
+from sympow.ops.interface import attention
+from sympow.ops.numerics import compute_dtype, without_autocast
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import FLOAT_DTYPES, State
 from sympow.ops.symmetric import feature_indices, multinomial_weights, symmetric_dim
+from sympow.ops.torch.window_steps import PortableWindow
 from sympow.ops.validation import BACKENDS, check_positive, check_power, check_tensors
 
 # Tokens between two folds. More make folds rarer, and steps score more keys: beside a state of thousands of features
@@ -401,8 +401,8 @@ class Window(PortableWindow):
         return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
 
     def _fused_step(self, sequence: Sequence) -> Tensor:
-        from sympow.kernels.window import window_workspace
-        from sympow.kernels.window_op import fused_window_step
+        from sympow.kernels.decode.op import fused_window_step
+        from sympow.kernels.decode.window_step import window_workspace
 
         index = weight = None
         if self.kv is not None:
@@ -438,7 +438,7 @@ class Window(PortableWindow):
         return y.unsqueeze(1)
 
     def _fused_fold(self) -> None:
-        from sympow.kernels.window_op import fused_fold
+        from sympow.kernels.decode.op import fused_fold
 
         if self.kv is None or self.normalizer is None:
             if not _on_host():

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.ops.decay import feature_decay, log_gate_root
+from sympow.ops.numerics import feature_decay, log_gate_root
 from sympow.ops.sequence import Sequence
+from sympow.parallel.collectives import start_gather
 from sympow.parallel.shards import Portion, Shards
-from sympow.parallel.wire import start_gather
 
 # An all-gather takes memory for a state of every rank, and time in proportion: no more than a node's worth of them.
 MOST_RANKS_GATHERED = 8

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from sympow.bench.timing import environment
 from sympow.checks import check_at_least, check_choice
 from sympow.data import load_tokenizer, open_dataset
-from sympow.data.files import write_atomically
 from sympow.data.tokenizer import token_unit
 from sympow.evaluate import (
     PasskeyPoint,
@@ -27,14 +27,14 @@ from sympow.evaluate import (
     stretches,
 )
 from sympow.evaluate.passkey import DISTANCES
+from sympow.evaluate.results import averages_over_ranges
 from sympow.extras import require
+from sympow.files import write_atomically
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
 from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
-from sympow.report.evaluations import averages_over_ranges
 from sympow.report.figures import plot_loss_by_position
-from sympow.report.timing import environment
-from sympow.train.trained_on import TrainedOn
+from sympow.train.provenance import TrainedOn
 
 FILE = "evaluation.json"
 # Of a model that does not say at which context it was trained.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
 
+from sympow.bench.operator import Row, Setting, describe
+from sympow.bench.timing import Timing
+from sympow.evaluate.results import averages_over_ranges
 from sympow.extras import require
 from sympow.report.drawing import (
     add_legend,
@@ -18,9 +21,7 @@ from sympow.report.drawing import (
     set_title,
     tidy,
 )
-from sympow.report.evaluations import averages_over_ranges
 from sympow.report.style import assign_styles, method_styles
-from sympow.report.timing import Timing
 
 
 def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path, unit: str = "token") -> None:
@@ -74,3 +75,17 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
     add_legend(figure, [axes])
     save_figure(figure, path)
     pyplot().close(figure)
+
+
+def plot_bench_rows(rows: Sequence[Row], setting: Setting, path: Path) -> None:
+    """Writes a figure of time against context: of forward and backward together where that was timed.
+
+    Args:
+        path: PNG or SVG file to write; its folder is made.
+    """
+    backward = any(row.forward_and_backward for row in rows)
+    timings: dict[str, dict[int, Timing]] = {}
+    for row in rows:
+        timings.setdefault(row.method, {})[row.context] = row.forward_and_backward or row.forward
+    title = f"{'forward and backward' if backward else 'forward'}, {describe(setting)}"
+    plot_time_against_context(timings, title, path)

@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sympow.memory import Memory, state_bytes
+from sympow.generation.cache import Memory, state_bytes
+from sympow.generation.prefix import Reading
+from sympow.generation.text import TextModel
 from sympow.ops.window import Window
-from sympow.reading import Reading
 from sympow.report.info import format_bytes
-from sympow.text import TextModel
 
 
 def describe_memory(reading: Reading, memory: Memory = "auto") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sympow.model.variants import VARIANTS
+from sympow.model.config import VARIANTS
 from sympow.report.runs import Run
 
 # What does not make a run another one: the seed, and how it keeps its books.

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sympow.checks import check_at_least
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+from sympow.evaluate.capture import LayerCapture, capture
+from sympow.generation.prefix import Reading
+from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.gpt import PIECE
-from sympow.reading import Reading
-from sympow.report.capture import LayerCapture, capture
 from sympow.report.page import build_page
-from sympow.text import TextDecoder, TextModel
 
 TOKENS = 8_192
 START = "start of document"

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sympow.evaluate.heads import quantity_labels
 from sympow.extras import require
 from sympow.report.curves import curve, mean_and_range, median_speed, smooth
 from sympow.report.drawing import (
@@ -20,7 +21,6 @@ from sympow.report.drawing import (
     tidy,
 )
 from sympow.report.grouping import Group, Spread, by_power, unit_of
-from sympow.report.heads import quantity_labels
 from sympow.report.runs import Run
 from sympow.report.style import Style
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from sympow.evaluate.heads import quantity_labels
 from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
 from sympow.report.grouping import Group, by_power, differing, plain_words, shown, unit_of
-from sympow.report.heads import quantity_labels
 from sympow.report.page import build_page
 from sympow.report.runs import Run, settings_help
 from sympow.report.style import Style
-from sympow.train.run_files import CONFIG_FILE
+from sympow.train.run_folder import CONFIG_FILE
 
 # Metrics with a plainer name than their own.
 METRICS = {

@@ -10,14 +10,14 @@ from typing import Any
 
 from sympow.data.associative_recall import NAME as RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
+from sympow.evaluate.heads import HeadTable, read_heads
+from sympow.evaluate.results import Evaluation, find_evaluations
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
-from sympow.report.evaluations import Evaluation, find_evaluations
-from sympow.report.heads import HeadTable, read_heads
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig
 from sympow.train.flags import field_help
 from sympow.train.metrics import read_metrics
-from sympow.train.run_files import CONFIG_FILE, EXPORT, METRICS_FILE
+from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
 
 RESULT_FILE = "result.json"
 # Results of an experiment: its summary lies in a folder beside that of all experiments' runs.

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sympow.data.files import write_atomically
+from sympow.evaluate.heads import held_out_rows, measure_heads, write_heads
 from sympow.extras import require
+from sympow.files import write_atomically
 from sympow.model.storage import load_model
 from sympow.report.grouping import Group, Spread, group_runs, repeated_seeds
-from sympow.report.heads import held_out_rows, measure_heads, write_heads
 from sympow.report.paper_figures import draw_figures
 from sympow.report.report_page import build_report_page
 from sympow.report.runs import Collection, Run, collect
 from sympow.report.style import assign_styles
-from sympow.train.run_files import EXPORT
-from sympow.train.trained_on import TrainedOn
+from sympow.train.provenance import TrainedOn
+from sympow.train.run_folder import EXPORT
 
 PAGE = "index.html"
 NUMBERS = "final_losses.csv"

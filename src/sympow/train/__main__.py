@@ -1,6 +1,6 @@
 """`torchrun -m sympow.train`: the command `sympow train` in each process."""
 
-from sympow.errors import Reported
+from sympow.cli.errors import Reported
 from sympow.extras import require
 
 
@@ -8,7 +8,7 @@ def main() -> None:
     """Entry point of every process."""
     with Reported("sympow.train"):
         require("typer", "cli")
-        from sympow.train.cli import main as run
+        from sympow.cli.train import main as run
 
         run()
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from sympow.atomic import flush
+from sympow.files import flush
 from sympow.train.checkpoint_reader import TensorPlanner, TensorReader, UnreadableMetadataError, read_metadata
 from sympow.train.distributed import Place
 

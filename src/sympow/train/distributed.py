@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from sympow.data.loader import Batch
 from sympow.devices import choose_device
-from sympow.train.meeting import agree_on_name, connect, kept_by_torchrun
+from sympow.invocation import under_torchrun
+from sympow.parallel.shards import MESH_DIM, Shards
 from sympow.train.objective import Objective
-from sympow.train.torchrun import under_torchrun
+from sympow.train.rendezvous import agree_on_name, connect, kept_by_torchrun
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Place:
         rank: number of the process.
         world_size: number of processes.
         device: what it computes on.
-        attempt: names what the processes are together since they were last started (`sympow.train.meeting`).
+        attempt: names what the processes are together since they were last started (`sympow.train.rendezvous`).
     """
 
     rank: int
@@ -148,3 +150,38 @@ def check_same(settings: Mapping[str, object], place: Place) -> None:
                 raise ValueError(
                     f"{name} must be the same in all processes; rank 0 has {first!r}, rank {rank} {other!r}"
                 )
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Where this process is in the grid.
+
+    Attributes:
+        data_rank: which share of a batch's sequences it has a part in.
+        data_size: number of shares.
+        sequence_group: the processes that have the same sequences, each some of their tokens; None: it has all.
+    """
+
+    data_rank: int
+    data_size: int
+    sequence_group: dist.ProcessGroup | None
+
+    def shards(self, batch: Batch) -> Shards | None:
+        """Which tokens of a batch's sequences are whose; None: all are this process's."""
+        if self.sequence_group is None:
+            return None
+        return Shards.even(batch.inputs.shape[1], self.sequence_group, batch.cu_seqlens)
+
+
+def make_grid(place: Place, context_parallel: int) -> Grid:
+    """The grid in which so many processes share each sequence. All processes call it."""
+    if place.world_size % context_parallel:
+        raise ValueError(
+            f"context_parallel must divide the number of processes, {place.world_size}; got {context_parallel}"
+        )
+    data_size = place.world_size // context_parallel
+    if context_parallel == 1:
+        return Grid(place.rank, place.world_size, None)
+    # Neighbours share a sequence: within a machine, where links are fast, as far as it goes.
+    mesh = init_device_mesh(place.device.type, (data_size, context_parallel), mesh_dim_names=("dp", MESH_DIM))
+    return Grid(mesh.get_local_rank("dp"), data_size, mesh.get_group(MESH_DIM))

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from sympow.data.files import write_atomically
 from sympow.extras import require
+from sympow.files import write_atomically
 
 WANDB_FILE = "wandb-id"
 

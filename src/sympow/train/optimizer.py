@@ -1,14 +1,34 @@
-"""Adam with a learning rate per group of parameters, and its step."""
+"""How data-dependent rotations start and learn, where that differs from the rest of a model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sympow.data.loader import Batch
+from sympow.layers.rotations import DataDependentRotation
 from sympow.train.config import OptimizerConfig
+
+
+def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
+    """Starts W_β where the config says, and sets the factor on the gradient through β.
+
+    The numbers are drawn after all others of the model, so that a seed gives the same model otherwise; on the CPU, so
+    that they are the same on every device. A model that has no such rotation is left as it is.
+    """
+    for module in model.modules():
+        if not isinstance(module, DataDependentRotation):
+            continue
+        module.gradient_scale = config.rotation_gradient
+        if config.rotation_init:
+            weight = module.beta_proj.weight
+            with torch.no_grad():
+                weight.copy_(torch.randn(weight.shape, dtype=weight.dtype) * config.rotation_init)
+
 
 RELATIVE_RATE = "relative_rate"
 
@@ -70,3 +90,48 @@ def take_step(
     if clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
     optimizer.step()
+
+
+@dataclass(frozen=True)
+class Update:
+    """A step that was taken, or is being taken.
+
+    Attributes:
+        step: its number, from 1.
+        batch: what it was made from.
+        parts: the batch as it was gone through.
+        rate: learning rate.
+        numbers: loss and norm of the gradients, (2,) in the host's memory; there once `ready`.
+        ready: None: at once.
+    """
+
+    step: int
+    batch: Batch
+    parts: list[Batch]
+    rate: float
+    numbers: Tensor
+    ready: torch.cuda.Event | None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the device may still be at it, so that the host had better do something else."""
+        return self.ready is not None
+
+    def read(self) -> tuple[float, float]:
+        """Loss and norm of the gradients, as soon as the device has them."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        loss, norm = self.numbers.tolist()
+        return loss, norm
+
+
+def send(loss: Tensor, norm: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Both numbers on their way to the host, and the event of their arrival; None where they are there already."""
+    numbers = torch.stack([loss.detach().double(), norm.detach().double()])
+    if not numbers.is_cuda:
+        return numbers, None
+    arriving = torch.empty(2, dtype=numbers.dtype, pin_memory=True)
+    arriving.copy_(numbers, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record()
+    return arriving, ready

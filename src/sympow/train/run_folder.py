@@ -1,10 +1,4 @@
-"""A run's folder belongs to one run at a time.
-
-Whoever trains holds a lock on a file in the folder from the first moment to the last. The system gives the lock back
-when the process ends, however it ends, so that a killed run can be resumed at once.
-"""
-
-from __future__ import annotations
+"""Where things stand in a run's folder, for those who write them and those who read them."""
 
 import errno
 import fcntl
@@ -20,9 +14,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sympow.data.files import check_can_write
+from sympow.files import check_can_write
 from sympow.train.distributed import Place
-from sympow.train.run_files import CONFIG_FILE, LOCK_FILE, RUNS
+
+# Where runs are that were not given a folder.
+RUNS = Path("runs")
+LOCK_FILE = "run.lock"
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+EXPORT = "model"
+
 
 # What file systems that cannot lock files answer.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)

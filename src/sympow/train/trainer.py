@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.data.batch import Batch
 from sympow.data.dataset import TokenDataset
-from sympow.data.files import write_atomically
-from sympow.data.loader import Loader
+from sympow.data.loader import Batch, Loader
 from sympow.data.opening import open_dataset
 from sympow.extras import require
+from sympow.files import write_atomically
 from sympow.invocation import command_line
 from sympow.model.accounting import check_fits
 from sympow.model.config import WAYS_TO_COMPUTE
@@ -35,24 +34,21 @@ from sympow.train.distributed import (
     check_same,
     from_all_processes,
     last_of_batch,
+    make_grid,
     mean_over_processes,
     process_group,
     share,
 )
-from sympow.train.grid import make_grid
-from sympow.train.interrupt import StopRequest, stop_on_signals
+from sympow.train.heartbeat import Watch
 from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics, nonfinite_parameters
 from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
 from sympow.train.objective import Objective, compile_blocks, recompute_blocks
-from sympow.train.optimizer import make_optimizer, set_rate, take_step
+from sympow.train.optimizer import Update, make_optimizer, send, set_rate, set_up_rotations, take_step
 from sympow.train.progress import Progress
-from sympow.train.rotations import set_up_rotations
-from sympow.train.run_files import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
-from sympow.train.run_folder import claimed_folder
+from sympow.train.provenance import TrainedOn
+from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE, claimed_folder
+from sympow.train.signals import StopRequest, stop_on_signals
 from sympow.train.throughput import Clock, peak_operations, training_operations
-from sympow.train.trained_on import TrainedOn
-from sympow.train.update import Update, send
-from sympow.train.watch import Watch
 
 # Tokens to look at gates and rotations with.
 SAMPLE_TOKENS = 2_048

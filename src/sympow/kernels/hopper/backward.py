@@ -1,4 +1,4 @@
-"""Backward pass of the attention form on Hopper; the equations are those of `sympow.kernels.attention_backward`.
+"""Backward pass of the attention form on Hopper; the equations are those of `sympow.kernels.attention.backward`.
 
 Two kernels, each owning its outputs, hence bitwise reproducible. A program has 64 rows and visits tiles of 64 columns.
 The scores of a tile are multiplied while the last tile's products with them run, and the weights of this tile are made
@@ -22,8 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sympow.kernels.common import divide_steps, empty_aligned, odd_power
 from sympow.kernels.gates import Gates
-from sympow.kernels.hopper.common import async_load, async_store, head_major, matrix, prefetch, thread_barrier
-from sympow.kernels.hopper.split_sums import SplitSums, split_sums
+from sympow.kernels.hopper.common import (
+    SplitSums,
+    async_load,
+    async_store,
+    head_major,
+    matrix,
+    prefetch,
+    split_sums,
+    thread_barrier,
+)
 
 TILE, RING = 64, 4
 

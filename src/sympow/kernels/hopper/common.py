@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
+import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import aligned
+from sympow.kernels.common import LOG2_E, aligned
+from sympow.kernels.gates import SCAN_BLOCK, Gates
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -46,3 +51,37 @@ def prefetch(pointers):
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@dataclass(frozen=True)
+class SplitSums:
+    """G / log 2 = whole + rest, with 0 ≤ rest < 1.
+
+    Attributes:
+        whole: (b, h_kv, ≥ t) int32, as long as `Gates.to_end`; past the last token its sum is repeated.
+        rest: likewise, float32.
+    """
+
+    whole: Tensor
+    rest: Tensor
+
+
+@triton.jit
+def _split_kernel(sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.constexpr):
+    sequence = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.load(sums_ptr + sequence * length + tl.minimum(rows, length - 1)) * LOG2_E
+    whole = tl.floor(sums)
+    tl.store(whole_ptr + sequence * padded + rows, whole.to(tl.int32))
+    tl.store(rest_ptr + sequence * padded + rows, (sums - whole).to(tl.float32))
+
+
+def split_sums(gates: Gates) -> SplitSums:
+    """The running sums of `gates` in two parts."""
+    batch, heads, padded = gates.to_end.shape
+    whole = torch.empty_like(gates.to_end, dtype=torch.int32)
+    rest = torch.empty_like(gates.to_end)
+    _split_kernel[(padded // SCAN_BLOCK, batch * heads)](
+        gates.sums, whole, rest, gates.sums.shape[-1], padded, BLOCK=SCAN_BLOCK, enable_fp_fusion=True
+    )
+    return SplitSums(whole, rest)

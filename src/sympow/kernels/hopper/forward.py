@@ -2,7 +2,7 @@
 
 y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = exp(G_i − G_j) (q_i · k_j)^p.
 
-As in `sympow.kernels.attention_forward`, a program owns 128 queries that start at row r, visits tiles of 64 keys, and
+As in `sympow.kernels.attention.forward`, a program owns 128 queries that start at row r, visits tiles of 64 keys, and
 multiplies their weights by exp(G_r − G_j), one factor per column. What is different:
 
 - The rows are two halves. While the weights of one half are made, products of the other half run, whatever the other
@@ -29,8 +29,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sympow.kernels.common import empty_aligned, even_power, round_to
 from sympow.kernels.gates import Gates
-from sympow.kernels.hopper.common import async_load, async_store, head_major, matrix, prefetch, thread_barrier
-from sympow.kernels.hopper.split_sums import SplitSums, split_sums
+from sympow.kernels.hopper.common import (
+    SplitSums,
+    async_load,
+    async_store,
+    head_major,
+    matrix,
+    prefetch,
+    split_sums,
+    thread_barrier,
+)
 
 QUERY_TILE, KEY_TILE, RING = 128, 64, 4
 # Gates are weak if those of a tile of queries multiply to more than 2^WEAK.

@@ -1,0 +1,1 @@
+"""Benchmarks: timing with its spread, peak memory, and the operator beside other attention."""

@@ -1,0 +1,343 @@
+"""What `sympow bench` measures: forms and backends beside what one would use instead, in one run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sympow.bench.timing import Timing, environment, measure_in_turns, save_results
+from sympow.checks import check_at_least
+from sympow.extras import require
+from sympow.ops.dispatch import chunked_kernels_serve
+from sympow.ops.interface import Backend, Form, attention
+from sympow.parsing import read_json
+
+BASELINE = "softmax, cuDNN"
+TIMED = ("forward", "forward_and_backward")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is timed on a kind of device unless the user says otherwise: seconds to a few minutes of work.
+
+    Attributes:
+        contexts: sequence lengths.
+        tokens: of a call.
+        heads: of a call.
+        dtype: of q, k and v.
+        runs: rounds.
+    """
+
+    contexts: tuple[int, ...]
+    tokens: int
+    heads: int
+    dtype: str
+    runs: int
+
+
+SIZES = {
+    "cuda": Sizes((1_024, 4_096, 16_384, 65_536), 65_536, 12, "bfloat16", 20),
+    # float32: most CPUs emulate bfloat16 products, hundreds of times slower.
+    "cpu": Sizes((256, 1_024, 4_096), 4_096, 2, "float32", 3),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One call to time: `tokens` tokens in sequences of `context`, gated, already rotated."""
+
+    tokens: int = 65_536
+    heads: int = 12
+    dim: int = 64
+    power: int = 2
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "heads", "dim"):
+            check_at_least(name, getattr(self, name), 1)
+
+    def inputs(self, context: int, grad: bool) -> dict[str, Tensor]:
+        """Random q, k, v (b, t, h, d) and log γ near 0.999."""
+        generator = torch.Generator(self.device).manual_seed(context)
+        shape = (self.tokens // context, context, self.heads, self.dim)
+        made = {name: torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype) for name in "qkv"}
+        logits = torch.randn(shape[:3], generator=generator, device=self.device) + 6.9
+        made["log_gamma"] = torch.nn.functional.logsigmoid(logits)
+        return {name: x.requires_grad_(grad) for name, x in made.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement.
+
+    Attributes:
+        peak_bytes: what a forward and backward pass allocated at its peak, inputs apart.
+        extra_bytes: the same without the output and the gradients, which any method has to return.
+    """
+
+    method: str
+    context: int
+    forward: Timing
+    forward_and_backward: Timing | None
+    peak_bytes: int | None
+    extra_bytes: int | None
+
+
+Call = Callable[[], Tensor]
+# From a setting, a context and inputs: what to call, and what to differentiate with respect to.
+Method = Callable[[Setting, int, dict[str, Tensor]], tuple[Call, list[Tensor]]]
+
+
+def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
+    """All that can be timed here, by name."""
+    found: dict[str, Method] = {}
+    if setting.device == "cuda":
+        found[BASELINE] = partial(_softmax, SDPBackend.CUDNN_ATTENTION)
+        found["softmax, flash"] = partial(_softmax, SDPBackend.FLASH_ATTENTION)
+    else:
+        found["softmax"] = partial(_softmax, None)
+    for backend in backends:
+        found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
+        # Without kernels it runs in plain PyTorch, with a state that may take minutes: only where that is asked for.
+        if backend == "torch" or chunked_kernels_serve(setting.power, setting.dim, setting.dim):
+            found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
+    if setting.device == "cuda" and _importable("retention"):
+        found["retention, chunked"] = _retention
+    if setting.device == "cuda" and _importable("fla.ops.simple_gla"):
+        found["fla, simple GLA (p = 1)"] = _simple_gla
+    return found
+
+
+def run_bench(
+    setting: Setting,
+    contexts: Sequence[int],
+    backends: Sequence[Backend],
+    *,
+    backward: bool = True,
+    runs: int = 20,
+    only: Sequence[str] = (),
+    on_progress: Callable[[str, int, int], None] | None = None,
+) -> Iterator[Row]:
+    """Times every method at every context, those of one context in turns.
+
+    Args:
+        setting: what to time.
+        contexts: sequence lengths, each a divisor of setting.tokens.
+        backends: of `sympow.attention`.
+        backward: whether to time forward and backward together too.
+        runs: rounds, each with a sample of every method.
+        only: names of methods, or parts of them; empty: all.
+        on_progress: called after each round with what is being timed, how many rounds are done, and of how many.
+
+    Raises:
+        ValueError: a context does not divide the tokens, or a part of `only` is in no method's name.
+    """
+    for context in contexts:
+        check_at_least("context", context, 1)
+        if setting.tokens % context:
+            raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
+    check_at_least("runs", runs, 1)
+    available = methods(setting, backends)
+    for part in only:
+        if not any(part in name for name in available):
+            raise ValueError(f"only must be in the name of a method: {'; '.join(available)}. Got {part!r}")
+    chosen = {name: method for name, method in available.items() if not only or any(part in name for part in only)}
+    # A round of calls that are not counted comes before those that are.
+    total = len(contexts) * (1 + backward) * (runs + 1)
+    done = 0
+
+    def after_round(what: str) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(what, done, total)
+
+    for context in contexts:
+        yield from _measure_methods(chosen, setting, context, backward, runs, after_round)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows on a terminal how far `run_bench` is; gives what to pass it as on_progress."""
+    rich = require("rich.progress", "cli")
+    console = require("rich.console", "cli").Console(stderr=True)
+    columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TimeRemainingColumn())
+    # Nothing elsewhere: a log has the rows as they come.
+    with rich.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("first calls", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
+    """Writes rows as JSON, with device, versions and the command that made them."""
+    described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
+    measured = [asdict(row) for row in rows]
+    save_results(path, environment(setting.device), command=command, setting=described, rows=measured)
+
+
+def describe(setting: Setting) -> str:
+    """What was timed, in a line."""
+    dtype = str(setting.dtype).removeprefix("torch.")
+    return f"{setting.tokens:,} tokens a call, {setting.heads} heads of {setting.dim}, p = {setting.power}, {dtype}"
+
+
+def load_rows(path: Path) -> tuple[list[Row], Setting]:
+    """What `save_rows` wrote.
+
+    Raises:
+        ValueError: the file is not one of `sympow bench`.
+    """
+    content = read_json(path)
+    try:
+        setting = Setting(**{**content["setting"], "dtype": getattr(torch, content["setting"]["dtype"])})
+        rows = [Row(**{**row, **{name: _timing(row[name]) for name in TIMED}}) for row in content["rows"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} was not written by sympow bench: {error}") from error
+    return rows, setting
+
+
+def print_rows(rows: Sequence[Row], title: str) -> None:
+    """A table of milliseconds, half the range of the runs, and speed relative to the baseline at the same context."""
+    console = require("rich.console", "cli").Console()
+    table = require("rich.table", "cli").Table(title=title, title_justify="left")
+    columns = ["context", "method", "forward, ms", "speed", "forward + backward, ms", "speed"]
+    # Known on a GPU only.
+    with_memory = any(row.extra_bytes is not None for row in rows)
+    for column in [*columns, *(["peak extra"] if with_memory else [])]:
+        table.add_column(column, justify="left" if column == "method" else "right")
+    baseline = {row.context: row for row in rows if row.method in (BASELINE, "softmax")}
+    for row in rows:
+        base = baseline.get(row.context)
+        base_forward, base_both = (base.forward, base.forward_and_backward) if base else (None, None)
+        table.add_row(
+            f"{row.context:,}",
+            row.method,
+            _milliseconds(row.forward),
+            _speed(base_forward, row.forward),
+            _milliseconds(row.forward_and_backward),
+            _speed(base_both, row.forward_and_backward),
+            *([] if row.extra_bytes is None else [f"{row.extra_bytes / 2**30:.2f} GiB"]),
+        )
+    console.print(table)
+
+
+def _measure_methods(
+    chosen: dict[str, Method],
+    setting: Setting,
+    context: int,
+    backward: bool,
+    runs: int,
+    after_round: Callable[[str], None],
+) -> Iterator[Row]:
+    # On a GPU, the first calls compile kernels and choose their tiles.
+    warmup = 3 if setting.device == "cuda" else 1
+    timed = partial(measure_in_turns, runs=runs, warmup=warmup, device=setting.device)
+    inputs = setting.inputs(context, grad=False)
+    with torch.no_grad():
+        forward = timed(
+            {name: method(setting, context, inputs)[0] for name, method in chosen.items()},
+            after_round=partial(after_round, f"{context:,}: forward"),
+        )
+    if not backward:
+        yield from (Row(name, context, forward[name], None, None, None) for name in chosen)
+        return
+    inputs = setting.inputs(context, grad=True)
+    both = {name: _forward_and_backward(*method(setting, context, inputs)) for name, method in chosen.items()}
+    both_timing = timed(both, after_round=partial(after_round, f"{context:,}: forward and backward"))
+    for name, call in both.items():
+        memory = _peak_memory(call) if setting.device == "cuda" else (None, None)
+        yield Row(name, context, forward[name], both_timing[name], *memory)
+
+
+def _forward_and_backward(call: Call, leaves: list[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
+    gradient = torch.randn_like(call())
+
+    def both() -> tuple[Tensor, ...]:
+        y = call()
+        return (y.detach(), *torch.autograd.grad(y, leaves, gradient))
+
+    return both
+
+
+def _peak_memory(call: Callable[[], tuple[Tensor, ...]]) -> tuple[int, int]:
+    """The bytes a call allocated at its peak, and the same without what it returned."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    peak = torch.cuda.max_memory_allocated() - before
+    return peak, peak - sum(result.nbytes for result in results)
+
+
+def _softmax(
+    kernel: SDPBackend | None, setting: Setting, context: int, inputs: dict[str, Tensor]
+) -> tuple[Call, list[Tensor]]:
+    # Contiguous per head, the layout these kernels are fastest in.
+    q, k, v = (
+        inputs[name].detach().transpose(1, 2).contiguous().requires_grad_(inputs[name].requires_grad) for name in "qkv"
+    )
+
+    def call() -> Tensor:
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return call, [q, k, v]
+
+
+def _sympow(
+    form: Form, backend: Backend, setting: Setting, context: int, inputs: dict[str, Tensor]
+) -> tuple[Call, list[Tensor]]:
+    arguments: dict[str, Any] = {**inputs, "power": setting.power, "form": form, "backend": backend}
+    return partial(attention, **arguments), list(inputs.values())
+
+
+def _retention(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tuple[Call, list[Tensor]]:
+    power_retention = import_module("retention").power_retention
+    names = {"Q": "q", "K": "k", "V": "v", "log_G": "log_gamma"}
+    arguments = {name: inputs[ours] for name, ours in names.items()}
+    options = {"deg": setting.power, "scale": setting.dim**-0.5, "chunk_size": min(1024, context)}
+    return partial(power_retention, **arguments, **options), list(inputs.values())
+
+
+def _simple_gla(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tuple[Call, list[Tensor]]:
+    chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
+    arguments = (inputs["q"], inputs["k"], inputs["v"], inputs["log_gamma"])
+    return lambda: chunk_simple_gla(*arguments)[0], list(inputs.values())
+
+
+@cache
+def _importable(module: str) -> bool:
+    """Whether a peer is there and works. One that is there and does not says why."""
+    if find_spec(module.partition(".")[0]) is None:
+        return False
+    try:
+        import_module(module)
+    except (ImportError, RuntimeError, OSError) as error:
+        warnings.warn(f"{module} is installed but cannot be imported, so it is not timed: {error}", stacklevel=2)
+        return False
+    return True
+
+
+def _timing(content: dict[str, Any] | None) -> Timing | None:
+    return None if content is None else Timing(**content)
+
+
+def _milliseconds(timing: Timing | None) -> str:
+    return "" if timing is None else f"{1e3 * timing.median:.3f} ± {5e2 * (timing.slowest - timing.fastest):.3f}"
+
+
+def _speed(baseline: Timing | None, timing: Timing | None) -> str:
+    return "" if baseline is None or timing is None else f"{baseline.median / timing.median:.2f}×"

@@ -1,0 +1,108 @@
+"""The command `sympow check`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from sympow.cli.common import print_json
+from sympow.devices import choose_device
+from sympow.extras import require
+
+
+def check(
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")] = None,
+    timing: Annotated[bool, typer.Option(help="Time the forms beside SDPA; about half a minute.")] = True,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Tests this installation: versions, accuracy and speed.
+
+    Exits with 0 if every check passed and with 1 if one failed.
+    """
+    from sympow.bench.operator import describe, print_rows, progress_bar, run_bench
+    from sympow.diagnostics.accuracy import Machine, check_accuracy
+    from sympow.diagnostics.dispatch import routes
+    from sympow.diagnostics.installation import describe_installation
+
+    device = choose_device(device)
+    installation, served = describe_installation(device), routes(device)
+    if not as_json:
+        _print_installation(installation)
+        _print_routes(served)
+    machine = Machine.find(device, seed)
+    outcomes = []
+    for outcome in check_accuracy(machine):
+        outcomes.append(outcome)
+        typer.echo(f"{'ok    ' if outcome.passed else 'FAILED'} {outcome.name}", err=True)
+    failed = [outcome for outcome in outcomes if not outcome.passed]
+    if not as_json:
+        _print_outcomes(outcomes, f"{_what(machine)} against float64 in plain PyTorch, seed {seed}")
+    rows = []
+    if timing:
+        setting, contexts = _sizes(device)
+        with progress_bar() as on_progress:
+            rows = list(run_bench(setting, contexts, ["auto"], runs=3, on_progress=on_progress))
+        if not as_json:
+            print_rows(rows, describe(setting))
+    if as_json:
+        found: dict[str, Any] = {
+            "passed": not failed,
+            "installation": installation,
+            "served": [asdict(route) for route in served],
+            "accuracy": [{**asdict(outcome), "passed": outcome.passed} for outcome in outcomes],
+            "timing": [asdict(row) for row in rows],
+        }
+        print_json(found)
+    else:
+        typer.echo(f"{len(outcomes) - len(failed)} of {len(outcomes)} checks passed")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _what(machine: Any) -> str:
+    dtype = str(machine.dtype).removeprefix("torch.")
+    return f"Kernels in {dtype}" if machine.on_kernels else f"Portable forms in {dtype}"
+
+
+def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
+    """What to time, and at which contexts: those of `sympow bench`, without the shortest on a GPU."""
+    import torch
+
+    from sympow.bench.operator import SIZES, Setting
+
+    sizes = SIZES[device]
+    setting = Setting(sizes.tokens, sizes.heads, dtype=getattr(torch, sizes.dtype), device=device)
+    return setting, sizes.contexts[-3:]
+
+
+def _print_installation(facts: dict[str, Any]) -> None:
+    width = max(map(len, facts))
+    for name, fact in facts.items():
+        typer.echo(f"{name:{width}}  {fact if fact is not None else 'not installed'}")
+    typer.echo("")
+
+
+def _print_routes(served: list[Any]) -> None:
+    reasons = {route.reason for route in served}
+    if len(reasons) == 1 and None not in reasons:
+        typer.echo(f"Every call runs in plain PyTorch: {reasons.pop()}.\n")
+        return
+    table = require("rich.table", "cli").Table(title='What serves a call with backend="auto"', title_justify="left")
+    for column in ("call", "served by", "why not by the kernels"):
+        table.add_column(column)
+    for route in served:
+        table.add_row(route.call, route.served_by, route.reason or "")
+    require("rich.console", "cli").Console().print(table)
+
+
+def _print_outcomes(outcomes: list[Any], title: str) -> None:
+    table = require("rich.table", "cli").Table(title=title, title_justify="left")
+    for column in ("checked", "closest to its bar", "error", "bar", ""):
+        table.add_column(column, justify="right" if column in ("error", "bar") else "left")
+    for outcome in outcomes:
+        numbers = ("", "", "") if outcome.problem else (outcome.tensor, f"{outcome.error:.1e}", f"{outcome.bar:.1e}")
+        table.add_row(outcome.name, *numbers, "ok" if outcome.passed else f"FAILED {outcome.problem or ''}".strip())
+    require("rich.console", "cli").Console().print(table)

@@ -1,0 +1,105 @@
+"""What the commands have in common: how they are declared, how help is laid out, and how mistakes are shown.
+
+A command's function raises; what the user then reads is decided in `sympow.cli.errors`, and put in terms of flags here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import typer
+from typer.core import TyperCommand
+
+from sympow.cli.errors import Reported
+
+# What functions of the library call an argument, and the commands an option.
+ALIASES = {"source": "data"}
+
+
+class App(typer.Typer):
+    """A command, or a group of commands, that prints help and mistakes as plain text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """As in typer; the command's exceptions become messages."""
+        return super().command(name, cls=Command, **options)
+
+
+class Command(TyperCommand):
+    """A command whose exceptions become messages, and whose help has the sections that its options name."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Paragraphs are filled; indented ones, which hold commands to copy, stay as they are."""
+        formatter.write_paragraph()
+        with formatter.indentation():
+            for number, paragraph in enumerate(inspect.cleandoc(self.help or "").split("\n\n")):
+                if number:
+                    formatter.write_paragraph()
+                if not paragraph.startswith(" "):
+                    formatter.write_text(paragraph)
+                    continue
+                for line in paragraph.splitlines():
+                    formatter.write(f"{' ' * formatter.current_indent}{line}\n")
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A section for each `rich_help_panel`, without the panels' frames."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def invoke(self, ctx: Any) -> Any:
+        def show_mistake(message: str) -> NoReturn:
+            raise Mistake(in_flags(message, ctx.command.params), ctx=ctx)
+
+        with Reported(ctx.command_path, show_mistake):
+            return super().invoke(ctx)
+
+
+class Mistake(typer.BadParameter):
+    """Something wrong with the arguments; typer prints how to get help with it."""
+
+    def format_message(self) -> str:
+        return self.message
+
+
+def print_json(content: Any) -> None:
+    """What a command with --json prints."""
+    typer.echo(json.dumps(content, indent=2))
+
+
+def in_flags(message: str, parameters: list[Any]) -> str:
+    """The message of an exception with Python's names of a command's options replaced by their flags.
+
+    Names are replaced at the beginning of the message, where it says what must be otherwise, and where they cannot be
+    words: with an underscore, or before a "=". After a colon they stay: what stands before it is a file that has them.
+    """
+    flags: dict[str, str] = {}
+    for parameter in parameters:
+        for flag in parameter.opts:
+            if flag.startswith("--"):
+                name = flag.removeprefix("--").replace("-", "_")
+                flags[name] = flag
+                if getattr(parameter, "multiple", False):
+                    flags[f"{name}s"] = flag
+    for name, option in ALIASES.items():
+        if option in flags:
+            flags.setdefault(name, flags[option])
+    if not flags:
+        return message
+    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+    unmistakable = "|".join(name for name in flags if "_" in name) or r"\b\B"
+    subject = rf"^(?:{names})(?= (?:must|is|and|cannot|needs|compares)\b)"
+    elsewhere = rf"(?<!: )\b(?:(?:{unmistakable})\b|(?:{names})(?==))"
+    return re.sub(rf"{subject}|{elsewhere}", lambda found: flags[found[0]], message)

@@ -1,0 +1,114 @@
+"""`sympow data`: text files to token shards, and what is in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sympow.cli.common import App, print_json
+
+app = App(help="Prepares documents for training, and describes them.", no_args_is_help=True)
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(help="Text files, .jsonl and .parquet files, and folders of such files.", metavar="SOURCE"),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write; an interrupted run goes on in it.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, gpt2, bpe (trained here), a tokenizer.json, or a folder with a saved tokenizer.")
+    ] = "bytes",
+    vocab_size: Annotated[int | None, typer.Option(help="For bpe: number of tokens; by default 8,192.")] = None,
+    boundary_token: Annotated[
+        str | None, typer.Option(help="For a tokenizer.json: its token between documents.")
+    ] = None,
+    field: Annotated[str, typer.Option(help="Key (.jsonl) or column (.parquet) with the text.")] = "text",
+    heldout: Annotated[
+        float | None,
+        typer.Option(help="Share of the documents to hold out, chosen by hash; 0: none.", show_default="0.02"),
+    ] = None,
+    heldout_source: Annotated[
+        list[Path] | None, typer.Option(help="File or folder to hold out instead of a share; repeat for more.")
+    ] = None,
+    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out and count empty documents.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what was prepared there before.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+) -> None:
+    """Turns text files into token shards to train on.
+
+    Interrupted and run again, the command goes on where it was.
+    """
+    from sympow.data.preparation import Progress
+    from sympow.data.preparation import prepare as run
+    from sympow.extras import require
+
+    columns = require("rich.progress", "cli")
+    bar = columns.Progress(
+        columns.TextColumn("{task.description}"),
+        columns.BarColumn(),
+        columns.DownloadColumn(),
+        columns.TransferSpeedColumn(),
+        columns.TimeRemainingColumn(),
+        columns.TextColumn("{task.fields[written]}"),
+        console=require("rich.console", "cli").Console(stderr=True),
+    )
+    tasks: dict[str, Any] = {}
+
+    def show(progress: Progress) -> None:
+        if progress.stage not in tasks:
+            tasks[progress.stage] = bar.add_task(progress.stage, total=progress.total_bytes, written="")
+        written = f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.documents else ""
+        bar.update(tasks[progress.stage], completed=progress.source_bytes, written=written)
+
+    try:
+        with bar:
+            manifest = run(
+                sources,
+                out,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+                boundary_token=boundary_token,
+                field=field,
+                heldout=heldout,
+                heldout_sources=heldout_source or (),
+                skip_empty=skip_empty,
+                overwrite=overwrite,
+                workers=workers,
+                on_progress=show,
+            )
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    counts = manifest.counts
+    typer.echo(f"{out}: {counts['documents']:,} documents, {counts['tokens']:,} tokens ({manifest.tokenizer['kind']})")
+    for name, shards in manifest.splits.items():
+        documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
+        typer.echo(f"  {name}: {documents:,} documents, {tokens:,} tokens in {len(shards):,} shards")
+    if "documents_cut_in_two" in counts:
+        typer.echo("  the end of the only document is held out; --heldout 0 keeps all of it for training")
+    if counts["empty_documents_skipped"]:
+        typer.echo(f"  left out: {counts['empty_documents_skipped']:,} empty documents")
+    if counts["files_ignored"]:
+        first = counts["files_ignored"][0]
+        typer.echo(f"  left out: {len(counts['files_ignored']):,} files not known by their names, such as {first}")
+
+
+@app.command()
+def info(
+    source: Annotated[str, typer.Argument(help="A prepared folder, LongCrawl64, or stdlib.")] = "stdlib",
+    tokens: Annotated[int, typer.Option(help="Tokens to show of the first documents.")] = 32,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all shards and compare their hashes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Describes a dataset: counts, lengths and first tokens."""
+    from sympow.data.describe import describe, print_description
+
+    described = describe(source, shown_tokens=tokens, verify=verify)
+    if as_json:
+        print_json(described)
+    else:
+        print_description(described)

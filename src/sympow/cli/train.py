@@ -1,0 +1,79 @@
+"""The command `sympow train`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sympow.checks import check_choice
+from sympow.cli.common import App
+from sympow.invocation import first_process, may_be_restarted
+from sympow.model.config import PRESETS as MODELS
+from sympow.model.config import GPTConfig
+from sympow.train.config import PRESETS, TrainConfig
+from sympow.train.flags import DEFAULT_PRESET, with_config_flags
+from sympow.train.run_folder import CONFIG_FILE, RUNS
+
+
+@with_config_flags
+def train(
+    preset: Annotated[str, typer.Option(help=f"What to start from: {', '.join(PRESETS)}.")] = DEFAULT_PRESET,
+    model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.yaml to start from, as each run writes one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    **changes: Any,
+) -> None:
+    """Trains a model, and writes checkpoints and metrics.
+
+    Every field of a run's config is a flag; the defaults shown are those of --preset laptop. A run can be interrupted,
+    and goes on with --resume. Under torchrun, processes share the work:
+
+        torchrun --nproc-per-node 8 -m sympow train --preset paper --data DATA
+    """
+    from sympow.train.trainer import NonFiniteLossError
+    from sympow.train.trainer import train as run
+
+    if may_be_restarted():
+        if out is None:
+            raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
+        # torchrun counts restarts for each machine by itself; what is in the folder, all of them see alike.
+        resume = resume or (out / CONFIG_FILE).exists()
+    if resume:
+        out = out or _latest()
+        config = config or out / CONFIG_FILE
+    check_choice("preset", preset, PRESETS)
+    settings = PRESETS[preset]() if config is None else TrainConfig.read(config)
+    if model is not None:
+        check_choice("model", model, MODELS)
+        settings = replace(settings, model=GPTConfig.preset(model))
+    settings = settings.changed(**changes)
+    try:
+        folder = run(settings, out, resume=resume, device=device)
+    except NonFiniteLossError:
+        # All processes stop with the same message.
+        if first_process():
+            raise
+        raise typer.Exit(1) from None
+    if first_process():
+        typer.echo(f"{folder}")
+
+
+def _latest() -> Path:
+    """The run that was last worked on."""
+    found = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"there is no run in {RUNS}/ to resume; name one with --out")
+    return found[-1].parent
+
+
+def main() -> None:
+    """As a program of its own, for torchrun."""
+    app = App()
+    app.command()(train)
+    app(prog_name=f"{Path(sys.executable).name} -m sympow.train")

@@ -1,0 +1,407 @@
+"""Backward pass of the attention form, and of the chunked form once the states and their gradients are known.
+
+With q scaled (`scaling.scale_queries`), w_i = Σ_j B_ij the weight of a row, and
+    dy'_i = dy_i / w_i,    δ_i = dy'_i · y_i,    dB_ij = dy'_i · v_j − δ_i,    T_ij = exp(G_i − G_j) (q_i · k_j)^(p−1),
+the gradients are
+    dv_j = Σ_i T_ij (q_i · k_j) dy'_i,    dk_j = p Σ_i T_ij dB_ij q_i,    dq_i = p Σ_j T_ij dB_ij k_j.
+The gates' gradient follows from q_i · dq_i and k_j · dk_j alone (`gates.gate_gradient`), so no kernel sums it.
+
+Two kernels, each owning its outputs, hence bitwise reproducible: `query_gradient_kernel` has a tile of queries and
+visits keys before it, `key_gradient_kernel` has a tile of keys and visits queries after it. Scores are computed in
+both: seven products in all. In both, decays are split as in the forward pass, so that only the diagonal needs one per
+element.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sympow.kernels.common import (
+    Documents,
+    block_dim,
+    divide_steps,
+    dot_precision,
+    empty_aligned,
+    head_major,
+    odd_power,
+    or_one,
+    pairwise_decay,
+    settle,
+    split_sum,
+)
+from sympow.kernels.gates import Gates
+from sympow.kernels.states.quadratic import ChunkStates, sum_at
+
+
+@triton.jit
+def prepare_kernel(
+    y_desc, dy_desc, weight_ptr, d_weight_ptr, divided_desc, delta_ptr, length, padded, heads,
+    WEIGHTED: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dy' and −δ for a tile of rows; −δ is 0 past the last token. WEIGHTED: plus the gradient of the rows' weights."""
+    first = tl.program_id(0) * ROWS
+    sequence = tl.program_id(1)
+    batch, head = sequence // heads, sequence % heads
+    rows = first + tl.arange(0, ROWS)
+    weight = tl.load(weight_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=1.0)
+    dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+    divided = (dy / or_one(weight)[:, None]).to(dy.dtype)
+    divided_desc.store([batch, head, first, 0], divided.reshape(1, 1, ROWS, E))
+    y = y_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+    minus_delta = -tl.sum(divided.to(tl.float32) * y.to(tl.float32), axis=1)
+    if WEIGHTED:
+        minus_delta += tl.load(d_weight_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
+    tl.store(delta_ptr + sequence.to(tl.int64) * padded + rows, minus_delta)
+
+
+@triton.jit
+def query_gradient_kernel(
+    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
+    q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, past_ptr,
+    document_start_ptr, length, padded, gates_padded, heads, chunk, slots, first_boundary,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = tl.program_id(1)
+    batch, head = sequence // heads, sequence % heads
+    kv_head = head // GROUP
+    kv_sequence = batch * (heads // GROUP) + kv_head
+    first = tile * ROWS
+    rows = first + tl.arange(0, ROWS)
+    boundary = first // chunk
+    chunk_start = boundary * chunk
+    document_start = tl.load(document_start_ptr + first) if DOCUMENTS else 0
+    if GATED:
+        sums_ptr += kv_sequence.to(tl.int64) * length
+        to_end_ptr += kv_sequence.to(tl.int64) * gates_padded
+        reference = tl.load(sums_ptr + first)
+
+    q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+    dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+    minus_delta = tl.load(minus_delta_ptr + sequence.to(tl.int64) * padded + rows)
+    dq = tl.zeros((ROWS, D), tl.float32)
+
+    if WITH_STATE:
+        if (boundary >= first_boundary) & (document_start <= chunk_start):
+            # Σ_i q_i (dy' S_i − δ Z_i), the left operand dy' * q_i made in registers; two sums, as in the forward pass.
+            other = tl.zeros_like(dq)
+            slot = kv_sequence * slots + boundary - first_boundary
+            pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
+            pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
+            dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+            for half in tl.static_range(2):
+                for i in tl.range(0, D // 2, 2):
+                    even = tl.load(pointers + half * (D // 2) + i)
+                    odd = tl.load(pointers + half * (D // 2) + i + 1)
+                    if half == 0:
+                        kv_even = low_desc.load([slot, i, 0, 0]).reshape(E, D)
+                        kv_odd = low_desc.load([slot, i + 1, 0, 0]).reshape(E, D)
+                    else:
+                        kv_even = high_desc.load([slot, i, 0, 0]).reshape(E, D)
+                        kv_odd = high_desc.load([slot, i + 1, 0, 0]).reshape(E, D)
+                    dq = tl.dot(dy_left * even[:, None], kv_even, dq, input_precision=PRECISION)
+                    other = settle(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
+            normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
+            dq += other + tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
+            past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
+            dq = tl.where((past == 0)[:, None], 0.0, dq)
+            if GATED:
+                dq *= tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
+
+    if DOCUMENTS:
+        chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
+    if GATED:
+        to_tile_end = tl.load(to_end_ptr + chunk_start + tl.arange(0, COLUMNS))
+        tile_end = tl.load(sums_ptr + tl.minimum(chunk_start + COLUMNS, length) - 1)
+    for start in tl.range(chunk_start, first, COLUMNS, num_stages=STAGES):
+        k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
+        v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
+        score = tl.dot(q, k.T, input_precision=PRECISION)
+        dp = tl.dot(dy, v.T, input_precision=PRECISION) + minus_delta[:, None]
+        factor = odd_power(score, POWER - 1)
+        if GATED:
+            factor *= (to_tile_end * tl.exp((reference - tile_end).to(tl.float32)))[None, :]
+            to_tile_end = tl.load(to_end_ptr + start + COLUMNS + tl.arange(0, COLUMNS))
+            tile_end = tl.load(sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
+        dq = tl.dot((factor * dp).to(k.dtype), k, dq, input_precision=PRECISION)
+
+    if GATED:
+        row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
+        dq *= tl.exp2(row_whole + row_rest)[:, None]
+    # Not pipelined: that would take registers, of which there are none to spare.
+    for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
+        columns = start + tl.arange(0, COLUMNS)
+        k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
+        v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
+        score = tl.dot(q, k.T, input_precision=PRECISION)
+        dp = tl.dot(dy, v.T, input_precision=PRECISION) + minus_delta[:, None]
+        factor = odd_power(score, POWER - 1)
+        causal = rows[:, None] >= columns[None, :]
+        if GATED:
+            column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
+            column_whole, column_rest = split_sum(column_sums, reference)
+            factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
+        else:
+            factor = tl.where(causal, factor, 0.0)
+        dq = tl.dot((factor * dp).to(k.dtype), k, dq, input_precision=PRECISION)
+
+    dq *= POWER
+    row_term = tl.sum(dq * q.to(tl.float32), axis=1)
+    tl.store(row_term_ptr + sequence.to(tl.int64) * length + rows, row_term, mask=rows < length)
+    dq *= tl.load(scale_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)[:, None]
+    dq_desc.store([batch, head, first, 0], dq.to(dq_desc.dtype).reshape(1, 1, ROWS, D))
+
+
+@triton.jit
+def _visit_queries(
+    dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head, sequence,
+    padded, start, tiles, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr,
+    GATED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Adds what `tiles` tiles of queries from `start` on, all after the keys, give to dk and dv."""
+    offsets = tl.arange(0, COLUMNS)
+    # One tile ahead in registers, as in the forward pass.
+    next_delta = tl.load(minus_delta_ptr + sequence * padded + start + offsets)
+    if GATED:
+        next_decay = tl.load(from_start_ptr + start + offsets)
+        next_sum = tl.load(sums_ptr + start)
+    for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
+        member, tile = divide_steps(step, tiles, GROUP)
+        head = kv_head * GROUP + member
+        q = q_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, D)
+        dy = dy_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, E)
+        score = tl.dot(k, q.T, input_precision=PRECISION)
+        dp = tl.dot(v, dy.T, input_precision=PRECISION) + next_delta[None, :]
+        factor = odd_power(score, POWER - 1)
+        member, tile = divide_steps(tl.minimum(step + 1, GROUP * tiles - 1), tiles, GROUP)
+        next_start = start + tile * COLUMNS
+        next_delta = tl.load(minus_delta_ptr + (sequence + member) * padded + next_start + offsets)
+        if GATED:
+            factor *= (next_decay * tl.exp((next_sum - reference).to(tl.float32)))[None, :]
+            next_decay = tl.load(from_start_ptr + next_start + offsets)
+            next_sum = tl.load(sums_ptr + next_start)
+        dv = tl.dot((factor * score).to(dy.dtype), dy, dv, input_precision=PRECISION)
+        dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def key_gradient_kernel(
+    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
+    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr, spans_ptr,
+    length, padded, gates_padded, kv_heads, chunk, slots, first_boundary, span,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
+    and k_j · dk_j."""
+    first = tl.program_id(0) * ROWS
+    kv_sequence = tl.program_id(1)
+    batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
+    rows = first + tl.arange(0, ROWS)
+    boundary = first // chunk + 1
+    chunk_end = tl.minimum(boundary * chunk, length)
+    last = tl.minimum(first + ROWS, length) - 1
+    document_end = tl.load(document_end_ptr + last) if DOCUMENTS else length
+    reference = 0.0
+    if GATED:
+        sums_ptr += kv_sequence.to(tl.int64) * length
+        from_start_ptr += kv_sequence.to(tl.int64) * gates_padded
+        reference = tl.load(sums_ptr + last)
+
+    k = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
+    v = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
+    dk = tl.zeros((ROWS, D), tl.float32)
+    dv = tl.zeros((ROWS, E), tl.float32)
+
+    if WITH_STATE:
+        # A document that ends in this chunk left no state that anyone reads.
+        if (boundary - first_boundary < slots) & (document_end >= chunk_end):
+            # dv = Σ_i (k * k_i) D_iᵀ and dk = Σ_i (v * k_i) D_i + k Z', left operands made in registers.
+            slot = kv_sequence * slots + boundary - first_boundary
+            pointers = k_ptr + batch.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h
+            pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
+            k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
+            v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
+            for half in tl.static_range(2):
+                for i in tl.range(0, D // 2):
+                    entry = tl.load(pointers + half * (D // 2) + i)
+                    if half == 0:
+                        dkv = low_desc.load([slot, i, 0, 0]).reshape(E, D)
+                    else:
+                        dkv = high_desc.load([slot, i, 0, 0]).reshape(E, D)
+                    dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
+                    dk = settle(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
+            normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
+            dk = settle(tl.dot(k, normalizer, dk, input_precision=PRECISION))
+            if GATED:
+                since_tile = tl.exp((tl.load(sums_ptr + chunk_end - 1) - reference).to(tl.float32))
+                dk *= since_tile
+                dv *= since_tile
+
+    sequence = (batch * kv_heads + kv_head).to(tl.int64) * GROUP
+    offsets = tl.arange(0, COLUMNS)
+    after = first + ROWS
+    end = tl.minimum(chunk_end, document_end)
+    if SPANS:
+        # As below, in spans of queries, with what each adds to k_j · dk_j, up to a decay, left behind.
+        known = tl.zeros((ROWS,), tl.float32)
+        spans = tl.cdiv(end, span)
+        for index in tl.range(tl.where(after < end, after // span, spans), spans):
+            start = tl.maximum(after, index * span)
+            dk, dv = _visit_queries(
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
+                sequence, padded, start, tl.cdiv(tl.minimum(end, (index + 1) * span) - start, COLUMNS),
+                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
+            )  # fmt: skip
+            total = tl.sum(dk * k.to(tl.float32), axis=1)
+            target = spans_ptr + (kv_sequence.to(tl.int64) * tl.cdiv(length, span) + index) * length + rows
+            tl.store(target, total - known, mask=rows < length)
+            known = total
+    else:
+        tiles = tl.cdiv(end - after, COLUMNS)
+        if tiles > 0:
+            dk, dv = _visit_queries(
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
+                sequence, padded, after, tiles, GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
+            )  # fmt: skip
+
+    if GATED:
+        row_sums = tl.load(sums_ptr + tl.minimum(rows, length - 1))
+        row_whole, row_rest = split_sum(row_sums, reference)
+        row_decay = tl.exp2(-(row_whole + row_rest))
+        dk *= row_decay[:, None]
+        dv *= row_decay[:, None]
+    for step in tl.range(0, GROUP * (ROWS // COLUMNS), num_stages=STAGES):
+        member, tile = divide_steps(step, ROWS // COLUMNS, GROUP)
+        head = kv_head * GROUP + member
+        start = first + tile * COLUMNS
+        columns = start + offsets
+        minus_delta = tl.load(minus_delta_ptr + (sequence + member) * padded + columns)
+        q = q_desc.load([batch, head, start, 0]).reshape(COLUMNS, D)
+        dy = dy_desc.load([batch, head, start, 0]).reshape(COLUMNS, E)
+        score = tl.dot(k, q.T, input_precision=PRECISION)
+        dp = tl.dot(v, dy.T, input_precision=PRECISION) + minus_delta[None, :]
+        factor = odd_power(score, POWER - 1)
+        causal = columns[None, :] >= rows[:, None]
+        if GATED:
+            column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
+            column_whole, column_rest = split_sum(column_sums, reference)
+            # Rows are the earlier positions here: exp(G_column − G_row).
+            factor *= pairwise_decay(-row_whole, -row_rest, -column_whole, -column_rest, causal)
+        else:
+            factor = tl.where(causal, factor, 0.0)
+        dv = tl.dot((factor * score).to(dy.dtype), dy, dv, input_precision=PRECISION)
+        dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
+
+    dk *= POWER
+    column_term = tl.sum(dk * k.to(tl.float32), axis=1)
+    tl.store(column_term_ptr + kv_sequence.to(tl.int64) * length + rows, column_term, mask=rows < length)
+    dk_desc.store([batch, kv_head, first, 0], dk.to(dk_desc.dtype).reshape(1, 1, ROWS, D))
+    dv_desc.store([batch, kv_head, first, 0], dv.to(dv_desc.dtype).reshape(1, 1, ROWS, E))
+
+
+def prepare(
+    y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None = None, rows: int = 128
+) -> tuple[Tensor, Tensor]:
+    """dy' (b, t, h, e), and −δ (b, h, ≥ t) float32, zero from t on and a multiple of `rows` long.
+
+    Args:
+        y, dy: the output and its gradient, (b, t, h, e).
+        weight, d_weight: the rows' weights and their gradient (None: zero), (b, h, t) float32 contiguous.
+    """
+    batch, length, heads, value_dim = y.shape
+    tiles = triton.cdiv(length, rows)
+    block = (rows, block_dim(value_dim))
+    divided = empty_aligned(dy, *dy.shape)
+    minus_delta = y.new_empty(batch, heads, tiles * rows, dtype=torch.float32)
+    prepare_kernel[(tiles, batch * heads)](
+        head_major(y, block), head_major(dy, block), weight, d_weight, head_major(divided, block), minus_delta,
+        length, tiles * rows, heads, WEIGHTED=d_weight is not None, E=block[1], ROWS=rows, num_warps=4,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return divided, minus_delta
+
+
+def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: int, d: int, e: int) -> tuple:
+    """x and its strides, descriptors of the states, and the chunk, number of slots and first boundary they imply."""
+    if states is None:
+        return (x, x.stride(0), x.stride(1), x.stride(2), None, None, None), (chunk or 2 * length + 4096, 0, 1)
+    descriptors = (
+        TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d]),
+        TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d]),
+        TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d]),
+    )
+    return (x, x.stride(0), x.stride(1), x.stride(2), *descriptors), (states.chunk, states.low.shape[2], states.first)
+
+
+def query_gradient(
+    q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
+    gates: Gates | None, states: ChunkStates | None = None,
+    *, past: Tensor | None = None, chunk: int = 0, documents: Documents | None = None,
+    out: tuple[Tensor, Tensor] | None = None, rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3,
+    registers: int | None = 128,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
+    of `prepare`; states in full and their part of the weights, or the attention form's `chunk`; documents and `out` as
+    there."""
+    assert rows % columns == 0 and (gates is None or gates.tile == columns)
+    batch, length, heads, dim = q.shape
+    d, e = block_dim(dim), block_dim(v.shape[-1])
+    dq, row_term = out or (empty_aligned(q, *q.shape), q.new_empty(batch, heads, length, dtype=torch.float32))
+    state, place = _state_arguments(q, states, chunk, length, d, e)
+    query_gradient_kernel[(triton.cdiv(length, rows), batch * heads)](
+        head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
+        head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
+        gates and gates.sums, gates and gates.to_end, *state, past, documents and documents.start,
+        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *place,
+        GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
+        DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
+        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dq, row_term
+
+
+def key_gradient(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
+    gates: Gates | None, states: ChunkStates | None = None,
+    *, chunk: int = 0, documents: Documents | None = None, spans: Tensor | None = None, span: int = 0,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full, or `chunk`.
+
+    Args:
+        spans: zeros (b, h_kv, ⌈t / span⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each span that lie
+            after the key's tile, decays counted from the end of that tile; None: not wanted. Without states only.
+        out: as in `attention_forward.attend`.
+    """
+    assert rows % columns == 0 and (gates is None or gates.tile == columns)
+    batch, length, kv_heads, dim = k.shape
+    d, e = block_dim(dim), block_dim(v.shape[-1])
+    if out is None:
+        dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
+        column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
+    else:
+        dk, dv, column_term = out
+    k_desc = head_major(k, (rows, d))
+    state, place = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
+    key_gradient_kernel[(triton.cdiv(length, rows), batch * kv_heads)](
+        head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
+        head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
+        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, spans,
+        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *place, span,
+        GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
+        WITH_STATE=states is not None, DOCUMENTS=documents is not None, SPANS=spans is not None,
+        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
+        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dk, dv, column_term

@@ -1,0 +1,383 @@
+"""Queries and keys turned by the accumulated phase, in one pass over each, and the gradient of that.
+
+The phase of pair m after token i is μ_im = μ_0m + c_i θ_m with c_i the running sum of β (or c_im, if every pair has its
+own β). It is formed in float64, in turns; what float32 sees is at most an eighth of a turn.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.kernels.common import Documents, place_on_one_axis, rows_contiguous, sums_from_start, sums_to_end
+
+# No `from __future__ import annotations`: the schemas are read off the annotations.
+from sympow.kernels.running_sums import anchored, running_sum
+
+TURN = tl.constexpr(2 * math.pi)
+
+
+@triton.jit
+def cos_sin(turns):
+    """Cosine and sine of an angle in turns, float64 → float32, to about 1e-7.
+
+    The quarter turn is split off in float64; what is left, at most an eighth, takes short Taylor series. The library's
+    functions would carry a slow path for large angles, and registers for it.
+    """
+    quarters = tl.floor(turns * 4 + 0.5)
+    x = ((turns - quarters * 0.25) * TURN).to(tl.float32)
+    square = x * x
+    sine = x * (1 + square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880)))))
+    cosine = 1 + square * (-1 / 2 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320))))
+    quadrant = quarters.to(tl.int64) & 3
+    swapped = (quadrant & 1) == 1
+    cos_sign = tl.where((quadrant == 1) | (quadrant == 2), -1.0, 1.0)
+    sin_sign = tl.where(quadrant >= 2, -1.0, 1.0)
+    return tl.where(swapped, sine, cosine) * cos_sign, tl.where(swapped, cosine, sine) * sin_sign
+
+
+@triton.jit
+def _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, mask, PER_PAIR: tl.constexpr,
+           PAIRS: tl.constexpr, FIXED: tl.constexpr, STARTED: tl.constexpr):  # fmt: skip
+    """c_i (or c_im), and the phase in turns: (tokens, pairs) float64."""
+    rates = tl.load(theta_ptr + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float64)
+    if FIXED:
+        sums = (tokens[:, None] + 1).to(tl.float64) + tl.zeros_like(rates)[None, :]
+    elif PER_PAIR:
+        offsets = (sequence * PAIRS + pairs[None, :]) * length + tokens[:, None]
+        sums = tl.load(sums_ptr + offsets, mask=mask, other=0.0)
+    else:
+        offsets = sequence * length + tokens
+        sums = tl.load(sums_ptr + offsets, mask=tokens < length, other=0.0)[:, None] + tl.zeros_like(rates)[None, :]
+    turns = sums * (rates * (1 / TURN))[None, :]
+    if STARTED:
+        start = tl.load(start_ptr + sequence * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)
+        turns += (start * (1 / TURN))[None, :]
+    return sums, turns
+
+
+@triton.jit
+def _load_pairs(pointers, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Even and odd entries of rows: two of (tokens, pairs), float32."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    return tl.split(tl.reshape(x, (TOKENS, BLOCK_PAIRS, 2)))
+
+
+@triton.jit
+def _store_turned(pointers, even, odd, cos, sin, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    turned = tl.reshape(turned, (TOKENS, 2 * BLOCK_PAIRS))
+    tl.store(pointers, turned.to(pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, sums_ptr, theta_ptr, start_ptr, length, heads,
+    q_batch, q_time, q_head, k_batch, k_time, k_head,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PER_PAIR: tl.constexpr,
+    FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Turns one key head and the query heads that read it. Outputs are contiguous."""
+    block, sequence = place_on_one_axis(tl.cdiv(length, TOKENS))
+    batch, head = sequence // heads, sequence % heads
+    tokens = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
+    inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
+    mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
+    _, turns = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
+                      PER_PAIR, PAIRS, FIXED, STARTED)  # fmt: skip
+    cos, sin = cos_sin(turns)
+
+    source = batch * k_batch + head * k_head + tokens[:, None] * k_time + entries[None, :]
+    target = ((batch * length + tokens[:, None]) * heads + head) * (2 * PAIRS) + entries[None, :]
+    even, odd = _load_pairs(k_ptr + source, mask, TOKENS, BLOCK_PAIRS)
+    _store_turned(k_out_ptr + target, even, odd, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+    for member in range(GROUP):
+        query_head = head * GROUP + member
+        source = batch * q_batch + query_head * q_head + tokens[:, None] * q_time + entries[None, :]
+        target = ((batch * length + tokens[:, None]) * heads * GROUP + query_head) * (2 * PAIRS) + entries[None, :]
+        even, odd = _load_pairs(q_ptr + source, mask, TOKENS, BLOCK_PAIRS)
+        _store_turned(q_out_ptr + target, even, odd, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+
+
+@triton.jit
+def _turn_back(x_ptr, dx_ptr, out_ptr, source, target, cos, sin, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    """Writes the gradient of an input from that of the turned one, and returns the gradient of the angle."""
+    even, odd = _load_pairs(x_ptr + target, mask, TOKENS, BLOCK_PAIRS)
+    d_even, d_odd = _load_pairs(dx_ptr + source, mask, TOKENS, BLOCK_PAIRS)
+    _store_turned(out_ptr + target, d_even, d_odd, cos, -sin, mask, TOKENS, BLOCK_PAIRS)
+    return even * d_odd - odd * d_even
+
+
+@triton.jit
+def _rotate_backward_kernel(
+    q_ptr, k_ptr, dq_ptr, dk_ptr, q_out_ptr, k_out_ptr, sums_ptr, theta_ptr, start_ptr,
+    d_sums_ptr, d_theta_ptr, d_start_ptr, length, heads, blocks,
+    q_batch, q_time, q_head, k_batch, k_time, k_head,
+    GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PER_PAIR: tl.constexpr,
+    FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """From turned queries and keys and their gradients: gradients of the inputs, of c, and parts of those of θ and μ_0.
+
+    Turned vectors are contiguous, their gradients need not be. Each program leaves its own part of the sums over time,
+    so that adding them up is the same in every run.
+    """
+    block, sequence = place_on_one_axis(blocks)
+    batch, head = sequence // heads, sequence % heads
+    tokens = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
+    inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
+    mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
+    sums, turns = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
+                         PER_PAIR, PAIRS, FIXED, STARTED)  # fmt: skip
+    cos, sin = cos_sin(turns)
+
+    source = batch * k_batch + head * k_head + tokens[:, None] * k_time + entries[None, :]
+    target = ((batch * length + tokens[:, None]) * heads + head) * (2 * PAIRS) + entries[None, :]
+    d_angle = _turn_back(k_ptr, dk_ptr, k_out_ptr, source, target, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+    for member in range(GROUP):
+        query_head = head * GROUP + member
+        source = batch * q_batch + query_head * q_head + tokens[:, None] * q_time + entries[None, :]
+        target = ((batch * length + tokens[:, None]) * heads * GROUP + query_head) * (2 * PAIRS) + entries[None, :]
+        d_angle += _turn_back(q_ptr, dq_ptr, q_out_ptr, source, target, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+
+    rates = tl.load(theta_ptr + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float64)
+    d_angle = d_angle.to(tl.float64)
+    if PER_PAIR:
+        offsets = (batch * length + tokens[:, None]) * heads * PAIRS + head * PAIRS + pairs[None, :]
+        tl.store(d_sums_ptr + offsets, d_angle * rates[None, :], mask=inside)
+    elif not FIXED:
+        offsets = (batch * length + tokens) * heads + head
+        tl.store(d_sums_ptr + offsets, tl.sum(d_angle * rates[None, :], axis=1), mask=tokens < length)
+    part = (sequence * blocks + block) * PAIRS + pairs
+    if d_theta_ptr is not None:
+        tl.store(d_theta_ptr + part, tl.sum(d_angle * sums, axis=0), mask=pairs < PAIRS)
+    if STARTED:
+        tl.store(d_start_ptr + part, tl.sum(d_angle, axis=0), mask=pairs < PAIRS)
+
+
+TOKENS = 32
+
+
+def _launch_options(q: Tensor, k: Tensor, sums: Tensor | None, start: Tensor | None) -> dict[str, int]:
+    heads, dim = k.shape[2:]
+    return {
+        "GROUP": q.shape[2] // heads,
+        "PAIRS": dim // 2,
+        "BLOCK_PAIRS": triton.next_power_of_2(dim // 2),
+        "PER_PAIR": sums is not None and sums.shape[1] != heads,
+        "FIXED": sums is None,
+        "STARTED": start is not None,
+        "TOKENS": TOKENS,
+    }
+
+
+def rotate_forward(
+    q: Tensor, k: Tensor, sums: Tensor | None, theta: Tensor, start: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """q and k turned by μ, contiguous.
+
+    Args:
+        q: (b, t, h, d), any strides with a contiguous last axis.
+        k: (b, t, h_kv, d), likewise.
+        sums: running sums of β, (b, h_kv, t) or (b, h_kv · d/2, t) float64 contiguous; None: β = 1.
+        theta: (d/2,) contiguous.
+        start: μ_0, (b, h_kv, d/2) float64 contiguous; None: 0.
+    """
+    q_out, k_out = (
+        torch.empty_like(q, memory_format=torch.contiguous_format),
+        torch.empty_like(k, memory_format=torch.contiguous_format),
+    )
+    batch, length, heads, _ = k.shape
+    _rotate_kernel[(triton.cdiv(length, TOKENS) * batch * heads,)](
+        q, k, q_out, k_out, sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
+        **_launch_options(q, k, sums, start), enable_fp_fusion=True,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+def rotate_backward(
+    q: Tensor,
+    k: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    sums: Tensor | None,
+    theta: Tensor,
+    start: Tensor | None,
+    want_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of q, k, the running sums of β (b, t, h_kv or h_kv · d/2; None without), θ (None if not wanted) and μ_0
+    (None without).
+
+    Args:
+        q, k: the turned ones, contiguous.
+        dq, dk: their gradients.
+        sums, theta, start: as in `rotate_forward`.
+    """
+    batch, length, heads, dim = k.shape
+    blocks = triton.cdiv(length, TOKENS)
+    q_out, k_out = torch.empty_like(q), torch.empty_like(k)
+    d_sums = None if sums is None else k.new_empty(batch, length, sums.shape[1], dtype=torch.float64)
+    d_theta, d_start = (
+        k.new_empty(batch * heads, blocks, dim // 2, dtype=torch.float64) if wanted else None
+        for wanted in (want_theta, start is not None)
+    )
+    _rotate_backward_kernel[(blocks * batch * heads,)](
+        q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, blocks,
+        *dq.stride()[:3], *dk.stride()[:3], **_launch_options(q, k, sums, start), enable_fp_fusion=True,
+    )  # fmt: skip
+    d_start_summed = None if d_start is None else d_start.sum(1).unflatten(0, (batch, heads))
+    return q_out, k_out, d_sums, None if d_theta is None else d_theta.sum((0, 1)), d_start_summed
+
+
+@torch.library.custom_op("sympow::rotate", mutates_args=())
+def _rotate(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor | None,
+    theta: Tensor,
+    start: Tensor | None,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    relative: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k turned by the phase, and the running sums of β (empty for β = 1 without documents).
+
+    `relative`: what follows depends on differences of phases alone: to turn all tokens together changes nothing.
+    """
+    sums = None if beta is None else running_sum(beta.flatten(2))
+    if document_start is not None:
+        if sums is None:
+            tokens = torch.arange(1, k.shape[1] + 1, dtype=torch.float64, device=k.device)
+            sums = tokens.expand(1, k.shape[2], -1)
+        sums = sums_from_start(sums, document_start).contiguous()
+    turned_q, turned_k = rotate_forward(q, k, sums, theta, start)
+    return turned_q, turned_k, q.new_empty(0, dtype=torch.float64) if sums is None else sums
+
+
+@_rotate.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor | None,
+    theta: Tensor,
+    start: Tensor | None,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    relative: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    contiguous = torch.contiguous_format
+    sums: tuple[int, ...] = (0,)
+    if beta is not None:
+        sums = (beta.shape[0], beta[0, 0].numel(), beta.shape[1])
+    elif document_start is not None:
+        sums = (1, k.shape[2], k.shape[1])
+    return (
+        torch.empty_like(q, memory_format=contiguous),
+        torch.empty_like(k, memory_format=contiguous),
+        q.new_empty(sums, dtype=torch.float64),
+    )
+
+
+@torch.library.custom_op("sympow::rotate_backward", mutates_args=())
+def _rotate_backward(
+    dq: Tensor,
+    dk: Tensor,
+    q: Tensor,
+    k: Tensor,
+    sums: Tensor,
+    theta: Tensor,
+    start: Tensor | None,
+    document_end: Tensor | None,
+    relative: bool,
+    want_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, β (b, t, columns; empty for β = 1), θ (empty if not wanted) and μ_0 (empty without), from the
+    turned q and k."""
+    d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
+        q, k, rows_contiguous(dq), rows_contiguous(dk), sums if sums.numel() else None, theta, start, want_theta
+    )
+    d_beta = sums.new_empty(0)
+    if d_sums is not None:
+        later = running_sum(d_sums, reverse=True)
+        if relative:
+            # The first β turns all tokens, and so nothing; the rounding in its place is spread over the others.
+            d_beta = anchored(later, None, later.shape[2], document_end, dtype=torch.float64)
+        else:
+            later = later if document_end is None else sums_to_end(later, document_end)
+            d_beta = later.transpose(1, 2).contiguous()
+    d_theta, d_start = (sums.new_empty(0) if x is None else x for x in (d_theta, d_start))
+    return d_q, d_k, d_beta, d_theta, d_start
+
+
+@_rotate_backward.register_fake
+def _(
+    dq: Tensor,
+    dk: Tensor,
+    q: Tensor,
+    k: Tensor,
+    sums: Tensor,
+    theta: Tensor,
+    start: Tensor | None,
+    document_end: Tensor | None,
+    relative: bool,
+    want_theta: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    beta = (sums.shape[0], sums.shape[2], sums.shape[1]) if sums.numel() else (0,)
+    return (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        sums.new_empty(beta),
+        theta.new_empty(theta.shape if want_theta else (0,), dtype=torch.float64),
+        sums.new_empty((0,) if start is None else start.shape),
+    )
+
+
+def _save_rotate(ctx, inputs, output) -> None:
+    _, _, beta, theta, start, _, document_end, relative = inputs
+    ctx.save_for_backward(*output, theta, start, document_end)
+    ctx.beta = None if beta is None else (beta.shape, beta.dtype)
+    ctx.relative = relative
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate_rotate(ctx, dq, dk, _):
+    want_theta = ctx.needs_input_grad[3]
+    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *ctx.saved_tensors, ctx.relative, want_theta)
+    *_, theta, start, _ = ctx.saved_tensors
+    beta_gradient = None
+    if ctx.beta is not None:
+        shape, dtype = ctx.beta
+        beta_gradient = d_beta.reshape(shape).to(dtype)
+    theta_gradient = d_theta.to(theta.dtype) if want_theta else None
+    return d_q, d_k, beta_gradient, theta_gradient, None if start is None else d_start, None, None, None
+
+
+_rotate.register_autograd(_differentiate_rotate, setup_context=_save_rotate)
+
+
+def fused_rotation(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor | None,
+    theta: Tensor,
+    start: Tensor | None,
+    documents: Documents | None = None,
+    *,
+    relative: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """q and k turned by μ_i = μ_0 + Σ_{j≤i} β_j θ; with documents, summed over each document alone.
+
+    Args:
+        relative: no state comes before or after, so that only differences of phases matter.
+    """
+    begin, end = documents or (None, None)
+    start = None if start is None else start.contiguous()
+    turned_q, turned_k, _ = _rotate(
+        rows_contiguous(q), rows_contiguous(k), beta, theta.contiguous(), start, begin, end, relative
+    )
+    return turned_q, turned_k

@@ -1,0 +1,158 @@
+"""The small projections behind gates and rotations."""
+
+
+# No `from __future__ import annotations`: the operator's schema is read off the annotations.
+
+from collections.abc import Callable
+from typing import Any, Self, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from sympow.ops.numerics import without_autocast
+
+
+class FloatLinear(nn.Linear):
+    """x Wᵀ + b in float32 or better, whatever the dtype of x and with or without autocast.
+
+    Gates and rotation scales are summed over the whole sequence; near γ = 1 a bfloat16 logit would leave three
+    significant bits of log γ. W starts at zero, so that a layer starts from what the bias says for every input.
+
+    It is an `nn.Linear` to tools such as peft, which put adapters around those.
+
+    Args:
+        inputs: width of x.
+        outputs: width of the result.
+        bias: initial value of b; None: no bias.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: float | None = None) -> None:
+        # Read by reset_parameters, which this calls.
+        self.initial_bias = bias
+        super().__init__(inputs, outputs, bias=bias is not None)
+
+    def reset_parameters(self) -> None:
+        """W = 0, and the bias where it was asked to start."""
+        nn.init.zeros_(self.weight)
+        if self.initial_bias is not None:
+            nn.init.constant_(self.bias, self.initial_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dtype = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        with without_autocast(x.device):
+            return linear(x.to(dtype), self.weight.to(dtype), bias)
+
+
+def project(x: Tensor, projection: nn.Module) -> Tensor:
+    """What a projection makes of x (…, width), with whatever a tool has put around it, in float32 or better."""
+    # An adapter computes in the dtype of its input, or of autocast.
+    with without_autocast(x.device):
+        return projection(x.to(torch.promote_types(x.dtype, torch.float32)))
+
+
+def weights_say_all(projection: nn.Module, device: torch.device) -> TypeGuard[FloatLinear]:
+    """Whether its weight and bias give what calling it gives, so that a kernel on a device may take them.
+
+    With an adapter around it they do not, nor where an offloaded weight comes to the device only for a call.
+    """
+    return type(projection) is FloatLinear and projection.weight.device == device
+
+
+def project_together(x: Tensor, projections: list[nn.Module | None], dtype: torch.dtype) -> list[Tensor | None]:
+    """What each projection makes of x (b, t, width); None where there is none.
+
+    On a GPU that computes in bfloat16, x is rounded to it, as for queries, keys and values, and read once for all. The
+    weights are not, and neither are the results.
+
+    Args:
+        dtype: what the layer computes in.
+    """
+    present = [projection for projection in projections if projection is not None]
+    plain = [projection for projection in present if weights_say_all(projection, x.device)]
+    if not (plain and len(plain) == len(present) and x.is_cuda and dtype == torch.bfloat16):
+        return [None if projection is None else project(x, projection) for projection in projections]
+    weight = torch.cat([projection.weight for projection in plain])
+    results = multiply_precisely(x.to(dtype), weight).split([len(p.weight) for p in plain], dim=-1)
+    biased = iter(y if p.bias is None else y + p.bias for y, p in zip(results, plain, strict=True))
+    return [None if projection is None else next(biased) for projection in projections]
+
+
+def multiply_precisely(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ in float32 for x (…, width) in bfloat16 and W (outputs, width), of which sixteen bits count."""
+    with torch.no_grad():
+        high = weight.to(x.dtype)
+        low = (weight - high.to(weight.dtype)).to(x.dtype)
+        terms = torch.cat([high, low])
+    product = _multiply_terms(x.flatten(0, -2), terms, weight)
+    first, second = product.split(len(weight), dim=-1)
+    return (first + second).unflatten(0, x.shape[:-1])
+
+
+@torch.library.custom_op("sympow::multiply_terms", mutates_args=())
+def _multiply_terms(x: Tensor, terms: Tensor, weight: Tensor) -> Tensor:
+    """x (n, width) times both terms of W, (n, 2 outputs) float32; W itself is there to be differentiated."""
+    if x.is_cuda:
+        return torch.mm(x, terms.mT, out_dtype=torch.float32)
+    return x.to(torch.float32) @ terms.to(torch.float32).mT
+
+
+@_multiply_terms.register_fake
+def _(x: Tensor, terms: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], terms.shape[0], dtype=torch.float32)
+
+
+def _save_factors(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    x, terms, weight = inputs
+    ctx.save_for_backward(x, terms)
+    ctx.weight_dtype = weight.dtype
+
+
+def _differentiate_product(ctx: Any, d_product: Tensor) -> tuple[Tensor, None, Tensor]:
+    # Both terms are added up, so that their gradients are the same. Products in the dtype of x, as autocast has them.
+    x, terms = ctx.saved_tensors
+    outputs = len(terms) // 2
+    d_result = d_product[:, :outputs].to(x.dtype)
+    return d_result @ terms[:outputs], None, (d_result.mT @ x).to(ctx.weight_dtype)
+
+
+_multiply_terms.register_autograd(_differentiate_product, setup_context=_save_factors)
+
+
+class ConstantTable(nn.Module):
+    """A float64 tensor, known from the configuration, on whatever device it is asked for.
+
+    Not a buffer: `module.to(torch.bfloat16)` would round a buffer, and a rotation rate's rounding is multiplied by the
+    position; and a module made on the meta device would find it uninitialised. The tensor follows the module from
+    device to device, and is made again from plain numbers when it is wanted on yet another.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        if values.is_meta:
+            raise ValueError("values must hold numbers, got a tensor on the meta device")
+        self.values = tuple(values.tolist())
+        self._table = self._on(torch.device("cpu"))
+
+    def forward(self, device: torch.device) -> Tensor:
+        if self._table.device == device:
+            return self._table
+        table = self._on(device)
+        # Not while a compiler traces: what it makes must not outlive the trace, and a compiled module would be compiled
+        # anew because of the change.
+        if type(table) is Tensor and not torch.compiler.is_compiling():
+            self._table = table
+        return table
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # What `module.to` does to parameters, as far as the device is concerned.
+        device = fn(torch.empty(0, device=self._table.device)).device
+        if device.type != "meta" and device != self._table.device:
+            self._table = self._on(device)
+        return super()._apply(fn, recurse)
+
+    def _on(self, device: torch.device) -> Tensor:
+        # A tensor made in inference mode could not take part in a later backward pass.
+        with torch.inference_mode(False):
+            return torch.tensor(self.values, dtype=torch.float64, device=device)

@@ -1,0 +1,130 @@
+"""Scales that leave the output unchanged and keep every score within range.
+
+The output does not change when a query is scaled, nor when all keys of a head are scaled together with its state
+(by s, and by s^p). So a query is brought to unit length, and a key is divided by a power of two no less than the length
+of any key so far, each as short as gates have made it since; then no score exceeds 2^p, whatever the keys, and no row
+depends on what comes after it. Where a longer key raises that power of two, what came before shrinks by the same
+factor, exactly as under a gate, and is treated as one (`Prepared.decay`); where gates lower it, what came before has
+decayed by as much. The scales are constants to autograd: for a function that does not depend on the scale of its
+argument, the gradient is exact without them.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow.ops.symmetric import monomial_rows
+
+
+def least_exponent(dtype: torch.dtype) -> int:
+    """Where a head starts before its first key other than zero; keys are not scaled up further than this."""
+    return -1000 if dtype == torch.float64 else -120
+
+
+def unit_length(q: Tensor) -> Tensor:
+    """q / |q| along the last axis, zero staying zero, with |q| constant to autograd."""
+    # In two steps, since |q|² may leave the range of float32 where |q| does not.
+    largest = _or_one(q.detach().abs().amax(-1, keepdim=True))
+    reduced = q / largest
+    return reduced / _or_one(reduced.detach().norm(dim=-1, keepdim=True))
+
+
+def running_key_exponents(k: Tensor, start: Tensor, decay: Tensor | None = None) -> Tensor:
+    """For each token a power of two that bounds its key and what is left of all before it: (b, t, h_kv) int32.
+
+    It is the least one, or half of it: decays count in whole powers of two.
+
+    Args:
+        k: (b, t, h_kv, d).
+        start: exponents before the first token, (b, h_kv).
+        decay: running sums of log γ^(1/p), (b, h_kv, t, 1 or d/2); None: nothing decays.
+    """
+    largest = torch.linalg.vector_norm(k.detach(), ord=math.inf, dim=-1)
+    root = math.ceil(math.log2(k.shape[-1]) / 2)  # |k| ≤ √d max |k_i|, as exponents: the product could overflow
+    exponents = torch.where(largest == 0, least_exponent(k.dtype), torch.frexp(largest).exponent + root)
+    if decay is None:
+        return torch.maximum(exponents.cummax(dim=1).values, start.unsqueeze(1))
+    # Whatever was recorded at token j has shrunk by faded_i − faded_j since; without gates both are zero.
+    faded = _binary_digits(decay.detach())
+    record = torch.maximum((exponents - faded).cummax(dim=1).values, start.unsqueeze(1))
+    return (record + faded).to(torch.int32)
+
+
+def _binary_digits(decay: Tensor) -> Tensor:
+    """Running sums of log γ^(1/p) in whole powers of two, rounded up: (b, h_kv, t, 1 or d/2) → (b, t, h_kv) int64.
+
+    Where pairs have gates of their own, that of the pair which decays least at each step: a bound for all.
+    """
+    if decay.shape[-1] == 1:
+        least = decay.squeeze(-1)
+    else:
+        least = torch.cat([decay[:, :, :1], decay.diff(dim=2)], dim=2).amax(-1).cumsum(2)
+    return (least / math.log(2)).ceil().to(torch.int64).transpose(1, 2)
+
+
+def state_exponents(normalizer: Tensor, power: int) -> Tensor:
+    """The exponents at which a state of unscaled keys stands: (b, h_kv, D) → (b, h_kv) int32.
+
+    The largest entry of a normaliser is about the p-th power of the longest key. The result is such that scaling the
+    state by 2^(−power · exponent) takes a finite factor.
+    """
+    bound = torch.linalg.vector_norm(normalizer.detach(), ord=math.inf, dim=-1).pow(1 / power)
+    least = least_exponent(normalizer.dtype)
+    limit = -least // power
+    return torch.where(bound == 0, least, torch.frexp(bound).exponent).clamp(-limit, limit)
+
+
+def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """2^exponent, exactly; 0 or infinity out of range."""
+    # Not `torch.ldexp` of whatever is scaled: its gradient is wrong for negative exponents.
+    return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent)
+
+
+def _or_one(x: Tensor) -> Tensor:
+    return torch.where(x == 0, 1.0, x)
+
+
+# So closed that γ = 0, while differences of running sums stay finite (log γ = −inf would give inf − inf): between the
+# longest and the shortest key of float64 lie 2^2098, and exp(−2500) times that is still 0.
+CLOSED_GATE_LOG_ROOT = -2500.0
+
+
+def log_gate_root(log_gamma: Tensor, power: int) -> Tensor:
+    """log γ^(1/p) in float64, finite even for γ = 0: (b, t, h_kv[, d/2]) → (b, h_kv, t, 1 or d/2)."""
+    per_pair = log_gamma if log_gamma.ndim == 4 else log_gamma.unsqueeze(-1)
+    return (per_pair.to(torch.float64) / power).clamp(min=CLOSED_GATE_LOG_ROOT).transpose(1, 2)
+
+
+def apply_decay(x: Tensor, log_root: Tensor) -> Tensor:
+    """Scales x (..., t, d) by exp(log_root): one factor per row (..., t, 1), or per pair of entries (..., t, d/2)."""
+    factor = log_root.to(x.dtype).exp()
+    if factor.shape[-1] == 1:
+        return x * factor
+    return (x.unflatten(-1, (-1, 2)) * factor.unsqueeze(-1)).flatten(-2)
+
+
+def feature_decay(log_root: Tensor, power: int, dtype: torch.dtype) -> Tensor:
+    """What a decay of the keys does to their features: (..., 1 or d/2) → (..., 1 or D).
+
+    The diagonal of P̄ for P = diag(exp(log_root)), each pair sharing a factor: scaling keys by P scales a state by it.
+    """
+    if log_root.shape[-1] == 1:
+        return (log_root * power).exp().to(dtype)
+    return monomial_rows(log_root.exp().repeat_interleave(2, dim=-1).mT, power).mT.to(dtype)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which autocast leaves dtypes alone; on the meta device, which has no autocast, none at all."""
+    if device.type == "meta":
+        return nullcontext()
+    return torch.autocast(device_type=device.type, enabled=False)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What the portable paths compute and keep states in, by the dtype of their inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

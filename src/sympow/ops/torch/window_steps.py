@@ -1,0 +1,194 @@
+"""What is computed on a window's tensors in plain PyTorch: a step, tokens read together, a fold.
+
+`sympow.ops.window.Window` is what callers use: it checks, chooses between this and the kernels, and counts tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sympow.ops.compilation import TensorRecord
+from sympow.ops.numerics import (
+    apply_decay,
+    compute_dtype,
+    least_exponent,
+    log_gate_root,
+    power_of_two,
+    running_key_exponents,
+    state_exponents,
+    unit_length,
+)
+from sympow.ops.rotary import accumulate_phase, last_phase, rotate
+from sympow.ops.sequence import Sequence, divide
+from sympow.ops.symmetric import even_power
+from sympow.ops.torch.products import attend_to_past, causal_attention, query_state, update_state
+
+
+@dataclass(eq=False)
+class PortableWindow(TensorRecord):
+    """The last tokens of a batch of sequences, beside the state of all earlier ones.
+
+    Attributes:
+        keys: turned keys, (b, h_kv, d, W), those of a token in a column.
+        values: (b, h_kv, W, e).
+        decay: running sums of log γ^(1/p) since the last fold, (b, h_kv, W, 1 or d/2) float64.
+        count: tokens in the window, (b, h_kv) int32. Sequences may have read different numbers of them.
+        phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
+        kv, normalizer: the state at the last fold, as in `State`; None before there is one.
+        power: p.
+    """
+
+    keys: Tensor
+    values: Tensor
+    decay: Tensor
+    count: Tensor
+    phase: Tensor | None
+    kv: Tensor | None
+    normalizer: Tensor | None
+    power: int
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[3]
+
+    @property
+    def key_dim(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[3]
+
+    def _portable_step(self, sequence: Sequence) -> Tensor:
+        """y (b, 1, h, e) of one token, which the window then holds; NaN where there is no room for it."""
+        power, dtype = self.power, sequence.compute_dtype
+        query, key = self._turn(sequence)
+        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
+        decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
+        keys, values, held_decay = self._held(dtype)
+        query = query * self._query_scales(keys, held_decay, key, decay)
+
+        scores = even_power(query @ apply_decay(keys, decay - held_decay).mT.unsqueeze(2), power)  # (b, n, g, 1, W)
+        own = even_power((query * key.unsqueeze(2)).sum(-1, keepdim=True), power)  # (b, n, g, 1, 1)
+        numerator = scores @ values.unsqueeze(2) + own * value.unsqueeze(2)
+        denominator = scores.sum(-1) + own.squeeze(-1)
+        if self.kv is not None and self.normalizer is not None:
+            past = query_state(query, decay, self.kv, self.normalizer, power)
+            numerator, denominator = numerator + past[0], denominator + past[1]
+        y = divide(numerator, denominator, sequence.q.dtype)
+
+        # As in the kernels: a token for which there is no room must not go unseen.
+        full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
+        self._put(key, value, decay)
+        return y.masked_fill(full[:, None, :, None], float("nan"))
+
+    def _portable_read(self, sequence: Sequence) -> Tensor:
+        """y (b, t, h, e) of tokens for which there is room; the window then holds them."""
+        power, dtype = self.power, sequence.compute_dtype
+        query, key = self._turn(sequence)
+        value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
+        decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
+        keys, values, held_decay = self._held(dtype)
+        query = query * self._query_scales(keys, held_decay, key, decay)
+        numerator, denominator = causal_attention(query, key, value, decay, power)
+        parts = [attend_to_past(query, keys, values, decay, held_decay, power)]
+        if self.kv is not None and self.normalizer is not None:
+            parts.append(query_state(query, decay, self.kv, self.normalizer, power))
+        for more, weights in parts:
+            numerator, denominator = numerator + more, denominator + weights
+        self._put(key, value, decay)
+        return divide(numerator, denominator, sequence.q.dtype)
+
+    def _portable_extend(self, sequence: Sequence) -> None:
+        """Puts tokens into the window without asking anything."""
+        _, key = self._turn(sequence)
+        self._put(key, sequence.v.transpose(1, 2), self._decay_through(sequence))
+
+    def _portable_fold(self) -> None:
+        """Folds the tokens into the state, made where there was none, and empties the window."""
+        keys, values, decay = self._held(compute_dtype(self.values.dtype))
+        self.kv, self.normalizer = update_state(
+            keys, values, decay, self.kv, self.normalizer, self.power, in_place=True
+        )
+        self.count.zero_()
+
+    def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys (b, n, s, d), values (b, n, s, e) and running sums (b, n, s, 1 or d/2) of what the window holds.
+
+        Where a sequence holds fewer tokens than s, keys and values are zero, and the sum is that of its last token:
+        such keys have no score, and nothing decays after the last token.
+        """
+        places, empty = self._places()
+        keys, values = (x[:, :, places].to(dtype).masked_fill(empty, 0.0) for x in (self.keys.mT, self.values))
+        return keys, values, torch.where(empty, self._decay_so_far(), self.decay[:, :, places])
+
+    def _places(self) -> tuple[slice, Tensor]:
+        """Those to look at, and which of them hold nothing, (b, n, s, 1) bool."""
+        filled = self._filled()
+        slots = torch.arange(filled, device=self.count.device)
+        return slice(filled), (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
+
+    def _filled(self) -> int:
+        """How many places, from the first, have to be looked at; on a GPU all, since only the device knows."""
+        if self.count.device.type != "cpu" or torch.compiler.is_compiling():
+            return self.capacity
+        return max(1, int(self.count.max()))
+
+    def _decay_so_far(self) -> Tensor:
+        """The running sum of log γ^(1/p) up to the last token in the window: (b, n, 1, 1 or d/2)."""
+        places, empty = self._places()
+        # The last is the least, since none grows.
+        return self.decay[:, :, places].masked_fill(empty, 0.0).amin(2, keepdim=True)
+
+    def _decay_through(self, sequence: Sequence) -> Tensor:
+        """The same up to each of the new tokens: (b, n, t, 1 or d/2)."""
+        so_far = self._decay_so_far()
+        if sequence.log_gamma is None:
+            return so_far.expand(-1, -1, sequence.length, -1)
+        return so_far + log_gate_root(sequence.log_gamma, self.power).cumsum(2)
+
+    def _turn(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """Queries of unit length (b, n, g, t, d) and keys (b, n, t, d), turned; the phase moves on."""
+        dtype = sequence.compute_dtype
+        q = unit_length(sequence.q.to(dtype)).unflatten(2, (sequence.key_heads, sequence.group))
+        k = sequence.k.to(dtype)
+        if sequence.theta is not None and self.phase is not None:
+            angles = accumulate_phase(sequence.theta, sequence.beta, self.phase, length=sequence.length)
+            q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
+            self.phase.copy_(last_phase(angles, self.phase, sequence.batch, sequence.key_heads))
+        return q.permute(0, 2, 3, 1, 4), k.transpose(1, 2)
+
+    def _query_scales(self, keys: Tensor, held_decay: Tensor, new: Tensor, decay: Tensor) -> Tensor:
+        """Powers of two for queries of unit length that keep every score within range: (b, n, 1, t, 1).
+
+        Args:
+            keys: what the window holds, (b, n, s, d).
+            held_decay: running sums at those, (b, n, s, 1 or d/2).
+            new: keys of the queries' own tokens, (b, n, t, d).
+            decay: running sums at those, (b, n, t, 1 or d/2).
+        """
+        exponents = torch.full_like(self.count, least_exponent(keys.dtype))
+        if self.normalizer is not None:
+            exponents = state_exponents(self.normalizer, self.power)
+        decays = torch.cat([held_decay, decay], dim=2)
+        exponents = running_key_exponents(torch.cat([keys, new], dim=2).transpose(1, 2), exponents, decays)
+        exponents = exponents[:, -new.shape[2] :]
+        if self.normalizer is not None:
+            # No further up than the features of a query have room for.
+            exponents = exponents.clamp(min=least_exponent(keys.dtype) // self.power)
+        return power_of_two(-exponents, keys.dtype).transpose(1, 2)[:, :, None, :, None]
+
+    def _put(self, key: Tensor, value: Tensor, decay: Tensor) -> None:
+        """Writes tokens behind those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""
+        new = torch.arange(key.shape[2], device=key.device)
+        slots = (self.count.unsqueeze(-1) + new).unsqueeze(-1)  # (b, n, t, 1)
+        room = slots < self.capacity
+        slots = slots.clamp(max=self.capacity - 1)
+        for held, tokens in ((self.keys.mT, key), (self.values, value), (self.decay, decay)):
+            places = slots.expand(-1, -1, -1, held.shape[-1])
+            # As in the kernels, a token for which there is no room leaves what is there as it is.
+            held.scatter_(2, places, torch.where(room, tokens.to(held.dtype), held.gather(2, places)))
+        self.count.add_(key.shape[2]).clamp_(max=self.capacity)

@@ -1,0 +1,263 @@
+"""A shard on the fused kernels, p = 2: states pass between ranks in the middle of the kernels' work.
+
+The portable way folds in one call and attends in another, and autograd differentiates both. Here the sums over each
+chunk's tokens serve the fold and the attention alike, and those of the backward pass likewise. To launch kernels costs
+the host as much as they take where shards are short, so both halves of the sequences go through one node of autograd:
+what need not wait for a message is done for both at once, and each half writes to its part of the results.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as AnySequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sympow.ops.dispatch import CHUNK_MULTIPLE, chunked_kernels_serve
+from sympow.ops.fused import CHUNK_SIZE
+from sympow.ops.interface import Backend, Form, backend_for
+from sympow.ops.sequence import Sequence
+from sympow.ops.symmetric import symmetric_dim
+from sympow.parallel.collectives import start_gather
+from sympow.parallel.overlap import Half
+from sympow.parallel.scan import Carried, RoundsScan, chosen_exchange
+from sympow.parallel.shards import Portion, Shards
+
+if TYPE_CHECKING:
+    from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
+    from sympow.kernels.gates import Gates
+    from sympow.kernels.states.quadratic import ChunkStates, FullState
+
+# Head dims that the kernels take as they are.
+DIMS = (32, 64)
+
+
+def fused_shard_serves(
+    sequence: Sequence, portion: Portion, form: Form, backend: Backend, chunk_size: int | None
+) -> bool:
+    """Whether a shard can be computed here: one piece of one document, for which "auto" would take the kernels."""
+    if sequence.power != 2 or form not in ("auto", "chunked") or len(portion.offsets) != 2 or sequence.length == 0:
+        return False
+    if sequence.key_dim != sequence.value_dim or sequence.key_dim not in DIMS:
+        return False
+    if not chunked_kernels_serve(sequence.power, sequence.key_dim, sequence.value_dim):
+        return False
+    return backend_for(sequence, False, form, chunk_size, backend) == "triton"
+
+
+def turn(sequence: Sequence, phase: Tensor | None) -> Sequence:
+    """With queries and keys turned, and no rotation left.
+
+    Args:
+        phase: μ before the first token, (b, h_kv, d/2) float64, of any size; None without rotation.
+    """
+    from sympow.kernels.rotary import fused_rotation
+
+    if sequence.theta is None:
+        return sequence
+    q, k = fused_rotation(sequence.q, sequence.k, sequence.beta, sequence.theta, phase)
+    return replace(sequence, q=q, k=k, beta=None, theta=None)
+
+
+def fused_shard_attention(
+    sequence: Sequence, portion: Portion, shards: Shards, halves: list[Half], chunk_size: int | None
+) -> Tensor:
+    """y (b, t, h, e) of this rank's tokens, which are turned."""
+    from sympow.kernels.attention.shard import Plan
+
+    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
+    chunk = min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-sequence.length // CHUNK_MULTIPLE))
+    plan = Plan(chunk, initial=portion.continues, final=portion.goes_on)
+    call = _Call(plan, portion.passes, shards, halves, sequence.group, sequence.needs_grad)
+    return _Attend.apply(call, sequence.q, sequence.k, sequence.v, log_gamma)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What both passes know of a call.
+
+    Attributes:
+        passes: whether a state that comes passes through this rank.
+        group: query heads per key head.
+        train: whether the backward pass will be run.
+    """
+
+    plan: Plan
+    passes: bool
+    shards: Shards
+    halves: list[Half]
+    group: int
+    train: bool
+
+    def send(self, end: FullState | None, k: Tensor, v: Tensor, gates: Gates | None, *, reverse: bool) -> _Exchange:
+        """Passes on what this rank leaves, or in reverse wants; k and v of one half."""
+        from sympow.kernels.states.message_packing import pack, pack_nothing
+
+        shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
+        decays = gates is not None or self.shards.cu_seqlens is not None
+        if end is None:
+            message = pack_nothing(v, shape, decays=decays)
+        elif not decays:
+            message = pack(end)
+        elif not self.passes:
+            message = pack(end, -math.inf)
+        else:
+            message = pack(end, 0.0 if gates is None else gates.sums)
+        return _Exchange(message, shape, decays, self.shards, reverse)
+
+
+class _Exchange:
+    """The scan of states of one half over the ranks (`sympow.parallel.scan`), under way.
+
+    Args:
+        message: what this rank leaves, as `sympow.kernels.states.message_packing` writes it.
+        shape: b, h_kv, d and e.
+        decays: whether messages have some.
+    """
+
+    def __init__(
+        self, message: Tensor, shape: tuple[int, int, int, int], decays: bool, shards: Shards, reverse: bool
+    ) -> None:
+        batch, heads, dim, value_dim = shape
+        features = (batch, heads, symmetric_dim(dim, 2))
+        count = math.prod(features)
+        self._message, self._shape, self._decays = message, shape, decays
+        self._shards, self._reverse = shards, reverse
+        self._rounds: RoundsScan | None = None
+        if chosen_exchange(count * (value_dim + 1) * message.itemsize, shards) == "gather":
+            self._all, self._work = start_gather(message, shards.group)
+            return
+        kv, normalizer, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
+        log_decay = rest.view(torch.float64).view(batch, heads, 1) if decays else None
+        own = Carried(kv.view(*features, value_dim), normalizer.view(features), log_decay, 2)
+        self._rounds = RoundsScan(own, shards, reverse)
+
+    def receive(self, wanted: bool) -> FullState | None:
+        """What ranks before this one leave together, or in reverse those after it want; None if not wanted."""
+        from sympow.kernels.states.message_packing import unpack
+
+        if self._rounds is not None:
+            before = self._rounds.finish()
+            if not wanted:
+                return None
+            assert before is not None
+            return unpack(before.pack().unsqueeze(0), self._shape, decays=self._decays)
+        self._work.wait()
+        if not wanted:
+            return None
+        rank, size = self._shards.rank, self._shards.size
+        nearest, count = (rank + 1, size - 1 - rank) if self._reverse else (rank - 1, rank)
+        return unpack(self._all, self._shape, decays=self._decays, nearest=nearest, count=count, reverse=self._reverse)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None) -> Tensor:
+        from sympow.kernels.attention import shard
+
+        plan, gates, out = call.plan, shard.running_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
+        under_way = []
+        for half in call.halves:
+            own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
+            folded = shard.fold(*own, plan)
+            under_way.append((half, own, folded.chunks, call.send(folded.end, *own, reverse=False)))
+        kept = []
+        while under_way:  # off the list, since a half's sums of chunks take much memory
+            half, own, chunks, exchange = under_way.pop(0)
+            initial = exchange.receive(plan.initial)
+            part = _outputs_of(out, half, call.group)
+            states = shard.attend(half.tokens(q, call.group), *own, chunks, initial, part)
+            if call.train:
+                kept.append(states)
+        if call.train:
+            ctx.call = call
+            ctx.save_for_backward(q, k, v, *out, *_tensors_of(gates, kept))
+        return out.y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from sympow.kernels.attention import shard
+
+        call: _Call = ctx.call
+        plan, group = call.plan, call.group
+        q, k, v, *saved = ctx.saved_tensors
+        out = shard.Outputs(*saved[:3])
+        gates, states = _from_tensors(saved[3:], plan)
+        rows, gradients = shard.prepare_gradient(dy.contiguous(), q, out), shard.Gradients.new(q, k, v)
+        under_way = []
+        # The last one first, as autograd has it on ranks whose shards go another way.
+        for half, half_states in reversed(list(zip(call.halves, states, strict=True))):
+            own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
+            half_rows, past = _rows_of(rows, half, group), half.heads(out.past, group)
+            folded = shard.fold_gradient(half_rows, own[0], own[2], past, plan)
+            exchange = call.send(folded.end, *own, reverse=True)
+            under_way.append((half, (half_rows, *own, half_states), past, folded.chunks, exchange))
+        crossings = []
+        while under_way:
+            half, known, past, chunks, exchange = under_way.pop(0)
+            part = _gradients_of(gradients, half, group)
+            # While messages are on their way.
+            shard.query_gradient(*known, past, part)
+            d_final = exchange.receive(plan.final)
+            crossings.append(shard.key_gradient(*known, chunks, d_final, part))
+        d_log_gamma = None
+        if gates is not None:
+            found = [crossing for crossing in reversed(crossings) if crossing is not None]
+            crossing = torch.cat(found, dim=call.halves[0].state_dim) if found else None
+            d_log_gamma = shard.gates_gradient(k, gradients, crossing, plan)
+        return None, *gradients[:3], d_log_gamma
+
+
+def _gates_of(gates: Gates | None, half: Half) -> Gates | None:
+    if gates is None:
+        return None
+    return replace(
+        gates, sums=half.heads(gates.sums), to_end=half.heads(gates.to_end), from_start=half.heads(gates.from_start)
+    )
+
+
+def _outputs_of(out: Outputs, half: Half, group: int) -> Outputs:
+    return type(out)(half.tokens(out.y, group), half.heads(out.weight, group), half.heads(out.past, group))
+
+
+def _rows_of(rows: Rows, half: Half, group: int) -> Rows:
+    return type(rows)(
+        half.tokens(rows.q, group),
+        half.heads(rows.scale, group),
+        half.tokens(rows.dy, group),
+        half.heads(rows.minus_delta, group),
+    )
+
+
+def _gradients_of(gradients: Gradients, half: Half, group: int) -> Gradients:
+    return type(gradients)(
+        half.tokens(gradients.dq, group),
+        half.tokens(gradients.dk),
+        half.tokens(gradients.dv),
+        half.heads(gradients.row_terms, group),
+        half.heads(gradients.column_terms),
+    )
+
+
+def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) -> tuple[Tensor | None, ...]:
+    """For autograd to keep, three of the gates and three of each half's states."""
+    none = (None,) * 3
+    kept = none if gates is None else (gates.sums, gates.to_end, gates.from_start)
+    return sum((none if x is None else (x.low, x.high, x.normalizer) for x in states), kept)
+
+
+def _from_tensors(tensors: AnySequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
+    """The inverse of `_tensors_of`."""
+    from sympow.kernels.attention.tiles import COLUMNS
+    from sympow.kernels.gates import Gates
+    from sympow.kernels.states.quadratic import ChunkStates
+
+    kept, *parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+    first = 0 if plan.initial else 1
+    states = [None if part[0] is None else ChunkStates(*part, plan.chunk, first) for part in parts]
+    return None if kept[0] is None else Gates(*kept, COLUMNS), states
