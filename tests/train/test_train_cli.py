@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from sympow.cli.app import app
 from sympow.cli import train as train_cli
+from sympow.cli.app import app
 from sympow.layers.gates import GATES
 from sympow.model.config import GPTConfig
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
