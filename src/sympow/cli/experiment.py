@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_at_least, check_choice
+from sympow.cli.common import Device
 from sympow.devices import DEVICES, choose_device
 from sympow.files import check_can_write
 from sympow.parsing import parse_yaml
@@ -39,7 +40,7 @@ def experiment(
     folder: Annotated[Path | None, typer.Option(help="Folder of experiments; by default experiments.")] = None,
     out: Annotated[Path | None, typer.Option(help=f"Folder for runs; by default {OUT}/SCALE.")] = None,
     results: Annotated[Path | None, typer.Option(help=f"Folder for results; by default {RESULTS}/SCALE.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    device: Device = None,
 ) -> None:
     """Runs a grid of trainings, and sums up their results.
 
