@@ -82,7 +82,7 @@ def info(
 
     Options change the preset; by default its own values are taken.
     """
-    from sympow.report.info import CONTEXTS, model_info, print_info
+    from sympow.report.model_info import CONTEXTS, model_info, print_info
 
     changes: dict[str, Any] = {
         "power": power,
@@ -210,7 +210,13 @@ def evaluate(
     """
     import torch
 
-    from sympow.report.evaluation import Setting, choose_sample, evaluate_model, print_evaluations, save_evaluations
+    from sympow.report.model_evaluation import (
+        Setting,
+        choose_sample,
+        evaluate_model,
+        print_evaluations,
+        save_evaluations,
+    )
 
     device, dtype = _device_and_dtype(device, dtype)
     if out is not None:
@@ -279,7 +285,7 @@ def generate(
     What was read is kept in a state whose size does not depend on how much it was.
     """
     from sympow.generation.sampling import Sampling
-    from sympow.report.generation import print_continuations, print_stream
+    from sympow.report.generated_text import print_continuations, print_stream
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check_choice("memory", memory, MEMORIES)
@@ -324,7 +330,7 @@ def state_(
 
     The file is what `sympow generate` takes as --state.
     """
-    from sympow.report.generation import describe_memory
+    from sympow.report.generated_text import describe_memory
 
     check_choice("memory", memory, MEMORIES)
     check_can_write("out", out, "file")
@@ -353,7 +359,7 @@ def report(
 
     It shows losses, curves, speed and settings, and what gates and rotations learned.
     """
-    from sympow.report.writing import write_report
+    from sympow.report.run_report import write_report
 
     device = choose_device(device)
     check_can_write("out", out, "folder")
