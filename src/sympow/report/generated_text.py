@@ -11,7 +11,7 @@ from sympow.generation.cache import Memory, state_bytes
 from sympow.generation.prefix import Reading
 from sympow.generation.text import TextModel
 from sympow.ops.window import Window
-from sympow.report.info import format_bytes
+from sympow.report.model_info import format_bytes
 
 
 def describe_memory(reading: Reading, memory: Memory = "auto") -> str:

@@ -32,8 +32,7 @@ from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
-from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
-from sympow.report.figures import plot_loss_by_position
+from sympow.report.figures import plot_loss_by_context, plot_loss_by_position, plot_probes
 from sympow.train.provenance import TrainedOn
 
 FILE = "evaluation.json"

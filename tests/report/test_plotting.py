@@ -5,7 +5,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from sympow.report.style import DARK_PAPER, LIGHT_PAPER, OTHERS, VARIANTS, assign_styles
+from sympow.report.plotting import DARK_PAPER, LIGHT_PAPER, OTHERS, VARIANTS, assign_styles
 
 # Machado, Oliveira and Fernandes (2009), severity 1.
 VISIONS = {

@@ -15,9 +15,9 @@ from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.report.grouping import group_runs
-from sympow.report.report_page import report_data
-from sympow.report.runs import collect
-from sympow.report.style import assign_styles
+from sympow.report.plotting import assign_styles
+from sympow.report.run_collection import collect
+from sympow.report.run_report import report_data
 
 
 def report(*arguments):

@@ -15,7 +15,7 @@ from sympow.cli.app import app
 from sympow.data import open_dataset, prepare
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.storage import load_model, save_model
-from sympow.report.evaluation import contexts_up_to, held_out_documents
+from sympow.report.model_evaluation import contexts_up_to, held_out_documents
 from sympow.train.provenance import TrainedOn
 
 LENGTH = 48
