@@ -93,7 +93,7 @@ def _chunked(
     documents: Documents | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The chunked form, p = 2, for turned queries and keys: y, and S and Z after the last token if asked for."""
-    from sympow.kernels.attention.op import fused_chunked_attention
+    from sympow.kernels.attention.op import fused_attention
     from sympow.kernels.states.quadratic import FullState
 
     dim = _common_dim(sequence)
@@ -102,13 +102,14 @@ def _chunked(
         kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
         initial = FullState(*to_full(kv, normalizer, sequence.key_dim, dim))
     q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
-    y, final = fused_chunked_attention(
-        q, k, v, sequence.log_gamma, chunk, documents=documents, initial=initial, final=return_state, train=needs_grad
-    )
+    y, _, final_kv, final_normalizer, *_ = fused_attention(
+        q, k, v, sequence.log_gamma, *(documents or (None, None)), *(initial or (None, None)), 2, chunk, True,
+        needs_grad, return_state,
+    )  # fmt: skip
     y = y[..., : sequence.value_dim]
-    if final is None:
+    if not return_state:
         return y, None, None
-    return y, *from_full(*final, sequence.key_dim, sequence.value_dim)
+    return y, *from_full(final_kv, final_normalizer, sequence.key_dim, sequence.value_dim)
 
 
 def _attend(
@@ -131,7 +132,10 @@ def _attend(
     dim = _common_dim(sequence)
     q, k, v = (_padded(x, dim) for x in (sequence.q, sequence.k, sequence.v))
     chunk = chunk if chunk < sequence.length else 0
-    y, weight = fused_attention(q, k, v, sequence.log_gamma, sequence.power, chunk, documents=documents)
+    y, weight, *_ = fused_attention(
+        q, k, v, sequence.log_gamma, *(documents or (None, None)), None, None, sequence.power, chunk, False, False,
+        False,
+    )  # fmt: skip
     y = y[..., : sequence.value_dim]
     decay = _decay(sequence) if state is not None or return_state else None
     parts = []
@@ -211,14 +215,16 @@ def fused_step(sequence: Sequence, state: State, return_state: bool) -> tuple[Te
 
     y, kv, normalizer, phase = fused_decode(
         *sequence.one_token(),
-        state.kv,
-        state.normalizer,
-        state.phase,
+        state.kv.to(torch.float32).contiguous(),
+        state.normalizer.to(torch.float32).contiguous(),
+        None if state.phase is None else state.phase.contiguous(),
         feature_indices(sequence.key_dim, sequence.power, sequence.q.device),
         multinomial_weights(sequence.key_dim, sequence.power, torch.float32, sequence.q.device),
     )
-    after = State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim) if return_state else None
-    return y.unsqueeze(1), after
+    if not return_state:
+        return y.unsqueeze(1), None
+    phase = phase if sequence.rotated else None
+    return y.unsqueeze(1), State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
 def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
