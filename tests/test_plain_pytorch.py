@@ -24,7 +24,7 @@ from sympow.ops import key_value_cache
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
-from sympow.train.objective import Objective
+from sympow.train.parallelize import Objective
 
 
 class KernelLaunchedError(Exception):
