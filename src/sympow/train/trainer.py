@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.data.dataset import TokenDataset
+from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.data.loader import Batch, Loader
-from sympow.data.opening import open_dataset
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
