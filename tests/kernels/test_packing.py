@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from support import assert_close, interpreted, within
-from sympow.ops.fused import from_full, to_full
-from sympow.ops.symmetric import symmetric_dim
+from sympow.ops.symmetric import from_full, symmetric_dim, to_full
 
 pytest.importorskip("triton", reason="needs Triton")
 

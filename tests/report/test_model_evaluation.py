@@ -155,7 +155,7 @@ def test_data_that_holds_nothing_out_says_how_to(texts, tmp_path):
     prepare([tmp_path / "texts"], texts, heldout=0, overwrite=True, workers=1)
     result = evaluate(make_model(tmp_path / "run" / "model", texts))
     assert result.exit_code == 2
-    assert "has no split 'heldout': prepare it again with a share to hold out (--heldout, --overwrite)" in said(result)
+    assert "has no split 'heldout': prepare it again with some held out (--heldout, --overwrite)" in said(result)
 
 
 def test_data_of_another_vocabulary_is_refused(texts, tmp_path):

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sympow.data.dataset import open_dataset
 from sympow.data.loader import Batch, Loader
-from sympow.data.opening import open_dataset
 from sympow.files import write_atomically
 from sympow.layers.gates import Gate
 from sympow.layers.rotations import LearnedRotation, Rotation
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
-from sympow.train.introspection import watching
+from sympow.train.monitoring import forward_hooks
 from sympow.train.run_folder import EXPORT
 
 FILE = "heads.json"
@@ -104,7 +104,7 @@ def capture(model: GPT, run: Callable[[], Any]) -> list[LayerCapture]:
             if isinstance(module, LearnedRotation):
                 changes[layer] = (theta / module.initial(theta.device)).float().cpu()
 
-    with watching(model, (Gate, Rotation), look):
+    with forward_hooks(model, (Gate, Rotation), look):
         run()
     return [
         LayerCapture(_joined(gates.get(layer)), _joined(scales.get(layer)), changes.get(layer))

@@ -8,14 +8,13 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sympow.data.associative_recall import NAME as RECALL
+from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
-from sympow.train.config import DataConfig, OptimizerConfig, RunConfig
-from sympow.train.flags import field_help
+from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
 

@@ -1,4 +1,4 @@
-"""Prepared data: memory-mapped shards beside their manifest."""
+"""The dataset of a folder that `prepare` wrote: memory-mapped token shards."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
-from sympow.data.manifest import Manifest, Shard
+from sympow.data.manifest import Manifest, Shard, verify, verify_once
 from sympow.data.rows import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
-from sympow.data.verification import verify, verify_once
 
-# Any document is quick to read from any shard, so blocks could be small; but each may leave an incomplete row.
+# Any document is quick to read from any shard, so blocks could be smaller; but each may end in an incomplete row.
 BLOCK_TOKENS = 2**26
-# What np.save writes: version 1.0 of the format, and a header as Python prints it, filled up with spaces.
+# What np.save writes: version 1.0 of the format, and a header in Python syntax, padded with spaces.
 MAGIC = b"\x93NUMPY\x01\x00"
 HEADER = re.compile(
     rb"\{'descr': '(?P<dtype><[ui]\d)', 'fortran_order': False, 'shape': \((?P<shape>\d{1,18},(?: \d{1,18})?)\), \} *\n"
@@ -31,13 +30,13 @@ HEADER = re.compile(
 
 
 class ShardDataset:
-    """One split of a folder that `prepare` wrote. A block is a few shards that follow each other.
+    """One split of a folder that `prepare` wrote. A block is a few consecutive shards.
 
-    Opening reads the index and maps the tokens. The first opening also compares all files with their hashes, which it
-    records (`sympow.data.verification`); a damaged or missing shard shows here.
+    Opening reads the index and maps the tokens. The first opening also verifies the hashes of all files
+    (`sympow.data.manifest`), so that a damaged or missing shard is found at once.
 
     Args:
-        folder: what was given to `prepare` as `out`.
+        folder: the `out` of `prepare`.
         split: "train" or "heldout".
     """
 
@@ -49,7 +48,7 @@ class ShardDataset:
         self.shards = self.manifest.splits[split]
         if not self.shards:
             raise ValueError(
-                f"{folder} has no split {split!r}: prepare it again with a share to hold out (--heldout, --overwrite)"
+                f"{folder} has no split {split!r}: prepare it again with some held out (--heldout, --overwrite)"
             )
         self.vocab_size: int = self.manifest.tokenizer["vocab_size"]
         self.boundary: int = self.manifest.tokenizer["boundary"]
@@ -80,7 +79,7 @@ class ShardDataset:
         return load_tokenizer(self.folder)
 
     def verify(self) -> None:
-        """Reads every shard and compares it with its hash in the manifest, whether or not that was done before."""
+        """Reads every shard and compares it with its hash in the manifest, even if that was done before."""
         verify(self.folder, self._hashes())
 
     def _hashes(self) -> dict[str, str]:
@@ -106,19 +105,19 @@ class ShardDataset:
         offset = _find_content(path, dtype, shape)
         index = np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)
         lengths, sources, positions = index.T
-        # None longer than all together, or their sum might leave the integers and come back.
+        # The maximum is checked too, since the sum could overflow and wrap around.
         fits = lengths.min() > 0 and lengths.max() <= shard.tokens and lengths.sum() == shard.tokens
         if not fits or sources.min() < 0 or sources.max() >= len(shard.sources) or positions.min() < 0:
             raise ValueError(
-                f"{path} must give the places of {shard.documents:,} documents with {shard.tokens:,} tokens in all"
+                f"{path} must have the positions of {shard.documents:,} documents with {shard.tokens:,} tokens in all"
             )
         return index
 
 
 def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    """Where an array begins in its file, which must be exactly as large as the array that the manifest describes.
+    """The offset of an array in its file, whose header and size must match the manifest.
 
-    NumPy's own reader would take a header's word for how much memory to ask for, and evaluate it as Python.
+    NumPy's own reader would allocate as much memory as the header says, and evaluate the header as Python.
     """
     if not path.is_file():
         raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is missing")
@@ -127,7 +126,7 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
         header = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
     found = HEADER.fullmatch(header)
     if not start.startswith(MAGIC) or found is None:
-        raise ValueError(f"{path} is not a readable shard: it has no header of an array of numbers")
+        raise ValueError(f"{path} is not a readable shard: it has no header of a numeric array")
     described = found["dtype"].decode(), tuple(map(int, found["shape"].replace(b",", b" ").split()))
     size, content = path.stat().st_size, math.prod(shape) * dtype.itemsize
     if described != (dtype.str, shape) or size != len(start) + len(header) + content:
