@@ -16,7 +16,7 @@ import json, os, resource, sys
 import torch
 from sympow import GPT, GPTConfig
 from sympow.generation.sampling import generate
-from sympow.bench.memory import PeakMemory
+from sympow.bench.timing import PeakMemory
 
 def measure(length, options):
     torch.manual_seed(0)
