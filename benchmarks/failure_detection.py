@@ -52,7 +52,7 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
     from sympow.train import distributed, heartbeat, trainer
 
     if detection == "timeout":
-        trainer.Heartbeat = NoHeartbeat  # type: ignore[attr-defined]
+        trainer.Heartbeat = NoHeartbeat  # type: ignore[attr-defined,assignment]
         distributed.torchrun_hosts_store = lambda: False
         dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=timeout))
     rank, step, thread = int(os.environ["RANK"]), trainer._Run.step, heartbeat.Heartbeat._run
