@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.ops import interface as operator
-from sympow.ops.interface import Backend, Form
+from sympow.ops.dispatch import Backend, Form
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
 from sympow.ops.sequence import Sequence
