@@ -35,7 +35,7 @@ def said(result):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the command hands to the trainer, in place of training."""
+    """The arguments that the command passes to the trainer, instead of training."""
     seen = SimpleNamespace()
 
     def remember(config, out, *, resume, device):
