@@ -1,4 +1,4 @@
-"""The loader: what is in a batch, in which order, for which process, and after a restart."""
+"""The loader: content and order of batches, several processes, and resuming."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""A loss that is not a number: what is said, and what is left."""
+"""A loss that is not finite: the error message, and the checkpoints."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""A folder holds one run, however many are started at the same moment."""
+"""The lock of a run folder: one run per folder, however many start at the same moment."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""`sympow train`: flags, files and presets, and what a user reads when something is wrong."""
+"""`sympow train`: flags, config files and presets, and error messages."""
 
 import os
 import sys
