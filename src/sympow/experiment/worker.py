@@ -28,9 +28,9 @@ from sympow.files import write_atomically
 from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
-from sympow.report.evaluation import FILE as EVALUATION_FILE
-from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
-from sympow.report.runs import RESULT_FILE, RUNS
+from sympow.report.model_evaluation import FILE as EVALUATION_FILE
+from sympow.report.model_evaluation import ModelEvaluation, Setting, rounded, run_probes
+from sympow.report.run_collection import RESULT_FILE, RUNS
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
