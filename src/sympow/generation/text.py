@@ -1,4 +1,4 @@
-"""Text in, text out: a model with its tokenizer, from the folder that training exports."""
+"""`TextModel`: a model with its tokenizer, which prefills text and streams the text that follows."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
-from sympow.generation.cache import Memory
-from sympow.generation.prefix import Reading
+from sympow.deprecated import accepts_old_arguments, deprecated_attribute
+from sympow.generation.cache import CachePolicy
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
-from sympow.model.gpt import GPT, PIECE
+from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 
 # What a decoder puts in place of bytes that are no character, or not yet.
@@ -33,7 +34,7 @@ class TextModel:
     def load(
         cls, folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> TextModel:
-        """From the `model` folder of a run.
+        """Loads the `model` folder of a training run.
 
         Args:
             dtype: of the parameters; None: as they were saved.
@@ -42,46 +43,55 @@ class TextModel:
         return cls(model if dtype is None else model.to(dtype), load_tokenizer(folder))
 
     def encode(self, text: str) -> Tensor:
-        """Tokens of a text as training saw the beginning of a document: after a boundary, (1, t)."""
+        """Tokens of a text, (1, t), behind the boundary token that begins every document in training."""
         ids = [self.tokenizer.boundary, *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
-    def read(self, text: str, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
-        """Reads a text from its beginning; arguments as in `Reading.start`."""
-        return Reading.start(self.model, self.encode(text), piece=piece, memory=memory)
+    @accepts_old_arguments
+    def prefill(self, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto") -> Prefix:
+        """Prefills a text from its beginning; arguments as in `Prefix.prefill`."""
+        return Prefix.prefill(self.model, self.encode(text), segment_size=segment_size, cache_policy=cache_policy)
 
-    def read_on(self, reading: Reading, text: str, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
-        """Reads on in the same text; an empty one changes nothing."""
+    @accepts_old_arguments
+    def extend(
+        self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
+    ) -> Prefix:
+        """The prefix with more text of the same document behind it; with an empty text, the prefix itself."""
         tokens = self.encode(text)[:, 1:]
-        return reading.more(self.model, tokens, piece=piece, memory=memory) if tokens.shape[1] else reading
+        if not tokens.shape[1]:
+            return prefix
+        return prefix.extend(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
+    read = deprecated_attribute("prefill")
+    read_on = deprecated_attribute("extend")
+
+    @accepts_old_arguments
     def stream(
         self,
-        reading: Reading,
+        prefix: Prefix,
         tokens: int,
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
         seed: int | None = None,
-        memory: Memory = "auto",
+        cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
     ) -> Iterator[str]:
-        """Yields what follows one text, piece by piece, whole characters only.
+        """Yields the text that follows a prefix as it is generated, in whole characters.
 
         Args:
-            reading: of one text.
-            tokens: to generate at most. The end of a document ends it too.
-            stop: strings that end it; they are not part of it.
-            seed: of the choices.
-            memory: what to keep, as in `generate`.
-            report: called with the number of tokens so far, at each.
+            prefix: of one text.
+            tokens: the most tokens to generate; the boundary token between documents ends the text earlier.
+            stop: strings that end the text and are not part of it.
+            seed: of the samples.
+            cache_policy: as in `generate`.
+            report: called after each token with the number of tokens so far.
         """
-        if reading.batch != 1:
-            raise ValueError(f"reading must be of one text, got {reading.batch}; use continue_all for several")
+        if prefix.batch != 1:
+            raise ValueError(f"prefix must be of one text, got {prefix.batch}; use continue_all for several")
         decoder = TextDecoder(self.tokenizer, stop)
-        ids = generate(
-            self.model, tokens, sampling, reading=reading, stop=self.tokenizer.boundary, seed=seed, memory=memory
-        )
+        boundary = self.tokenizer.boundary
+        ids = generate(self.model, tokens, sampling, prefix=prefix, stop=boundary, seed=seed, cache_policy=cache_policy)
         for number, token in enumerate(ids, 1):
             if report is not None:
                 report(number)
@@ -90,27 +100,27 @@ class TextModel:
                 return
         yield from decoder.finish()
 
+    @accepts_old_arguments
     def continue_all(
         self,
-        readings: Sequence[Reading],
+        prefixes: Sequence[Prefix],
         tokens: int,
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
         seed: int | None = None,
-        memory: Memory = "auto",
+        cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
     ) -> list[str]:
-        """What follows each of several texts of any lengths, generated together; arguments as in `stream`.
+        """The texts that follow several prefixes of any lengths, generated as one batch; arguments as in `stream`.
 
-        Ctrl-C ends it; what was generated so far is returned.
+        Ctrl-C ends the generation, and the text so far is returned.
         """
-        joined = Reading.cat(readings)
+        joined = Prefix.cat(prefixes)
         decoders = [TextDecoder(self.tokenizer, stop) for _ in range(joined.batch)]
         texts = [""] * joined.batch
-        ids = generate(
-            self.model, tokens, sampling, reading=joined, stop=self.tokenizer.boundary, seed=seed, memory=memory
-        )
+        boundary = self.tokenizer.boundary
+        ids = generate(self.model, tokens, sampling, prefix=joined, stop=boundary, seed=seed, cache_policy=cache_policy)
         try:
             for count, step in enumerate(ids, 1):
                 for number, token in enumerate(step.tolist()):
