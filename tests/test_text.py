@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from sympow import GPT, GPTConfig
 from sympow.cli.app import app
-from sympow.data.tokenizer import ByteTokenizer
+from sympow.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.storage import save_model
@@ -33,6 +33,50 @@ def test_characters_come_whole_and_in_order(text):
     pieces = decode(text.encode())
     assert "".join(pieces) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def json_tokenizers():
+    """Byte pairs, whose tokens split characters, and single bytes among words, as of SentencePiece."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pairs = train_bpe(["naïve – 光 and the state 👩‍🚀 of keys", "日本語 テスト"] * 20, 320)
+    words = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("▁the", -2.0), ("key", -3.0)]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram([*words, ("</s>", 0.0)], 0, True))
+    steps = tokenizers.decoders
+    model.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    return {"byte pairs": pairs, "byte fallback": JsonTokenizer(model, "file", "</s>"), "bytes": TOKENIZER}
+
+
+def streamed(tokenizer, ids):
+    decoder = TextDecoder(tokenizer)
+    return "".join(text for token in ids for text in decoder.take(token)) + "".join(decoder.finish())
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "byte fallback", "bytes"])
+def test_streamed_text_is_that_of_all_tokens_at_once(json_tokenizers, kind):
+    tokenizer = json_tokenizers[kind]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        # Characters of one to four bytes, which tokens split anywhere.
+        points = torch.randint(32, 0x2FFFF, (30,), generator=generator).tolist()
+        text = "".join(chr(p if i % 2 else 32 + p % 95) for i, p in enumerate(points) if not 0xD800 <= p < 0xE000)
+        ids = tokenizer.encode(text).tolist()
+        assert len(ids) > len(text)
+        assert streamed(tokenizer, ids) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "byte fallback", "bytes"])
+def test_random_tokens_are_streamed_as_they_are_decoded_at_once(json_tokenizers, kind):
+    tokenizer = json_tokenizers[kind]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        ids = torch.randint(tokenizer.vocab_size, (40,), generator=generator)
+        ids = ids[ids != tokenizer.boundary].tolist()
+        found = streamed(tokenizer, ids)
+        # Byte fallback decodes a whole run of bytes to replacements if one is invalid, which streaming learns too late.
+        assert found if kind == "byte fallback" else found == tokenizer.decode(ids)
 
 
 def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():

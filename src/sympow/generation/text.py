@@ -17,10 +17,10 @@ from sympow.generation.sampling import Sampling, generate
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 
-# What a decoder puts in place of bytes that are no character, or not yet.
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Tokens after which decoding starts afresh, so that each new token does not decode all before it.
-SETTLED = 64
+# Stands in decoded text for bytes that are no character, or not yet a complete one.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# After so many tokens decoding starts again, so that the cost of a token does not grow with the text.
+RESTART_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class TextModel:
 
 
 class TextDecoder:
-    """Tokens to text as they come: holds back what may yet become a character or a stop string.
+    """Converts tokens to text as they come. Incomplete characters and possible stop strings are held back.
 
     Args:
         stop: strings that end the text.
@@ -144,40 +144,31 @@ class TextDecoder:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
             raise ValueError("stop must hold no empty string: it would end every text at once")
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._given = 0  # characters of the tokens' text already passed on
+        self._boundary, self._stop = tokenizer.boundary, tuple(stop)
+        self._stream = _LibraryStream(tokenizer) if hasattr(tokenizer, "decode_stream") else _TextStream(tokenizer)
         self._held = ""
         self.stopped = False
 
     def take(self, token: int) -> Iterator[str]:
-        """What a token adds that is sure."""
+        """Yields the text that a token completes."""
         if self.stopped:
             return
-        if token == self._tokenizer.boundary:
+        if token == self._boundary:
             yield from self.finish()
             return
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        sure = text.rstrip(BROKEN)
-        new = sure[self._given :]
-        self._given = max(self._given, len(sure))
-        if len(self._tokens) >= SETTLED and sure == text:
-            self._tokens, self._given = [], 0
-        yield from self._pass_on(new)
+        yield from self._release(self._stream.step(token))
 
     def finish(self) -> Iterator[str]:
-        """What is left when no more tokens come."""
+        """Yields the text that was held back, at the end of the tokens."""
         if self.stopped:
             return
-        rest = self._tokenizer.decode(self._tokens)[self._given :] if self._tokens else ""
-        self._tokens = []
-        yield from self._pass_on(rest)
+        yield from self._release(self._stream.flush())
         if not self.stopped and self._held:
             yield self._held
         self.stopped = True
 
-    def _pass_on(self, new: str) -> Iterator[str]:
+    def _release(self, new: str) -> Iterator[str]:
+        """Yields the text up to a stop string, or up to what may become one."""
         self._held += new
         found = [place for place in (self._held.find(text) for text in self._stop) if place >= 0]
         if found:
@@ -190,9 +181,63 @@ class TextDecoder:
             yield sure
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of what is held that begins a stop string."""
+        """Length of the longest end of the held text that begins a stop string."""
         longest = max((len(text) for text in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(text.startswith(self._held[-length:]) for text in self._stop):
                 return length
         return 0
+
+
+class _TextStream:
+    """Whole characters from tokens, by any tokenizer's `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._tokens: list[int] = []
+        self._given = 0  # characters of the tokens' text that `step` has returned
+
+    def step(self, token: int) -> str:
+        """The whole characters that a token completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        sure = text.rstrip(REPLACEMENT)
+        new = sure[self._given :]
+        self._given = max(self._given, len(sure))
+        if len(self._tokens) >= RESTART_TOKENS and sure == text:
+            self._tokens, self._given = [], 0
+        return new
+
+    def flush(self) -> str:
+        """The rest, with replacements for incomplete characters."""
+        return self._decode(self._tokens)[self._given :] if self._tokens else ""
+
+
+class _LibraryStream(_TextStream):
+    """The same by `tokenizers.decoders.DecodeStream`, which decodes no token twice."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._open: Callable[[], Callable[[int], str | None]] = tokenizer.decode_stream  # type: ignore[attr-defined]
+        self._advance = self._open()
+        self._context: list[int] = []  # the tokens of the text that was returned last
+
+    def step(self, token: int) -> str:
+        self._tokens.append(token)
+        try:
+            new = self._advance(token)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # The library raises plain Exception for a token that changes the text of earlier ones, as some decoders do
+            # for invalid UTF-8. That text was returned already, so the stream starts again behind it.
+            new = self.flush()
+            self._advance = self._open()
+        if new is None:
+            return ""
+        self._context, self._tokens = self._tokens, []
+        return new
+
+    def flush(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._tokens)[len(before) :]
