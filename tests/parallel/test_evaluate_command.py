@@ -1,4 +1,4 @@
-"""`sympow evaluate` under torchrun: processes read a document together."""
+"""`sympow evaluate` under torchrun: documents sharded over processes."""
 
 import json
 import os
