@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.experiment.results import all_rows
+from sympow.experiment.store import read_results
 from sympow.files import write_atomically
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -314,7 +314,8 @@ def main() -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{arguments.page} must have the marks {BEGIN} and {END}")
-    written = "\n".join(tables(Results(all_rows(arguments.results))))
+    runs = read_results(arguments.results)
+    written = "\n".join(tables(Results([runs[name].row for name in sorted(runs)])))
     write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
 
 

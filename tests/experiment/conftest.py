@@ -5,7 +5,7 @@ import pytest
 from experiment_settings import TINY
 
 from sympow.experiment import Evaluation
-from sympow.experiment.scales import cpu
+from sympow.experiment.grid import cpu
 
 
 @pytest.fixture

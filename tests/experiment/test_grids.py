@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from sympow.experiment import SCALES, VARIANTS
-from sympow.experiment.finding import describe, find_experiments, runs_of
-from sympow.experiment.runs import settings_of
+from sympow.experiment.grid import describe, find_experiments, runs_of, settings_of
 from sympow.train.config import TrainConfig, paper
 
 EXPERIMENTS = find_experiments(Path(__file__).parents[2] / "experiments")

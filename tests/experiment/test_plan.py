@@ -1,9 +1,9 @@
-"""What is planned: runs that fit into the time there is, by what is known of their kind."""
+"""The plan of an experiment: runs are packed into a time limit by estimates from earlier runs."""
 
 import pytest
 
-from sympow.experiment.plan import Estimator, pack
-from sympow.experiment.results import condensed
+from sympow.experiment.runner import Estimator, pack
+from sympow.experiment.store import condense
 
 
 @pytest.fixture
@@ -15,31 +15,31 @@ def times(runs, *seconds):
     return {run.name: float(x) for run, x in zip(runs, seconds, strict=True)}
 
 
-def names(piece):
-    return [run.config.run.seed for run in piece.runs]
+def names(allocation):
+    return [run.config.run.seed for run in allocation.runs]
 
 
 def test_all_at_once_without_a_limit(runs):
-    (piece,) = pack(runs, times(runs, 1, 2, 3, 4, 5), jobs=1, limit=None)
-    assert names(piece) == [0, 1, 2, 3, 4]
-    assert piece.seconds == 15
+    (allocation,) = pack(runs, times(runs, 1, 2, 3, 4, 5), jobs=1, limit=None)
+    assert names(allocation) == [0, 1, 2, 3, 4]
+    assert allocation.seconds == 15
 
 
 def test_jobs_share_the_time(runs):
-    (piece,) = pack(runs, times(runs, 4, 1, 1, 1, 1), jobs=2, limit=None)
-    assert piece.seconds == 4
+    (allocation,) = pack(runs, times(runs, 4, 1, 1, 1, 1), jobs=2, limit=None)
+    assert allocation.seconds == 4
 
 
 def test_what_does_not_fit_waits_and_what_is_shorter_goes_first(runs):
-    pieces = pack(runs, times(runs, 6, 6, 3, 6, 1), jobs=1, limit=10)
-    assert [names(piece) for piece in pieces] == [[0, 2, 4], [1], [3]]
-    assert [piece.seconds for piece in pieces] == [10, 6, 6]
+    allocations = pack(runs, times(runs, 6, 6, 3, 6, 1), jobs=1, limit=10)
+    assert [names(allocation) for allocation in allocations] == [[0, 2, 4], [1], [3]]
+    assert [allocation.seconds for allocation in allocations] == [10, 6, 6]
 
 
-def test_a_run_longer_than_the_limit_has_a_piece_to_itself(runs):
-    pieces = pack(runs, times(runs, 30, 1, 1, 1, 1), jobs=2, limit=10)
-    assert names(pieces[0])[0] == 0
-    assert sorted(seed for piece in pieces for seed in names(piece)) == [0, 1, 2, 3, 4]
+def test_a_run_longer_than_the_limit_has_a_allocation_to_itself(runs):
+    allocations = pack(runs, times(runs, 30, 1, 1, 1, 1), jobs=2, limit=10)
+    assert names(allocations[0])[0] == 0
+    assert sorted(seed for allocation in allocations for seed in names(allocation)) == [0, 1, 2, 3, 4]
 
 
 def row(run, seconds, **changes):
@@ -62,9 +62,9 @@ def test_a_shared_device_is_slower(scale, runs):
 
 def test_condensed_metrics_keep_the_means():
     lines = [{"step": n, "loss": float(n), **({"rate": 2.0 * n} if n % 100 == 0 else {})} for n in range(1, 1_001)]
-    found = condensed(lines, points=100)
+    found = condense(lines, points=100)
     assert [line["step"] for line in found] == list(range(10, 1_001, 10))
     last = [line["loss"] for line in found[-10:]]
     assert sum(last) / 10 == pytest.approx(sum(range(901, 1_001)) / 100)
     assert [line["rate"] for line in found if "rate" in line] == [200.0 * n for n in range(1, 11)]
-    assert condensed(lines[:7], points=100) == lines[:7]
+    assert condense(lines[:7], points=100) == lines[:7]

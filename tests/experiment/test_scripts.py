@@ -1,7 +1,6 @@
 """The programs in experiments/: a corpus from an archive, and tables from results."""
 
 import importlib.util
-import json
 import sys
 import tarfile
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sympow.data import open_dataset
+from sympow.report.stored_runs import StoredRun, write_table
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -81,10 +81,9 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     asked = [{"pairs": 16, "accuracy": 2 / 3, "answers": 3}, {"pairs": 16, "accuracy": 0.0, "answers": 1}]
     rows.append(row("gating", 2, 128, 0, 4.0, changes={"data": "mqar:pairs=16"}, recall=asked))
     rows.append(row("conformal", 2, 8192, 7, 9.0, status="diverged"))
-    for one in rows:
-        path = tmp_path / "results" / "runs" / f"{one['run']}{len(one['changes'])}" / "result.json"
-        path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(one))
+    rows = [{**one, "run": f"{one['run']}{len(one['changes'])}"} for one in rows]
+    table = tmp_path / "results" / "some.jsonl"
+    write_table(table, [StoredRun(one, {"metrics": {}}, table) for one in rows])
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- results: begin -->\nyesterday\n<!-- results: end -->\nAfter.\n")
     arguments = ["--results", str(tmp_path / "results"), "--page", str(page)]

@@ -1,10 +1,9 @@
-"""Grids of training runs: what they are (`Run`, `Scale`), and how they are run, resumed and summed up.
+"""Experiments: grids of training runs that are planned, run in parallel, resumed, and stored as tables of results.
 
-An experiment is a function that takes a `Scale` and returns runs; those of the paper are in `experiments/`.
+An experiment is a function that takes a `Scale` and returns a list of `Run`s; the paper's are in `experiments/`.
 """
 
-from sympow.experiment.runs import Evaluation, Run
-from sympow.experiment.scales import SCALES, Scale
+from sympow.experiment.grid import SCALES, Evaluation, Run, Scale
 from sympow.model.config import VARIANTS
 
 __all__ = ["SCALES", "VARIANTS", "Evaluation", "Run", "Scale"]

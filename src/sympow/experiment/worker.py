@@ -1,4 +1,4 @@
-"""One run from training to its result: what `sympow experiment` starts for each, in a process of its own.
+"""The worker process of one run: trains or resumes it, evaluates the model, writes the result into the run's folder.
 
 python -m sympow.experiment.worker FOLDER
 """
@@ -22,82 +22,80 @@ from sympow.data import open_dataset
 from sympow.data.tokenizer import token_unit
 from sympow.evaluate import loss_by_position, stretches
 from sympow.evaluate.heads import held_out_rows, measure_heads, write_heads
-from sympow.experiment.results import condensed
-from sympow.experiment.runs import Evaluation, Run
+from sympow.experiment.grid import Evaluation, Run
+from sympow.experiment.store import condense, write_result
 from sympow.files import write_atomically
 from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
 from sympow.report.evaluation import FILE as EVALUATION_FILE
 from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
-from sympow.report.runs import RESULT_FILE, RUNS
+from sympow.report.stored_runs import curves_of_metrics
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
 from sympow.train.trainer import NonFiniteLossError, train
 
-ORDER_FILE = "order.json"
+JOB_FILE = "job.json"
 WANTED_FILE = "wanted.yaml"
 SITTINGS_FILE = "sittings.json"
 LOG_FILE = "log.txt"
-# Exit code of a run that was stopped and can go on: "temporary failure" by the custom of sysexits.
+# Exit code of a run that was stopped and can be resumed: "temporary failure" in sysexits.h.
 STOPPED = 75
-# Tokens of held-out documents read at once.
+# Tokens of held-out documents in a batch.
 BATCH_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
-class Order:
+class JobSpec:
     """What a worker needs to know besides the config.
 
     Attributes:
-        run: its name.
+        run: the run's name.
         variant: one of VARIANTS.
-        changes: what is particular about it.
-        evaluation: what to measure.
-        results: where results go.
-        command: that makes this one point again.
+        changes: settings that differ from the scale's.
+        evaluation: how to evaluate the model.
+        command: the command that repeats this one run.
         device: "cpu" or "cuda"; None: a GPU if there is one.
-        jobs: runs that are trained beside each other.
-        keep_checkpoints: when it is done.
+        jobs: number of runs that are trained at the same time.
+        keep_checkpoints: whether to keep checkpoints when the run is done.
     """
 
     run: str
     variant: str
     changes: dict[str, Any]
     evaluation: Evaluation
-    results: str
     command: str
     device: str | None
     jobs: int
     keep_checkpoints: bool
 
     @classmethod
-    def read(cls, path: Path) -> Order:
+    def read(cls, path: Path) -> JobSpec:
         content = json.loads(path.read_text("utf-8"))
         return cls(**{**content, "evaluation": Evaluation(**content["evaluation"])})
 
 
-def give_order(folder: Path, run: Run, order: Order) -> None:
+def write_job(folder: Path, run: Run, job: JobSpec) -> None:
     """Writes what `work` reads."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / WANTED_FILE, run.config.to_yaml().encode())
-    write_atomically(folder / ORDER_FILE, (json.dumps(asdict(order), indent=1) + "\n").encode())
+    write_atomically(folder / JOB_FILE, (json.dumps(asdict(job), indent=1) + "\n").encode())
 
 
 def work(folder: Path) -> bool:
-    """Trains, or goes on training, and then evaluates. Returns whether it came to the end."""
-    order = Order.read(folder / ORDER_FILE)
+    """Trains or resumes the run of a folder, then evaluates it. Returns whether it has finished."""
+    job = JobSpec.read(folder / JOB_FILE)
     config = TrainConfig.read(folder / WANTED_FILE)
     begin = time.monotonic()
     first = first_process()
     earlier = _read_sittings(folder)
     if first:
-        # Already now: of a sitting that is killed, at least it is known that there was one.
+        # Written before training, so that a process that is killed is counted, too.
         _write_sittings(folder, [*earlier, 0.0])
     problem = None
     try:
-        train(config, folder, resume=True, device=order.device)
+        train(config, folder, resume=True, device=job.device)
     except NonFiniteLossError as error:
         problem = str(error)
     if not first:
@@ -108,40 +106,37 @@ def work(folder: Path) -> bool:
     if problem is None and (not lines or lines[-1]["step"] < config.run.steps):
         return False
     config = TrainConfig.read(folder / CONFIG_FILE)
-    row = _describe(order, config, lines, sittings)
-    keep = folder / "result"
-    shutil.rmtree(keep, ignore_errors=True)
-    keep.mkdir()
-    (keep / CONFIG_FILE).write_text(config.to_yaml(), "utf-8")
-    (keep / METRICS_FILE).write_text("".join(json.dumps(line) + "\n" for line in condensed(lines)), "utf-8")
+    row = _describe(job, config, lines, sittings)
+    curves: dict[str, Any] = {"metrics": curves_of_metrics(condense(lines))}
     if problem is None:
-        row |= _evaluate(order, config, folder, keep)
+        numbers, more_curves = _evaluate(job, config, folder)
+        row, curves = row | numbers, curves | more_curves
     else:
         row |= {"status": "diverged", "problem": problem, "final_loss": None}
     row["total_seconds"] = round(row["train_seconds"] + row.get("evaluate_seconds", 0.0), 1)
-    _hand_in(keep, Path(order.results) / RUNS / order.run, row)
-    if not order.keep_checkpoints:
+    write_result(folder, {**rounded(row), "config": asdict(config)}, curves)
+    if not job.keep_checkpoints:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return True
 
 
 def _describe(
-    order: Order, config: TrainConfig, lines: list[dict[str, float]], sittings: list[float]
+    job: JobSpec, config: TrainConfig, lines: list[dict[str, float]], sittings: list[float]
 ) -> dict[str, Any]:
-    """What a run is, and what its training came to."""
-    device = "cpu" if order.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    """The columns of the table that are known after training."""
+    device = "cpu" if job.device == "cpu" or not torch.cuda.is_available() else "cuda"
     machine = environment(device)
-    last = lines[-max(1, config.run.steps // order.evaluation.final_part) :]
+    last = lines[-max(1, config.run.steps // job.evaluation.final_part) :]
     speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     with torch.device("meta"):
         parameters = GPT(config.model).count_parameters()
     return {
-        "run": order.run,
-        "variant": order.variant,
+        "run": job.run,
+        "variant": job.variant,
         "power": None if config.model.mixer == "softmax" else config.model.power,
         "context": config.data.context,
         "seed": config.run.seed,
-        "changes": order.changes,
+        "changes": job.changes,
         "status": "done",
         "parameters": parameters,
         "steps": config.run.steps,
@@ -150,29 +145,29 @@ def _describe(
         "final_loss_steps": len(last),
         "train_seconds": round(sum(sittings), 1),
         "sittings": len(sittings),
-        "jobs": order.jobs,
+        "jobs": job.jobs,
         "tokens_per_second": round(statistics.median(speeds[1:] or speeds)) if speeds else None,
         "device": "cpu" if device == "cpu" else machine["device"],
         "torch": machine["torch"],
         "environment": {**machine, "sympow": __version__},
-        "command": order.command,
+        "command": job.command,
     }
 
 
-def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> dict[str, Any]:
+def _evaluate(job: JobSpec, config: TrainConfig, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Evaluates the model of a run; returns columns of the table, and curves."""
     begin = time.monotonic()
-    wanted, context = order.evaluation, config.data.context
-    on_gpu = order.device != "cpu" and torch.cuda.is_available()
+    wanted, context = job.evaluation, config.data.context
+    on_gpu = job.device != "cpu" and torch.cuda.is_available()
     device, dtype = ("cuda" if on_gpu else "cpu"), (torch.bfloat16 if config.run.precision == "bf16" else None)
     model = load_model(folder / EXPORT, device)
-    # Texts as a whole: a state of power 4 costs far more than the tokens of these texts do without one, softmax is far
-    # slower behind a cache, and what is left takes no longer.
+    # Each document in one pass: at power 4 the attention form over these lengths costs far less than a state does, and
+    # softmax is far slower with a cache.
     piece = max(PIECE, wanted.length)
     heldout = open_dataset(config.data.data, "heldout")
     batch = max(1, BATCH_TOKENS // context)
     rows = stretches(heldout, context, max(1, wanted.tokens // context), batch)
     within = loss_by_position(model, rows, piece=piece, dtype=dtype)
-    found: dict[str, Any] = {"heldout_loss": round(within.average(), 5)}
     probes = [name for name, asked in (("recall", wanted.pairs), ("passkey", wanted.distances)) if asked]
     setting = Setting(
         config.data.data,
@@ -189,33 +184,28 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
         losses = loss_by_position(model, stretches(heldout, wanted.length, wanted.documents), piece=piece, dtype=dtype)
     recall, passkey = run_probes(model, folder / EXPORT, setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
-    facts = {"command": order.command, "data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
-    small = evaluation.as_json(positions=False)
-    for path, content in ((keep, small), (folder, evaluation.as_json(positions=True))):
-        text = json.dumps({**facts, "environment": environment(device), "models": {order.run: content}})
-        (path / EVALUATION_FILE).write_text(text + "\n", "utf-8")
-    found |= {name: small[name] for name in ("by_context", "by_position", "recall", "passkey")}
+    facts = {"data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
+    content = evaluation.as_json(positions=True)
+    file = {"command": job.command, **facts, "environment": environment(device), "models": {job.run: content}}
+    (folder / EVALUATION_FILE).write_text(json.dumps(file) + "\n", "utf-8")
+    curves = {"by_position": content["by_position"]}
     settings = {"data": config.data.data, "context": context, "short": config.data.short}
     with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
         heads = measure_heads(model, held_out_rows(settings), config.data.data)
     if heads.quantities:
-        for path in (keep, folder):
-            write_heads(path, heads)
-    return {**found, "evaluate_seconds": round(time.monotonic() - begin, 1)}
-
-
-def _hand_in(keep: Path, target: Path, row: dict[str, Any]) -> None:
-    """Moves the files to where results are, the row last: its presence says that all is there."""
-    target.mkdir(parents=True, exist_ok=True)
-    (target / RESULT_FILE).unlink(missing_ok=True)
-    for path in sorted(keep.iterdir()):
-        write_atomically(target / path.name, path.read_bytes())
-    shutil.rmtree(keep)
-    write_atomically(target / RESULT_FILE, (json.dumps(rounded(row), indent=1) + "\n").encode())
+        write_heads(folder, heads)
+        curves["heads"] = {"tokens": heads.tokens, "data": heads.data, "quantities": heads.quantities}
+    numbers = {
+        "heldout_loss": round(within.average(), 5),
+        **{name: content[name] for name in ("by_context", "recall", "passkey")},
+        "evaluation": {**facts, **{name: content[name] for name in ("documents", "unit")}},
+        "evaluate_seconds": round(time.monotonic() - begin, 1),
+    }
+    return numbers, curves
 
 
 def _read_sittings(folder: Path) -> list[float]:
-    """Seconds of training so far, one number for each time it was started; 0 where that ended badly."""
+    """Seconds of training, one number for each process that was started; 0 for one that was killed."""
     path = folder / SITTINGS_FILE
     return list(json.loads(path.read_text("utf-8"))) if path.is_file() else []
 
