@@ -23,7 +23,7 @@ from sympow.model.accounting import crossover, key_value_elements, state_element
 from sympow.ops import reference
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.report.figures import plot_time_against_context
-from sympow.report.info import format_bytes
+from sympow.report.model_info import format_bytes
 
 HEADS, DIM = 4, 32
 CONTEXTS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)

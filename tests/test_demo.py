@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
-from sympow.report.runs import collect
+from sympow.report.run_collection import collect
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]

@@ -27,7 +27,7 @@ def fail_with(monkeypatch, error):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr("sympow.report.info.model_info", fail)
+    monkeypatch.setattr("sympow.report.model_info.model_info", fail)
     return runner.invoke(app, ["info"], prog_name="sympow")
 
 
@@ -81,7 +81,7 @@ def test_a_value_error_of_a_library_is_no_mistake_of_the_user(monkeypatch):
     def fail(*arguments):
         json.loads("{")
 
-    monkeypatch.setattr("sympow.report.info.model_info", fail)
+    monkeypatch.setattr("sympow.report.model_info.model_info", fail)
     result = runner.invoke(app, ["info"])
     assert isinstance(result.exception, json.JSONDecodeError)
     assert BUG in result.exception.__notes__

@@ -10,8 +10,8 @@ from torch.nn.functional import logsigmoid
 
 from support import assert_close
 from sympow import GPT, GPTConfig
+from sympow.data.dataset import open_dataset
 from sympow.data.loader import Loader
-from sympow.data.opening import open_dataset
 from sympow.evaluate.capture import capture
 from sympow.evaluate.heads import HeadTable, half_life, held_out_rows, measure_heads, read_heads, write_heads
 from sympow.generation.prefix import Reading

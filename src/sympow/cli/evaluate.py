@@ -48,7 +48,13 @@ def evaluate(
     """
     import torch
 
-    from sympow.report.evaluation import Setting, choose_sample, evaluate_model, print_evaluations, save_evaluations
+    from sympow.report.model_evaluation import (
+        Setting,
+        choose_sample,
+        evaluate_model,
+        print_evaluations,
+        save_evaluations,
+    )
 
     device, dtype = device_and_dtype(device, dtype)
     if out is not None:

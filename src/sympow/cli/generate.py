@@ -53,7 +53,7 @@ def generate(
     from sympow.data.plain_text import check_text, read_text, unescape
     from sympow.generation.cache import MEMORIES
     from sympow.generation.sampling import Sampling
-    from sympow.report.generation import print_continuations, print_stream
+    from sympow.report.generated_text import print_continuations, print_stream
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check_choice("memory", memory, MEMORIES)

@@ -30,7 +30,7 @@ def info(
     Options change the preset; by default its own values are taken.
     """
     from sympow.model.config import GPTConfig
-    from sympow.report.info import CONTEXTS, model_info, print_info
+    from sympow.report.model_info import CONTEXTS, model_info, print_info
 
     changes: dict[str, Any] = {
         "power": power,

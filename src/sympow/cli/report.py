@@ -27,7 +27,7 @@ def report(
 
     It shows losses, curves, speed and settings, and what gates and rotations learned.
     """
-    from sympow.report.writing import write_report
+    from sympow.report.run_report import write_report
 
     device = choose_device(device)
     check_can_write("out", out, "folder")

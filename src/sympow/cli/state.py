@@ -29,7 +29,7 @@ def state(
     """
     from sympow.data.plain_text import read_text
     from sympow.generation.cache import MEMORIES
-    from sympow.report.generation import describe_memory
+    from sympow.report.generated_text import describe_memory
 
     check_choice("memory", memory, MEMORIES)
     check_can_write("out", out, "file")

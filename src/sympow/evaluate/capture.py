@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sympow.layers.gates import Gate
 from sympow.layers.rotations import LearnedRotation, Rotation
 from sympow.model.gpt import GPT
-from sympow.train.introspection import watching
+from sympow.train.monitoring import forward_hooks
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def capture(model: GPT, run: Callable[[], Any]) -> list[LayerCapture]:
             if isinstance(module, LearnedRotation):
                 changes[layer] = (theta / module.initial(theta.device)).float().cpu()
 
-    with watching(model, (Gate, Rotation), look):
+    with forward_hooks(model, (Gate, Rotation), look):
         run()
     return [
         LayerCapture(_joined(gates.get(layer)), _joined(scales.get(layer)), changes.get(layer))

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sympow.data.dataset import open_dataset
 from sympow.data.loader import Batch, Loader
-from sympow.data.opening import open_dataset
 from sympow.evaluate.capture import LayerCapture, capture
 from sympow.files import write_atomically
 from sympow.model.gpt import GPT

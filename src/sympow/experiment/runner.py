@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from sympow.experiment.grid import Run, Scale
 from sympow.experiment.store import Store
 from sympow.experiment.worker import LOG_FILE, STOPPED, JobSpec, write_job
+from sympow.train.monitoring import training_flops
 from sympow.train.signals import stop_on_signals
-from sympow.train.throughput import training_operations
 
 if TYPE_CHECKING:
     from sympow.experiment.console import Display
@@ -99,12 +99,12 @@ class Estimator:
 
     def _busy_seconds(self, run: Run) -> float:
         model, evaluation = run.config.model, run.evaluation
-        operations = run.tokens * training_operations(model, run.config.data.context)
+        operations = run.tokens * training_flops(model, run.config.data.context)
         # A forward pass is a third of a step.
-        operations += evaluation.tokens * training_operations(model, run.config.data.context) / 3
+        operations += evaluation.tokens * training_flops(model, run.config.data.context) / 3
         if evaluation.length:
             tokens = evaluation.length * evaluation.documents
-            operations += tokens * training_operations(model, evaluation.length) / 3
+            operations += tokens * training_flops(model, evaluation.length) / 3
         return operations / self._scale.operations_per_second
 
 

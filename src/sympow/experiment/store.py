@@ -18,7 +18,7 @@ from sympow.evaluate.results import FILE as EVALUATION_FILE
 from sympow.experiment.grid import Run, differences
 from sympow.files import write_atomically
 from sympow.parsing import read_json, read_yaml
-from sympow.report.runs import RESULT_FILE, RUNS
+from sympow.report.run_collection import RESULT_FILE, RUNS
 from sympow.report.stored_runs import TABLE_ENDING, StoredRun, curves_of_metrics, read_table, tables_in, write_table
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics

@@ -28,8 +28,8 @@ from sympow.files import write_atomically
 from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
-from sympow.report.evaluation import FILE as EVALUATION_FILE
-from sympow.report.evaluation import ModelEvaluation, Setting, rounded, run_probes
+from sympow.report.model_evaluation import FILE as EVALUATION_FILE
+from sympow.report.model_evaluation import ModelEvaluation, Setting, rounded, run_probes
 from sympow.report.stored_runs import curves_of_metrics
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics

@@ -17,7 +17,7 @@ from sympow.evaluate.capture import LayerCapture, capture
 from sympow.generation.prefix import Reading
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.gpt import PIECE
-from sympow.report.page import build_page
+from sympow.report.html_page import build_page
 
 TOKENS = 8_192
 START = "start of document"

@@ -1,5 +1,5 @@
 """Between a state of all d² products, which the chunked kernels compute with, and the messages of D symmetric features
-that ranks send each other, p = 2: `sympow.ops.fused` in one launch each way.
+that ranks send each other, p = 2: `to_full` and `from_full` of `sympow.ops.symmetric` in one launch each way.
 
 A message is one axis of float32: S (b, h, D, e), Z (b, h, D) and, where states decay, the bits of the logarithms of the
 square roots of decays, (b, h) float64. `sympow.parallel.scan.Carried` reads and writes the same.

@@ -1,0 +1,219 @@
+"""Run folders as a report reads them: config, metrics, evaluation, and what the heads learned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sympow.data.dataset import RECALL
+from sympow.data.tokenizer import ByteTokenizer, token_unit
+from sympow.evaluate.heads import HeadTable, read_heads
+from sympow.evaluate.results import Evaluation, find_evaluations
+from sympow.model.config import GPTConfig
+from sympow.parsing import read_json, read_yaml
+from sympow.report.stored_runs import StoredRun, is_table, read_table, tables_in
+from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
+from sympow.train.metrics import read_metrics
+from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
+
+RESULT_FILE = "result.json"
+# Where earlier versions kept the runs of all experiments, in a folder of results.
+RUNS = "runs"
+SECTIONS: dict[str, type[Any]] = {
+    "model": GPTConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "run": RunConfig,
+}
+# What part of a run's end its final loss is the mean of.
+FINAL_PART = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        folder: the run's folder; a run of a table has none, and its name there tells it from other runs.
+        name: the folder, as far as it tells runs of this report apart.
+        settings: every field of its config by its name; no name occurs in two parts.
+        metrics: a record per step, in order.
+        evaluation: on held-out documents, if there is one.
+        heads: what gates and rotations do, per layer and head, if it was measured.
+        result: what an experiment noted about it: the command, the device and more; empty, if it was none's.
+    """
+
+    folder: Path
+    name: str
+    settings: dict[str, Any]
+    metrics: list[dict[str, float]]
+    evaluation: Evaluation | None = None
+    heads: HeadTable | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far."""
+        return int(self.metrics[-1]["step"])
+
+    @property
+    def unit(self) -> str:
+        """What to call one of its tokens: "byte" or "token". With 257 of them, a token of text is a byte."""
+        if (self.folder / EXPORT).is_dir():
+            return token_unit(self.folder / EXPORT)
+        of_text = self.settings["data"].partition(":")[0] != RECALL
+        return "byte" if of_text and self.settings["vocab_size"] == ByteTokenizer.vocab_size else "token"
+
+    @property
+    def finished(self) -> bool:
+        return self.steps >= self.settings["steps"]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean training loss over the last tenth of the steps: a single batch says more about itself than the run."""
+        losses = [line["loss"] for line in self.metrics]
+        last = losses[-max(1, len(losses) // FINAL_PART) :]
+        return sum(last) / len(last)
+
+    @property
+    def final_heldout_loss(self) -> float | None:
+        """At the training context: as an experiment measured it, or the last of training, if there was any."""
+        measured = self.result.get("heldout_loss")
+        if isinstance(measured, int | float):
+            return measured
+        found = [line["heldout_loss"] for line in self.metrics if "heldout_loss" in line]
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All runs of a report.
+
+    Attributes:
+        runs: in the order of their names.
+        notes: what was found and could not be used, for the reader.
+    """
+
+    runs: list[Run]
+    notes: list[str] = field(default_factory=list)
+
+
+def collect(paths: Sequence[Path]) -> Collection:
+    """Reads run folders, folders of runs however deep, and tables of experiments or folders of these.
+
+    Raises:
+        ValueError: a path does not exist, holds no run, or a file in it is damaged.
+    """
+    found = _find_runs(paths)
+    notes: list[str] = []
+    runs = []
+    for (folder, stored), name in zip(found.items(), _short_names(list(found)), strict=True):
+        run = _read_folder(folder, name) if stored is None else _read_stored(stored, folder, name)
+        if run.metrics:
+            runs.append(run)
+        else:
+            notes.append(f"{name} has made no step yet, and is left out.")
+    if not runs:
+        raise ValueError(f"no run in {_listed(paths)} has made a step yet")
+    folders = [path for path in (*paths, *found) if path.is_dir()]
+    evaluations, more_notes = find_evaluations(folders, {run.folder: run.name for run in runs})
+    runs = [replace(run, evaluation=_longest(run.evaluation, evaluations.get(run.folder))) for run in runs]
+    diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
+    if diverged:
+        notes.append(f"Ended by a loss that was no number, and left out of final losses: {', '.join(diverged)}.")
+    unfinished = [run.name for run in runs if not run.finished and run.name not in diverged]
+    if unfinished:
+        notes.append(f"Not finished, and left out of final losses: {', '.join(unfinished)}.")
+    return Collection(runs, notes + more_notes)
+
+
+def settings_help() -> dict[str, str]:
+    """What each setting means, by name."""
+    return {name: text for kind in SECTIONS.values() for name, text in field_help(kind).items()}
+
+
+def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
+    """Runs by their folders, sorted; those of a table with their lines."""
+    found: dict[Path, tuple[Path, StoredRun | None]] = {}
+    for path in paths:
+        if not path.is_dir() and not is_table(path):
+            raise ValueError(f"runs must be folders or tables of experiments, and {path} is neither")
+        here = list(_runs_in(path))
+        if not here:
+            raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
+        # Of a run that is in a table and in the folder of an earlier version, the table comes first.
+        for folder, stored in here:
+            found.setdefault(folder.resolve(), (folder, stored))
+    return dict(found[key] for key in sorted(found))
+
+
+def _runs_in(path: Path) -> Iterator[tuple[Path, StoredRun | None]]:
+    """The folder itself, or the runs and tables below it; a run's own folders are not searched."""
+    if path.is_file():
+        yield from _runs_of_table(path)
+        return
+    for folder, subfolders, files in os.walk(path):
+        if CONFIG_FILE in files:
+            subfolders.clear()
+            yield Path(folder), None
+        else:
+            for table in tables_in(Path(folder)):
+                yield from _runs_of_table(table)
+
+
+def _runs_of_table(table: Path) -> Iterator[tuple[Path, StoredRun]]:
+    for run in read_table(table):
+        yield table.parent / RUNS / run.name, run
+
+
+def _read_folder(folder: Path, name: str) -> Run:
+    metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
+    metrics = [line for line in metrics if "loss" in line]
+    settings, result = (
+        _settings(read_yaml(folder / CONFIG_FILE), folder / CONFIG_FILE),
+        _read_fields(folder / RESULT_FILE),
+    )
+    return Run(folder, name, settings, metrics, heads=read_heads(folder), result=result)
+
+
+def _read_stored(stored: StoredRun, folder: Path, name: str) -> Run:
+    metrics = [line for line in stored.metrics if "loss" in line]
+    settings = _settings(stored.row.get("config"), f"the config of {stored.name} in {stored.source}")
+    return Run(folder, name, settings, metrics, stored.evaluation, stored.heads, stored.row)
+
+
+def _longest(one: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
+    known = [evaluation for evaluation in (one, other) if evaluation is not None]
+    return max(known, key=lambda evaluation: evaluation.length, default=None)
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """Without what all of them have in common."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(resolved) == 1:
+        return [resolved[0].name]
+    common = Path(os.path.commonpath(resolved))
+    return [folder.relative_to(common).as_posix() for folder in resolved]
+
+
+def _settings(content: Any, source: object) -> dict[str, Any]:
+    """Every field, defaults for those a config of another version lacks; its own that are unknown here stay, too."""
+    if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
+        raise ValueError(f"{source} must map the parts {', '.join(SECTIONS)} to fields")
+    settings: dict[str, Any] = {}
+    for part, kind in SECTIONS.items():
+        settings |= {f.name: f.default for f in fields(kind) if f.default is not MISSING} | content.get(part, {})
+    return settings
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """What a file maps to what; empty if there is none, or it holds something else."""
+    content = read_json(path) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths))
