@@ -24,7 +24,7 @@ LAYERS = (
     ("train", "hf"),
     ("evaluate", "bench"),
     ("report",),
-    ("experiment", "diagnostics"),
+    ("experiments", "diagnostics"),
     ("cli",),
     ("__main__",),
 )

@@ -7,8 +7,8 @@ import pytest
 from report.made_up import write_evaluation, write_run
 
 from sympow.evaluate.results import averages_over_ranges
+from sympow.report.experiment_results import StoredRun, write_table
 from sympow.report.run_collection import collect
-from sympow.report.stored_runs import StoredRun, write_table
 
 
 def test_folders_of_runs_are_searched_and_named_by_what_tells_them_apart(tmp_path):

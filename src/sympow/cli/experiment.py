@@ -46,10 +46,10 @@ def experiment(
 
     Runs that are done are skipped, and runs that were interrupted go on.
     """
-    from sympow.experiment.console import Display, print_plan, print_rows
-    from sympow.experiment.grid import SCALES, describe, find_experiments, runs_of
-    from sympow.experiment.runner import RunnerConfig, run_all
-    from sympow.experiment.store import Store
+    from sympow.experiments.console import Display, print_plan, print_rows
+    from sympow.experiments.grid import SCALES, describe, find_experiments, runs_of
+    from sympow.experiments.runner import RunnerConfig, run_all
+    from sympow.experiments.store import Store
 
     check_choice("scale", scale, SCALES)
     check_at_least("jobs", jobs, 1)

@@ -14,7 +14,7 @@ from sympow.evaluate.heads import HeadTable, read_heads
 from sympow.evaluate.results import Evaluation, find_evaluations
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
-from sympow.report.stored_runs import StoredRun, is_table, read_table, tables_in
+from sympow.report.experiment_results import StoredRun, is_table, read_table, tables_in
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE

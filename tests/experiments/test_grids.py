@@ -1,12 +1,12 @@
-"""The experiments of the paper at every scale: the points that figures need, and a fair comparison of them."""
+"""The grids of the paper at every scale: they have the points of its figures, and compare like with like."""
 
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from sympow.experiment import SCALES, VARIANTS
-from sympow.experiment.grid import describe, find_experiments, runs_of, settings_of
+from sympow.experiments import SCALES, VARIANTS
+from sympow.experiments.grid import describe, find_experiments, runs_of, settings_of
 from sympow.train.config import TrainConfig, paper
 
 EXPERIMENTS = find_experiments(Path(__file__).parents[2] / "experiments")
@@ -20,7 +20,7 @@ def runs(name, scale):
 
 @pytest.mark.parametrize(("scale", "name"), ALL)
 def test_a_name_is_of_one_config(scale, name):
-    """In all experiments of a scale: what is done for one is done for all."""
+    """In all experiments of a scale, so that a run is trained once for all of them."""
     named = {}
     for other in EXPERIMENTS:
         for run in runs(other, scale):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sympow.experiment.runner import Estimator, pack
-from sympow.experiment.store import condense
+from sympow.experiments.runner import Estimator, pack
+from sympow.experiments.store import condense
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """The worker process of one run: trains or resumes it, evaluates the model, writes the result into the run's folder.
 
-python -m sympow.experiment.worker FOLDER
+python -m sympow.experiments.worker FOLDER
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sympow.data import open_dataset
 from sympow.data.tokenizer import token_unit
 from sympow.evaluate import loss_by_position, stretches
 from sympow.evaluate.heads import held_out_rows, measure_heads, write_heads
-from sympow.experiment.grid import Evaluation, Run
-from sympow.experiment.store import condense, write_result
+from sympow.experiments.grid import Evaluation, Run
+from sympow.experiments.store import condense, write_result
 from sympow.files import write_atomically
 from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
+from sympow.report.experiment_results import curves_of_metrics
 from sympow.report.model_evaluation import FILE as EVALUATION_FILE
 from sympow.report.model_evaluation import ModelEvaluation, Setting, rounded, run_probes
-from sympow.report.stored_runs import curves_of_metrics
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE

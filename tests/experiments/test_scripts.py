@@ -1,4 +1,4 @@
-"""The programs in experiments/: a corpus from an archive, and tables from results."""
+"""The scripts in experiments/: preparing the corpus, and writing tables from results."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sympow.data import open_dataset
-from sympow.report.stored_runs import StoredRun, write_table
+from sympow.report.experiment_results import StoredRun, write_table
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sympow.experiment.grid import Run, Scale
-from sympow.experiment.runner import Estimator, pack
-from sympow.experiment.store import Store
+from sympow.experiments.grid import Run, Scale
+from sympow.experiments.runner import Estimator, pack
+from sympow.experiments.store import Store
 from sympow.extras import require
 from sympow.train.run_folder import METRICS_FILE
 

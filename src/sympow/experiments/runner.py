@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sympow.experiment.grid import Run, Scale
-from sympow.experiment.store import Store
-from sympow.experiment.worker import LOG_FILE, STOPPED, JobSpec, write_job
+from sympow.experiments.grid import Run, Scale
+from sympow.experiments.store import Store
+from sympow.experiments.worker import LOG_FILE, STOPPED, JobSpec, write_job
 from sympow.train.monitoring import training_flops
 from sympow.train.signals import stop_on_signals
 
 if TYPE_CHECKING:
-    from sympow.experiment.console import Display
+    from sympow.experiments.console import Display
 
 # How long a run that is asked to stop may take to finish its step and save.
 GRACE_SECONDS = 60.0
@@ -230,7 +230,7 @@ def _start(run: Run, scale: Scale, config: RunnerConfig, index: int) -> subproce
         scale.keep_checkpoints,
     )
     write_job(folder, run, job)
-    worker = ["-m", "sympow.experiment.worker", str(folder)]
+    worker = ["-m", "sympow.experiments.worker", str(folder)]
     if scale.processes > 1 and config.device != "cpu":
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(scale.processes)]
         command = [sys.executable, *launcher, *worker]

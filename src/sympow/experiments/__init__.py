@@ -3,7 +3,7 @@
 An experiment is a function that takes a `Scale` and returns a list of `Run`s; the paper's are in `experiments/`.
 """
 
-from sympow.experiment.grid import SCALES, Evaluation, Run, Scale
+from sympow.experiments.grid import SCALES, Evaluation, Run, Scale
 from sympow.model.config import VARIANTS
 
 __all__ = ["SCALES", "VARIANTS", "Evaluation", "Run", "Scale"]

@@ -1,8 +1,8 @@
 """Results of finished runs: where a run's result is found, and how the table of an experiment is written from results.
 
 A worker writes the result of its run into the run's own folder (`result.json`), all at once, when the run has finished.
-The command then writes the table of the experiment (`sympow.report.stored_runs`) from these. A run is done when it is
-in a table, or has a result in its folder.
+The command then writes the table of the experiment (`sympow.report.experiment_results`) from these. A run is done when
+it is in a table, or has a result in its folder.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from typing import Any
 
 from sympow.evaluate.heads import FILE as HEADS_FILE
 from sympow.evaluate.results import FILE as EVALUATION_FILE
-from sympow.experiment.grid import Run, differences
+from sympow.experiments.grid import Run, differences
 from sympow.files import write_atomically
 from sympow.parsing import read_json, read_yaml
+from sympow.report.experiment_results import (
+    TABLE_ENDING,
+    StoredRun,
+    curves_of_metrics,
+    read_table,
+    tables_in,
+    write_table,
+)
 from sympow.report.run_collection import RESULT_FILE, RUNS
-from sympow.report.stored_runs import TABLE_ENDING, StoredRun, curves_of_metrics, read_table, tables_in, write_table
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, METRICS_FILE

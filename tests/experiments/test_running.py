@@ -1,4 +1,4 @@
-"""Running experiments: results of what was trained, nothing twice, and going on after an interruption."""
+"""Running experiments: results are stored as tables, finished runs are skipped, interrupted runs are resumed."""
 
 import json
 import os
@@ -14,15 +14,15 @@ from experiment_settings import TINY
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
-from sympow.experiment import grid
-from sympow.experiment.store import Store, read_results
-from sympow.experiment.worker import STOPPED, JobSpec, work, write_job
+from sympow.experiments import grid
+from sympow.experiments.store import Store, read_results
+from sympow.experiments.worker import STOPPED, JobSpec, work, write_job
+from sympow.report.experiment_results import read_rows, read_table
 from sympow.report.run_collection import collect
-from sympow.report.stored_runs import read_rows, read_table
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 
-# As much patience as a busy machine may need. No test expects this to pass.
+# Time limit in seconds for a loaded machine; no test waits this long otherwise.
 PATIENCE = 120.0
 
 
@@ -83,7 +83,7 @@ def test_an_experiment_from_its_name_to_its_summary(folder, tmp_path):
         assert (there / "model" / "model.safetensors").is_file()
         assert not (there / "checkpoints").exists()
 
-    # Once more: nothing is left to do, and nothing is done.
+    # The same command again changes nothing.
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")}
     lines = [path.read_bytes() for path in sorted(results.iterdir())]
     code, output = command(folder, tmp_path, "pair", "--only", "conformal*")
@@ -109,12 +109,12 @@ def test_an_experiment_from_its_name_to_its_summary(folder, tmp_path):
 
 
 def test_a_run_that_is_stopped_goes_on_where_it_was(scale, tmp_path):
-    """As if nothing had happened: the same losses as a run that was never stopped."""
+    """The resumed run has the same losses as a run that was never stopped."""
     run = scale.changed(steps=60).run("conformal", context=32)
     for name in ("stopped", "whole"):
         write_job(tmp_path / name / run.name, run, job(run))
     process = subprocess.Popen(
-        [sys.executable, "-m", "sympow.experiment.worker", str(tmp_path / "stopped" / run.name)],
+        [sys.executable, "-m", "sympow.experiments.worker", str(tmp_path / "stopped" / run.name)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.DEVNULL,
     )
@@ -243,7 +243,7 @@ def test_mistakes_are_named(folder, tmp_path, arguments, message):
 
 def test_an_installed_package_says_where_experiments_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(grid, "__file__", str(tmp_path / "lib" / "site-packages" / "sympow" / "experiment" / "x.py"))
+    monkeypatch.setattr(grid, "__file__", str(tmp_path / "lib" / "site-packages" / "sympow" / "experiments" / "x.py"))
     result = CliRunner().invoke(app, ["experiment"])
     assert result.exit_code == 2
     said = " ".join(result.output.split())

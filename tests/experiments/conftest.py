@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 from experiment_settings import TINY
 
-from sympow.experiment import Evaluation
-from sympow.experiment.grid import cpu
+from sympow.experiments import Evaluation
+from sympow.experiments.grid import cpu
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def folder(tmp_path):
     """A folder with an experiment of two runs."""
     source = """
         from dataclasses import replace
-        from sympow.experiment import Evaluation
+        from sympow.experiments import Evaluation
 
 
         def pair(scale):
