@@ -23,8 +23,8 @@ LAYERS = (
     ("generation",),
     ("train", "hf"),
     ("evaluate", "bench"),
-    ("report",),
     ("experiments", "diagnostics"),
+    ("report",),
     ("cli",),
     ("__main__",),
 )

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from sympow.cli.app import app
 from sympow.experiments import grid
-from sympow.experiments.store import Store, read_results
+from sympow.experiments.store import Store, read_results, read_rows, read_table
 from sympow.experiments.worker import STOPPED, JobSpec, work, write_job
-from sympow.report.experiment_results import read_rows, read_table
 from sympow.report.run_collection import collect
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sympow.data import open_dataset
-from sympow.report.experiment_results import StoredRun, write_table
+from sympow.experiments.store import StoredRun, write_table
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 

@@ -20,17 +20,17 @@ from sympow import __version__
 from sympow.bench.timing import environment
 from sympow.data import open_dataset
 from sympow.data.tokenizer import token_unit
-from sympow.evaluate import loss_by_position, stretches
-from sympow.evaluate.heads import held_out_rows, measure_heads, write_heads
+from sympow.evaluate import document_sequences, loss_by_position
+from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
+from sympow.evaluate.evaluation_file import ModelEvaluation, rounded, write_evaluations
+from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
+from sympow.evaluate.model_evaluation import Setting, run_probes
 from sympow.experiments.grid import Evaluation, Run
-from sympow.experiments.store import condense, write_result
+from sympow.experiments.store import condense, curves_of_metrics, write_result
 from sympow.files import write_atomically
 from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
-from sympow.report.experiment_results import curves_of_metrics
-from sympow.report.model_evaluation import FILE as EVALUATION_FILE
-from sympow.report.model_evaluation import ModelEvaluation, Setting, rounded, run_probes
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
@@ -163,31 +163,32 @@ def _evaluate(job: JobSpec, config: TrainConfig, folder: Path) -> tuple[dict[str
     model = load_model(folder / EXPORT, device)
     # Each document in one pass: at power 4 the attention form over these lengths costs far less than a state does, and
     # softmax is far slower with a cache.
-    piece = max(PIECE, wanted.length)
+    segment_size = max(PIECE, wanted.length)
     heldout = open_dataset(config.data.data, "heldout")
     batch = max(1, BATCH_TOKENS // context)
-    rows = stretches(heldout, context, max(1, wanted.tokens // context), batch)
-    within = loss_by_position(model, rows, piece=piece, dtype=dtype)
+    rows = document_sequences(heldout, context, max(1, wanted.tokens // context), batch)
+    within = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
     probes = [name for name, asked in (("recall", wanted.pairs), ("passkey", wanted.distances)) if asked]
     setting = Setting(
         config.data.data,
         wanted.length or context,
         wanted.documents,
         tuple(probes),
-        piece=piece,
+        segment_size=segment_size,
         device=device,
         dtype=dtype,
         **{name: asked for name, asked in (("pairs", wanted.pairs), ("distances", wanted.distances)) if asked},
     )
     losses = within
     if wanted.length:
-        losses = loss_by_position(model, stretches(heldout, wanted.length, wanted.documents), piece=piece, dtype=dtype)
+        rows = document_sequences(heldout, wanted.length, wanted.documents)
+        losses = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
     recall, passkey = run_probes(model, folder / EXPORT, setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
-    content = evaluation.as_json(positions=True)
-    file = {"command": job.command, **facts, "environment": environment(device), "models": {job.run: content}}
-    (folder / EVALUATION_FILE).write_text(json.dumps(file) + "\n", "utf-8")
+    described = {"command": job.command, **facts, "environment": environment(device)}
+    write_evaluations(folder / EVALUATION_FILE, {job.run: evaluation}, described, positions=True)
+    content = evaluation.as_json(positions=False)
     curves = {"by_position": content["by_position"]}
     settings = {"data": config.data.data, "context": context, "short": config.data.short}
     with torch.autocast(device, dtype=dtype, enabled=dtype is not None):

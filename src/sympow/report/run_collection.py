@@ -10,18 +10,15 @@ from typing import Any
 
 from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
-from sympow.evaluate.heads import HeadTable, read_heads
-from sympow.evaluate.results import Evaluation, find_evaluations
+from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
+from sympow.evaluate.head_statistics import HeadTable, read_heads
+from sympow.experiments.store import RESULT_FILE, RUNS, StoredRun, is_table, read_table, tables_in
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
-from sympow.report.experiment_results import StoredRun, is_table, read_table, tables_in
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
 
-RESULT_FILE = "result.json"
-# Where earlier versions kept the runs of all experiments, in a folder of results.
-RUNS = "runs"
 SECTIONS: dict[str, type[Any]] = {
     "model": GPTConfig,
     "data": DataConfig,
