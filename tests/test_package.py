@@ -23,8 +23,8 @@ LAYERS = (
     ("generation",),
     ("train", "hf"),
     ("evaluate", "bench"),
+    ("experiments",),
     ("report",),
-    ("experiment",),
     ("cli",),
     ("__main__",),
 )
