@@ -16,7 +16,7 @@ import sympow
 from support import random_inputs
 from sympow.kernels import cross_entropy
 from sympow.kernels import rotary as rotation_op
-from sympow.kernels.decode.state_step import gates as step_gates
+from sympow.kernels.decode import gates as step_gates
 from sympow.layers import ConformalAttention
 from sympow.model.losses import linear_cross_entropy
 from sympow.ops import dispatch as turning

@@ -330,7 +330,7 @@ def test_operators_pass_pytorchs_own_checks():
     from sympow.kernels import rotary as rotation_op
     from sympow.kernels.attention import op as attention_op
     from sympow.kernels.common import locate
-    from sympow.kernels.decode.state_step import op as decode_op
+    from sympow.kernels.decode import op as decode_op
     from sympow.ops.symmetric import feature_indices, multinomial_weights
 
     inputs = random_inputs(5, length=20, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)

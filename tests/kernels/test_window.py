@@ -64,7 +64,7 @@ def test_steps_without_a_state_until_the_first_fold(power):
 
 
 def test_several_programs_share_a_state_and_a_window(monkeypatch):
-    from sympow.kernels.decode.state_step import window_step as kernels
+    from sympow.kernels.decode import window_step as kernels
 
     monkeypatch.setattr(kernels, "LEAST_KEYS_PER_PART", 32)
     division = kernels.divide_window(1, 528, 8, 1, 50, has_state=True)
@@ -159,7 +159,7 @@ def test_a_gate_per_pair_is_not_for_the_kernels():
 
 
 def test_operators_pass_pytorchs_own_checks():
-    from sympow.kernels.decode.state_step import op as window_op
+    from sympow.kernels.decode import op as window_op
 
     inputs = random_inputs(8, length=9, heads=2, key_heads=1, dim=4, dtype=torch.float32)
     window = open_window(inputs, 2, 4)
