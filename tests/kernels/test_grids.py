@@ -12,10 +12,9 @@ pytest.importorskip("triton", reason="needs Triton")
 import sympow
 from support import interpreted
 from sympow.kernels import rotary as rotation
-from sympow.kernels import running_sums as anchoring
-from sympow.kernels import running_sums as scan
+from sympow.kernels import running_sums
 from sympow.kernels.rotary import fused_rotation
-from sympow.kernels.running_sums import anchored, running_sum
+from sympow.kernels.running_sums import correct_drift, running_sum
 from sympow.ops.rotary import rotary_rates
 
 MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
@@ -38,8 +37,8 @@ class Recorder:
 def recorders(monkeypatch):
     """All kernels that launch over columns of β, or over sequences and heads without a limit on them."""
     kernels = {
-        "scan": (scan, "_scan_kernel"),
-        "anchor": (anchoring, "_anchor_kernel"),
+        "scan": (running_sums, "_scan_kernel"),
+        "drift": (running_sums, "_correct_drift_kernel"),
         "rotate": (rotation, "_rotate_kernel"),
         "rotate backward": (rotation, "_rotate_backward_kernel"),
     }
@@ -62,9 +61,9 @@ def test_running_sums_of_any_number_of_columns(recorders, reverse):
     assert_launchable(recorders["scan"].grids)
 
 
-def test_anchored_sums_of_any_number_of_columns(recorders):
-    anchored(torch.empty(BATCH, HEADS * PAIRS, 1, dtype=torch.float64), None, 1)
-    assert_launchable(recorders["anchor"].grids)
+def test_drift_correction_of_any_number_of_columns(recorders):
+    correct_drift(torch.empty(BATCH, HEADS * PAIRS, 1, dtype=torch.float64), None, 1)
+    assert_launchable(recorders["drift"].grids)
 
 
 def test_rotation_of_any_number_of_sequences(recorders):

@@ -7,7 +7,7 @@ from support import assert_close, interpreted, within
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels.decode.gates import step_gates
+from sympow.kernels.decode.gate_projection import step_gates
 
 pytestmark = interpreted
 

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, dot_precision, head_major, settle
+from sympow.kernels.common import divide_steps, dot_precision, head_major, wait_for_mma
 
 # In a tile. Each is read and written as a whole, so that tokens and their transposed copies lie in memory tile by tile.
 TILE_TOKENS = 64
@@ -177,7 +177,7 @@ def fold_kernel(
         weighted = (x * weight[:, None]).to(x.dtype) if REVERSE else decayed
         target = ((first_sequence + member) * all_tiles + index * tiles + tile) * (D * TOKENS)
         tl.store(transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
-        normalizer = settle(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
+        normalizer = wait_for_mma(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
         decay, weight = next_decay, next_weight
     out = normalizer_ptr + (kv_sequence * slots + slot).to(tl.int64) * D * D
     tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
@@ -209,7 +209,7 @@ def update_kernel(
             x_entry = transposed_desc.load([row + n, 0]).reshape(TOKENS)
             product = tl.dot(y * x_entry[None, :], x, accs[n], input_precision=PRECISION)
             # To wait for the last product is to wait for all.
-            sums = sums + (settle(product) if n == ENTRIES - 1 else product,)
+            sums = sums + (wait_for_mma(product) if n == ENTRIES - 1 else product,)
         accs = sums
     for n in tl.static_range(ENTRIES):
         out = accs[n].to(out_desc.dtype).reshape(1, 1, E, COLUMNS)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, dot_precision, settle
+from sympow.kernels.common import divide_steps, dot_precision, wait_for_mma
 from sympow.kernels.states.quartic_features import COLUMNS, PairFeatures, StateLayout, update_strips
 
 SCAN_BLOCK = 2048
@@ -46,7 +46,7 @@ def update_kernel(
         outer = outer_desc.load([sequence, pair, start]).reshape(PAIRS, TOKENS)
         y = y_desc.load([sequence, 0, start]).reshape(E, TOKENS)
         left = tl.reshape(outer[:, None, :] * y[None, :, :], (PAIRS * E, TOKENS))
-        acc = settle(tl.dot(left, inner, acc, input_precision=PRECISION))
+        acc = wait_for_mma(tl.dot(left, inner, acc, input_precision=PRECISION))
     rows = tl.load(first_tile_ptr + strip) * TILE + tl.arange(0, COLUMNS)
     out = states_ptr + ((kv_sequence * slots + slot).to(tl.int64) * state_rows + rows)[None, :] * (PAIRS * E)
     # Columns past the last belong to no tile.

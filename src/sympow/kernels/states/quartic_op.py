@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
-from sympow.kernels.gates import running_sums
+from sympow.kernels.running_sums import gate_sums
 from sympow.kernels.states.quartic import chunk_states, overlap
 from sympow.kernels.states.quartic_features import (
     NORMALIZER_PAIRS,
@@ -39,8 +39,6 @@ POWER = 4
 DIMS = (16, 32)
 VALUE_DIMS = (16, 32, 64, 128)
 CHUNK_UNIT = 128
-# As the attention kernels have it; only the sums are used here.
-GATE_TILE = 64
 # Features, states and their gradients that may exist at once.
 PIECE_BYTES = 1 << 30
 
@@ -245,7 +243,7 @@ class _States:
 def _plan(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> _Plan:
     dim = q.shape[-1]
     return _Plan(
-        sums=None if log_gamma is None else running_sums(log_gamma, GATE_TILE).sums,
+        sums=None if log_gamma is None else gate_sums(log_gamma).sums,
         lists=pair_lists(dim, q.device),
         layout=state_layout(dim, _pairs(dim, v.shape[-1]), q.device),
         normalizer_layout=state_layout(dim, NORMALIZER_PAIRS, q.device),

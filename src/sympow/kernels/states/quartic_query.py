@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import dot_precision, settle
+from sympow.kernels.common import dot_precision, wait_for_mma
 from sympow.kernels.states.quartic_features import COLUMNS, ROWS, PairFeatures, StateLayout
 
 
@@ -38,7 +38,7 @@ def query_kernel(
         outer = tl.load(outer_ptr + (block * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)[None, :] * padded)
         left = tl.reshape(inner[:, :, None] * outer[:, None, :], (ROWS, COLUMNS * PAIRS))
         state = states_desc.load([slot, tile * (COLUMNS * PAIRS), 0]).reshape(COLUMNS * PAIRS, E)
-        acc = settle(tl.dot(left, state, acc, input_precision=PRECISION))
+        acc = wait_for_mma(tl.dot(left, state, acc, input_precision=PRECISION))
     rows = batch.to(tl.int64) * result_stride_b + head.to(tl.int64) * result_stride_h
     rows += tokens.to(tl.int64) * result_stride_t
     out = result_ptr + rows[:, None] + tl.arange(0, E)[None, :]
@@ -107,7 +107,7 @@ def _outer_times_gradient(
         outer = tl.load(outer_ptr + pairs)
         left = tl.reshape(outer[:, :, None] * g[:, None, :], (ROWS, PAIRS * E))
         state = states_desc.load([slot, tile * COLUMNS, 0]).reshape(COLUMNS, PAIRS * E)
-        acc = settle(tl.dot(left, state.T, acc, input_precision=PRECISION))
+        acc = wait_for_mma(tl.dot(left, state.T, acc, input_precision=PRECISION))
     return acc
 
 

@@ -1,11 +1,11 @@
-"""Suffix sums put right at anchors, against the definition written out token by token."""
+"""Drift correction of reverse cumulative sums, against its plain PyTorch twin."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from sympow.kernels.running_sums import anchored
+from sympow.kernels.running_sums import correct_drift
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -37,7 +37,7 @@ def test_sums_are_moved_onto_their_anchors(length, spacing, known, documents):
     if documents:
         cut = length // 3
         end = torch.tensor([cut] * cut + [length] * (length - cut), dtype=torch.int32)
-    out = anchored(
+    out = correct_drift(
         sums.to(DEVICE),
         anchors.to(DEVICE) if known else None,
         spacing,
