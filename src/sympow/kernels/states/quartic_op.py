@@ -342,7 +342,7 @@ def _gate_gradient(rows: Tensor, columns: Tensor, spanning: Tensor, sums: Tensor
     Args:
         rows: q · dq, (b, h, t).
         columns: k · dk, (b, h_kv, t).
-        spanning: sums over the pairs with j before a chunk and i after it, the decay by the chunk left out,
+        spanning: sums over the pairs with j before a chunk and i after it, without the decay of the chunk,
             (b, h_kv, chunks) float64.
         sums: G, (b, h_kv, t) float64; None if there is only one chunk.
     """
