@@ -1,6 +1,6 @@
-"""Launches whose number of programs grows with batch, heads and pairs stay within what CUDA takes.
+"""Launches whose number of CTAs grows with batch, heads and pairs stay within the limits of a CUDA grid.
 
-A grid has up to 2³¹ − 1 programs along its first axis and 65,535 along the second. Triton's interpreter has no such
+A grid has up to 2³¹ − 1 CTAs along its first axis and 65,535 along the second. Triton's interpreter has no such
 limit, so these tests look at the grids.
 """
 
@@ -23,7 +23,7 @@ BATCH, HEADS, PAIRS = 256, 12, 32
 
 
 class Recorder:
-    """Stands in for a kernel: keeps the grids it is launched with, and computes nothing."""
+    """Replaces a kernel: keeps the grids it is launched with, and computes nothing."""
 
     def __init__(self):
         self.grids = []
@@ -87,8 +87,8 @@ def test_programs_find_their_tokens_and_columns():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_pair", [True, False])
-def test_the_last_of_many_sequences_are_turned_as_if_alone(per_pair):
-    """More columns of β, and more sequences times heads, than a second axis has programs."""
+def test_the_last_of_many_sequences_are_rotated_as_if_alone(per_pair):
+    """More columns of β, and more sequences times heads, than CTAs fit along a second axis."""
     batch, heads, dim = (BATCH, HEADS, 2 * PAIRS) if per_pair else (BATCH * PAIRS, HEADS, 2)
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, 3, heads, dim)
@@ -99,9 +99,9 @@ def test_the_last_of_many_sequences_are_turned_as_if_alone(per_pair):
 
     def turn(part):
         scales = beta[part].clone().requires_grad_()
-        turned_q, turned_k = fused_rotation(q[part], k[part], scales, theta, None, relative=True)
-        (turned_q.float().sum() + turned_k.float().sum()).backward()
-        return turned_q, turned_k, scales.grad
+        rotated_q, rotated_k = fused_rotation(q[part], k[part], scales, theta, None, relative=True)
+        (rotated_q.float().sum() + rotated_k.float().sum()).backward()
+        return rotated_q, rotated_k, scales.grad
 
     last = slice(batch - 2, batch)
     for together, alone in zip(turn(slice(None)), turn(last), strict=True):

@@ -21,7 +21,7 @@ def to_other(end):
 
 
 class TwoShards(torch.autograd.Function):
-    """Attention to turned keys in two shards: a state goes from the first to the second, its gradient back."""
+    """Attention to rotated keys in two shards: a state goes from the first to the second, its gradient back."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_gamma, border, chunk):

@@ -92,6 +92,13 @@ def wait_for_mma(acc):
 
 
 @triton.jit
+def partial_row_sums(weights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Four partial sums of each row, each over the columns that one thread holds in the layout of a matrix product, so
+    that threads exchange nothing. The Gluon kernels in `hopper` call this, too."""
+    return tl.sum(tl.sum(tl.reshape(weights, (ROWS, COLUMNS // 8, 4, 2)), axis=3), axis=1)
+
+
+@triton.jit
 def divide_steps(step, tiles, GROUP: tl.constexpr):
     """step // tiles and step % tiles, for a loop over GROUP query heads of `tiles` tiles each; one head needs no
     division."""

@@ -34,6 +34,7 @@ from sympow.kernels.common import (
     head_major,
     or_one,
     pairwise_decay,
+    partial_row_sums,
     power_of_two_scale,
     round_to,
     split_sum,
@@ -41,14 +42,6 @@ from sympow.kernels.common import (
 )
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
-
-
-@triton.jit
-def partial_row_sums(scores, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Four partial sums of each row, each over the columns that one thread holds in the layout of a matrix product, so
-    that threads exchange nothing. `hopper.forward.partial_row_sums` is the same in Gluon, whose `reshape` is
-    another."""
-    return tl.sum(tl.sum(tl.reshape(scores, (ROWS, COLUMNS // 8, 4, 2)), axis=3), axis=1)
 
 
 @triton.jit

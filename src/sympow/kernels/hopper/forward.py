@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import empty_aligned, even_power, power_of_two_scale, round_to
+from sympow.kernels.common import empty_aligned, even_power, partial_row_sums, power_of_two_scale, round_to
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -45,14 +45,6 @@ from sympow.kernels.running_sums import Gates
 QUERY_TILE, KEY_TILE, RING = 128, 64, 4
 # Gates are weak if the product of those of a tile of queries exceeds 2^WEAK.
 WEAK = gl.constexpr(-16)
-
-
-@gluon.jit
-def partial_row_sums(weights):
-    """As `attention.forward.partial_row_sums`: four partial sums of each row, without an exchange between threads."""
-    ROWS: gl.constexpr = weights.shape[0]
-    COLUMNS: gl.constexpr = weights.shape[1]
-    return gl.sum(gl.sum(gl.reshape(weights, (ROWS, COLUMNS // 8, 4, 2)), axis=3), axis=1)
 
 
 @gluon.jit
@@ -195,8 +187,8 @@ def forward_kernel(
     weights = even_power(upper_scores, POWER)
     if GATED:
         weights *= gl.expand_dims(decay, 0)
-    upper_sums = partial_row_sums(weights)
-    lower_sums = partial_row_sums(blank)
+    upper_sums = partial_row_sums(weights, ROWS, COLUMNS)
+    lower_sums = partial_row_sums(blank, ROWS, COLUMNS)
     mbarrier.wait(barriers.index(0), 0)
 
     # While the weights of one half of the rows are computed, products of the other half run. No product stays in flight
@@ -215,7 +207,7 @@ def forward_kernel(
         weights = even_power(lower_scores, POWER)
         if GATED:
             weights *= gl.expand_dims(decay, 0)
-        lower_sums += partial_row_sums(weights)
+        lower_sums += partial_row_sums(weights, ROWS, COLUMNS)
         lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
         lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
         # No warp reads the previous pair any more: its buffer is free.
@@ -229,7 +221,7 @@ def forward_kernel(
             log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
             decay = next_decay * gl.exp2(log_decay)
             weights *= gl.expand_dims(decay, 0)
-        upper_sums = order_before_wait(upper_sums + partial_row_sums(weights))
+        upper_sums = order_before_wait(upper_sums + partial_row_sums(weights, ROWS, COLUMNS))
         mbarrier.wait(barriers.index(step % STAGES), (step // STAGES) & 1)
         lower, lower_scores, weights = warpgroup_mma_wait(0, deps=(lower, lower_scores, weights))
 
@@ -241,7 +233,7 @@ def forward_kernel(
     weights = even_power(lower_scores, POWER)
     if GATED:
         weights *= gl.expand_dims(decay, 0)
-    lower_sums += partial_row_sums(weights)
+    lower_sums += partial_row_sums(weights, ROWS, COLUMNS)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     thread_barrier()
