@@ -46,7 +46,7 @@ def test_absurd_models_are_refused(changes, message):
     [
         (
             "data: {context: 5000000000}",
-            "context must be at most 2,147,483,647, since places in a batch are counted in",
+            "context must be at most 2,147,483,647, since positions in a batch are",
         ),
         ("run: {batch_tokens: 1099511627776}", "batch_tokens must be at most 2,147,483,647"),
         ("run: {seed: 99999999999999999999}", "seed must be at most 9,223,372,036,854,775,807"),

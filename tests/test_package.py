@@ -1,6 +1,7 @@
 """The package as a whole: who may import whom, and what an import needs."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,27 @@ def test_the_command_without_its_extra_says_so():
 def test_public_names_are_documented():
     for name in sympow.__all__:
         assert getattr(sympow, name).__doc__, f"{name} has no docstring"
+
+
+def imports_when_loaded(body: list[ast.stmt]) -> set[str]:
+    """Modules of sympow that run when a module with this body is imported, named as far as it names them."""
+    names: set[str] = set()
+    for node in body:
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            case ast.Import():
+                names |= {alias.name for alias in node.names}
+            case ast.If() if "TYPE_CHECKING" not in ast.unparse(node.test):
+                names |= imports_when_loaded(node.body + node.orelse)
+            case ast.Try():
+                names |= imports_when_loaded(node.body)
+    return names
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    paths = {".".join(("sympow", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in SOURCES}
+    graph = {name: imports_when_loaded(ast.parse(path.read_text("utf-8")).body) for name, path in paths.items()}
+    graph = {name: {other for other in imports if other in graph} - {name} for name, imports in graph.items()}
+    # TopologicalSorter raises CycleError, which names the circle.
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)

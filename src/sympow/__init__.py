@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         symmetric_power_of_matrix,
     )
 
-__version__ = "0.1.0"
+# The only place that states the version: pyproject.toml reads it from here.
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "GPT",

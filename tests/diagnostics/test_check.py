@@ -17,6 +17,7 @@ from support import FORMS, random_inputs, run_reference
 from sympow.cli.app import app
 from sympow.diagnostics import accuracy, dispatch, installation
 from sympow.diagnostics.plain import plain_attention
+from sympow.ops import dispatch as ops_dispatch
 from sympow.ops.interface import attention
 
 PORTABLE = accuracy.Machine("cpu", "torch", torch.float32, length=40, dim=8, seed=0)
@@ -49,7 +50,7 @@ def test_the_plain_formula_of_softmax():
 @pytest.fixture
 def without_interpreter(monkeypatch):
     """The portable forms, as on a CPU without TRITON_INTERPRET=1: the interpreter takes minutes."""
-    for module in (accuracy, dispatch):
+    for module in (accuracy, ops_dispatch):
         monkeypatch.setattr(module, "triton_interpreted", lambda: False)
 
 
@@ -131,8 +132,8 @@ def test_calls_that_no_kernel_serves_say_why():
 
 
 def test_what_serves_a_call_on_a_gpu_without_triton(monkeypatch):
-    monkeypatch.setattr(dispatch, "triton_available", lambda: False)
-    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(ops_dispatch, "triton_available", lambda: False)
+    monkeypatch.setattr(ops_dispatch, "triton_interpreted", lambda: False)
     served = {route.call: route for route in dispatch.routes("cuda")}
     assert served["bfloat16, p = 2, heads of 64"].reason.startswith("Triton is not installed")
     assert "not torch.float16" in served["float16, p = 2, heads of 64"].reason
@@ -140,8 +141,8 @@ def test_what_serves_a_call_on_a_gpu_without_triton(monkeypatch):
 
 
 def test_what_serves_a_call_on_a_gpu_that_is_no_hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "triton_available", lambda: True)
-    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(ops_dispatch, "triton_available", lambda: True)
+    monkeypatch.setattr(ops_dispatch, "triton_interpreted", lambda: False)
     monkeypatch.setattr(dispatch, "_on_hopper", lambda request: False)
     served = {route.call: route for route in dispatch.routes("cuda")}
     assert served["bfloat16, p = 2, heads of 64"] == replace(

@@ -160,7 +160,7 @@ def test_a_run_that_fails_is_named_with_its_log(folder, tmp_path):
         (("pair", "--scale", "huge"), "scale must be one of 'cpu', 'small', 'paper'; got 'huge'"),
         (("pair", "--only", "none*"), "only must match some of gating_p2_c32_s0, conformal_p2_c32_s0; got none*"),
         (("pair", "--set", "nonsense"), "set must be NAME=VALUE, got 'nonsense'"),
-        (("pair", "--set", "speed=1"), "no part of a TrainConfig has a field 'speed'"),
+        (("pair", "--set", "speed=1"), "no section of a TrainConfig has a field 'speed'"),
         (("pair", "--jobs", 0), "jobs must be at least 1, got 0"),
         (("pair", "--minutes", 0), "minutes must be above 0, got 0"),
         (("pair", "--scale", "paper", "--jobs", 2), "jobs must be 1 at scale 'paper', whose runs take 8 GPUs each"),

@@ -338,9 +338,9 @@ def test_operators_pass_pytorchs_own_checks():
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
     state = (torch.randn(1, 1, 16, 16, 16, requires_grad=True), torch.randn(1, 1, 16, 16, requires_grad=True))
-    torch.library.opcheck(attention_op._attend, (*qkv, None, None, None, None, 2, 0, False, True, False))
-    torch.library.opcheck(attention_op._attend, (*qkv, *documents, None, None, 4, 0, False, True, False))
-    torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, *documents, None, None, 4, 0, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
     torch.library.opcheck(rotation_op._rotate, (*rotation, None, None, True))
     torch.library.opcheck(rotation_op._rotate, (*rotation, *documents, False))
@@ -349,7 +349,7 @@ def test_operators_pass_pytorchs_own_checks():
     token = [t[:, 0].detach() if t.ndim > 1 else t.detach() for t in inputs.tensors()]
     tables = (feature_indices(16, 2, inputs.q.device), multinomial_weights(16, 2, torch.float32, inputs.q.device))
     before = state.detach()
-    torch.library.opcheck(decode_op._decode, (*token, before.kv, before.normalizer, before.phase, *tables))
+    torch.library.opcheck(decode_op.fused_decode, (*token, before.kv, before.normalizer, before.phase, *tables))
 
 
 @interpreted

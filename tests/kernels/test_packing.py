@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from support import assert_close, interpreted
+from support import assert_close, interpreted, within
 from sympow.ops.symmetric import symmetric_dim
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -102,7 +102,8 @@ def test_nothing_comes_from_behind_a_closed_gate():
 def test_either_is_the_gradient_of_the_other():
     """Σ pack(S) · g = Σ S · unpack(g), the normaliser included."""
     full, gradient = FullState(random(1, 2, 16, 16, 16), random(1, 2, 16, 16)), carried((1, 2, 16, 16)).pack()
-    packed = (pack(full).double() * gradient.double()).sum()
+    packed = pack(full).double() * gradient.double()
     found = unpack(gradient.unsqueeze(0), (1, 2, 16, 16))
     unpacked = sum((x.double() * y.double()).sum() for x, y in zip(full, found, strict=True))
-    assert_close(packed, unpacked, 5e-6, "inner product")
+    # The terms nearly cancel, so rounding is small relative to the sum of their magnitudes, not to the sum itself.
+    within((packed.sum() - unpacked).abs() / packed.abs().sum(), 1e-6, "inner product")

@@ -24,7 +24,7 @@ from sympow.kernels.reference import cross_entropy_reference, rotation_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
 from sympow.kernels.states.message_packing import pack, unpack
-from sympow.kernels.states.quadratic import FullState, chunk_states
+from sympow.kernels.states.quadratic import FullState, chunk_sums, scan_sums
 from sympow.kernels.states.reference import chunk_states_reference, pack_reference, unpack_reference
 from sympow.ops.symmetric import feature_indices, multinomial_weights
 
@@ -92,7 +92,8 @@ def test_attention(power, gate, chunk, packed):
     if packed:
         documents = Documents(*locate(torch.tensor([0, 40, 110, 150]), 150))
         log_gamma = close_gates(log_gamma, documents, 1)
-    y, weight = fused_attention(inputs.q, inputs.k, inputs.v, log_gamma, power, chunk, documents=documents)
+    given = (inputs.q, inputs.k, inputs.v, log_gamma, *(documents or (None, None)), None, None)
+    y, weight, *_ = fused_attention(*given, power, chunk, False, False, False)
     expected_y, expected_weight = attention_reference(
         *double(inputs.q, inputs.k, inputs.v, inputs.log_gamma), power, chunk=chunk,
         document_start=None if documents is None else documents.start,
@@ -107,7 +108,7 @@ def test_chunk_states(gate):
     inputs = random_inputs(2, length=300, heads=1, dim=16, value_dim=16, gate=gate, rotation="none",
                            dtype=torch.float32)  # fmt: skip
     sums = None if inputs.log_gamma is None else gate_sums(inputs.log_gamma).sums
-    states, _, _ = chunk_states(inputs.k, inputs.v, 1, sums, 128, full=True)
+    states, _, _ = scan_sums(chunk_sums(inputs.k, inputs.v, 1, sums, 128, full=True))
     kv, normalizer = chunk_states_reference(*double(inputs.k, inputs.v, inputs.log_gamma), 128)
     close(torch.cat([states.low, states.high], dim=3), kv, "S")
     close(states.normalizer, normalizer, "Z")

@@ -72,7 +72,7 @@ def test_the_kernel_across_its_parts_and_closed_gates():
     expected = softmax_attention(**inputs.map(torch.Tensor.double).arguments())
     start = 505
     cache = cache_of(inputs, start, 700)
-    assert_close(step_through(cache, inputs, start, "triton"), expected[:, start:], 2e-5, "y")
+    assert_close(step_through(cache, inputs, start, "triton"), expected[:, start:], 4e-5, "y")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

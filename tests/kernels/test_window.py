@@ -103,7 +103,7 @@ def test_keys_of_other_dtypes(key_dtype):
     inputs = random_inputs(10, length=9, dim=8, value_dim=5, dtype=torch.float32)
     expected, after = exact(inputs, 2)
     window = Window.empty(1, 2, 8, 5, 2, rotated=True, capacity=4, key_dtype=key_dtype)
-    tolerance = 5e-6 if key_dtype == torch.float64 else 0.05
+    tolerance = 5e-6 if key_dtype == torch.float64 else 0.08
     assert_close(step_through(window, inputs, 0), expected, tolerance, "y")
     assert_states_close(window.close("triton"), after, tolerance)
 

@@ -6,7 +6,7 @@ import pytest
 from report.made_up import write_run
 
 from sympow.report.curves import Curve, by_layer, curve, mean_and_range, median_speed, metric_names, seconds_at, smooth
-from sympow.report.runs import collect
+from sympow.report.run_collection import collect
 
 
 def run_of(folder, *arguments, **options):

@@ -14,14 +14,18 @@ from report.made_up import VARIANTS, write_run
 from sympow.bench.operator import Setting, load_rows, methods
 from sympow.bench.timing import Timing
 from sympow.evaluate import PasskeyPoint, RecallPoint
-from sympow.report.drawing import add_legend, make_panels
-from sympow.report.evaluation_figures import plot_loss_by_context, plot_probes
-from sympow.report.figures import plot_bench_rows, plot_loss_by_position, plot_time_against_context
+from sympow.report.figures import (
+    plot_bench_rows,
+    plot_loss_by_context,
+    plot_loss_by_position,
+    plot_probes,
+    plot_time_against_context,
+)
 from sympow.report.grouping import group_runs
 from sympow.report.paper_figures import draw_figures
-from sympow.report.runs import collect
-from sympow.report.style import OTHERS, assign_styles, method_styles
-from sympow.report.style import VARIANTS as STYLED
+from sympow.report.plotting import OTHERS, add_legend, assign_styles, make_panels, method_styles
+from sympow.report.plotting import VARIANTS as STYLED
+from sympow.report.run_collection import collect
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = ["softmax", "sympow", "sympow + gating", "conformal", "a run of mine with quite a long name", "another"]
@@ -149,7 +153,7 @@ def test_methods_differ_in_colour_dashes_or_marker(monkeypatch):
     for device in ("cpu", "cuda"):
         styles = method_styles([*everything_timed(device, monkeypatch), "a method of tomorrow", "another"])
         assert len({(style.light, style.dash) for style in styles.values()}) == len(styles)
-        # Colours that test_style.py found to differ for all kinds of colour vision.
+        # Colours that test_plotting.py found to differ for all kinds of colour vision.
         assert {style.light for style in styles.values()} <= {style.light for style in [*STYLED.values(), *OTHERS]}
     assert styles["softmax, cuDNN"].light != styles["softmax, flash"].light
     assert styles["chunked form, torch"].light == styles["chunked form, triton"].light

@@ -4,7 +4,7 @@ import pytest
 from report.made_up import VARIANTS, write_run
 
 from sympow.report.grouping import Spread, by_power, group_runs, repeated_seeds
-from sympow.report.runs import collect
+from sympow.report.run_collection import collect
 
 
 def groups_of(folder):

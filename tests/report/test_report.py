@@ -6,7 +6,7 @@ import torch
 
 from sympow.bench.timing import Timing, environment, measure, save_results
 from sympow.report.figures import plot_time_against_context
-from sympow.report.info import format_bytes, format_count
+from sympow.report.model_info import format_bytes, format_count
 
 
 def test_measure_warms_up_and_reports_the_spread():

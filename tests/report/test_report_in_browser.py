@@ -6,9 +6,9 @@ from report.made_up import write_run
 from report.pages import open_page, overlaps, picture_of, share_of
 
 from sympow.report.grouping import group_runs
-from sympow.report.report_page import build_report_page
-from sympow.report.runs import collect
-from sympow.report.style import DARK_PAPER, LIGHT_PAPER, VARIANTS, assign_styles
+from sympow.report.plotting import DARK_PAPER, LIGHT_PAPER, VARIANTS, assign_styles
+from sympow.report.run_collection import collect
+from sympow.report.run_report import build_report_page
 
 
 @pytest.fixture(scope="module")

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from sympow.diagnostics.plain import plain_attention, plain_gates
 from sympow.model.losses import linear_cross_entropy
-from sympow.ops.dispatch import triton_available, triton_interpreted
-from sympow.ops.fused import from_full, to_full
-from sympow.ops.interface import Backend, Form, attention
+from sympow.ops.dispatch import Backend, Form, triton_available, triton_interpreted
+from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
-from sympow.ops.symmetric import symmetric_dim
+from sympow.ops.symmetric import from_full, symmetric_dim, to_full
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sympow.ops.dispatch import Request, reason_for_torch, triton_available, triton_interpreted
+from sympow.ops.dispatch import Request, auto_uses_torch_reason
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def routes(device: str) -> list[Route]:
 
 
 def _route(call: str, request: Request) -> Route:
-    reason = reason_for_torch(request, available=triton_available, interpreted=triton_interpreted())
+    reason = auto_uses_torch_reason(request)
     if reason is not None:
         return Route(call, "PyTorch", reason)
     return Route(call, "Hopper kernels" if _on_hopper(request) else "Triton kernels", None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sympow.experiment.runs import Run
 from sympow.experiment.scales import Scale
-from sympow.train.throughput import training_operations
+from sympow.train.monitoring import training_flops
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class Estimator:
 
     def _busy_seconds(self, run: Run) -> float:
         model, evaluation = run.config.model, run.evaluation
-        operations = run.tokens * training_operations(model, run.config.data.context)
+        operations = run.tokens * training_flops(model, run.config.data.context)
         # A forward pass is a third of a step.
-        operations += evaluation.tokens * training_operations(model, run.config.data.context) / 3
+        operations += evaluation.tokens * training_flops(model, run.config.data.context) / 3
         if evaluation.length:
             read = evaluation.length * evaluation.documents
-            operations += read * training_operations(model, evaluation.length) / 3
+            operations += read * training_flops(model, evaluation.length) / 3
         return operations / self._scale.operations_per_second
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from sympow.experiment.runs import Run, differences
 from sympow.files import write_atomically
 from sympow.parsing import read_json
-from sympow.report.runs import RESULT_FILE, RUNS, SUMMARY_FILE
+from sympow.report.run_collection import RESULT_FILE, RUNS, SUMMARY_FILE
 from sympow.train.config import TrainConfig
 from sympow.train.run_folder import CONFIG_FILE
 

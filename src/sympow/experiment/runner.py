@@ -22,7 +22,7 @@ from sympow.experiment.results import all_rows, read_row, result_of
 from sympow.experiment.runs import Run
 from sympow.experiment.scales import Scale
 from sympow.experiment.worker import LOG_FILE, STOPPED, Order, give_order
-from sympow.report.runs import RESULT_FILE, RUNS
+from sympow.report.run_collection import RESULT_FILE, RUNS
 from sympow.train.run_folder import CONFIG_FILE
 from sympow.train.signals import stop_on_signals
 

@@ -11,19 +11,16 @@ from torch import Tensor, nn
 from sympow.checks import check_choice
 from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.heads import HeadShape, acts_on_pairs
-from sympow.layers.precision import FloatLinear, project_together, weights_say_all
+from sympow.layers.precision import project_together, weights_say_all
 from sympow.layers.rotations import DataDependentRotation, Rotation, make_rotation
-from sympow.ops.dispatch import triton_available
-from sympow.ops.interface import Backend, Form, attention
+from sympow.ops.dispatch import Backend, Form, step_gates_unsupported_reason
+from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, softmax_attention
 from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_positive, check_power
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
-
-# Rows up to which the kernel is used: it reads all weights for each of them.
-FEW_ROWS = 64
 
 
 def gate_and_turn(
@@ -37,7 +34,7 @@ def gate_and_turn(
     of_gate, of_rotation = gate.projection, rotation.projection
     present = [projection for projection in (of_gate, of_rotation) if projection is not None]
     plain = [projection for projection in present if weights_say_all(projection, x.device)]
-    if backend == "torch" or len(plain) < len(present) or not _kernel_serves(x, plain):
+    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
         theta, beta = rotation(x)
         return gate(x), theta, beta
     from sympow.kernels.decode.gate_projection import step_gates
@@ -53,19 +50,6 @@ def gate_and_turn(
     if isinstance(rotation, DataDependentRotation):
         return log_gamma, rotation.rates(x.device), rotation.by_heads(beta)
     return log_gamma, *rotation(x)
-
-
-def _kernel_serves(x: Tensor, projections: list[FloatLinear]) -> bool:
-    """Whether there is something to project, x is one step's in half precision, and weights lie on this device."""
-    if not (
-        projections
-        and x.is_cuda
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
-    ):
-        return False
-    plain = all(type(p.weight.data) is Tensor and p.weight.dtype != torch.float64 for p in projections)
-    return plain and not torch.is_grad_enabled() and triton_available()
 
 
 # What a layer has read: it is given, and another is returned. A window in it stands for keys and values not folded yet.

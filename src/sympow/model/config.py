@@ -9,7 +9,7 @@ from sympow.checks import check_at_most, check_choice
 from sympow.layers.gates import GATES
 from sympow.layers.heads import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS
-from sympow.ops.interface import Backend, Form
+from sympow.ops.dispatch import Backend, Form
 from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.ops.compilation import register_as_tree
-from sympow.ops.dispatch import Request, choose_backend, triton_available, triton_interpreted
+from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
 from sympow.ops.sequence import Sequence
@@ -398,7 +398,7 @@ class Window(PortableWindow):
             vector_gate=self.decay.shape[-1] > 1,
             step=True,
         )
-        return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
+        return choose_backend(backend, request)
 
     def _fused_step(self, sequence: Sequence) -> Tensor:
         from sympow.kernels.decode.op import fused_window_step

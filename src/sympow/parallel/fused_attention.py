@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sympow.ops.dispatch import CHUNK_MULTIPLE, chunked_kernels_serve
-from sympow.ops.fused import CHUNK_SIZE
-from sympow.ops.interface import Backend, Form, backend_for
+from sympow.ops.dispatch import Backend, Form, backend_for, quadratic_chunk, shard_unsupported_reason
 from sympow.ops.sequence import Sequence
 from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.collectives import start_gather
@@ -32,19 +30,12 @@ if TYPE_CHECKING:
     from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates, FullState
 
-# Head dims that the kernels take as they are.
-DIMS = (32, 64)
-
 
 def fused_shard_serves(
     sequence: Sequence, portion: Portion, form: Form, backend: Backend, chunk_size: int | None
 ) -> bool:
     """Whether a shard can be computed here: one piece of one document, for which "auto" would take the kernels."""
-    if sequence.power != 2 or form not in ("auto", "chunked") or len(portion.offsets) != 2 or sequence.length == 0:
-        return False
-    if sequence.key_dim != sequence.value_dim or sequence.key_dim not in DIMS:
-        return False
-    if not chunked_kernels_serve(sequence.power, sequence.key_dim, sequence.value_dim):
+    if len(portion.offsets) != 2 or shard_unsupported_reason(sequence, form) is not None:
         return False
     return backend_for(sequence, False, form, chunk_size, backend) == "triton"
 
@@ -70,7 +61,7 @@ def fused_shard_attention(
     from sympow.kernels.attention.shard import Plan
 
     log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
-    chunk = min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-sequence.length // CHUNK_MULTIPLE))
+    chunk = quadratic_chunk(sequence.length, chunk_size)
     plan = Plan(chunk, initial=portion.continues, final=portion.goes_on)
     call = _Call(plan, portion.passes, shards, halves, sequence.group, sequence.needs_grad)
     return _Attend.apply(call, sequence.q, sequence.k, sequence.v, log_gamma)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sympow.report.runs import Run
+from sympow.report.run_collection import Run
 
 # Points of a curve on the page: half of them evenly apart, half of them in equal ratios, for a logarithmic axis.
 POINTS = 600

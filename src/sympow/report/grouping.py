@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sympow.model.config import VARIANTS
-from sympow.report.runs import Run
+from sympow.report.run_collection import Run
 
 # What does not make a run another one: the seed, and how it keeps its books.
 APART = frozenset(

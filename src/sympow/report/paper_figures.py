@@ -7,10 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sympow.evaluate.heads import quantity_labels
+from sympow.evaluate.head_statistics import quantity_labels
 from sympow.extras import require
 from sympow.report.curves import curve, mean_and_range, median_speed, smooth
-from sympow.report.drawing import (
+from sympow.report.grouping import Group, Spread, by_power, unit_of
+from sympow.report.plotting import (
+    Style,
     add_legend,
     make_panels,
     plain_numbers,
@@ -20,9 +22,7 @@ from sympow.report.drawing import (
     set_title,
     tidy,
 )
-from sympow.report.grouping import Group, Spread, by_power, unit_of
-from sympow.report.runs import Run
-from sympow.report.style import Style
+from sympow.report.run_collection import Run
 
 FORMATS = ("png", "svg")
 # Curves are averaged over this part of their steps, and heights chosen for what comes after that part.

@@ -25,7 +25,7 @@ from sympow.kernels.running_sums import (
     gate_gradient,
     gate_sums,
 )
-from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_states
+from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, scan_sums
 
 # In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
 DRIFT_SPACING = 4096
@@ -106,7 +106,7 @@ class Options(NamedTuple):
 
 
 @torch.library.custom_op("sympow::attend", mutates_args=())
-def _attend(
+def fused_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -121,7 +121,8 @@ def _attend(
     train: bool,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (b, t, h, e), the rows' weights (b, h, t), kv and normalizer of the final state, and the fields of `Saved`.
+    """The attention form, or with states the chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for
+    queries scaled by `query_scales`, kv and normalizer of the final state, and the fields of `Saved`.
 
     Args:
         q, k, v: as in `sympow.attention`, already rotated.
@@ -139,11 +140,12 @@ def _attend(
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
             initial = FullState(initial_kv, initial_normalizer)
-        states, end, _ = chunk_states(
+        chunks = chunk_sums(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
-            boundaries=boundaries_with_states(k, chunk, initial is not None, final), start=initial, want_end=final,
-            **tiles.states,
+            boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final, **tiles.states,
         )  # fmt: skip
+        if chunks is not None:
+            states, end, _ = scan_sums(chunks, initial, want_end=final)
     if _on_hopper(q, k, v, chunk, documents):
         from sympow.kernels.hopper.forward import attend as attend_on_hopper
 
@@ -159,7 +161,7 @@ def _attend(
     return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
-@_attend.register_fake
+@fused_attention.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -256,11 +258,12 @@ def _attend_backward(
             assert d_final_kv is not None
             assert d_final_normalizer is not None
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
-        reverse, end, crossing = chunk_states(
+        chunks = chunk_sums(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
-            past=kept.past, reverse=True, boundaries=(first, last), start=start, want_end=initial,
-            other=states if gates else None, **tiles.states,
+            past=kept.past, reverse=True, boundaries=(first, last), precise=initial, **tiles.states,
         )  # fmt: skip
+        assert chunks is not None
+        reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
     length, block_terms = k.shape[1], None
     block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // KEY_TILE) * KEY_TILE)
     if gates is not None and states is None and length > block:
@@ -343,58 +346,7 @@ def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_)
     return (*gradients, *d_initial, None, None, None, None, None)
 
 
-_attend.register_autograd(_differentiate_attend, setup_context=_save_attend)
-
-
-def fused_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    power: int,
-    chunk: int = 0,
-    *,
-    documents: Documents | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The attention form: y (b, t, h, e) for rotated queries and keys, and the sums of weights (b, h, t), for queries
-    scaled by `query_scales`.
-
-    Args:
-        chunk: tokens per chunk, which sees no earlier one; 0: all in one.
-        documents: packed documents, between which `log_gamma` is −inf (`common.close_gates`).
-    """
-    start, end = documents or (None, None)
-    outputs = _attend(q, k, v, log_gamma, start, end, None, None, power, chunk, False, False, False)
-    return outputs[0], outputs[1]
-
-
-def fused_chunked_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    chunk: int,
-    *,
-    documents: Documents | None = None,
-    initial: FullState | None = None,
-    final: bool = False,
-    train: bool,
-) -> tuple[Tensor, FullState | None]:
-    """The chunked form, p = 2: y (b, t, h, e), and the state after the last token if `final`.
-
-    Args:
-        chunk: tokens between two states.
-        documents: as in `fused_attention`; not together with states at either end.
-        initial: the state before the first token.
-        final: whether to return the state after the last one.
-        train: whether the backward pass will be run.
-    """
-    start, end = documents or (None, None)
-    kv, normalizer = initial or (None, None)
-    y, _, final_kv, final_normalizer, *_ = _attend(
-        q, k, v, log_gamma, start, end, kv, normalizer, 2, chunk, True, train, final
-    )
-    return y, FullState(final_kv, final_normalizer) if final else None
+fused_attention.register_autograd(_differentiate_attend, setup_context=_save_attend)
 
 
 @torch.library.custom_op("sympow::query_scales", mutates_args=())

@@ -30,7 +30,7 @@ def _token(
 
 
 @torch.library.custom_op("sympow::decode", mutates_args=())
-def _decode(
+def fused_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -43,13 +43,20 @@ def _decode(
     index: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (b, h, e), and kv, normalizer and phase (empty without rotation) after one token."""
+    """One token from a state: y (b, h, e), and kv, normalizer and phase (empty without rotation) after it.
+
+    Args:
+        q, k, v, log_gamma, beta, theta, phase: shapes as in `Token`; the phase contiguous.
+        kv, normalizer: (b, h_kv, D, e) and (b, h_kv, D), float32 contiguous.
+        index: which entries each feature multiplies, (D, p) int16.
+        weight: √ of the features' multinomial coefficients, (D,) float32.
+    """
     token = _token(q, k, v, log_gamma, beta, theta, phase)
     out = decode_step(token, StateArguments(kv, normalizer, index, weight))
     return out.y, out.kv, out.normalizer, q.new_empty(0, dtype=torch.float64) if phase is None else out.phase
 
 
-@_decode.register_fake
+@fused_decode.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -64,33 +71,6 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     phase_out = q.new_empty(0, dtype=torch.float64) if phase is None else torch.empty_like(phase)
     return _empty_output(q, k, v), torch.empty_like(kv), torch.empty_like(normalizer), phase_out
-
-
-def fused_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor,
-    normalizer: Tensor,
-    phase: Tensor | None,
-    index: Tensor,
-    weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """One token from a state of any float dtype and strides: y, and kv, normalizer and phase after it.
-
-    Args:
-        q, k, v, log_gamma, beta, theta, phase: shapes as in `Token`.
-        kv, normalizer: (b, h_kv, D, e) and (b, h_kv, D).
-        index: which entries each feature multiplies, (D, p) int16.
-        weight: √ of the features' multinomial coefficients, (D,) float32.
-    """
-    kv, normalizer = (x.to(torch.float32).contiguous() for x in (kv, normalizer))
-    phase = None if phase is None else phase.contiguous()
-    y, kv, normalizer, phase_out = _decode(q, k, v, log_gamma, beta, theta, kv, normalizer, phase, index, weight)
-    return y, kv, normalizer, None if phase is None else phase_out
 
 
 @torch.library.custom_op(

@@ -392,7 +392,19 @@ def end_alone(chunks: ChunkSums) -> FullState:
 def scan_sums(
     chunks: ChunkSums, start: FullState | None = None, *, want_end: bool = False, other: ChunkStates | None = None
 ) -> tuple[ChunkStates, FullState | None, Tensor | None]:
-    """The results of `chunk_states`. Sums in the dtype of the states are overwritten."""
+    """States at the boundaries of chunks. Sums in the dtype of the states are overwritten.
+
+    Args:
+        chunks: with all d² features if there is `start`, `want_end` or `other`.
+        start: the start of the scan: the state at boundary 0, or in reverse the gradient at the last one.
+        want_end: whether to return the end of the scan in float32: the state after the last token, or the gradient of
+            the initial state. The sums of chunks should then be `precise`.
+        other: states at the same boundaries, with all features, for inner products with these.
+
+    Returns:
+        the states; the end if wanted; and the inner products of the states with `other`, (b, h_kv, n) float64, if
+        given.
+    """
     assert chunks.started == (start is not None)
     low, high = (x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.tensors[1:])
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
@@ -401,38 +413,6 @@ def scan_sums(
     products = _scan(chunks, (normalizer, low, high), _tensors(start), _tensors(end), others)
     total = None if products is None else products.sum(-1, dtype=torch.float64)
     return ChunkStates(low, high, normalizer, chunks.chunk, chunks.first), end, total
-
-
-def chunk_states(
-    x: Tensor,
-    y: Tensor,
-    kv_heads: int,
-    sums: Tensor | None,
-    chunk: int,
-    *,
-    full: bool = False,
-    start: FullState | None = None,
-    want_end: bool = False,
-    other: ChunkStates | None = None,
-    **options: Any,
-) -> tuple[ChunkStates | None, FullState | None, Tensor | None]:
-    """States at the boundaries of chunks, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e).
-
-    Args:
-        full: compute all d² features; needed with `start`, `want_end` and `other`.
-        start: the start of the scan: the state at boundary 0, or in reverse the gradient at the last one.
-        want_end: whether to return the end of the scan in float32: the state after the last token, or the gradient of
-            the initial state. The sums of chunks are then float32.
-        other: states at the same boundaries, with all features, for inner products with these.
-        options: further ones of `chunk_sums`.
-
-    Returns:
-        the states, or None if there are no boundaries; the end if wanted; and the inner products of the states with
-        `other`, (b, h_kv, n) float64, if given.
-    """
-    assert full or not (start or want_end or other)
-    chunks = chunk_sums(x, y, kv_heads, sums, chunk, full=full, precise=want_end, **options)
-    return (None, None, None) if chunks is None else scan_sums(chunks, start, want_end=want_end, other=other)
 
 
 def _empty_end(chunks: ChunkSums) -> FullState:

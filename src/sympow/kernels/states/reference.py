@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def chunk_states_reference(k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor]:
-    """Twin of `quadratic.chunk_states`: S and Z at the boundaries between chunks, with all d² features.
+    """Twin of `quadratic.chunk_sums` and `scan_sums`: S and Z at the boundaries between chunks, with all d² features.
 
     S_ia = Σ_{j<R} exp(G_R − G_j) k_i k_a v_j and Z_ia = Σ_{j<R} exp(G_R − G_j) k_i k_a at boundary R.
 

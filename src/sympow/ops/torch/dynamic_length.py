@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.ops.dispatch import run_portable
 from sympow.ops.numerics import compute_dtype, without_autocast
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim
-from sympow.ops.torch.forms import chunked_form
+from sympow.ops.torch.forms import chunked_form, run_portable
 
 
 def run_open_length(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sympow.ops.compilation import stretches
+from sympow.ops.dispatch import portable_chunk
 from sympow.ops.numerics import feature_decay, least_exponent, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
@@ -136,6 +137,26 @@ def recurrent_form(
     y = divide(torch.cat(numerators, dim=3), torch.cat(denominators, dim=3), sequence.q.dtype)
     carry = Carry(tokens.exponent, kv, normalizer, tokens.phase)
     return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None
+
+
+def run_portable(
+    sequence: Sequence,
+    state: State | None,
+    return_state: bool,
+    form: str,
+    chunk_size: int | None,
+    needs_grad: bool,
+) -> tuple[Tensor, State | None]:
+    """y (b, t, h, e) of at least one token, and the state after the last one if asked for.
+
+    Args:
+        form, chunk_size: as in `sympow.attention`.
+        needs_grad: whether the backward pass will be run.
+    """
+    if form == "recurrent":
+        return recurrent_form(sequence, state, return_state, needs_grad)
+    size = portable_chunk(sequence, form, chunk_size, initial_state=state is not None, return_state=return_state)
+    return chunked_form(sequence, state, return_state, size, needs_grad)
 
 
 def fold(sequence: Sequence, state: State | None = None, phase: Tensor | None = None) -> State:

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sympow.ops.compilation import TensorRecord, register_as_tree, stretches
-from sympow.ops.dispatch import turn
-from sympow.ops.sequence import Sequence, run_documents
+from sympow.ops.sequence import Sequence, rotate_sequence, run_documents
 from sympow.ops.torch.products import recompute
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
@@ -177,7 +176,7 @@ def softmax_attention(
 
 
 def _run(sequence: Sequence, past: KeyValueState | None, mask: Tensor | None) -> tuple[Tensor, KeyValueState]:
-    q, k, phase = turn(sequence, None if past is None else past.phase)
+    q, k, phase = rotate_sequence(sequence, None if past is None else past.phase)
     v = sequence.v
     decay = None
     if sequence.log_gamma is not None:

@@ -1,0 +1,231 @@
+"""What all plots share: the look of each series, and matplotlib panels, legends, ticks and files.
+
+Series colours can be told apart under each of the three kinds of colour blindness and stand out from the page
+(tests/report/test_plotting.py measures both); dash patterns and markers repeat the distinction.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sympow.extras import require
+
+PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.2
+MOST_COLUMNS = 4
+POINTS_PER_INCH = 72
+# Width of an average character of matplotlib's default font, in units of the font size.
+CHARACTER = 0.62
+TITLE_SIZE = 10
+
+
+@dataclass(frozen=True)
+class Style:
+    """One series.
+
+    Attributes:
+        light: colour on a light page.
+        dark: colour on a dark one.
+        dash: lengths of dash and gap in pixels; empty: solid.
+        marker: circle, square, diamond, triangle, cross or star.
+    """
+
+    light: str
+    dark: str
+    dash: tuple[int, ...] = ()
+    marker: str = "circle"
+
+    @property
+    def for_matplotlib(self) -> dict[str, object]:
+        """As arguments of `Axes.plot`; the marker apart."""
+        return {"color": self.light, "linestyle": (0, tuple(x / 2 for x in self.dash)) if self.dash else "-"}
+
+    @property
+    def with_marker(self) -> dict[str, object]:
+        """As arguments of `Axes.plot`, for lines of few points."""
+        return {**self.for_matplotlib, "marker": MARKERS[self.marker], "markersize": 4}
+
+
+LIGHT_PAPER, DARK_PAPER = "#ffffff", "#14171c"
+# The paper's four curves and the ablation of §4.2.1 have a look of their own; what else there is takes from OTHERS.
+VARIANTS = {
+    "softmax": Style("#8c8c8c", "#8b858c", (8, 3), "square"),
+    "sympow": Style("#c48a13", "#f4ab09", marker="triangle"),
+    "sympow + gating": Style("#8e2c0b", "#e3543c", marker="diamond"),
+    "conformal": Style("#0d8ee3", "#99b7f7", marker="circle"),
+    "sympow + rotation": Style("#5b0681", "#c046f2", (2, 3), "cross"),
+}
+OTHERS = (Style("#0a332d", "#55fc9a", marker="star"), Style("#2a22e0", "#eed4dd", marker="square"))
+# Patterns that differ in kind and not just in length: solid, dashes, dots, dash-dot, dash-dot-dot.
+DASHES: tuple[tuple[int, ...], ...] = ((), (8, 3), (2, 3), (8, 3, 2, 3), (8, 3, 2, 3, 2, 3))
+MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x", "star": "*"}
+
+# What `sympow bench` times, by what comes before the backend's name.
+METHODS = {
+    "softmax": VARIANTS["softmax"],
+    "softmax, cuDNN": VARIANTS["softmax"],
+    "softmax, flash": VARIANTS["sympow + rotation"],
+    "attention form": VARIANTS["sympow"],
+    "chunked form": VARIANTS["conformal"],
+    "retention": replace(VARIANTS["sympow + gating"], dash=(8, 3, 2, 3)),
+    "fla": replace(OTHERS[0], dash=(8, 3, 2, 3, 2, 3)),
+}
+# A form keeps its colour and marker on every backend.
+BACKEND_DASHES = {"auto": (), "triton": (), "torch": (8, 3)}
+
+
+def method_styles(methods: Iterable[str]) -> dict[str, Style]:
+    """A style for everything that `sympow bench` times, by name ("chunked form, triton"); no two share one."""
+    styles: dict[str, Style] = {}
+    strangers = []
+    for method in methods:
+        kind, _, backend = method.partition(", ")
+        style = METHODS.get(method) or METHODS.get(kind)
+        if style is not None and backend in BACKEND_DASHES:
+            style = replace(style, dash=BACKEND_DASHES[backend])
+        if style is None or style in styles.values():
+            strangers.append(method)
+        else:
+            styles[method] = style
+    spare = [
+        replace(style, dash=dash)
+        for dash in reversed(DASHES)
+        for style in (*OTHERS, *VARIANTS.values())
+        if replace(style, dash=dash) not in styles.values()
+    ]
+    styles |= dict(zip(strangers, spare, strict=False))
+    return styles
+
+
+def assign_styles(series: Iterable[tuple[str, str]]) -> dict[str, Style]:
+    """A style for every series, by label: its variant's own to the first of a variant, others to the rest.
+
+    Args:
+        series: labels and variants, in the order they are shown in.
+    """
+    styles: dict[str, Style] = {}
+    taken: set[str] = set()
+    pool = [
+        Style(style.light, style.dark, dash, style.marker)
+        for dash in DASHES
+        for style in (*OTHERS, *VARIANTS.values())
+        # Those with a look of their own keep it to themselves.
+        if (style in OTHERS or dash) and (style.light, dash) not in {(s.light, s.dash) for s in VARIANTS.values()}
+    ]
+    spare = 0
+    for label, variant in dict.fromkeys(series):
+        if variant in VARIANTS and variant not in taken:
+            taken.add(variant)
+            styles[label] = VARIANTS[variant]
+        else:
+            styles[label] = pool[spare % len(pool)]
+            spare += 1
+    return styles
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot with a backend that needs no display."""
+    require("matplotlib", "plot").use("agg")
+    return require("matplotlib.pyplot", "plot")
+
+
+def make_panels(
+    count: int,
+    *,
+    columns: int | None = None,
+    width: float = PANEL_WIDTH,
+    height: float = PANEL_HEIGHT,
+    sharey: bool = False,
+) -> tuple[Any, list[Any]]:
+    """A figure and its axes, row by row; places that are left over in the last row stay empty.
+
+    Args:
+        columns: panels in a row; None: all of them.
+        width, height: inches of one panel. The legend comes on top of the height.
+    """
+    columns = columns or count
+    rows = -(-count // columns)
+    figure, grid = pyplot().subplots(
+        rows, columns, figsize=(width * columns, height * rows), sharey=sharey, squeeze=False, layout="constrained"
+    )
+    panels = list(grid.flat)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    return figure, panels[:count]
+
+
+def add_legend(figure: Any, panels: Iterable[Any]) -> None:
+    """One legend for all panels, below them, in as many columns as fit. The figure grows to hold it."""
+    handles: dict[str, Any] = {}
+    for axes in panels:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    if not handles:
+        return
+    for most in range(min(MOST_COLUMNS, len(handles)), 0, -1):
+        # No more columns than the rows need: four entries stand two by two and not three by one.
+        columns = -(-len(handles) // -(-len(handles) // most))
+        legend = figure.legend(
+            handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False
+        )
+        box = legend.get_window_extent(figure.canvas.get_renderer())
+        if box.width <= figure.bbox.width or columns == 1:
+            break
+        legend.remove()
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(max(width, box.width / figure.dpi), height + box.height / figure.dpi)
+
+
+def set_title(axes: Any, title: str) -> None:
+    """A title that is broken into lines where it would be wider than its figure's share for one column of panels."""
+    columns = axes.get_gridspec().ncols
+    width = axes.figure.get_size_inches()[0] / columns
+    characters = int(width * POINTS_PER_INCH / (CHARACTER * TITLE_SIZE))
+    axes.set_title(textwrap.fill(title, characters), fontsize=TITLE_SIZE)
+
+
+def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None:
+    """A logarithmic axis with a tick at every context; a label is left out where it would touch the next one."""
+    contexts = sorted(set(contexts))
+    axes.set_xscale("log", base=base)
+    if len(contexts) == 1:
+        axes.set_xlim(contexts[0] / 2, contexts[0] * 2)
+    low, high = map(math.log, axes.get_xlim())
+    columns = axes.get_gridspec().ncols
+    # Axis labels and the room between panels take about a fifth.
+    points = 0.8 * axes.figure.get_size_inches()[0] / columns * POINTS_PER_INCH
+    size = pyplot().rcParams["font.size"]
+    labels: dict[int, str] = {}
+    edge = math.inf
+    # From the longest context down: it is the one that readers look for.
+    for context in reversed(contexts):
+        text = f"{context:,}"
+        middle = (math.log(context) - low) / (high - low) * points
+        half = CHARACTER * size * len(text) / 2
+        fits = middle + half <= edge
+        labels[context] = text if fits else ""
+        if fits:
+            edge = middle - half - size / 2
+    axes.set_xticks(contexts, [labels[context] for context in contexts])
+    axes.minorticks_off()
+
+
+def plain_numbers() -> Any:
+    """Tick labels like 16,384 instead of 2¹⁴ or 1.6e4."""
+    return require("matplotlib.ticker", "plot").StrMethodFormatter("{x:,.0f}")
+
+
+def tidy(axes: Any) -> None:
+    """Grid lines, and no frame at the top and on the right."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def save_figure(figure: Any, path: Path, metadata: dict[str, Any] | None = None) -> None:
+    """Writes a PNG or an SVG, by the path's ending; its folder is made. The figure stays open."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata=metadata)

@@ -1,0 +1,201 @@
+"""Run folders as a report reads them: config, metrics, evaluation, and what the heads learned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from sympow.data.dataset import RECALL
+from sympow.data.tokenizer import ByteTokenizer, token_unit
+from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
+from sympow.evaluate.head_statistics import HeadTable, read_heads
+from sympow.model.config import GPTConfig
+from sympow.parsing import read_json, read_yaml
+from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
+from sympow.train.metrics import read_metrics
+from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
+
+RESULT_FILE = "result.json"
+# Results of an experiment: its summary lies in a folder beside that of all experiments' runs.
+SUMMARY_FILE = "summary.json"
+RUNS = "runs"
+SECTIONS: dict[str, type[Any]] = {
+    "model": GPTConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "run": RunConfig,
+}
+# What part of a run's end its final loss is the mean of.
+FINAL_PART = 10
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        folder: where it lies.
+        name: the folder, as far as it tells runs of this report apart.
+        settings: every field of its config by its name; no name occurs in two parts.
+        metrics: a record per step, in order.
+        evaluation: on held-out documents, if there is one.
+        heads: what gates and rotations do, per layer and head, if it was measured.
+        result: what an experiment noted about it: the command, the device and more; empty, if it was none's.
+    """
+
+    folder: Path
+    name: str
+    settings: dict[str, Any]
+    metrics: list[dict[str, float]]
+    evaluation: Evaluation | None = None
+    heads: HeadTable | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps made so far."""
+        return int(self.metrics[-1]["step"])
+
+    @property
+    def unit(self) -> str:
+        """What to call one of its tokens: "byte" or "token". With 257 of them, a token of text is a byte."""
+        if (self.folder / EXPORT).is_dir():
+            return token_unit(self.folder / EXPORT)
+        of_text = self.settings["data"].partition(":")[0] != RECALL
+        return "byte" if of_text and self.settings["vocab_size"] == ByteTokenizer.vocab_size else "token"
+
+    @property
+    def finished(self) -> bool:
+        return self.steps >= self.settings["steps"]
+
+    @property
+    def final_loss(self) -> float:
+        """Mean training loss over the last tenth of the steps: a single batch says more about itself than the run."""
+        losses = [line["loss"] for line in self.metrics]
+        last = losses[-max(1, len(losses) // FINAL_PART) :]
+        return sum(last) / len(last)
+
+    @property
+    def final_heldout_loss(self) -> float | None:
+        """At the training context: as an experiment measured it, or the last of training, if there was any."""
+        measured = self.result.get("heldout_loss")
+        if isinstance(measured, int | float):
+            return measured
+        found = [line["heldout_loss"] for line in self.metrics if "heldout_loss" in line]
+        return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All runs of a report.
+
+    Attributes:
+        runs: in the order of their names.
+        notes: what was found and could not be used, for the reader.
+    """
+
+    runs: list[Run]
+    notes: list[str] = field(default_factory=list)
+
+
+def collect(paths: Sequence[Path]) -> Collection:
+    """Reads run folders, folders of runs however deep, and an experiment's folder of results for the runs it names.
+
+    Raises:
+        ValueError: a path does not exist, holds no run, or a file in it is damaged.
+    """
+    folders = _find_folders(paths)
+    notes: list[str] = []
+    names = _short_names(folders)
+    runs = []
+    for folder, name in zip(folders, names, strict=True):
+        metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
+        metrics = [line for line in metrics if "loss" in line]
+        if not metrics:
+            notes.append(f"{name} has made no step yet, and is left out.")
+            continue
+        settings, result = _read_settings(folder / CONFIG_FILE), _read_fields(folder / RESULT_FILE)
+        runs.append(Run(folder, name, settings, metrics, heads=read_heads(folder), result=result))
+    if not runs:
+        raise ValueError(f"no run in {_listed(paths)} has made a step yet")
+    evaluations, more_notes = find_evaluations([*paths, *folders], {run.folder: run.name for run in runs})
+    runs = [replace(run, evaluation=evaluations.get(run.folder)) for run in runs]
+    diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
+    if diverged:
+        notes.append(f"Ended by a loss that was no number, and left out of final losses: {', '.join(diverged)}.")
+    unfinished = [run.name for run in runs if not run.finished and run.name not in diverged]
+    if unfinished:
+        notes.append(f"Not finished, and left out of final losses: {', '.join(unfinished)}.")
+    return Collection(runs, notes + more_notes)
+
+
+def settings_help() -> dict[str, str]:
+    """What each setting means, by name."""
+    return {name: text for kind in SECTIONS.values() for name, text in field_help(kind).items()}
+
+
+def _find_folders(paths: Sequence[Path]) -> list[Path]:
+    found: dict[Path, Path] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise ValueError(f"runs must be folders, and {path} is none")
+        here = list(_runs_in(path))
+        if not here:
+            raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
+        found |= {folder.resolve(): folder for folder in here}
+    return [found[key] for key in sorted(found)]
+
+
+def _runs_in(path: Path) -> Iterator[Path]:
+    """The folder itself, or the runs below it, or those of an experiment; a run's own folders are not searched."""
+    if (path / SUMMARY_FILE).is_file():
+        yield from _runs_of_experiment(path)
+        return
+    for folder, subfolders, files in os.walk(path):
+        if CONFIG_FILE in files:
+            subfolders.clear()
+            yield Path(folder)
+
+
+def _runs_of_experiment(path: Path) -> Iterator[Path]:
+    rows = _read_fields(path / SUMMARY_FILE).get("runs")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "run" in row for row in rows):
+        raise ValueError(f"{path / SUMMARY_FILE} is no summary of an experiment: it must list runs")
+    for row in rows:
+        folder = path.parent / RUNS / row["run"]
+        if not (folder / CONFIG_FILE).is_file():
+            raise ValueError(f"{path / SUMMARY_FILE} names {row['run']}, and there is no such run in {folder.parent}")
+        yield folder
+
+
+def _short_names(folders: Sequence[Path]) -> list[str]:
+    """Without what all of them have in common."""
+    resolved = [folder.resolve() for folder in folders]
+    if len(resolved) == 1:
+        return [resolved[0].name]
+    common = Path(os.path.commonpath(resolved))
+    return [folder.relative_to(common).as_posix() for folder in resolved]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Every field, defaults for those a config of another version lacks; its own that are unknown here stay, too."""
+    content = read_yaml(path)
+    if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
+        raise ValueError(f"{path} must map the parts {', '.join(SECTIONS)} to fields")
+    settings: dict[str, Any] = {}
+    for part, kind in SECTIONS.items():
+        settings |= {f.name: f.default for f in fields(kind) if f.default is not MISSING} | content.get(part, {})
+    return settings
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    """What a file maps to what; empty if there is none, or it holds something else."""
+    content = read_json(path) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _listed(paths: Iterable[Path]) -> str:
+    return ", ".join(map(str, paths))

@@ -1,0 +1,283 @@
+"""What `sympow report` writes: the HTML page, the table of final losses and the figures of a set of runs."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from sympow.evaluate.head_statistics import held_out_rows, measure_heads, quantity_labels, write_heads
+from sympow.extras import require
+from sympow.files import write_atomically
+from sympow.model.accounting import count_parameters
+from sympow.model.config import GPTConfig
+from sympow.model.storage import load_model
+from sympow.report.curves import by_layer, curve, median_speed, metric_names, seconds_at
+from sympow.report.grouping import (
+    Group,
+    Spread,
+    by_power,
+    differing,
+    group_runs,
+    plain_words,
+    repeated_seeds,
+    shown,
+    unit_of,
+)
+from sympow.report.html_page import build_page
+from sympow.report.paper_figures import draw_figures
+from sympow.report.plotting import Style, assign_styles
+from sympow.report.run_collection import Collection, Run, collect, settings_help
+from sympow.train.provenance import TrainedOn
+from sympow.train.run_folder import CONFIG_FILE, EXPORT
+
+PAGE = "index.html"
+NUMBERS = "final_losses.csv"
+# Metrics with a plainer name than their own.
+METRICS = {
+    "loss": "training loss (nats per {unit})",
+    "heldout_loss": "held-out loss (nats per {unit})",
+    "gradient_norm": "length of the gradient",
+    "learning_rate": "learning rate",
+    "tokens_per_second": "speed ({unit}s per second)",
+    "utilisation": "share of the device's peak",
+    "memory_gib": "memory (GiB)",
+}
+SCRIPTS = ("numbers.js", "elements.js", "plot.js", "heatmap.js", "report.js")
+
+
+def write_report(
+    paths: Sequence[Path],
+    out: Path,
+    *,
+    title: str = "Training runs",
+    heads: bool = True,
+    device: str = "cpu",
+) -> list[Path]:
+    """Reads runs and writes index.html, final_losses.csv and figures/.
+
+    Args:
+        paths: run folders, or folders of runs however deep.
+        out: folder to write into; it is made.
+        heads: whether to measure what heads learned, where that is not known yet and the model is there. The result is
+            kept in the run's folder.
+        device: for that.
+
+    Returns:
+        what was written.
+
+    Raises:
+        ValueError: there is no run, or a file of one is damaged.
+    """
+    collection = collect(paths)
+    if heads:
+        collection = measure_missing_heads(collection, device)
+    groups = group_runs(collection.runs)
+    notes = collection.notes + repeated_seeds(groups)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    with _progress() as progress:
+        task = progress.add_task("drawing figures", total=None)
+        figures = draw_figures(
+            groups, styles, out / "figures", lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    write_atomically(out / NUMBERS, _table(groups).encode())
+    write_atomically(out / PAGE, build_report_page(title, groups, styles, notes).encode())
+    return [out / PAGE, out / NUMBERS, *figures]
+
+
+def measure_missing_heads(collection: Collection, device: str) -> Collection:
+    """Measures the heads of runs that have a model and were not measured, with progress on the terminal."""
+    waiting = [run for run in collection.runs if run.heads is None and _learned_something(run)]
+    measured: dict[Path, Run] = {}
+    notes: dict[str, list[str]] = {}
+    with _progress() as progress:
+        task = progress.add_task("looking at heads", total=len(waiting))
+        for run in waiting:
+            try:
+                trained_on = TrainedOn.find(run.folder / EXPORT)
+                assert trained_on is not None, "a run has a config"
+                batches = held_out_rows(run.settings | {"data": trained_on.source})
+                table = measure_heads(load_model(run.folder / EXPORT, device), batches, run.settings["data"])
+            except ValueError as error:
+                notes.setdefault(str(error), []).append(run.name)
+            else:
+                measured[run.folder] = replace(run, heads=table)
+                try:
+                    write_heads(run.folder, table)
+                except OSError as error:
+                    notes.setdefault(f"measured, and not kept: {error.strerror}", []).append(run.name)
+            progress.advance(task)
+    found = [f"What the heads of {_some(names)} do was not measured: {why}." for why, names in notes.items()]
+    return Collection([measured.get(run.folder, run) for run in collection.runs], collection.notes + found)
+
+
+def _progress() -> Any:
+    console = require("rich.console", "cli").Console(stderr=True)
+    return require("rich.progress", "cli").Progress(console=console, transient=True)
+
+
+def _learned_something(run: Run) -> bool:
+    """Whether its gates or rotations are its own."""
+    has_model = (run.folder / EXPORT).is_dir()
+    return has_model and (run.settings["gating"] != "none" or run.settings["rotary"] not in ("none", "fixed"))
+
+
+def _table(groups: Sequence[Group]) -> str:
+    """A line per group: final losses with their range over seeds."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    measures: dict[str, Callable[[Group], Spread | None]] = {
+        "final_loss": lambda group: group.final_loss,
+        "final_heldout_loss": lambda group: group.final_heldout_loss,
+    }
+    columns = [f"{name}_{part}" for name in measures for part in ("mean", "low", "high")]
+    writer.writerow(["series", "power", "context", "seeds", "finished", *columns])
+    for group in groups:
+        numbers: list[str] = []
+        for measure in measures.values():
+            spread = measure(group)
+            numbers += ["", "", ""] if spread is None else [f"{x:.6g}" for x in (spread.mean, spread.low, spread.high)]
+        seeds = " ".join(map(str, group.seeds))
+        finished = sum(run.finished for run in group.runs)
+        writer.writerow([group.series, group.power or "", group.context, seeds, finished, *numbers])
+    return text.getvalue()
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def build_report_page(title: str, groups: Sequence[Group], styles: Mapping[str, Style], notes: Sequence[str]) -> str:
+    """HTML of the whole report.
+
+    Args:
+        styles: by series.
+        notes: what the reader should know about what is missing.
+    """
+    return build_page(title, "report.html", SCRIPTS, report_data(title, groups, styles, notes), series_css(styles))
+
+
+def report_data(
+    title: str, groups: Sequence[Group], styles: Mapping[str, Style], notes: Sequence[str]
+) -> dict[str, Any]:
+    """What the page's scripts read; numbers rounded to six digits."""
+    runs = [run for group in groups for run in group.runs]
+    grids: dict[tuple[int, ...], int] = {}
+    places = {label: place for place, label in enumerate(styles)}
+    different = set(differing(runs))
+    helps = settings_help()
+    unit = unit_of(groups)
+    labels = {name: label.format(unit=unit) for name, label in METRICS.items()}
+    names = dict.fromkeys(name for run in runs for name in metric_names(run))
+    described = [_run(run, number, grids) for number, group in enumerate(groups) for run in group.runs]
+    return {
+        "title": title,
+        "notes": list(notes),
+        "series": [{"label": label, **asdict(style)} for label, style in styles.items()],
+        "groups": [
+            {"series": places[group.series], "power": group.power, "context": group.context} for group in groups
+        ],
+        "panels": [
+            {"title": panel, "groups": [groups.index(group) for group in members]}
+            for panel, members in by_power(groups).items()
+        ],
+        "runs": described,
+        "grids": [list(grid) for grid in grids],
+        "metrics": {name: labels.get(name, plain_words(name)) for name in (*labels, *names) if name in names},
+        "unit": unit,
+        "quantities": quantity_labels(unit),
+        "settings": [
+            {"name": name, "label": plain_words(name), "help": helps.get(name, ""), "differs": name in different}
+            for name in dict.fromkeys(name for run in runs for name in run.settings)
+        ],
+    }
+
+
+def series_css(styles: Mapping[str, Style]) -> str:
+    """A custom property for each series' colour, which follows the page from light to dark."""
+    colours = "".join(
+        f"--series-{place}: light-dark({style.light}, {style.dark}); " for place, style in enumerate(styles.values())
+    )
+    return f"\n:root {{ {colours}}}\n"
+
+
+def _run(run: Run, group: int, grids: dict[tuple[int, ...], int]) -> dict[str, Any]:
+    curves = {}
+    for name in metric_names(run):
+        found = curve(run, name)
+        if found.steps:
+            curves[name] = {
+                "grid": _grid(found.steps, grids),
+                "values": _rounded(found.values),
+                "counts": None if set(found.counts) == {1} else found.counts,
+            }
+    steps = curve(run, "loss").steps
+    seconds = seconds_at(run, steps)
+    evaluation = run.evaluation
+    speed = median_speed(run)
+    return {
+        "name": run.name,
+        "group": group,
+        "seed": run.settings["seed"],
+        "steps": run.steps,
+        "finished": run.finished,
+        "finalLoss": _round(run.final_loss),
+        "finalHeldoutLoss": _round(run.final_heldout_loss),
+        "speed": _round(speed),
+        "memory": _round(max((line["memory_gib"] for line in run.metrics if "memory_gib" in line), default=None)),
+        "parameters": _parameters(run),
+        "command": run.result.get("command") or f"sympow train --config {run.folder / CONFIG_FILE} --out runs/again",
+        "device": run.result.get("device"),
+        "batchTokens": run.settings["batch_tokens"],
+        "settings": {name: shown(value) for name, value in run.settings.items()},
+        "curves": curves,
+        "seconds": None if seconds is None else {"grid": _grid(steps, grids), "values": _rounded(seconds)},
+        "layers": {
+            name: {"steps": at, "values": [_rounded(row) for row in rows]} for name, (at, rows) in by_layer(run).items()
+        },
+        "evaluation": None
+        if evaluation is None
+        else {
+            "documents": evaluation.documents,
+            "data": evaluation.data,
+            "byContext": [[c, _round(x)] for c, x in evaluation.by_context.items()],
+            "byPosition": [[_round(c), _round(x)] for c, x in evaluation.by_position.items()],
+            "recall": evaluation.recall,
+            "passkey": evaluation.passkey,
+        },
+        "heads": None
+        if run.heads is None
+        else {
+            "tokens": run.heads.tokens,
+            "data": run.heads.data,
+            "quantities": {name: [_rounded(row) for row in rows] for name, rows in run.heads.quantities.items()},
+        },
+    }
+
+
+def _parameters(run: Run) -> int | None:
+    """Of the model; None, if this version does not know such a model."""
+    known = {name: run.settings[name] for name in GPTConfig.__dataclass_fields__}
+    try:
+        return count_parameters(GPTConfig(**known)).total
+    except (ValueError, TypeError):
+        return None
+
+
+def _grid(steps: list[int], grids: dict[tuple[int, ...], int]) -> int:
+    """Number of a list of steps; most runs share theirs."""
+    return grids.setdefault(tuple(steps), len(grids))
+
+
+def _rounded(numbers: Sequence[float | None]) -> list[float | None]:
+    return [_round(number) for number in numbers]
+
+
+def _round(number: float | None) -> float | None:
+    """Six digits; what is not finite becomes None."""
+    if number is None or number != number or abs(number) == float("inf"):
+        return None
+    return float(f"{number:.6g}")

@@ -1,0 +1,251 @@
+"""`sympow evaluate`: losses of exported models on held-out documents, as a table, JSON and a figure."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+from support import assert_close
+from sympow import GPT, GPTConfig
+from sympow.cli.app import app
+from sympow.data import open_dataset, prepare
+from sympow.data.tokenizer import ByteTokenizer
+from sympow.evaluate.evaluation_file import contexts_up_to
+from sympow.evaluate.model_evaluation import held_out_documents
+from sympow.model.storage import load_model, save_model
+from sympow.train.provenance import TrainedOn
+
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for name, mixer in (("first", "sympow"), ("second", "softmax")):
+        config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, mixer=mixer)
+        save_model(folder / name / "model", config, GPT(config).state_dict())
+        ByteTokenizer().save(folder / name / "model")
+        trained_on("stdlib", context=64).save(folder / name / "model")
+    return folder
+
+
+def trained_on(data, **changes):
+    folder = None if data == "stdlib" else str(Path(data).resolve())
+    return TrainedOn(**{"data": str(data), "folder": folder, "context": 8, "short": "join", **changes})
+
+
+def make_model(folder, data=None, **changes):
+    """A run's model folder, with or without a record of what it was trained on."""
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    save_model(folder, config, GPT(config).state_dict())
+    ByteTokenizer().save(folder)
+    if data is not None:
+        trained_on(data, **changes).save(folder)
+    return folder
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Prepared documents of about 90 tokens each."""
+    (tmp_path / "texts").mkdir()
+    for n in range(5):
+        (tmp_path / "texts" / f"{n}.txt").write_text(f"Text number {n} speaks of another thing. " * 2)
+    prepare([tmp_path / "texts"], tmp_path / "data", workers=1)
+    return tmp_path / "data"
+
+
+def said(result):
+    return " ".join(result.output.split())
+
+
+def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeypatch):
+    model = make_model(tmp_path / "run" / "model", texts, tokenizer="bytes")
+    result = evaluate(model, "--out", tmp_path / "found", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) of each" in said(result)
+    content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
+    assert content["data"] == str(texts)
+    # 86 tokens of one document in two sequences of four times the context.
+    assert content["models"]["run"]["documents"] == 2
+    assert content["models"]["run"]["trained_at"] == 8
+    heldout = open_dataset(texts, "heldout")
+    inputs = torch.tensor([[256, *heldout.read(0, 0, 31).tolist()]])
+    logits, _ = load_model(model)(inputs)
+    targets = torch.from_numpy(heldout.read(0, 0, 32).astype("int64"))
+    alone = evaluate(model, "--out", tmp_path / "alone", "--device", "cpu", "--documents", 1)
+    assert alone.exit_code == 0, alone.output
+    found = json.loads((tmp_path / "alone" / "evaluation.json").read_text())["models"]["run"]["mean"]
+    expected = cross_entropy(logits[0], targets, reduction="none").detach()
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-5)
+
+
+def test_a_copied_model_knows_its_data_from_anywhere(texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(texts.parent)
+    model = make_model(tmp_path / "run" / "model", "data")
+    copied = tmp_path / "elsewhere" / "copy"
+    shutil.copytree(model, copied)
+    assert "of data, 32 tokens" in said(evaluate(model, "--device", "cpu"))
+    (tmp_path / "other" / "data").mkdir(parents=True)  # a folder of the same name that is another
+    monkeypatch.chdir(tmp_path / "other")
+    result = evaluate(copied, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert f"of {texts}, 32 tokens" in said(result)
+    # Run and data have moved together.
+    (tmp_path / "project").mkdir()
+    texts.rename(tmp_path / "project" / "data")
+    monkeypatch.chdir(tmp_path / "project")
+    result = evaluate(copied, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "of data, 32 tokens" in said(result)
+
+
+def test_a_model_without_a_record_is_known_by_its_runs_config(texts, tmp_path):
+    model = make_model(tmp_path / "run" / "model")
+    (tmp_path / "run" / "config.yaml").write_text(f"data: {{data: {texts}, context: 8}}\n")
+    result = evaluate(model, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert f"of {texts}, 32 tokens" in said(result)
+
+
+def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_path):
+    unknown = make_model(tmp_path / "unknown")
+    assert "does not say what it was trained on; name the data with --data" in said(evaluate(unknown))
+    assert evaluate(unknown, "--data", texts, "--length", 8, "--device", "cpu").exit_code == 0
+    moved = make_model(tmp_path / "moved" / "model", texts)
+    texts.rename(tmp_path / "there")
+    result = evaluate(moved)
+    assert result.exit_code == 2
+    assert f"trained on {texts}, and {texts} is not there any more; name the data with --data" in said(result)
+    assert evaluate(moved, "--data", tmp_path / "there", "--device", "cpu").exit_code == 0
+    here = make_model(tmp_path / "here" / "model", tmp_path / "there")
+    result = evaluate(runs / "first" / "model", here)
+    assert result.exit_code == 2
+    assert "trained on different data" in said(result)
+    assert "name what to compare them on with --data" in said(result)
+    given = make_model(tmp_path / "given" / "model")
+    TrainedOn(None, None, 8, "join", name="random tokens").save(given)
+    assert "trained on random tokens, a dataset that a program made" in said(evaluate(given))
+
+
+def test_data_prepared_again_otherwise_is_mentioned(texts, tmp_path):
+    fingerprint = open_dataset(texts).fingerprint
+    model = make_model(tmp_path / "run" / "model", texts, fingerprint=fingerprint)
+    assert "has changed" not in said(evaluate(model, "--device", "cpu"))
+    prepare([tmp_path / "texts"], texts, heldout=0.5, overwrite=True, workers=1)
+    result = evaluate(model, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert f"{texts} has changed since the training" in said(result)
+
+
+def test_documents_shorter_than_wanted_are_read_to_the_end_of_the_longest(texts, tmp_path):
+    model = make_model(tmp_path / "run" / "model", texts, context=1_000)
+    result = evaluate(model, "--device", "cpu", "--out", tmp_path / "found")
+    assert result.exit_code == 0, result.output
+    length = int(open_dataset(texts, "heldout").lengths.max())
+    assert f"no held-out document has 4,000 tokens, 4 times the training context: reading {length}" in said(result)
+    found = json.loads((tmp_path / "found" / "evaluation.json").read_text())["models"]["run"]
+    assert len(found["mean"]) == length
+
+
+def test_data_that_holds_nothing_out_says_how_to(texts, tmp_path):
+    prepare([tmp_path / "texts"], texts, heldout=0, overwrite=True, workers=1)
+    result = evaluate(make_model(tmp_path / "run" / "model", texts))
+    assert result.exit_code == 2
+    assert "has no split 'heldout': prepare it again with some held out (--heldout, --overwrite)" in said(result)
+
+
+def test_data_of_another_vocabulary_is_refused(texts, tmp_path):
+    config = GPTConfig(vocab_size=100, layers=1, width=16, heads=2)
+    save_model(tmp_path / "small", config, GPT(config).state_dict())
+    result = evaluate(tmp_path / "small", "--data", texts, "--length", 8, "--device", "cpu")
+    assert result.exit_code == 2
+    assert "has a vocabulary of 257 tokens, more than the 100 of" in said(result)
+
+
+def evaluate(*arguments):
+    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def test_models_are_compared_on_the_same_documents(runs, tmp_path):
+    result = evaluate(runs / "first" / "model", runs / "second" / "model", "--length", LENGTH, "--documents", 2,
+                      "--out", tmp_path, "--device", "cpu")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "first" in result.stdout
+    assert "second" in result.stdout
+    # These models read bytes.
+    assert "Average loss within a context (bytes), nats per byte" in " ".join(result.stdout.split())
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (tmp_path / "loss_by_position.png").stat().st_size > 0
+    assert content["models"].keys() == {"first", "second"}
+    for found in content["models"].values():
+        assert found["documents"] == 2
+        assert len(found["mean"]) == LENGTH
+        assert found["by_context"][str(LENGTH)] == pytest.approx(sum(found["mean"]) / LENGTH, abs=1e-4)
+
+
+def test_the_losses_are_those_of_the_model(runs, tmp_path):
+    evaluate(runs / "first" / "model", "--length", LENGTH, "--documents", 1, "--out", tmp_path, "--device", "cpu")
+    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]["mean"]
+    ((inputs, targets),) = held_out_documents("stdlib", LENGTH, 1)
+    logits, _ = load_model(runs / "first" / "model")(inputs)
+    expected = cross_entropy(logits[0], targets[0], reduction="none").detach()
+    assert_close(found, expected, 2e-5, "losses")
+
+
+def test_contexts_grow_to_the_length():
+    assert contexts_up_to(48) == [1, 4, 16, 48]
+    assert contexts_up_to(64) == [1, 4, 16, 64]
+    assert contexts_up_to(12, 2) == [1, 2, 4, 8, 12]
+    assert contexts_up_to(1) == [1]
+
+
+def test_probes_are_part_of_an_evaluation(runs, tmp_path):
+    probes = ("--probe", "recall", "--pairs", 2, "--pairs", 4, "--probe", "passkey", "--distance", 40)
+    short = ("--length", LENGTH, "--documents", 1, "--device", "cpu")
+    result = evaluate(runs / "first" / "model", *short, *probes, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
+    assert {point["pairs"] for point in found["recall"]} == {2, 4}
+    assert [point["distance"] for point in found["passkey"]] == [40]
+    # What it has not learned, it can only guess.
+    assert all(point["loss"] == pytest.approx(5.5, abs=0.5) for point in found["recall"])
+    assert (tmp_path / "probes.png").stat().st_size > 0
+    assert (tmp_path / "loss_by_context.png").stat().st_size > 0
+    assert "Associative recall" in result.stdout
+    assert "Passkey" in result.stdout
+
+
+def test_the_length_is_four_times_the_training_context(tmp_path):
+    model = make_model(tmp_path / "first" / "model")
+    (tmp_path / "first" / "config.yaml").write_text("data: {context: 8}\n")
+    evaluate(model, "--documents", 1, "--device", "cpu", "--out", tmp_path)
+    found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
+    assert found["trained_at"] == 8
+    assert list(found["by_context"]) == ["1", "2", "4", "8", "16", "32"]
+
+
+def test_runs_of_one_name_are_told_apart(runs):
+    result = evaluate(runs / "first" / "model", runs / "first" / "model")
+    assert result.exit_code == 2
+    assert "runs with different names, got first, first" in " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--length", 0), "length must be at least 1, got 0"),
+        (("--documents", 0), "documents must be at least 1, got 0"),
+        (("--length", 10**9), "has no document of --length=1,000,000,000 tokens"),
+        (("--data", "nowhere", "--length", 8), "Error: --data must be"),
+        (("--probe", "sight"), "probe must be one of 'recall', 'passkey'; got 'sight'"),
+        (("--probe", "recall", "--pairs", 0, "--length", 8), "pairs must be numbers of at least 1, got (0,)"),
+    ],
+)
+def test_mistakes_are_named(runs, arguments, message):
+    result = evaluate(runs / "first" / "model", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())

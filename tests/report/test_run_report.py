@@ -1,0 +1,177 @@
+"""`sympow report`: what it writes, and the numbers in it."""
+
+import csv
+import json
+import re
+import shutil
+
+import pytest
+from report.made_up import VARIANTS, write_run
+from typer.testing import CliRunner
+
+from sympow.cli.app import app
+from sympow.data.tokenizer import ByteTokenizer
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import GPT
+from sympow.model.storage import save_model
+from sympow.report.grouping import group_runs
+from sympow.report.plotting import assign_styles
+from sympow.report.run_collection import collect
+from sympow.report.run_report import report_data
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def data_of(folder):
+    groups = group_runs(collect([folder]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    return report_data("title", groups, styles, ["a note"])
+
+
+def embedded(page):
+    return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two variants at two contexts, one of them with a model."""
+    folder = tmp_path_factory.mktemp("small")
+    for name in ("softmax", "conformal"):
+        for context in (32, 64):
+            for seed in (0, 1):
+                write_run(
+                    folder / f"{name}-{context}" / f"seed{seed}",
+                    [3.0, 2.5 + seed / 2],
+                    lines={2: {"tokens_per_second": 500.0}},
+                    evaluation=[2.0 + seed] * 128,
+                    seed=seed,
+                    context=context,
+                    layers=1,
+                    width=16,
+                    heads=2,
+                    vocab_size=257,
+                    **VARIANTS[name],
+                )
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    save_model(folder / "conformal-32" / "seed0" / "model", config, GPT(config).state_dict())
+    ByteTokenizer().save(folder / "conformal-32" / "seed0" / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(small, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "new"
+    result = report(small, "-o", out, "--title", "A <title>", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_every_figure_of_the_paper_is_drawn_twice(written):
+    names = {path.relative_to(written / "figures").as_posix() for path in (written / "figures").rglob("*.*")}
+    figures = [
+        "final_loss_by_training_context",
+        "throughput_by_training_context",
+        "training_curves_p2",
+        "loss_by_evaluation_context_p2_trained_at_32",
+        "loss_by_evaluation_context_p2_trained_at_64",
+        "heads/conformal-32_seed0",
+    ]
+    assert names == {f"{name}.{suffix}" for name in figures for suffix in ("png", "svg")}
+    for path in (written / "figures").rglob("*.png"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+    drawn = (written / "figures" / "final_loss_by_training_context.svg").read_text()
+    # A vocabulary of 257 is that of bytes.
+    assert "training loss (nats per byte)" in drawn
+    assert "conformal" in drawn
+    assert ">64<" in drawn
+
+
+def test_the_same_runs_give_the_same_figures(small, written, tmp_path):
+    # Elsewhere, and without what these curves do not show.
+    again = shutil.copytree(small, tmp_path / "again", ignore=shutil.ignore_patterns("evaluation.json", "model"))
+    assert report(again, "-o", tmp_path / "out", "--no-heads").exit_code == 0
+    name = "figures/training_curves_p2.svg"
+    assert (tmp_path / "out" / name).read_bytes() == (written / name).read_bytes()
+
+
+def test_final_losses_are_in_a_table(written):
+    with (written / "final_losses.csv").open() as file:
+        rows = {(row["series"], row["context"]): row for row in csv.DictReader(file)}
+    assert set(rows) == {(name, context) for name in ("softmax", "conformal") for context in ("32", "64")}
+    row = rows["conformal", "64"]
+    # The last tenth of two steps is the last one: 2.5 and 3.
+    assert (row["final_loss_mean"], row["final_loss_low"], row["final_loss_high"]) == ("2.75", "2.5", "3")
+    assert (row["seeds"], row["finished"], row["power"], row["final_heldout_loss_mean"]) == ("0 1", "2", "2", "")
+
+
+def test_the_page_stands_alone(written):
+    page = (written / "index.html").read_text("utf-8")
+    assert "A &lt;title&gt;" in page
+    assert not re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=""", page)
+    addresses = set(re.findall(r"https?://[^\"'\s<)]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg"}
+    assert embedded(page)["title"] == "A <title>"
+
+
+def test_heads_are_measured_once_and_kept(small, written):
+    kept = json.loads((small / "conformal-32" / "seed0" / "heads.json").read_text())
+    # As every gate and rotation starts: γ = σ(6.906768) and β = 1.
+    assert kept["quantities"]["half_life"] == [pytest.approx([692.8, 692.8], rel=1e-3)]
+    assert kept["quantities"]["beta_mean"] == [[1.0, 1.0]]
+    runs = {run["name"]: run for run in embedded((written / "index.html").read_text())["runs"]}
+    assert runs["conformal-32/seed0"]["heads"]["quantities"]["beta_mean"] == [[1.0, 1.0]]
+    assert runs["softmax-32/seed0"]["heads"] is None
+
+
+def test_a_run_whose_data_is_gone_is_noted(tmp_path):
+    folder = write_run(tmp_path / "run", [3.0], data="gone", layers=1, width=16, heads=2)
+    config = GPTConfig(vocab_size=256, layers=1, width=16, heads=2)
+    save_model(folder / "model", config, GPT(config).state_dict())
+    result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    (note,) = embedded((tmp_path / "out" / "index.html").read_text())["notes"]
+    assert note.startswith("What the heads of run do was not measured: the model was trained on gone, and there is no")
+
+
+def test_the_page_reads_what_the_runs_hold(experiment):
+    data = data_of(experiment)
+    assert data["notes"] == ["a note"]
+    assert [style["label"] for style in data["series"]] == ["softmax", "sympow", "sympow + gating", "conformal"]
+    assert [panel["title"] for panel in data["panels"]] == ["p = 4", "p = 2"]
+    run = next(run for run in data["runs"] if run["name"] == "conformal-p2-256/seed1")
+    base = 3 - 0.3 - 0.1 + 0.02
+    last = [base + 3 / step + 0.05 * (-1) ** step for step in range(37, 41)]
+    assert run["finalLoss"] == pytest.approx(sum(last) / 4, rel=1e-5)
+    assert run["finalHeldoutLoss"] == pytest.approx(base + 0.5, rel=1e-5)
+    assert run["speed"] == 4000
+    assert data["grids"][run["curves"]["loss"]["grid"]] == list(range(1, 41))
+    assert run["curves"]["loss"]["values"][0] == pytest.approx(base + 3 - 0.05, rel=1e-5)
+    # 40 steps of 1,024 tokens at 4,000 a second.
+    assert run["seconds"]["values"][-1] == pytest.approx(40 * 1024 / 4000, rel=1e-5)
+    assert run["layers"]["half_life"] == {"steps": [10, 20, 30, 40], "values": [[500.0] * 4, [20.0] * 4]}
+    assert run["heads"]["quantities"]["half_life"] == [[700.0, 30.0], [None, 2.5]]
+    by_context = dict(map(tuple, run["evaluation"]["byContext"]))
+    assert by_context[2] == pytest.approx(base + (1 + 1 / 2) / 2, rel=1e-5)
+    assert run["settings"]["power"] == "2"
+    differing = {setting["name"] for setting in data["settings"] if setting["differs"]}
+    assert differing == {"mixer", "power", "gating", "rotary", "context", "seed"}
+
+
+def test_runs_of_two_versions_with_equal_losses_are_reported(tmp_path):
+    for seed in range(3):
+        # The mean of three such losses rounds to more than each of them.
+        write_run(tmp_path / "runs" / f"seed{seed}", [0.1], seed=seed)
+    config = write_run(tmp_path / "runs" / "newer", [0.1]) / "config.yaml"
+    config.write_text(config.read_text().replace("optimizer:", "optimizer:\n  momentum: 0.5"))
+    result = report(tmp_path / "runs", "--out", tmp_path / "report")
+    assert result.exit_code == 0, result.output
+    (line,) = [row for row in (tmp_path / "report" / "final_losses.csv").read_text().splitlines() if "0.5" in row]
+    assert "momentum 0.5" in line
+
+
+def test_mistakes_are_explained(tmp_path):
+    result = report(tmp_path / "nowhere", "-o", tmp_path)
+    assert result.exit_code == 2
+    assert "runs must be folders" in result.output
