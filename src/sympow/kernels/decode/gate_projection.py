@@ -1,9 +1,10 @@
-"""log γ and β of one token, from a layer's input: what gates and rotations project, and what they make of it.
+"""log γ and β of one token from a layer's input: the projections and activations of gates and rotations in one launch.
 
-    log γ = log σ(W_γ x + b)        β = 1 + tanh(W_β x)
+    log γ = log σ(W_γ x + b)        β = 1 + tanh(W_β x)        (paper §3.1 and §3.2)
 
-One launch for both, where converting, multiplying and applying functions takes nine; in a step that runs in
-microseconds it counts. Sums are in float32, and the functions in float64: near γ = 1, log γ is a small difference.
+PyTorch takes nine launches for this, which count in a decoding step of some microseconds. Sums are float32, and the
+functions float64: near γ = 1, log γ is a small difference. `sympow.kernels.decode.reference.step_gates_reference` is
+the plain PyTorch twin.
 """
 
 # No `from __future__ import annotations`: the schema is read off the annotations.
@@ -20,7 +21,7 @@ WARPS = 4
 
 @triton.jit
 def _project(x_ptr, weight_ptr, block, inputs, outputs, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
-    """A block of outputs of one row: where they are, and W x."""
+    """Indices and values of a block of outputs W x of one row."""
     at = block * OUTPUTS + tl.arange(0, OUTPUTS)
     known = at < outputs
     sums = tl.zeros((OUTPUTS, INPUTS), tl.float32)
@@ -37,9 +38,9 @@ def _project(x_ptr, weight_ptr, block, inputs, outputs, OUTPUTS: tl.constexpr, I
 @triton.jit
 def step_gates_kernel(
     x_ptr, gate_weight_ptr, gate_bias_ptr, log_gamma_ptr, rotation_weight_ptr, beta_ptr, inputs, gates, rotations,
-    GATED: tl.constexpr, TURNED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    GATED: tl.constexpr, ROTATED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block of outputs): those of the gates first."""
+    """CTA (row, block of outputs): first the blocks of the gates, then those of the rotations."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     x_ptr += row * inputs
     gate_blocks = tl.cdiv(gates, OUTPUTS)
@@ -48,16 +49,16 @@ def step_gates_kernel(
             at, logit = _project(x_ptr, gate_weight_ptr, block, inputs, gates, OUTPUTS, INPUTS)
             logit = logit.to(tl.float64) + tl.load(gate_bias_ptr + at, mask=at < gates, other=0.0).to(tl.float64)
             tail = tl.exp(-tl.abs(logit))
-            # Below 1e-8, log(1 + tail) is tail to float32, and 1 + tail is not.
+            # Below 1e-8, log(1 + tail) equals tail in float32, while 1 + tail loses digits of tail.
             log_gamma = tl.minimum(logit, 0.0) - tl.where(tail < 1e-8, tail, tl.log(1 + tail))
             tl.store(log_gamma_ptr + row * gates + at, log_gamma.to(tl.float32), mask=at < gates)
-    if TURNED:
+    if ROTATED:
         if block >= gate_blocks:
-            at, turn = _project(
+            at, product = _project(
                 x_ptr, rotation_weight_ptr, block - gate_blocks, inputs, rotations, OUTPUTS, INPUTS
             )  # fmt: skip
-            # 1 + tanh t = 2 σ(2 t), without the rounding of a sum.
-            beta = 2 / (1 + tl.exp(-2 * turn.to(tl.float64)))
+            # 1 + tanh t = 2 σ(2 t), without the rounding of the sum.
+            beta = 2 / (1 + tl.exp(-2 * product.to(tl.float64)))
             tl.store(beta_ptr + row * rotations + at, beta.to(tl.float32), mask=at < rotations)
 
 
@@ -78,7 +79,7 @@ def step_gates(
     blocks = triton.cdiv(gates, BLOCK_OUTPUTS) + triton.cdiv(rotations, BLOCK_OUTPUTS)
     step_gates_kernel[(rows, blocks)](
         x, gate_weight, gate_bias, log_gamma, rotation_weight, beta, inputs, gates, rotations,
-        GATED=gates > 0, TURNED=rotations > 0, OUTPUTS=BLOCK_OUTPUTS, INPUTS=BLOCK_INPUTS, num_warps=WARPS,
+        GATED=gates > 0, ROTATED=rotations > 0, OUTPUTS=BLOCK_OUTPUTS, INPUTS=BLOCK_INPUTS, num_warps=WARPS,
         enable_fp_fusion=True,
     )  # fmt: skip
     return log_gamma, beta
