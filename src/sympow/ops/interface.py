@@ -26,8 +26,7 @@ from sympow.ops.sequence import Sequence, divide, run_documents
 from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights, to_full
 from sympow.ops.torch.dynamic_length import run_open_length
-from sympow.ops.torch.forms import run_portable
-from sympow.ops.torch.late_queries import run_late_queries
+from sympow.ops.torch.forms import run_late_queries, run_portable
 from sympow.ops.torch.products import query_state, update_state
 from sympow.ops.validation import (
     BACKENDS,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_choice
-from sympow.ops.compilation import register_as_tree
+from sympow.ops.compilation import register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
@@ -465,7 +465,7 @@ class Window(PortableWindow):
         return index, multinomial_weights(self.key_dim, self.power, torch.float32, device)
 
 
-register_as_tree(Window, "power", "tokens")
+register_as_pytree(Window, "power", "tokens")
 
 
 def _on_host() -> bool:

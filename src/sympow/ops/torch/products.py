@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from sympow.ops.compilation import is_known, stretches
+from sympow.ops.compilation import is_known, slices
 from sympow.ops.numerics import apply_decay, feature_decay
 from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power_rows
 
@@ -53,7 +53,7 @@ def attend_to_past(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, past_decay: T
         k, v: (b, n, s, ·).
         decay, past_decay: running sums at the queries (b, n, t, ·) and at the keys (b, n, s, ·).
     """
-    tiles = stretches(q.shape[3], _rows_in_a_block(q, k.shape[2]))
+    tiles = slices(q.shape[3], _rows_in_a_block(q, k.shape[2]))
     sums = [recompute(_past_tile, q[:, :, :, t], k, v, decay[:, :, t], past_decay, power) for t in tiles]
     return _joined(sums, dim=3)
 
@@ -127,7 +127,7 @@ def _causal_in_tiles(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, power: int)
     """One gate for all entries of a key: tiles of rows, each against itself and against all columns before it."""
     sums = []
     tile = _rows_in_a_block(q, k.shape[2])
-    for rows in stretches(k.shape[2], None if tile is None else min(MAX_ROWS, tile)):
+    for rows in slices(k.shape[2], None if tile is None else min(MAX_ROWS, tile)):
         columns = slice(rows.start or 0)
         diagonal = (q[:, :, :, rows], k[:, :, rows], v[:, :, rows], decay[:, :, rows], power)
         numerator, denominator = recompute(_diagonal_tile, *diagonal)
@@ -295,10 +295,10 @@ def _rows_in_a_block(q: Tensor, columns: int) -> int | None:
 def _feature_blocks(x: Tensor, value_dim: int, power: int) -> list[slice]:
     """Slices of the time axis of x (b, n, g, t, d) whose features fit in one block, or are no larger than a state."""
     if not is_known(x.shape[0]):
-        return stretches(x.shape[3], None)
+        return slices(x.shape[3], None)
     per_row = x.shape[0] * x.shape[1] * x.shape[2] * symmetric_dim(x.shape[-1], power)
     rows = max(value_dim, BLOCK_ELEMENTS // max(1, per_row))
-    return stretches(x.shape[3], rows)
+    return slices(x.shape[3], rows)
 
 
 def recompute(block: Callable[..., Result], *args: Any) -> Result:

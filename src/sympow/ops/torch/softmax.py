@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sympow.ops.compilation import TensorRecord, register_as_tree, stretches
+from sympow.ops.compilation import TensorRecord, register_as_pytree, slices
 from sympow.ops.sequence import Sequence, rotate_sequence, run_documents
 from sympow.ops.torch.products import recompute
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
@@ -93,8 +93,8 @@ class PaddedKeyValueState(KeyValueState):
         return KeyValueState(self.k, self.v, self.decay, self.phase)
 
 
-register_as_tree(KeyValueState)
-register_as_tree(PaddedKeyValueState)
+register_as_pytree(KeyValueState)
+register_as_pytree(PaddedKeyValueState)
 
 
 @overload
@@ -215,7 +215,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor 
             )
         )
     rows = []
-    for some in stretches(length, ROWS):
+    for some in slices(length, ROWS):
         start, stop = some.start or 0, length if some.stop is None else min(some.stop, length)
         seen = total - length + stop
         row_decay = None if decay is None else decay[:, seen - (stop - start) : seen]
