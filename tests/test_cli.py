@@ -254,9 +254,17 @@ def test_help_has_the_librarys_names_and_defaults():
     """They are written twice, so that help does not import torch."""
     assert (common.GATES, common.ROTATIONS, common.MIXERS) == (GATES, ROTATIONS, MIXERS)
     assert tuple(PRESETS) == common.MODELS
-    assert common.SEGMENT_TOKENS == PIECE
+    assert common.SEGMENT_SIZE == PIECE
     text = runner.invoke(app, ["train", "--help"], terminal_width=200).output
     assert f"Config to start from: {' or '.join(TRAIN_PRESETS)}." in text
+
+
+@pytest.mark.parametrize("flag", ["--piece", "--segment-size"])
+@pytest.mark.parametrize("join", [" ", "="])
+def test_flags_work_by_their_earlier_names(flag, join):
+    result = runner.invoke(app, ["evaluate", "model", "--data", "stdlib", *f"{flag}{join}0".split()])
+    assert "Error: --segment-size must be at least 1, got 0" in result.stderr
+    assert ("--piece is deprecated; use --segment-size\n" in result.stderr) == (flag == "--piece")
 
 
 def test_summaries_are_whole():

@@ -287,7 +287,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
         ((), "give a --prompt"),
         (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
         (("--file", "nowhere.txt"), "Error: nowhere.txt cannot be read: No such file or directory"),
-        (("--prompt", "a", "--memory", "all"), "Error: --memory must be one of"),
+        (("--prompt", "a", "--memory", "all"), "Error: --cache must be one of"),
     ],
 )
 def test_the_command_names_mistakes(folder, arguments, message):

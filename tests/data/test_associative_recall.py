@@ -1,4 +1,4 @@
-"""The synthetic task as a dataset: every answer follows from a pair, and it trains like any other data."""
+"""The MQAR dataset: every answer follows from a pair, and it trains like any other dataset."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Data folders that others made: whatever is in them is opened or refused at once, with the name of the file."""
+"""Untrusted data folders: whatever they contain is opened, or refused with the name of the file."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The loader: what is in a batch, in which order, for which process, and after a restart."""
+"""The loader: content and order of batches, several processes, and resuming."""
 
 import json
 import threading
@@ -96,7 +96,7 @@ def test_packed_batches_have_boundaries(memory):
         assert batch.cu_seqlens[0] == 0
         assert batch.cu_seqlens[-1] == 4 * 32
         assert len(batch.cu_seqlens) == len(batch.document_ids) + 1
-        # Rows begin with a piece, so no piece is longer than the context.
+        # Rows begin with a slice, so that no slice is longer than the context.
         assert set(range(0, 129, 32)) <= set(batch.cu_seqlens.tolist())
         sizes += batch.cu_seqlens.diff().tolist()
     assert max(sizes) == 32

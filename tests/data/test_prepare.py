@@ -1,4 +1,4 @@
-"""Text to shards: what is written, that it is the same however it was interrupted, and which mistakes are named."""
+"""`prepare`: shards, the same files after any interruption, and error messages."""
 
 import json
 from pathlib import Path

@@ -12,8 +12,15 @@ from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data.dataset import open_dataset
 from sympow.data.loader import Loader
-from sympow.evaluate.capture import capture
-from sympow.evaluate.heads import HeadTable, half_life, held_out_rows, measure_heads, read_heads, write_heads
+from sympow.evaluate.head_statistics import (
+    HeadTable,
+    capture,
+    half_life,
+    held_out_rows,
+    measure_heads,
+    read_heads,
+    write_heads,
+)
 from sympow.generation.prefix import Reading
 from sympow.model.storage import save_model
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from report.made_up import write_evaluation, write_run
 
-from sympow.evaluate.results import averages_over_ranges
+from sympow.evaluate.evaluation_file import averages_over_ranges
 from sympow.report.run_collection import collect
 
 
@@ -75,7 +75,7 @@ def test_a_config_of_another_version_is_read(tmp_path):
         ("config.yaml", "a: [", "config.yaml: not YAML"),
         ("config.yaml", "model: 3", "must map the parts"),
         ("metrics.jsonl", '{"loss": 1}\n{"step": 1}\n', "line 1 has no step"),
-        ("heads.json", "{}", "heads.json is no table of heads"),
+        ("heads.json", "{}", "heads.json is not a table of head statistics"),
     ],
 )
 def test_damage_is_named(tmp_path, file, content, message):

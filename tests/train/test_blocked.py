@@ -1,4 +1,4 @@
-"""Processes that were not started alike, and processes that wait for one that does not come."""
+"""Processes with different settings, and processes that wait in a collective for one that hangs."""
 
 import json
 import signal

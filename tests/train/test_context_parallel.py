@@ -1,4 +1,4 @@
-"""Processes that share sequences out among them train as one process does."""
+"""Training with context parallelism equals training in one process."""
 
 import shutil
 

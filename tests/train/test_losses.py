@@ -1,4 +1,4 @@
-"""Chunked cross-entropy against PyTorch's, and what it holds in memory."""
+"""Chunked cross-entropy against PyTorch's, and its peak memory."""
 
 import pytest
 import torch

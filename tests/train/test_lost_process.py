@@ -1,4 +1,4 @@
-"""A process that dies ends the run for all, by name, and torchrun goes on from the last checkpoint."""
+"""The heartbeat: a process that dies or stops ends the run, by name, and torchrun restarts from the last checkpoint."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A folder holds one run, however many are started at the same moment."""
+"""The lock of a run folder: one run per folder, however many start at the same moment."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from sympow.train import run_folder as run_folder_module
 from sympow.train.metrics import read_metrics
 
 STARTS = 50
-# Everyone has come this far before anyone goes on.
+# A barrier: all processes arrive here before any continues.
 WAIT_FOR_EVERYONE = """
 import os, sys, time
 open({ready!r} + str(os.getpid()), "w").close()

@@ -1,4 +1,4 @@
-"""What a run is: records that check themselves, as YAML, and with changes."""
+"""Training configs: validation, YAML, and changes."""
 
 import math
 from dataclasses import asdict, fields

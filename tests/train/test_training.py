@@ -1,4 +1,4 @@
-"""Training itself: it learns, and options that only change how it computes change nothing else."""
+"""The trainer: models learn, and execution options do not change the result."""
 
 import math
 import sys

@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import SEGMENT_TOKENS, Device, Dtype, load_text_model
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
 
 if TYPE_CHECKING:
     from sympow.generation.prefix import Reading
     from sympow.generation.text import TextModel
 
-MEMORY_HELP = (
-    "What to keep of what was read: state, keys (and values), or auto: keys until they would take more than a state."
-)
+Cache = Annotated[
+    str,
+    typer.Option(help="What to keep of the text: state; keys (and values); or auto: keys until a state takes less."),
+]
 
 
 def generate(
@@ -41,8 +42,8 @@ def generate(
         typer.Option(help=r"String that ends the text, with \n, \t, \xNN, \uNNNN and \\ for a backslash; repeatable."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choices; by default another each time.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = SEGMENT_TOKENS,
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
+    segment_size: SegmentSize = SEGMENT_SIZE,
+    cache: Cache = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -56,7 +57,7 @@ def generate(
     from sympow.report.generated_text import print_continuations, print_stream
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    check_choice("memory", memory, MEMORIES)
+    check_choice("cache", cache, MEMORIES)
     if file is None and state is None and not prompt:
         raise ValueError("give a --prompt, a --file or a --state to go on from")
     for text in prompt or ():
@@ -64,7 +65,7 @@ def generate(
     stops = [unescape("stop", text) for text in stop or ()]
     text_before = None if file is None else read_text(file)
     text_model = load_text_model(checkpoint, device, dtype)
-    how: dict[str, Any] = {"piece": piece, "memory": memory}
+    how: dict[str, Any] = {"piece": segment_size, "memory": cache}
     before = read_before(text_model, text_before, state, how)
     readings = [
         text_model.read(text, **how) if before is None else text_model.read_on(before, text, **how)
@@ -75,7 +76,7 @@ def generate(
         "sampling": sampling,
         "stop": stops,
         "seed": seed,
-        "memory": memory,
+        "memory": cache,
     }
     if len(readings) == 1:
         print_stream(text_model, readings[0], "".join(prompt or ()), **options)

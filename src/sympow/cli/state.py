@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import SEGMENT_TOKENS, Device, Dtype, load_text_model
-from sympow.cli.generate import MEMORY_HELP, read_before
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
+from sympow.cli.generate import Cache, read_before
 from sympow.files import check_can_write
 
 
@@ -18,8 +18,8 @@ def state(
     file: Annotated[Path, typer.Argument(help="The text file to read; - for standard input.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     after: Annotated[Path | None, typer.Option(help="A file of this command: read on from there.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = SEGMENT_TOKENS,
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
+    segment_size: SegmentSize = SEGMENT_SIZE,
+    cache: Cache = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -31,12 +31,12 @@ def state(
     from sympow.generation.cache import MEMORIES
     from sympow.report.generated_text import describe_memory
 
-    check_choice("memory", memory, MEMORIES)
+    check_choice("cache", cache, MEMORIES)
     check_can_write("out", out, "file")
     text = read_text(file)
     text_model = load_text_model(checkpoint, device, dtype)
-    reading = read_before(text_model, text, after, {"piece": piece, "memory": memory})
+    reading = read_before(text_model, text, after, {"piece": segment_size, "memory": cache})
     assert reading is not None
     out.parent.mkdir(parents=True, exist_ok=True)
     reading.save(out, text_model.model)
-    typer.echo(f"{out}: {reading.tokens:,} tokens in {describe_memory(reading, memory)}")  # type: ignore[arg-type]
+    typer.echo(f"{out}: {reading.tokens:,} tokens in {describe_memory(reading, cache)}")  # type: ignore[arg-type]

@@ -20,16 +20,17 @@ from sympow import __version__
 from sympow.bench.timing import environment
 from sympow.data import open_dataset
 from sympow.data.tokenizer import token_unit
-from sympow.evaluate import loss_by_position, stretches
-from sympow.evaluate.heads import held_out_rows, measure_heads, write_heads
+from sympow.evaluate import document_sequences, loss_by_position
+from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
+from sympow.evaluate.evaluation_file import ModelEvaluation, rounded, write_evaluations
+from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
+from sympow.evaluate.model_evaluation import Setting, run_probes
 from sympow.experiment.results import condensed
 from sympow.experiment.runs import Evaluation, Run
 from sympow.files import write_atomically
 from sympow.invocation import first_process
 from sympow.model.gpt import GPT, PIECE
 from sympow.model.storage import load_model
-from sympow.report.model_evaluation import FILE as EVALUATION_FILE
-from sympow.report.model_evaluation import ModelEvaluation, Setting, rounded, run_probes
 from sympow.report.run_collection import RESULT_FILE, RUNS
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics
@@ -170,8 +171,8 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
     piece = max(PIECE, wanted.length)
     heldout = open_dataset(config.data.data, "heldout")
     batch = max(1, BATCH_TOKENS // context)
-    rows = stretches(heldout, context, max(1, wanted.tokens // context), batch)
-    within = loss_by_position(model, rows, piece=piece, dtype=dtype)
+    rows = document_sequences(heldout, context, max(1, wanted.tokens // context), batch)
+    within = loss_by_position(model, rows, segment_size=piece, dtype=dtype)
     found: dict[str, Any] = {"heldout_loss": round(within.average(), 5)}
     probes = [name for name, asked in (("recall", wanted.pairs), ("passkey", wanted.distances)) if asked]
     setting = Setting(
@@ -179,21 +180,22 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
         wanted.length or context,
         wanted.documents,
         tuple(probes),
-        piece=piece,
+        segment_size=piece,
         device=device,
         dtype=dtype,
         **{name: asked for name, asked in (("pairs", wanted.pairs), ("distances", wanted.distances)) if asked},
     )
     losses = within
     if wanted.length:
-        losses = loss_by_position(model, stretches(heldout, wanted.length, wanted.documents), piece=piece, dtype=dtype)
+        long = document_sequences(heldout, wanted.length, wanted.documents)
+        losses = loss_by_position(model, long, segment_size=piece, dtype=dtype)
     recall, passkey = run_probes(model, folder / EXPORT, setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"command": order.command, "data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
+    described = {**facts, "environment": environment(device)}
     small = evaluation.as_json(positions=False)
-    for path, content in ((keep, small), (folder, evaluation.as_json(positions=True))):
-        text = json.dumps({**facts, "environment": environment(device), "models": {order.run: content}})
-        (path / EVALUATION_FILE).write_text(text + "\n", "utf-8")
+    for path, positions in ((keep, False), (folder, True)):
+        write_evaluations(path / EVALUATION_FILE, {order.run: evaluation}, described, positions=positions)
     found |= {name: small[name] for name in ("by_context", "by_position", "recall", "passkey")}
     settings = {"data": config.data.data, "context": context, "short": config.data.short}
     with torch.autocast(device, dtype=dtype, enabled=dtype is not None):

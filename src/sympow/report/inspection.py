@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sympow.checks import check_at_least
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
-from sympow.evaluate.capture import LayerCapture, capture
+from sympow.evaluate.head_statistics import LayerCapture, capture
 from sympow.generation.prefix import Reading
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.gpt import PIECE

@@ -10,8 +10,8 @@ from typing import Any
 
 from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
-from sympow.evaluate.heads import HeadTable, read_heads
-from sympow.evaluate.results import Evaluation, find_evaluations
+from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
+from sympow.evaluate.head_statistics import HeadTable, read_heads
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
