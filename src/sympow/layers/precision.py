@@ -152,6 +152,6 @@ class ConstantTable(nn.Module):
         return super()._apply(fn, recurse)
 
     def _on(self, device: torch.device) -> Tensor:
-        # A tensor made in inference mode could not take part in a later backward pass.
+        # An inference tensor could not be used in a later backward pass.
         with torch.inference_mode(False):
             return torch.tensor(self.values, dtype=torch.float64, device=device)
