@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from sympow.bench import SIZES
-from sympow.checks import check_choice
+from sympow.checks import check_choice, choose_device
 from sympow.cli.common import Device
-from sympow.devices import choose_device
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.invocation import recorded_command

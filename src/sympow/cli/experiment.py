@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.checks import check_at_least, check_choice
+from sympow.checks import DEVICES, check_at_least, check_choice, choose_device
 from sympow.cli.common import Device
-from sympow.devices import DEVICES, choose_device
 from sympow.files import check_can_write
 from sympow.parsing import parse_yaml
 

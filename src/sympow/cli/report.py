@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sympow.devices import choose_device
+from sympow.checks import choose_device
 from sympow.extras import require
 from sympow.files import check_can_write
 

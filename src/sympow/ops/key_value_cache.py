@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_choice
-from sympow.ops.compilation import TensorRecord, register_as_tree
+from sympow.ops.compilation import TensorRecord, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
 from sympow.ops.sequence import Sequence, rotate_sequence
@@ -205,4 +205,4 @@ def _write(held: Tensor, place: Tensor, new: Tensor, full: Tensor) -> None:
     held.scatter_(2, place, torch.where(full, held.gather(2, place), new))
 
 
-register_as_tree(KeyValueCache, "tokens")
+register_as_pytree(KeyValueCache, "tokens")

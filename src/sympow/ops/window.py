@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.deprecated import deprecated_attribute
-from sympow.ops.compilation import register_as_tree
+from sympow.ops.compilation import register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
@@ -470,7 +470,7 @@ class Window(PortableWindow):
         return index, multinomial_weights(self.key_dim, self.power, torch.float32, device)
 
 
-register_as_tree(Window, "power", "tokens")
+register_as_pytree(Window, "power", "tokens")
 
 
 def _on_host() -> bool:
