@@ -285,7 +285,7 @@ class SoftmaxAttention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
         if "shards" in options:
-            from sympow.parallel.softmax_attention import softmax_attention as sharded
+            from sympow.parallel.context_parallel import softmax_attention as sharded
 
             return sharded(q, k, v, mask=mask, return_state=return_state, **options), None
         if return_state:

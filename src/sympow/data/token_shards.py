@@ -1,8 +1,9 @@
-"""The dataset of a folder that `prepare` wrote: memory-mapped token shards."""
+"""Token shards on disk: `ShardDataset` memory-maps those that `prepare` wrote, and `ShardWriter` writes one."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import re
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
-from sympow.data.manifest import Manifest, Shard, verify, verify_once
+from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, Shard, verify, verify_once
 from sympow.data.rows import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.files import write_atomically
 
 # Any document is quick to read from any shard, so blocks could be smaller; but each may end in an incomplete row.
 BLOCK_TOKENS = 2**26
@@ -135,3 +137,49 @@ def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> i
             f"{len(start) + len(header) + content:,} bytes; got {described[0]} of shape {described[1]} in {size:,}"
         )
     return len(start) + len(header)
+
+
+class ShardWriter:
+    """Collects the documents of one shard.
+
+    Args:
+        dtype: of the stored ids.
+        boundary: id to end every document with.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], boundary: int) -> None:
+        self._boundary = np.array([boundary], dtype)
+        self._tokens: list[NDArray[Any]] = []
+        self._index: list[tuple[int, int, int]] = []
+        self._sources: dict[str, int] = {}
+
+    def add(self, ids: NDArray[Any], file: str, position: int) -> None:
+        """Appends a document, (tokens,), from a position in a file."""
+        self._tokens += [ids.astype(self._boundary.dtype), self._boundary]
+        source = self._sources.setdefault(file, len(self._sources))
+        self._index.append((len(ids) + 1, source, position))
+
+    def save(self, folder: Path, name: str) -> Shard:
+        tokens = np.concatenate(self._tokens)
+        index = np.array(self._index, np.int64)
+        return Shard(
+            name,
+            documents=len(index),
+            tokens=len(tokens),
+            tokens_sha256=_save_array(folder / f"{name}{TOKENS_ENDING}", tokens),
+            index_sha256=_save_array(folder / f"{name}{INDEX_ENDING}", index),
+            sources=tuple(self._sources),
+        )
+
+
+def _save_array(path: Path, array: NDArray[Any]) -> str:
+    """Writes an array and returns the hash of its file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    content = buffer.getbuffer()
+    write_atomically(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
