@@ -7,7 +7,7 @@ import numpy as np
 
 # Boxes that are laid out beside each other, by what contains them.
 SIBLINGS = (
-    "main > section", "main > *", "section > *", ".panels > *", ".legend > *", ".controls > *", ".bar > *", "nav > *",
+    "main > section", "main > *", "section > *", ".panels > *", ".controls > *", ".bar > *", "nav > *",
     "header > *", ".overview > *", "figure > *",
 )  # fmt: skip
 
@@ -28,13 +28,15 @@ FIND_OVERLAPS = """
     }));
   };
   for (const selector of selectors) compare(document.querySelectorAll(selector));
-  for (const svg of document.querySelectorAll("svg[role=img]")) {
-    const texts = [...svg.querySelectorAll("text")];
-    compare(texts);
+  for (const plot of document.querySelectorAll(".plot")) {
+    const texts = [...plot.querySelectorAll("text")].filter((text) => text.textContent.trim() && box(text).width);
+    texts.forEach((one, n) => texts.slice(n + 1).forEach((other) => {
+      if (cross(box(one), box(other))) found.push(`${name(one)} over ${name(other)}`);
+    }));
     for (const text of texts) {
-      const [inner, outer] = [box(text), box(svg)];
+      const [inner, outer] = [box(text), box(plot)];
       if (inner.left < outer.left - 1 || inner.right > outer.right + 1 || inner.bottom > outer.bottom + 1) {
-        found.push(`${name(text)} leaves its picture`);
+        found.push(`${name(text)} leaves its plot`);
       }
     }
   }
@@ -61,6 +63,19 @@ def open_page(browser, path, width=1280, height=900, scheme="light"):
     yield page
     context.close()
     assert complaints == []
+
+
+def drawn(plot):
+    """A plot once it is drawn, which it is when it comes into view."""
+    plot.scroll_into_view_if_needed()
+    plot.page.wait_for_function("host => host.on && !host.stale", arg=plot.element_handle())
+    return plot
+
+
+def draw_all(page):
+    for plot in page.locator(".plot").all():
+        drawn(plot)
+    page.evaluate("scrollTo(0, 0)")
 
 
 def overlaps(page):

@@ -97,7 +97,7 @@ def test_what_cannot_be_shown_is_refused(text_model):
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         inspect_text(text_model, "a", tokens=0)
     plain = TextModel(lively_model(gating="none", rotary="fixed"), ByteTokenizer())
-    with pytest.raises(ValueError, match="nothing to show: it neither forgets nor turns"):
+    with pytest.raises(ValueError, match="nothing to show: neither its decay nor its rotation"):
         inspect_text(plain, "a")
 
 
@@ -111,6 +111,7 @@ def checkpoint(tmp_path_factory):
 
 
 def inspect(*arguments, stdin=None):
+    pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     return CliRunner().invoke(app, ["inspect", *map(str, arguments), "--device", "cpu"], input=stdin)
 
 

@@ -165,7 +165,7 @@ def bench(
     setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
     if out is not None:
         check_can_write("out", out, "file")
-        require("matplotlib", "plot")
+        require("matplotlib", "report")
     rows = []
     options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
     with progress_bar() as on_progress:
@@ -221,7 +221,7 @@ def evaluate(
     device, dtype = _device_and_dtype(device, dtype)
     if out is not None:
         check_can_write("out", out, "folder")
-        require("matplotlib", "plot")
+        require("matplotlib", "report")
     sample = choose_sample(checkpoints, data, length)
     given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
     setting = Setting(
@@ -363,7 +363,8 @@ def report(
 
     device = choose_device(device)
     check_can_write("out", out, "folder")
-    require("matplotlib", "plot")
+    require("matplotlib", "report")
+    require("plotly", "report")
     written = write_report(runs, out, title=title, heads=heads, device=device)
     typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)
 
@@ -394,6 +395,7 @@ def inspect_(
     else:
         raise ValueError("give either a file (- for standard input) or a --text")
     check_can_write("out", out, "file")
+    require("plotly", "report")
     inspection = inspect_text(_load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
     named = "a text" if file is None or str(file) == "-" else file.name
     title = f"{named}, as {checkpoint} reads it"

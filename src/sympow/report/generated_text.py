@@ -1,4 +1,4 @@
-"""Generated text on a terminal, as it comes, with what it took."""
+"""Printing of generated text as it is produced, with its speed and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `sympow evaluate` shows of one model or several: loss against how much was read, and probes of the state."""
+"""What `sympow evaluate` measures and prints: held-out loss by position and context, and probes of the state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sympow.report.figures import plot_loss_by_context, plot_loss_by_position, p
 from sympow.train.provenance import TrainedOn
 
 FILE = "evaluation.json"
-# Of a model that does not say at which context it was trained.
+# Training context of a model that does not record it.
 UNKNOWN_CONTEXT = 1_024
 PROBES = ("recall", "passkey")
 
@@ -46,15 +46,15 @@ class Setting:
     """What to evaluate on, and how.
 
     Attributes:
-        data: as for training; its held-out documents are read.
+        data: as for training; its held-out documents are used.
         length: tokens to read of each document.
-        documents: how many.
-        probes: "recall" and "passkey", or fewer.
-        pairs: of the recall probe; None: as many as there are tokens for.
-        distances: of the passkey probe.
-        piece: tokens read at a time.
+        documents: number of documents.
+        probes: any of "recall" and "passkey".
+        pairs: numbers of pairs of the recall probe; None: as many as the vocabulary allows.
+        distances: of the passkey probe, in tokens.
+        piece: tokens per segment of the prefill.
         device: "cuda" or "cpu".
-        dtype: of products, under autocast; None: no autocast.
+        dtype: of matrix products, under autocast; None: no autocast.
     """
 
     data: str
@@ -79,13 +79,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """What was found of one model.
+    """Results of one model.
 
     Attributes:
         losses: by position.
-        trained_at: context of its training, if the run's folder says it.
-        recall, passkey: of the probes that were asked for.
-        unit: what to call one of its tokens, "token" or "byte".
+        trained_at: training context, if the run folder records it.
+        recall, passkey: results of the probes that were requested.
+        unit: the name of one token, "token" or "byte".
     """
 
     losses: PositionLosses
@@ -95,7 +95,7 @@ class ModelEvaluation:
     unit: str = "token"
 
     def as_json(self, *, positions: bool) -> dict[str, Any]:
-        """For a file; with or without the loss at every single position."""
+        """The content of evaluation.json for this model; `positions` adds the loss at every position."""
         mean = self.losses.mean.tolist()
         content: dict[str, Any] = {
             "documents": self.losses.documents,
@@ -119,8 +119,8 @@ class Sample:
     Attributes:
         data: as `open_dataset` takes it.
         length: tokens to read of each document.
-        title: both in words.
-        notes: what a reader of the results should know besides.
+        title: a description of both.
+        notes: warnings for the reader of the results.
     """
 
     data: str
@@ -130,17 +130,17 @@ class Sample:
 
 
 def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: int | None = None) -> Sample:
-    """What to evaluate models on: held-out documents of the data that they were trained on, unless told otherwise.
+    """The sample to evaluate models on: by default, held-out documents of the data they were trained on.
 
     Args:
         checkpoints: the models' folders.
-        data: to read instead.
+        data: the data to use instead.
         length: tokens to read of each document. By default 4 times the longest training context; if no document is that
             long, as many as the longest has.
 
     Raises:
-        ValueError: it is not known what a model was trained on, the data is not there any more or holds nothing out, or
-            the models were trained on different data.
+        ValueError: it is unknown what a model was trained on, the data does not exist any more or has no held-out
+            documents, or the models were trained on different data.
     """
     records = {path: TrainedOn.find(path) for path in checkpoints}
     notes = []
@@ -165,7 +165,7 @@ def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: 
 
 
 def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
-    """What all models were trained on."""
+    """The data that all models were trained on."""
     found: dict[str, Path] = {}
     for path, record in records.items():
         if record is None:
@@ -181,15 +181,15 @@ def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
 
 
 def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of stretches of held-out documents, (1, length) each: `sympow.evaluate.stretches`."""
+    """Inputs and targets of held-out documents, (1, length) each, by `sympow.evaluate.stretches`."""
     return stretches(open_dataset(data, "heldout"), length, documents)
 
 
 def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | None = None) -> ModelEvaluation:
-    """An exported model on held-out documents, with progress on the terminal.
+    """Evaluates an exported model on held-out documents, with a progress bar.
 
     Args:
-        group: processes that read each document together. The first one makes the probes, and shows progress.
+        group: processes that shard each document. The first one runs the probes and shows progress.
     """
     first = group is None or group.rank() == 0
     model = load_model(checkpoint, setting.device)
@@ -218,7 +218,7 @@ def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | Non
 
 
 def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
-    """The probes that were asked for, on held-out documents."""
+    """Runs the requested probes on held-out documents."""
     how: dict[str, Any] = {"piece": setting.piece, "dtype": setting.dtype}
     recall: list[RecallPoint] = []
     passkey: list[PasskeyPoint] = []
@@ -236,7 +236,7 @@ def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[Rec
 
 
 def contexts_up_to(length: int, ratio: int = 4) -> list[int]:
-    """1, 4, 16, … and the length itself; or by another ratio."""
+    """Contexts 1, 4, 16, … (powers of `ratio`) and the length itself."""
     contexts = [1]
     while contexts[-1] * ratio < length:
         contexts.append(contexts[-1] * ratio)
@@ -244,7 +244,7 @@ def contexts_up_to(length: int, ratio: int = 4) -> list[int]:
 
 
 def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None:
-    """Average loss within each context, one column per model, and a table per probe."""
+    """Prints the average loss over each context, one column per model, and a table per probe."""
     unit = common_unit(found)
     rows = [
         (f"{context:,}", [f"{one.losses.average(0, context):.4f}" for one in found.values()])
@@ -280,7 +280,7 @@ def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None
 
 
 def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes evaluation.json and the figures, and returns their paths."""
+    """Writes evaluation.json and the figures; returns their paths."""
     unit = common_unit(found)
     content = {
         **facts,
@@ -309,13 +309,13 @@ def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any]
 
 
 def common_unit(found: Mapping[str, ModelEvaluation]) -> str:
-    """What to call one token of all models: "byte" where all read bytes, otherwise "token"."""
+    """The name of one token of all models: "byte" if all are byte-level, otherwise "token"."""
     units = {one.unit for one in found.values()}
     return units.pop() if len(units) == 1 else "token"
 
 
 def rounded(numbers: Mapping[Any, Any]) -> dict[Any, Any]:
-    """With numbers as precise as they are meaningful, so that files stay small; None for what is no number."""
+    """Rounds to five digits after the point, so that files stay small; NaN becomes None."""
     return {
         key: (None if value != value else round(value, 5)) if isinstance(value, float) else value
         for key, value in numbers.items()
