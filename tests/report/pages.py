@@ -1,11 +1,11 @@
-"""What tests in a browser ask of any page."""
+"""Opening pages in a browser, and checks of their layout."""
 
 from contextlib import contextmanager
 
 import matplotlib.image
 import numpy as np
 
-# Boxes that are laid out beside each other, by what contains them.
+# Boxes that must not overlap, by what contains them.
 SIBLINGS = (
     "main > section", "main > *", "section > *", ".panels > *", ".controls > *", ".bar > *", "nav > *",
     "header > *", ".overview > *", "figure > *",
@@ -41,7 +41,7 @@ FIND_OVERLAPS = """
     }
   }
   for (const element of document.querySelectorAll("body *")) {
-    // What scrolls within itself may be wider.
+    // Elements that scroll can be wider.
     if (element.closest(".scroll, svg, #tooltip, select, script, style") || !box(element).width) continue;
     if (box(element).right > document.documentElement.clientWidth + 1) found.push(`${name(element)} leaves the page`);
   }
@@ -52,7 +52,7 @@ FIND_OVERLAPS = """
 
 @contextmanager
 def open_page(browser, path, width=1280, height=900, scheme="light"):
-    """A page from disk. Anything it complains of, or asks for beyond itself, fails the test."""
+    """Opens a page from disk. Console messages, errors and requests for other files fail the test."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()
     complaints = []
@@ -66,7 +66,7 @@ def open_page(browser, path, width=1280, height=900, scheme="light"):
 
 
 def drawn(plot):
-    """A plot once it is drawn, which it is when it comes into view."""
+    """Scrolls to a plot and waits until it is drawn."""
     plot.scroll_into_view_if_needed()
     plot.page.wait_for_function("host => host.on && !host.stale", arg=plot.element_handle())
     return plot
@@ -79,7 +79,7 @@ def draw_all(page):
 
 
 def overlaps(page):
-    """Elements that lie over each other or leave the page, described."""
+    """Descriptions of elements that overlap or leave the page."""
     return page.evaluate(FIND_OVERLAPS, list(SIBLINGS))
 
 
@@ -90,6 +90,6 @@ def picture_of(page, path):
 
 
 def share_of(picture, colour):
-    """Which part of a picture has about a colour, "#rrggbb"."""
+    """Share of a picture's pixels that have about this colour, "#rrggbb"."""
     wanted = np.array([int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)])
     return float((np.abs(picture - wanted).max(-1) < 0.06).mean())

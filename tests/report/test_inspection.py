@@ -1,4 +1,4 @@
-"""A text with what a head did at each token."""
+"""`sympow inspect`: numbers of every token in the page's data, and the command."""
 
 import base64
 import json
@@ -70,7 +70,7 @@ def test_tokens_say_what_they_add(kind):
     assert texts[0] == "start of document"
     assert "".join(texts[1:]) == TEXT
     if kind == "bytes":
-        # Of a character's bytes the last one says it.
+        # The last byte of a character has its text.
         at = 1 + len(b"na")
         assert texts[at : at + 2] == ["", "ï"]
 

@@ -36,7 +36,7 @@ def page(browser, path):
 
 
 def colours(page, count=40):
-    """How the first tokens look."""
+    """Background colours of the first tokens."""
     return page.locator(".token").evaluate_all(
         f"tokens => tokens.slice(0, {count}).map((token) => getComputedStyle(token).backgroundColor)"
     )
@@ -56,7 +56,7 @@ def test_it_shows_the_text_and_says_what_is_left_out(page):
     assert f"continues for {left_out:,} bytes that are not shown" in page.locator("#notes").text_content()
 
 
-# Pairs of neighbouring tokens of one word that stand on different lines.
+# Adjacent tokens of one word that are on different lines.
 FIND_BROKEN_WORDS = """
 () => {
   const tokens = [...document.querySelectorAll(".token")];
@@ -71,9 +71,9 @@ FIND_BROKEN_WORDS = """
 """
 
 
-@pytest.mark.parametrize("width", [1280, 700, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(700, marks=pytest.mark.slow), 390])
 def test_no_line_breaks_inside_a_word(browser, text_model, tmp_path, width):
-    # One long line, in which blocks of tokens have to begin somewhere, and letters of two bytes each.
+    # One long line, so that blocks of tokens begin within it, with letters of two bytes.
     text = "Naïve café owners repeated señor Müller's incomprehensible circumlocutions about coöperation. " * 40
     path = tmp_path / "page.html"
     path.write_text(build_inspection_page(inspect_text(text_model, text), "Prose"), encoding="utf-8")
@@ -145,7 +145,7 @@ def test_the_map_has_every_heads_median(page, text_model):
         return colours if page.locator("#quantity").input_value() == "rotation" else [10**x for x in colours]
 
     read = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :5001])
-    # Of the text: the boundary before it does not count.
+    # The boundary before the text does not count.
     half_lives = [math.log(2) / -log_gamma[1:].median(0).values for log_gamma, _ in read]
     assert cells() == pytest.approx(torch.cat(half_lives).tolist(), rel=5e-3)
     page.locator("#quantity").select_option("rotation")
@@ -167,12 +167,12 @@ def test_a_long_text_is_made_as_it_comes_into_view(page):
     assert page.locator('[data-token="5000"]').count() == 0
     profile = drawn(page.locator("#profile")).locator(".nsewdrag")
     box = profile.bounding_box()
-    # The end of the text, from above.
+    # A click on the end of the curve leads to the end of the text.
     profile.click(position={"x": box["width"] - 2, "y": 40})
     page.locator(".token.here").wait_for()
     assert int(page.locator(".token.here").get_attribute("data-token")) > 4900
     assert page.locator(".token.here").is_visible()
-    # What comes into view has the colours of the head that was chosen meanwhile.
+    # Tokens that come into view have the colours of the head chosen meanwhile.
     page.locator("#head").select_option("1")
     page.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
     page.wait_for_function("document.querySelectorAll('.token').length > 2000")
@@ -189,8 +189,14 @@ def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
         assert "β" not in page.locator("#tooltip").text_content()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "dark"),
+        (390, "light"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1280, "light"), (390, "dark"))),
+    ],
+)
 def test_it_looks_right(browser, path, tmp_path, width, scheme):
     with open_page(browser, path, width=width, scheme=scheme) as page:
         page.locator(".token").first.wait_for()

@@ -68,7 +68,7 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeyp
     assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) of each" in said(result)
     content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
     assert content["data"] == str(texts)
-    # 86 tokens of one document in two stretches of four times the context.
+    # 86 tokens of one document, of which two samples of four times the context fit.
     assert content["models"]["run"]["documents"] == 2
     assert content["models"]["run"]["trained_at"] == 8
     heldout = open_dataset(texts, "heldout")
@@ -210,7 +210,7 @@ def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
     assert {point["pairs"] for point in found["recall"]} == {2, 4}
     assert [point["distance"] for point in found["passkey"]] == [40]
-    # What it has not learned, it can only guess.
+    # An untrained model can only guess.
     assert all(point["loss"] == pytest.approx(5.5, abs=0.5) for point in found["recall"])
     assert (tmp_path / "probes.png").stat().st_size > 0
     assert (tmp_path / "loss_by_context.png").stat().st_size > 0

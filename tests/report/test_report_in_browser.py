@@ -79,7 +79,7 @@ def hover_label(page, section):
 
 
 def wait_for_runs(page, text):
-    """Until the page is drawn again after clicks or words typed."""
+    """Waits until the page is redrawn after a click on a legend or a change of the filter."""
     page.wait_for_function("text => document.getElementById('shown').textContent === text", arg=text)
 
 
@@ -214,7 +214,7 @@ def test_dragging_looks_closer_and_a_double_click_goes_back(page):
     page.wait_for_function("document.querySelector('#curves .plot')._fullLayout.xaxis.range[0] > 1")
     closer = ranges()
     assert all(low > least and high < most for (low, high), (least, most) in zip(closer, whole, strict=True))
-    # What is chosen elsewhere leaves it as it is.
+    # Toggling a series elsewhere keeps the zoom.
     legend_entry(page, "final", "softmax").click()
     wait_for_runs(page, "24 of 28 runs")
     assert ranges() == closer
@@ -311,7 +311,7 @@ def test_the_table_sorts_marks_and_opens(page):
     head.get_by_role("button", name="final loss").click()
     values = [float(x) for x in page.locator("#run-table tbody td:nth-child(4)").all_text_contents()]
     assert values == sorted(values, reverse=True)
-    # Softmax is not the commonest mixer.
+    # Softmax is not the most common mixer.
     marked = page.locator("#run-table td.different").all_text_contents()
     assert marked.count("softmax") == 4
     assert "sympow" not in marked
@@ -340,8 +340,14 @@ def test_light_and_dark_can_be_chosen(page):
     assert colours() == light
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 1024, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1440, "light"),
+        (390, "dark"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1440, "dark"), (1024, "light"), (390, "light"))),
+    ],
+)
 def test_it_looks_right(browser, path, tmp_path, width, scheme):
     with open_page(browser, path, width=width, scheme=scheme) as page:
         draw_all(page)
@@ -357,7 +363,7 @@ def test_it_looks_right(browser, path, tmp_path, width, scheme):
 
 @pytest.fixture(scope="module")
 def fast_bytes(tmp_path_factory):
-    """The page of two byte-level runs at a million bytes per second and more: long numbers along the axis."""
+    """The page of byte-level runs at hundreds of thousands of bytes per second: long tick labels."""
     folder = tmp_path_factory.mktemp("fast")
     for place, (name, variant) in enumerate(VARIANT_SETTINGS.items()):
         lines = {2: {"tokens_per_second": 123_456.0 * (place + 1)}}
@@ -382,7 +388,7 @@ def test_byte_level_runs_are_counted_in_bytes(browser, fast_bytes):
         assert axis_labels(page, "final")[1] == "training loss (nats per byte)"
         assert axis_labels(page, "beyond") == ["evaluation context (bytes)", "average loss (nats per byte)"]
         assert "number of bytes in which half of the state" in page.locator("#heads p").first.inner_text()
-        # Settings keep their names, and what they are called in the command's help.
+        # The table keeps the names and help texts of settings.
         page.locator("#runs").evaluate("element => element.remove()")
         assert "token" not in page.locator("main").inner_text()
 
@@ -402,7 +408,7 @@ def test_it_prints_light_and_without_controls(browser, path, tmp_path):
 
 
 def test_names_of_runs_are_text(browser, tmp_path):
-    """Neither HTML nor Plotly's own tags and templates have a meaning in them, and nothing in them runs."""
+    """HTML, Plotly's tags and its templates in names are shown as they are, and scripts do not run."""
     name = "<img src=x onerror=fail()><b>bold</b>%{x}<script>fail()</script>"
     small = {"width": 64, "heads": 2, "layers": 2, "mlp_ratio": 4}
     large = {"width": 128, "heads": 4, "layers": 3, "mlp_ratio": 2}

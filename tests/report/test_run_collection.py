@@ -1,4 +1,4 @@
-"""Run folders as a report reads them."""
+"""Collecting runs from run folders and experiments."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_a_run_under_way_is_marked_and_one_without_steps_left_out(tmp_path):
     assert [run.name for run in found.runs] == ["half"]
     assert not found.runs[0].finished
     assert any("none has no logged step yet" in note for note in found.notes)
-    assert any("Not finished" in note and "half" in note for note in found.notes)
+    assert any("Unfinished" in note and "half" in note for note in found.notes)
 
 
 def test_a_config_of_another_version_is_read(tmp_path):
@@ -86,7 +86,7 @@ def test_damage_is_named(tmp_path, file, content, message):
 
 
 def test_paths_without_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is none"):
+    with pytest.raises(ValueError, match="nowhere is not one"):
         collect([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="there is no run in"):
         collect([tmp_path])

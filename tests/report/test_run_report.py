@@ -92,7 +92,7 @@ def test_every_figure_of_the_paper_is_drawn_twice(written):
 
 
 def test_the_same_runs_give_the_same_figures(small, written, tmp_path):
-    # Elsewhere, and without what these curves do not show.
+    # In another folder, and without files that these curves do not use.
     again = shutil.copytree(small, tmp_path / "again", ignore=shutil.ignore_patterns("evaluation.json", "model"))
     assert report(again, "-o", tmp_path / "out", "--no-heads").exit_code == 0
     name = "figures/training_curves_p2.svg"
@@ -112,14 +112,14 @@ def test_final_losses_are_in_a_table(written):
 def test_the_page_stands_alone(written):
     page = (written / "index.html").read_text("utf-8")
     library = plotly.offline.get_plotlyjs()
-    # Where it begins, it names itself and its version.
+    # plotly.js begins with its name and version.
     assert page.count(library) == page.count("* plotly.js v") == 1
     assert "</script" not in library
     ours = page.replace(library, "")
     assert "A &lt;title&gt;" in ours
     assert not re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=""", ours)
     assert "://" not in ours
-    # What plotly.js could load, for maps, the page forbids.
+    # The policy forbids what plotly.js could load for maps.
     assert "default-src &#x27;none&#x27;" in ours
     assert "connect-src" not in ours
     assert embedded(page)["title"] == "A <title>"

@@ -76,11 +76,11 @@ function interpolate(xs, ys, x) {
 const NOTHING = "No run that passes the filter has this.";
 const PLOTLY_MARKERS = { circle: "circle", square: "square", diamond: "diamond", triangle: "triangle-up", cross: "x", star: "star" };
 
-/** One line for each group of runs: {style, points: [{x, y, low, high, count, early}], seeds: the points of each seed}. */
-function linesOf(groups, pointsOf) {
+/** One line for each group of runs, with the points {x, y, low, high, count, early} that `joined` makes of all seeds' curves. */
+function linesOf(groups, curveOf, joined = meanAndRange) {
   return groups.flatMap((index) => {
-    const curves = data.runs.filter((run) => run.group === index && matches(run)).map(pointsOf).filter((curve) => curve?.length);
-    return curves.length ? [{ style: series[data.groups[index].series], points: meanAndRange(curves) }] : [];
+    const curves = data.runs.filter((run) => run.group === index && matches(run)).map(curveOf).filter((curve) => curve?.length);
+    return curves.length ? [{ style: series[data.groups[index].series], points: joined(curves), curves }] : [];
   });
 }
 
@@ -101,14 +101,16 @@ function showPanels(section, panels, why) {
   const figures = [...host.querySelectorAll("figure")];
   figures.slice(panels.length).forEach((figure) => Plotly.purge(figure.lastElementChild));
   while (figures.length < panels.length) figures.push(make("figure", {}, make("figcaption", {}), make("div", {})));
-  host.replaceChildren(...(panels.length ? figures.slice(0, panels.length) : [make("p", { class: "empty" }, why)]));
+  const shown = panels.length ? figures.slice(0, panels.length) : [make("p", { class: "empty" }, why)];
+  // Nodes that stay where they are keep the focus.
+  if (shown.length !== host.children.length || shown[0] !== host.firstElementChild) host.replaceChildren(...shown);
   panels.forEach(({ title, draw }, n) => {
     figures[n].firstElementChild.textContent = title;
     draw(figures[n].lastElementChild);
   });
 }
 
-/** Panels of lines, whose axes are given as Plotly takes them; `look` says what a line has: markers, whiskers, a mark. */
+/** Panels of lines, whose axes are given as Plotly takes them; `look`: {markers, whiskers, seeds (a line for each), mark (the training context)}. */
 function showLines(section, panels, { x, y, look = {}, key, why = NOTHING }) {
   showPanels(section, panels.map((panel) => ({
     title: panel.title || "All runs",
@@ -116,7 +118,7 @@ function showLines(section, panels, { x, y, look = {}, key, why = NOTHING }) {
       label: `${y.title.text} against ${x.title.text}, ${panel.title}`,
       traces: panel.lines.flatMap((line) => traces(line, look)),
       layout: {
-        xaxis: { ...x, hoverformat: ",", unifiedhovertitle: { text: `${x.title.text}: %{x}` } }, yaxis: { ...y, ...panel.y },
+        xaxis: { ...x, hoverformat: ",.7~r", unifiedhovertitle: { text: `${x.title.text}: %{x}` } }, yaxis: { ...y, ...panel.y },
         hovermode: "x unified", hoversort: "value descending", showlegend: true, uirevision: key + panel.title,
         shapes: look.mark ? [trainingContext(panel.context)] : [],
       },
@@ -125,7 +127,7 @@ function showLines(section, panels, { x, y, look = {}, key, why = NOTHING }) {
   })), why);
 }
 
-function traces({ style, points, seeds }, look) {
+function traces({ style, points, curves }, look) {
   const ink = colour(`series-${style.place}`);
   const shared = {
     name: plain(style.label), legendgroup: String(style.place), visible: state.hidden.has(style.place) ? "legendonly" : true,
@@ -134,10 +136,10 @@ function traces({ style, points, seeds }, look) {
   const line = { color: ink, width: 2, dash: style.dash.length ? style.dash.map((n) => `${n}px`).join(",") : "solid" };
   const silent = { ...shared, mode: "lines", showlegend: false, hoverinfo: "skip" };
   const ranged = points.some((point) => point.high > point.low);
-  const found = (seeds ?? []).map((seed) => ({
+  const found = !look.seeds ? [] : curves.map((seed) => ({
     ...silent, kind: "seed", x: seed.map((point) => point.x), y: seed.map((point) => point.y), line: { ...line, width: 1 }, opacity: 0.55,
   }));
-  if (ranged && !look.whiskers && !seeds) {
+  if (ranged && !look.whiskers && !look.seeds) {
     const back = [...points].reverse();
     found.push({
       ...silent, kind: "range", x: [...points, ...back].map((point) => point.x), line: { width: 0 }, fill: "toself",
@@ -324,23 +326,19 @@ function drawCurves() {
   const [logX, logY] = [byId("curve-log-x").checked, byId("curve-log-y").checked];
   const longest = Math.max(...data.runs.map((run) => run.steps));
   byId("smoothing-value").textContent = share ? `over ${formatNumber(Math.max(1, Math.round(share * longest)))} steps` : "none";
-  const panels = panelsByContext("training context", (groups) => groups.flatMap((index) => {
-    const runs = data.runs.filter((run) => run.group === index && matches(run));
-    const curves = runs.map((run) => runCurve(run, metric, across, share)).filter(Boolean);
-    if (!curves.length) return [];
-    return [{ style: series[data.groups[index].series], points: joinSeeds(curves), seeds: byId("each-seed").checked ? curves : null }];
-  }));
+  const panels = panelsByContext("training context", (groups) => linesOf(groups, (run) => runCurve(run, metric, across, share), joinSeeds));
   const x = { title: { text: { steps: "step", tokens: `${data.unit}s`, time: "time on steps" }[across] } };
   if (across === "time") {
     const most = Math.max(...panels.flatMap((panel) => panel.lines.flatMap((line) => line.points.map((point) => point.x))));
     const [unit, seconds] = [["h", 3600], ["min", 60], ["s", 1]].find(([, size]) => most >= 1.5 * size) ?? ["s", 1];
     x.ticksuffix = ` ${unit}`;
-    for (const line of panels.flatMap((panel) => panel.lines)) for (const point of [line.points, line.seeds ?? []].flat(2)) point.x /= seconds;
+    for (const line of panels.flatMap((panel) => panel.lines)) for (const point of [line.points, line.curves].flat(2)) point.x /= seconds;
   }
   for (const panel of panels) panel.y = rangeOf(panel.lines, { log: logY });
   showLines(byId("curves"), panels, {
     x: { ...x, type: logX ? "log" : "linear" },
     y: { title: { text: data.metrics[metric] }, type: logY ? "log" : "linear" },
+    look: { seeds: byId("each-seed").checked },
     key: [metric, across, logX, logY, byId("late").checked].join(),
   });
 }
