@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo forms test test-slow soak resolve triton-versions check format bench clean
+.PHONY: help demo forms test test-slow soak resolve triton-versions check docs format bench clean
 
 help:
 	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
@@ -15,6 +15,7 @@ help:
 	@echo "make resolve resolve constraints.txt against the package index, for each platform (minutes)"
 	@echo "make triton-versions  compile every kernel for Hopper with each supported Triton (tens of minutes)"
 	@echo "make check   lint, formatting and types"
+	@echo "make docs    build the documentation site into build/site; warnings are errors"
 	@echo "make format  apply the formatter and safe lint fixes"
 	@echo "make bench   time and memory of the chunked form against length (CPU, minutes)"
 	@echo "make clean   remove $(VENV) and build/"
@@ -51,6 +52,10 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The variable silences an advertisement that would end every build.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

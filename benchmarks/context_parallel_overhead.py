@@ -1,15 +1,15 @@
-"""What the sharded path costs on one GPU: with one rank beside the plain path, and a middle rank's own work.
+"""Overhead of context parallelism on one GPU: a group of one rank, and the work of a middle rank, against the operator.
 
     python benchmarks/context_parallel_overhead.py --out benchmarks/results/h200_context_parallel.json
 
 "plain" is `sympow.attention`, "one rank" is `sympow.parallel.attention` on a group of one, forward and backward: the
 claim is that the second costs less than 2 % more. "middle rank" is what one rank of many computes for the same tokens,
-messages left out: it folds its own tokens, and attends to them and to a state that came. That time is one of the two
-that benchmarks/scaling_simulation.py computes with. With --kernels, each kernel's time is listed too: where their sum
-is less than the time taken, the device waits for the host.
+without communication: it folds its own tokens, and attends to them and to a received state. That time is one of the two
+that benchmarks/scaling_simulation.py uses. With --kernels, each kernel's time is listed too: if their sum is less than
+the total, the device waits for the host.
 
-Each is taken in turns with the plain path alone: a device that waited for the host has cooled, and is faster for
-whatever comes next. Where three take turns, that would favour always the same one.
+Each is timed alternately with the plain path only: a device that waited for the host has cooled, and is faster for
+whatever comes next. With three alternating, that would always favour the same one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PLAIN_AGAIN = "plain, beside the middle rank"
 
 
 def make_inputs(arguments: argparse.Namespace, context: int) -> dict[str, Any]:
-    """Gated and rotated, as conformal-sympow is; leaves of a graph."""
+    """Inputs of conformal-sympow, gated and rotated, that require gradients."""
     device, batch = arguments.device, max(1, arguments.tokens // context)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -83,7 +83,7 @@ def time_by_kernel(call: Callable[[], Any], device: str, calls: int = 5) -> dict
 
 
 def time_beside_plain(calls: dict[str, Callable[[], Any]], arguments: argparse.Namespace) -> dict[str, Timing]:
-    """Of each call, and of the plain path twice: beside one rank, and beside the middle one."""
+    """Timings of each call, and of the plain path twice: alternating with one rank, and with the middle one."""
     how: dict[str, Any] = {"runs": arguments.runs, "warmup": 3, "device": arguments.device}
     alone = measure_in_turns({name: calls[name] for name in ("plain", "one rank")}, **how)
     among = measure_in_turns({PLAIN_AGAIN: calls["plain"], "middle rank": calls["middle rank"]}, **how)
@@ -143,7 +143,7 @@ def main() -> int:
     parser.add_argument("--kernels", action="store_true", help="also list how long each kernel takes")
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
-    # A group that sends nothing and waits for nobody: this process takes itself for one of several.
+    # A fake process group without communication: this process acts as one of several.
     dist.init_process_group("fake", store=FakeStore(), rank=RANKS // 2, world_size=RANKS)
     setting = {name: value for name, value in vars(arguments).items() if name != "out"}
     rows = []
@@ -151,7 +151,7 @@ def main() -> int:
         alone = dist.new_group([RANKS // 2])
         for row in (row for context in arguments.context for row in measure_context(arguments, context, alone)):
             rows.append(row)
-            # After every row: a run that is cut short leaves what it has.
+            # After every row, so that an interrupted run keeps its results.
             if arguments.out:
                 save_results(arguments.out, environment(arguments.device), setting=setting, rows=rows)
     finally:

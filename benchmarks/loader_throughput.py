@@ -1,10 +1,10 @@
-"""Tokens a second that the loader delivers by itself, with nobody training on them.
+"""Throughput of the data loader alone, in tokens per second.
 
     python benchmarks/loader_throughput.py --out benchmarks/results/loader_throughput.json
 
-Data are made in a temporary folder: prepared text of long and of short documents, and a store laid out as LongCrawl64
-is. A run reads a whole epoch in shuffled batches of 524,288 tokens, the paper's, from a dataset opened anew: decoding
-is counted, waiting for a disk is not, since what was just written is in memory.
+Data are generated in a temporary folder: prepared text of long and of short documents, and a zarr store with the layout
+of LongCrawl64. A run reads a whole epoch in shuffled batches of 524,288 tokens, as in the paper, from a newly opened
+dataset: decoding is included, disk latency is not, since the files are still in the page cache.
 """
 
 from __future__ import annotations

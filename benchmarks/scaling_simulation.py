@@ -2,10 +2,10 @@
 
     python benchmarks/scaling_simulation.py --out benchmarks/results/scaling_simulation.json
 
-Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json; what a rank of
-several takes is counted, and beside it taken from h200_context_parallel.json if that is there. Messages have the sizes
-of `sympow.parallel.traffic`, which tests compare with counted bytes. docs/scaling.md lists the assumptions and reads
-the results. A figure goes beside the JSON file.
+Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json; the work of a
+rank is counted, and also taken from h200_context_parallel.json if that exists. Messages have the sizes of
+`sympow.parallel.traffic`, which tests compare with counted bytes. docs/scaling.md lists the assumptions and discusses
+the results. A figure is written beside the JSON file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEASURED_TOKENS = 65_536
 # What a rank of several moves through memory and one GPU does not, forward and backward, 65,536 tokens and 12 heads of
 # 64 in chunks of 1,024. In either pass it keeps the sums of chunks in float32, not bfloat16, which are written once and
 # read once, and reads them once more for the state it sends: 4 · 2 + 4 bytes less 2 · 2 for each of 64 · 12 · 64³
-# numbers. It also puts two halves of the heads together: y, dq, dk and dv, read and written.
+# elements. It also concatenates the two halves of the heads: y, dq, dk and dv, read and written.
 MOVED = 2 * (12 - 4) * (64 * 12 * 64**3) + 4 * 2 * (MEASURED_TOKENS * 12 * 64 * 2)
 
 
@@ -140,7 +140,7 @@ class Simulation:
     def through_states(
         self, context: int, gpus: int, shape: LayerShape, per_token: float, middle_rank: float, method: str
     ) -> Step:
-        """Ours: fold, pass on, attend.
+        """Context parallelism with states: fold, exchange, attend.
 
         Args:
             per_token: seconds of one layer's attention on one GPU, forward and backward.
@@ -150,7 +150,7 @@ class Simulation:
         message = message_bytes(shape)
         gathered = gpus <= MOST_RANKS_GATHERED and gpus * message <= MOST_BYTES_GATHERED
         local = tokens * per_token * (middle_rank if gpus > 1 else 1)
-        # Of each exchange half is behind the work on the other half of the heads; in rounds, only the first round is.
+        # Half of each exchange overlaps with compute on the other half of the heads; of rounds, only the first does.
         behind = local / 4
         if gpus == 1:
             messages, waiting = 0, 0.0
@@ -176,11 +176,11 @@ class Simulation:
         )
 
     def by_ring(self, context: int, gpus: int, per_token: float, method: str) -> Step:
-        """Keys and values go around; `per_token`: of one layer's attention at 65,536 tokens, forward and backward."""
+        """Ring attention; `per_token`: time of one layer's attention at 65,536 tokens, forward and backward."""
         tokens, layers, shape = context / gpus, self.config.layers, LayerShape()
         local = tokens * per_token * context / 65_536
         part = key_value_bytes(shape, context) / gpus
-        # Forward a part of keys and values a step; backward also their gradients in float32.
+        # Forward one shard of keys and values per step; backward also their gradients in float32.
         waiting = 0.0
         sent = 0.0
         for share, size in ((1 / 3, part), (2 / 3, 3 * part)):
@@ -190,7 +190,7 @@ class Simulation:
         return Step(method, context, gpus, self.others(tokens) + layers * local, layers * waiting, sent, True)
 
     def by_gather(self, context: int, gpus: int, per_token: float, method: str) -> Step:
-        """All keys and values on every GPU, before attention begins; as softmax does here under --context-parallel."""
+        """All-gather of keys and values before attention, as softmax does under --context-parallel."""
         tokens, layers, shape = context / gpus, self.config.layers, LayerShape()
         # The last rank attends to the whole context, and the others wait for it.
         local = tokens * per_token * context / 65_536 * (2 - 1 / gpus)

@@ -2,7 +2,7 @@
 
     python benchmarks/training_throughput.py --out benchmarks/results/h200_training.json
 
-Random tokens of GPT-2's vocabulary, so that nothing but the model is measured; 65,536 tokens a step, bf16, compiled.
+Random tokens of GPT-2's vocabulary, so that only the model is measured; 65,536 tokens per step, bf16, compiled.
 """
 
 from __future__ import annotations

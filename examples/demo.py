@@ -1,8 +1,8 @@
 """The commands of README.md, one after the other, on a CPU and within five minutes.
 
-Two small models of the same size learn from modules of Python's standard library, 128 tokens at a time: one with
-softmax attention, one with conformal symmetric power attention. Then both read held-out modules eight times as long,
-and the conformal one writes some Python. Everything is done by the command `sympow`, printed before it runs.
+Two small models of the same size are trained on modules of Python's standard library at a context of 128 tokens: one
+with softmax attention, one with conformal symmetric power attention. Both are then evaluated on held-out modules at
+eight times the context, and the conformal one generates some Python. Every `sympow` command is printed before it runs.
 
 python examples/demo.py --out build/demo
 """
@@ -33,20 +33,21 @@ EVALUATED = 8 * CONTEXT
 MARKER = "README.txt"
 # Seconds between two lines of progress.
 EVERY = 15
-# Two models train at the same time on one thread each. With a pool of threads per process, threads wait for each other
-# whenever another program uses a core, and training takes ten times as long. A GPU is hidden: this is for any machine.
+# Two models train at the same time with one thread each. With a thread pool per process, threads wait for each other
+# whenever another program uses a core, and training takes ten times as long. GPUs are hidden, so that the demo
+# is the same on any machine.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much to do.
+    """Sizes of the demo.
 
     Attributes:
-        modules: to read of each split at most.
+        modules: of each split, at most.
         vocabulary: tokens of the byte-pair encoding.
         steps, width: of training, and of the models.
-        documents: held-out stretches to evaluate on.
+        documents: held-out sequences to evaluate on.
         written: tokens to generate.
     """
 
@@ -65,7 +66,7 @@ TINY = Size(modules=8, vocabulary=300, steps=6, width=16, documents=4, written=1
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for everything")
-    parser.add_argument("--tiny", action="store_true", help="do very little of everything, to see that it works")
+    parser.add_argument("--tiny", action="store_true", help="run every command at a tiny size, as a test")
     arguments = parser.parse_args()
     out: Path = arguments.out
     size = TINY if arguments.tiny else FULL
@@ -98,16 +99,16 @@ def main() -> None:
 
     heading(f"Done in {time.monotonic() - start:.0f} seconds")
     print(f"The report, a page with all losses and settings:\n{address(out / 'report' / 'index.html')}\n")
-    print(f"What the model forgot and turned at each token of {shown.stem}.py:\n{address(out / 'inspect.html')}\n")
-    print(f"Loss against how much was read, within and beyond {CONTEXT} tokens:")
+    print(f"Gates and rotations of the model at each token of {shown.stem}.py:\n{address(out / 'inspect.html')}\n")
+    print(f"Loss by position, within and beyond {CONTEXT} tokens:")
     print(f"{address(out / 'evaluation' / 'loss_by_context.png')}\n")
-    print("Go on from here:\n")
+    print("Next steps:\n")
     for command in next_commands(out, conformal, size):
         print(f"{command_line(*command)}\n")
 
 
 def make_folder(out: Path) -> None:
-    """A new folder, or an earlier demo's emptied; what a user has is not touched."""
+    """Creates the folder, or empties that of an earlier demo; no other folder is touched."""
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).is_file()):
             raise SystemExit(
@@ -137,7 +138,7 @@ def write_modules(folder: Path, most: int) -> Path:
 
 
 def training_flags(name: str, size: Size, data: Path) -> dict[str, Any]:
-    """Of `sympow train`: what tells the model from the other, and what both have."""
+    """Flags of `sympow train`: those of the model, and those that both models share."""
     return {
         **MODELS[name],
         "data": data,
@@ -160,7 +161,7 @@ def training_flags(name: str, size: Size, data: Path) -> dict[str, Any]:
 
 
 def train_all(flags: Mapping[str, Mapping[str, Any]], runs: Path) -> None:
-    """Trains a model in a process each, and prints their losses on the way."""
+    """Trains each model in a process of its own, and prints their losses."""
     runs.mkdir()
     commands = {
         name: ("train", *(word for flag, value in its.items() for word in (f"--{flag}", value)), "--out", runs / name)
@@ -187,7 +188,7 @@ def train_all(flags: Mapping[str, Mapping[str, Any]], runs: Path) -> None:
 
 
 def follow(processes: Mapping[str, subprocess.Popen[bytes]], steps: Mapping[str, int], runs: Path) -> None:
-    """Prints steps and losses now and then until all processes have ended, or one has failed."""
+    """Prints steps and losses regularly until all processes have ended, or one has failed."""
     start = time.monotonic()
     print("time" + "".join(f"{name:>16}   loss" for name in processes), flush=True)
     waiting = True
@@ -197,22 +198,22 @@ def follow(processes: Mapping[str, subprocess.Popen[bytes]], steps: Mapping[str,
             time.sleep(0.2)
             codes = [process.poll() for process in processes.values()]
             waiting = None in codes and not any(codes)
-        cells, parts = [], []
+        cells, fractions = [], []
         for name in processes:
             metrics = runs / name / "metrics.jsonl"
             losses = [line["loss"] for line in read_metrics(metrics)] if metrics.is_file() else []
-            # One batch says more about itself than about the model.
+            # Smoothed, since the loss of one batch is noisy.
             last = losses[-max(1, steps[name] // 20) :]
             smoothed = f"{sum(last) / len(last):.3f}" if last else ""
             cells.append(f"{f'{len(losses):,} of {steps[name]:,}':>16}  {smoothed:>5}")
-            parts.append(len(losses) / steps[name])
-        seconds, slowest = time.monotonic() - start, min(parts)
+            fractions.append(len(losses) / steps[name])
+        seconds, slowest = time.monotonic() - start, min(fractions)
         left = f"   about {clock(seconds / slowest - seconds)} left" if waiting and slowest else ""
         print(clock(seconds) + "".join(cells) + left, flush=True)
 
 
 def print_losses(evaluation: Path) -> None:
-    """Losses at positions within the context of training and beyond it."""
+    """Losses at positions within the training context and beyond it."""
     models = json.loads(evaluation.read_text())["models"]
     ranges = [(CONTEXT // 2, CONTEXT), (CONTEXT, 2 * CONTEXT), (EVALUATED // 2, EVALUATED)]
     print(f"Loss of the tokens at these positions (both were trained on positions up to {CONTEXT}):\n")
@@ -223,7 +224,7 @@ def print_losses(evaluation: Path) -> None:
 
 
 def next_commands(out: Path, model: Path, size: Size) -> list[tuple[object, ...]]:
-    """Commands to go on with."""
+    """Commands to try next."""
     return [
         ("generate", model, "--prompt", "class Reader:", "--tokens", 2 * size.written, "--temperature", 0.5),
         ("train", "--resume", "--out", model.parent, "--steps", 2 * size.steps),

@@ -1,4 +1,4 @@
-"""A first look, on a CPU, in about a minute: the three forms agree, what they cost, what a state weighs.
+"""A first look, on a CPU, in about a minute: the three forms agree; their time against context; the size of a state.
 
 python examples/three_forms.py --out build/three_forms
 """
@@ -74,10 +74,10 @@ def show_agreement(console: Console) -> None:
 
 
 def in_two_calls(inputs: dict[str, Any], power: int, cut: int) -> Tensor:
-    """The first tokens chunked, the rest one by one from the state they left."""
-    parts = [{n: x if n == "theta" else x[:, s] for n, x in inputs.items()} for s in (slice(cut), slice(cut, None))]
-    head, state = sympow.attention(**parts[0], power=power, form="chunked", chunk_size=7, return_state=True)
-    tail = sympow.attention(**parts[1], power=power, form="recurrent", initial_state=state)
+    """The first tokens by the chunked form, the rest by the recurrent form from the returned state."""
+    calls = [{n: x if n == "theta" else x[:, s] for n, x in inputs.items()} for s in (slice(cut), slice(cut, None))]
+    head, state = sympow.attention(**calls[0], power=power, form="chunked", chunk_size=7, return_state=True)
+    tail = sympow.attention(**calls[1], power=power, form="recurrent", initial_state=state)
     return torch.cat([head, tail], dim=1)
 
 
@@ -118,7 +118,7 @@ def show_timings(console: Console, timings: dict[str, dict[int, Timing]]) -> Non
 
 
 def show_states(console: Console) -> None:
-    table = Table(title="What a sequence leaves behind, bfloat16, all layers", title_justify="left")
+    table = Table(title="Size of the state of one sequence, bfloat16, all layers", title_justify="left")
     for column in ("model", "power", "state", "KV cache at 65,536", "cheaper than attention from"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name in ("gpt2-124m", "byte-11m", "byte-400k"):

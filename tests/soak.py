@@ -5,7 +5,7 @@
 
 Each attempt is killed (SIGKILL) at a random moment: while it starts, between two steps, or while it writes a
 checkpoint. After half of the kills, checkpoints are damaged: a bit is flipped, or a file is cut off, emptied,
-overwritten or removed. The next attempt goes on with --resume. In the end, metrics and weights must be those of a run
+overwritten or removed. The next attempt continues with --resume. In the end, metrics and weights must be those of a run
 that was never killed, bit for bit, and stay so for some steps more, which shows that the optimiser and the position in
 the data are the same, too. No attempt may fail in another way than by being killed. Exits with 1 if anything differs.
 """

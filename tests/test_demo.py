@@ -113,7 +113,7 @@ def test_the_demo_goes_through_the_commands_of_the_readme(demo):
 
 def test_suggested_commands_work_as_printed(demo):
     _, output = demo
-    for program, arguments in commands_in(output.partition("Go on from here:")[2]):
+    for program, arguments in commands_in(output.partition("Next steps:")[2]):
         if " -m " not in program:
             found = subprocess.run(["/bin/sh", "-c", f"command -v {program}"], cwd=ROOT, check=False)
             assert found.returncode == 0, f"{program} is not found by a shell"

@@ -15,6 +15,10 @@ from sympow.cli.errors import BUG
 from sympow.train.trainer import NonFiniteLossError
 
 runner = CliRunner()
+HELP_WITHOUT_TORCH = (
+    *("data", "data prepare", "data info", "generate", "state", "evaluate", "report", "inspect", "info", "bench"),
+    *("check", "experiment"),
+)
 
 
 def fail_with(monkeypatch, error):
@@ -136,11 +140,29 @@ def run_without_torch(tmp_path):
     return run
 
 
-@pytest.mark.parametrize("module", ["sympow", "sympow.train"])
-def test_ctrl_c_during_imports_is_one_line(run_without_torch, module):
-    result = run_without_torch(module, "info")
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [(("sympow", "info"), " info"), (("sympow", "train"), " train"), (("sympow.train",), "sympow.train")],
+)
+def test_ctrl_c_during_imports_is_one_line(run_without_torch, arguments, command):
+    result = run_without_torch(*arguments)
     assert (result.returncode, result.stdout) == (130, "")
-    assert result.stderr == f"{module}: interrupted\n"
+    assert result.stderr.endswith(f"{command}: interrupted\n")
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_does_not_import_torch():
+    """Except that of `sympow train`, whose flags are the fields of a config."""
+    code = """
+import sys
+from typer.testing import CliRunner
+from sympow.cli.app import app
+for command in sys.argv[1:]:
+    assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
+    assert "torch" not in sys.modules, command
+"""
+    commands = ["", *HELP_WITHOUT_TORCH]
+    subprocess.run([sys.executable, "-c", code, *commands], check=True, timeout=120)
 
 
 def test_the_version_does_not_wait_for_torch(run_without_torch):

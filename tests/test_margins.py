@@ -61,8 +61,8 @@ def test_mistakes_in_a_kernel_cross_the_tolerance_and_rounding_does_not(changed)
     tolerance = float32_tolerance("y", 20)
     assert error(right) <= tolerance / 4
     assert error(Arithmetic(backwards=True)) <= tolerance / 4
-    products = [place for place in right.places if place.startswith("product in kernels/attention_forward.py")]
-    sums = [place for place in right.places if place.startswith("sum in kernels/attention_forward.py")]
+    products = [place for place in right.places if place.startswith("product in kernels/attention/forward.py")]
+    sums = [place for place in right.places if place.startswith("sum in kernels/attention/forward.py")]
     assert len(products) == 2
     assert sums
     for kind in ("term", "index"):

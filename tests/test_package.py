@@ -1,6 +1,7 @@
 """The package as a whole: who may import whom, and what an import needs."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
@@ -10,20 +11,18 @@ import pytest
 import sympow
 
 SOURCE = Path(sympow.__file__).parent
-# Imports point one way: a part may import those before it. Parts on one line do not import each other.
+# The floors of imports: a part imports only from floors before its own. Parts of one floor do not import each other.
 LAYERS = (
-    ("checks", "extras", "files", "invocation"),
-    ("devices", "parsing", "tensor_file"),
-    ("kernels", "data"),
-    ("ops",),
+    ("checks", "deprecated", "extras", "files", "invocation", "kernels"),
+    ("parsing", "tensor_file"),
+    ("ops", "data"),
     ("parallel",),
     ("layers",),
     ("model",),
-    ("generation",),
-    ("train", "hf"),
-    ("evaluate", "bench"),
+    ("generation", "train"),
+    ("evaluate", "hf", "bench"),
+    ("experiments",),
     ("report",),
-    ("experiment", "diagnostics"),
     ("cli",),
     ("__main__",),
 )
@@ -78,6 +77,18 @@ def test_imports_point_one_way(path):
     assert part in RANK, f"{part} has no place in the order of imports"
     for imported in imported_parts(path) - {part}:
         assert RANK[imported] < RANK[part], f"{part} must not import {imported}"
+
+
+def test_there_is_no_floor_too_many():
+    """Each floor has a part that imports from the floor right below: otherwise the two could be one."""
+    highest = {}
+    for path in SOURCES:
+        part = part_of(path)
+        if part != "__init__":
+            below = [RANK[imported] for imported in imported_parts(path) - {part}]
+            highest[part] = max([highest.get(part, -1), *below])
+    for rank, parts in enumerate(LAYERS):
+        assert max(highest[part] for part in parts) == rank - 1, parts
 
 
 def test_the_reference_shares_no_code_with_what_it_checks():
@@ -139,3 +150,27 @@ def test_the_command_without_its_extra_says_so():
 def test_public_names_are_documented():
     for name in sympow.__all__:
         assert getattr(sympow, name).__doc__, f"{name} has no docstring"
+
+
+def imports_when_loaded(body: list[ast.stmt]) -> set[str]:
+    """Modules of sympow that run when a module with this body is imported, named as far as it names them."""
+    names: set[str] = set()
+    for node in body:
+        match node:
+            case ast.ImportFrom(module=str(module)):
+                names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+            case ast.Import():
+                names |= {alias.name for alias in node.names}
+            case ast.If() if "TYPE_CHECKING" not in ast.unparse(node.test):
+                names |= imports_when_loaded(node.body + node.orelse)
+            case ast.Try():
+                names |= imports_when_loaded(node.body)
+    return names
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    paths = {".".join(("sympow", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in SOURCES}
+    graph = {name: imports_when_loaded(ast.parse(path.read_text("utf-8")).body) for name, path in paths.items()}
+    graph = {name: {other for other in imports if other in graph} - {name} for name, imports in graph.items()}
+    # TopologicalSorter raises CycleError, which names the circle.
+    assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)

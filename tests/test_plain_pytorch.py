@@ -16,15 +16,14 @@ import sympow
 from support import random_inputs
 from sympow.kernels import cross_entropy
 from sympow.kernels import rotary as rotation_op
-from sympow.kernels.decode.state_step import gates as step_gates
+from sympow.kernels.decode import gate_projection
 from sympow.layers import ConformalAttention
 from sympow.model.losses import linear_cross_entropy
-from sympow.ops import dispatch as turning
-from sympow.ops import key_value_cache
+from sympow.ops import dispatch
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
-from sympow.train.objective import Objective
+from sympow.train.parallelize import Objective
 
 
 class KernelLaunchedError(Exception):
@@ -38,12 +37,11 @@ def claimed_gpu(monkeypatch):
     def launch(*args, **kwargs):
         raise KernelLaunchedError
 
-    monkeypatch.setattr(step_gates, "step_gates", launch)
+    monkeypatch.setattr(gate_projection, "step_gates", launch)
     monkeypatch.setattr(cross_entropy, "cross_entropy_in_place", launch)
     monkeypatch.setattr(rotation_op, "fused_rotation", launch)
     # As on a GPU, where kernels are not interpreted.
-    for module in (turning, key_value_cache):
-        monkeypatch.setattr(module, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "triton_interpreted", lambda: False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 

@@ -1,4 +1,4 @@
-"""The synthetic task as a dataset: every answer follows from a pair, and it trains like any other data."""
+"""The MQAR dataset: every answer follows from a pair, and it trains like any other dataset."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_a_row_is_a_document():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("mqar:pairs=129", "pairs must be at most 128, the keys there are; got 129"),
+        ("mqar:pairs=129", "pairs must be at most 128, the number of keys; got 129"),
         ("mqar:pairs=4,length=8", r"length must be even and above 2 · pairs = 8, got 8"),
         ("mqar:pairs=4,length=11", "length must be even"),
         ("mqar:size=4", "mqar takes the options pairs=NUMBER, length=NUMBER.*; got 'size=4'"),

@@ -1,4 +1,4 @@
-"""Data folders that others made: whatever is in them is opened or refused at once, with the name of the file."""
+"""Untrusted data folders: whatever they contain is opened, or refused with the name of the file."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from sympow.data import open_dataset, prepare
+from sympow.data.manifest import VERIFIED_FILE
 from sympow.data.tokenizer import load_tokenizer
-from sympow.data.verification import RECORD_FILE
 from sympow.files import sha256_of, write_atomically
 
 
@@ -171,13 +171,13 @@ def test_places_that_are_none_are_refused(folder, change):
     index = np.load(path)
     change(index)
     np.save(path, index)
-    with pytest.raises(ValueError, match=r"train-00000\.index\.npy must give the places of"):
+    with pytest.raises(ValueError, match=r"train-00000\.index\.npy must have the positions of"):
         open_dataset(folder)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["manifest.json", "train-00000.tokens.npy", "train-00000.index.npy", "sympow_tokenizer.json", RECORD_FILE],
+    ["manifest.json", "train-00000.tokens.npy", "train-00000.index.npy", "sympow_tokenizer.json", VERIFIED_FILE],
 )
 def test_pipes_are_refused_and_not_waited_for(folder, name):
     (folder / name).unlink(missing_ok=True)
@@ -202,13 +202,13 @@ def test_a_flipped_bit_is_found_on_opening(folder, kind, opened_before):
     flip(path)
     # As tools that copy files do; the inode's own time they cannot set.
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    with pytest.raises(ValueError, match=rf"train-00000\.{kind}\.npy (is damaged|must give the places)"):
+    with pytest.raises(ValueError, match=rf"train-00000\.{kind}\.npy (is damaged|must have the positions)"):
         open_dataset(folder)
 
 
 def test_hashes_are_compared_once(folder, monkeypatch):
     hashed = []
-    monkeypatch.setattr("sympow.data.verification.sha256_of", spy(hashed))
+    monkeypatch.setattr("sympow.data.manifest.sha256_of", spy(hashed))
     open_dataset(folder)
     assert sorted(hashed) == ["train-00000.index.npy", "train-00000.tokens.npy"]
     open_dataset(folder)
@@ -231,7 +231,7 @@ def spy(hashed):
 @pytest.mark.parametrize("content", ["{", "[]", "3", '{"train-00000.tokens.npy": 3}'])
 def test_a_damaged_record_is_not_believed(folder, content):
     open_dataset(folder)
-    (folder / RECORD_FILE).write_text(content)
+    (folder / VERIFIED_FILE).write_text(content)
     flip(folder / "train-00000.tokens.npy")
     with pytest.raises(ValueError, match=r"tokens\.npy is damaged"):
         open_dataset(folder)
@@ -244,13 +244,13 @@ def test_a_folder_that_can_only_be_read_has_its_record_elsewhere(folder, monkeyp
         write_atomically(path, content)
 
     # Permissions would not keep root from writing.
-    monkeypatch.setattr("sympow.data.verification.write_atomically", refuse)
+    monkeypatch.setattr("sympow.data.manifest.write_atomically", refuse)
     hashed = []
-    monkeypatch.setattr("sympow.data.verification.sha256_of", spy(hashed))
+    monkeypatch.setattr("sympow.data.manifest.sha256_of", spy(hashed))
     open_dataset(folder)
     open_dataset(folder)
     assert len(hashed) == 2
-    assert not (folder / RECORD_FILE).exists()
+    assert not (folder / VERIFIED_FILE).exists()
     assert len(list((tmp_path / "caches" / "sympow").iterdir())) == 1
 
 
@@ -291,5 +291,5 @@ def test_a_tokenizer_that_is_a_pipe_is_refused(tmp_path):
 
 def test_the_record_can_be_read_by_those_who_can_read_the_data(folder):
     open_dataset(folder)
-    modes = [stat.S_IMODE((folder / name).stat().st_mode) for name in (RECORD_FILE, "manifest.json")]
+    modes = [stat.S_IMODE((folder / name).stat().st_mode) for name in (VERIFIED_FILE, "manifest.json")]
     assert modes[0] == modes[1]

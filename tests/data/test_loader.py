@@ -1,4 +1,4 @@
-"""The loader: what is in a batch, in which order, for which process, and after a restart."""
+"""The loader: content and order of batches, several processes, and resuming."""
 
 import json
 import threading
@@ -35,9 +35,9 @@ def same(first, second):
     )
 
 
-def pieces(batch):
-    """(document, start, inputs, targets) of every piece of a batch."""
-    offsets = batch.piece_offsets.tolist()
+def slices(batch):
+    """(document, start, inputs, targets) of every slice of a batch."""
+    offsets = batch.slice_offsets.tolist()
     inputs, targets = batch.inputs.flatten(), batch.targets.flatten()
     for n, (document, start) in enumerate(zip(batch.document_ids, batch.document_starts, strict=True)):
         now = slice(offsets[n], offsets[n + 1])
@@ -48,7 +48,7 @@ def pieces(batch):
 def test_every_piece_is_what_its_label_says(memory, short):
     dataset = memory(LENGTHS, BLOCKS)
     for batch in Loader(dataset, 32, 3, short=short, epochs=2):
-        for document, start, inputs, targets in pieces(batch):
+        for document, start, inputs, targets in slices(batch):
             tokens = dataset.documents[document]
             assert np.array_equal(targets, tokens[start : start + len(targets)])
             before = tokens[start - 1] if start else dataset.boundary
@@ -96,7 +96,7 @@ def test_packed_batches_have_boundaries(memory):
         assert batch.cu_seqlens[0] == 0
         assert batch.cu_seqlens[-1] == 4 * 32
         assert len(batch.cu_seqlens) == len(batch.document_ids) + 1
-        # Rows begin with a piece, so no piece is longer than the context.
+        # Rows begin with a slice, so that no slice is longer than the context.
         assert set(range(0, 129, 32)) <= set(batch.cu_seqlens.tolist())
         sizes += batch.cu_seqlens.diff().tolist()
     assert max(sizes) == 32
@@ -247,10 +247,10 @@ def test_a_batch_splits_into_smaller_ones(memory, short, rows):
     parts = batch.split(rows)
     assert [part.rows for part in parts] == [min(rows, 6 - first) for first in range(0, 6, rows)]
     assert torch.equal(torch.cat([part.targets.flatten() for part in parts]), batch.targets.flatten())
-    assert [piece[:2] for part in parts for piece in pieces(part)] == [piece[:2] for piece in pieces(batch)]
+    assert [found[:2] for part in parts for found in slices(part)] == [found[:2] for found in slices(batch)]
     for part in parts:
         assert (part.cu_seqlens is None) == (short == "drop")
-        for (_, _, _, targets), (_, _, _, expected) in zip(pieces(part), pieces(part.split(rows)[0]), strict=True):
+        for (_, _, _, targets), (_, _, _, expected) in zip(slices(part), slices(part.split(rows)[0]), strict=True):
             assert np.array_equal(targets, expected)
     with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         batch.split(0)
@@ -332,3 +332,9 @@ def test_rows_cover_documents_without_overlap(lengths, context, seed):
             assert not tokens & seen
             seen |= tokens
     assert lengths.sum() - len(seen) < context
+
+
+def test_the_earlier_name_of_slice_offsets(memory):
+    (batch,) = take(Loader(memory(LENGTHS, BLOCKS), 32, 4, short="drop"), 1)
+    with pytest.warns(DeprecationWarning, match="slice_offsets"):
+        assert batch.piece_offsets is batch.slice_offsets

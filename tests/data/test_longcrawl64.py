@@ -1,4 +1,4 @@
-"""LongCrawl64's layout: a small store written as the large one was published."""
+"""LongCrawl64: a small zarr store with the published layout."""
 
 import json
 import os

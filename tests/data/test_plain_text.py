@@ -1,4 +1,4 @@
-"""Text as users give it: UTF-8 or refused, and escapes of the command line."""
+"""Plain text from users: UTF-8 or refused, and escapes on the command line."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Text to shards: what is written, that it is the same however it was interrupted, and which mistakes are named."""
+"""`prepare`: shards, the same files after any interruption, and error messages."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.manifest import MANIFEST_FILE
-from sympow.data.shard_writing import WORK_FOLDER, run_portion
-from sympow.data.sources import extents_of, read_documents
+from sympow.data.shard_writing import WORK_FOLDER, write_shards
+from sympow.data.sources import file_ranges, read_documents
 
 
 def texts_of(dataset):
@@ -56,14 +56,14 @@ def test_documents_end_in_the_boundary(corpus, tmp_path):
 def test_lines_are_neither_lost_nor_doubled_wherever_a_file_is_cut(tmp_path):
     path = tmp_path / "c.jsonl"
     path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 12)))
-    for portion_bytes in range(1, path.stat().st_size + 1):
-        extents = extents_of(path, "train", portion_bytes)
-        documents = [document for extent in extents for document in read_documents(extent, "text")]
-        assert [document.text for document in documents] == jsonl_texts(path), portion_bytes
+    for shard_bytes in range(1, path.stat().st_size + 1):
+        ranges = file_ranges(path, "train", shard_bytes)
+        documents = [document for file_range in ranges for document in read_documents(file_range, "text")]
+        assert [document.text for document in documents] == jsonl_texts(path), shard_bytes
 
 
 def test_a_large_file_becomes_several_shards(corpus, tmp_path):
-    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, portion_bytes=1000)
+    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     assert list(texts_of(dataset).values()) == jsonl_texts(corpus / "c.jsonl")
     assert len(dataset.manifest.splits["train"]) > 4
@@ -71,8 +71,8 @@ def test_a_large_file_becomes_several_shards(corpus, tmp_path):
 
 
 def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("sympow.data.shards.BLOCK_TOKENS", 2500)
-    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, portion_bytes=1000)
+    monkeypatch.setattr("sympow.data.shard_dataset.BLOCK_TOKENS", 2500)
+    prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()
     assert 2 < len(dataset.blocks) <= len(ends)
@@ -87,7 +87,7 @@ def test_parquet_rows_are_documents(tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     rows = [f"row {n} " * (n + 1) for n in range(30)]
     pq.write_table(pa.table({"id": list(range(30)), "body": rows}), tmp_path / "t.parquet", row_group_size=7)
-    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", heldout=0, workers=1, portion_bytes=200)
+    prepare([tmp_path / "t.parquet"], tmp_path / "out", field="body", heldout=0, workers=1, shard_bytes=200)
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert list(texts.values()) == rows
     assert texts[f"{tmp_path / 't.parquet'}, row 29"] == rows[29]
@@ -96,7 +96,7 @@ def test_parquet_rows_are_documents(tmp_path):
 
 
 def test_two_workers_write_what_one_does(corpus, tmp_path):
-    options = {"portion_bytes": 1000, "heldout": 0.3}
+    options = {"shard_bytes": 1000, "heldout": 0.3}
     prepare([corpus], tmp_path / "one", workers=1, **options)
     prepare([corpus], tmp_path / "two", workers=2, **options)
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
@@ -104,26 +104,26 @@ def test_two_workers_write_what_one_does(corpus, tmp_path):
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
 def test_an_interrupted_run_goes_on_and_gives_the_same_files(corpus, tmp_path, monkeypatch, tokenizer):
-    options = {"portion_bytes": 1000, "heldout": 0.3, "workers": 1, "tokenizer": tokenizer}
+    options = {"shard_bytes": 1000, "heldout": 0.3, "workers": 1, "tokenizer": tokenizer}
     if tokenizer == "bpe":
         options["vocab_size"] = 280
     prepare([corpus], tmp_path / "whole", **options)
     done = []
 
-    def stop_at_the_third(portion, number, *rest):
+    def stop_at_the_third(group, number, *rest):
         if len(done) == 3:
             raise KeyboardInterrupt
         done.append(number)
-        return run_portion(portion, number, *rest)
+        return write_shards(group, number, *rest)
 
     out = tmp_path / "out"
-    monkeypatch.setattr(module, "run_portion", stop_at_the_third)
+    monkeypatch.setattr(module, "write_shards", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         prepare([corpus], out, **options)
     with pytest.raises(ValueError, match=r"partly prepared: run the same `sympow data prepare` again"):
         open_dataset(out)
     again = []
-    monkeypatch.setattr(module, "run_portion", lambda *a: again.append(a[1]) or run_portion(*a))
+    monkeypatch.setattr(module, "write_shards", lambda *a: again.append(a[1]) or write_shards(*a))
     prepare([corpus], out, **options)
     assert done == [0, 1, 2]
     assert again[0] == 3
@@ -132,7 +132,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_files(corpus, tmp_path, m
 
 def test_a_finished_run_is_not_repeated(corpus, tmp_path, monkeypatch):
     first = prepare([corpus], tmp_path / "out", heldout=0, workers=1)
-    monkeypatch.setattr(module, "run_portion", lambda *a: pytest.fail("did the work again"))
+    monkeypatch.setattr(module, "write_shards", lambda *a: pytest.fail("did the work again"))
     assert prepare([corpus], tmp_path / "out", heldout=0, workers=1) == first
 
 
@@ -211,7 +211,7 @@ def test_of_few_documents_at_least_one_goes_to_each_side(tmp_path, count, heldou
     if heldout < 0.1:
         assert len(heldout_texts) == 2
     # Where sources are cut changes nothing.
-    prepare([folder], tmp_path / "cut", heldout=heldout, workers=1, portion_bytes=40)
+    prepare([folder], tmp_path / "cut", heldout=heldout, workers=1, shard_bytes=40)
     assert splits_of(tmp_path / "cut") == [train, heldout_texts]
 
 

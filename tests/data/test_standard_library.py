@@ -1,4 +1,4 @@
-"""The embedded default: the running Python's own sources."""
+"""The standard library as a dataset."""
 
 import re
 import sysconfig

@@ -1,4 +1,4 @@
-"""Tokenizers: what a text becomes, that it comes back, and that a saved tokenizer is the same one."""
+"""Tokenizers: round trips, special tokens, saving and loading."""
 
 import json
 import subprocess

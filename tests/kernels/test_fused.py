@@ -245,10 +245,10 @@ def test_packed_documents_in_one_call(power, form, options, gate, rotation):
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gates_far_from_the_end(monkeypatch, group, packed):
-    """Their gradient is put right once per span; here spans are short."""
+    """The drift of their gradient is corrected after every block of queries; here blocks are short."""
     from sympow.kernels.attention import op as attention_op
 
-    monkeypatch.setattr(attention_op, "SPAN", 128)
+    monkeypatch.setattr(attention_op, "DRIFT_SPACING", 128)
     inputs = random_inputs(12, length=460, heads=group, key_heads=1, dim=8, value_dim=8, rotation="none",
                            dtype=torch.float32)  # fmt: skip
     offsets = torch.tensor([0, 100, 110, 400, 460]) if packed else None
@@ -330,7 +330,7 @@ def test_operators_pass_pytorchs_own_checks():
     from sympow.kernels import rotary as rotation_op
     from sympow.kernels.attention import op as attention_op
     from sympow.kernels.common import locate
-    from sympow.kernels.decode.state_step import op as decode_op
+    from sympow.kernels.decode import op as decode_op
     from sympow.ops.symmetric import feature_indices, multinomial_weights
 
     inputs = random_inputs(5, length=20, heads=2, key_heads=1, dim=16, value_dim=16, dtype=torch.float32)
@@ -338,9 +338,9 @@ def test_operators_pass_pytorchs_own_checks():
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
     state = (torch.randn(1, 1, 16, 16, 16, requires_grad=True), torch.randn(1, 1, 16, 16, requires_grad=True))
-    torch.library.opcheck(attention_op._attend, (*qkv, None, None, None, None, 2, 0, False, True, False))
-    torch.library.opcheck(attention_op._attend, (*qkv, *documents, None, None, 4, 0, False, True, False))
-    torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, *documents, None, None, 4, 0, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
     torch.library.opcheck(rotation_op._rotate, (*rotation, None, None, True))
     torch.library.opcheck(rotation_op._rotate, (*rotation, *documents, False))
@@ -349,7 +349,7 @@ def test_operators_pass_pytorchs_own_checks():
     token = [t[:, 0].detach() if t.ndim > 1 else t.detach() for t in inputs.tensors()]
     tables = (feature_indices(16, 2, inputs.q.device), multinomial_weights(16, 2, torch.float32, inputs.q.device))
     before = state.detach()
-    torch.library.opcheck(decode_op._decode, (*token, before.kv, before.normalizer, before.phase, *tables))
+    torch.library.opcheck(decode_op.fused_decode, (*token, before.kv, before.normalizer, before.phase, *tables))
 
 
 @interpreted

@@ -149,8 +149,8 @@ def test_operators_pass_pytorchs_own_checks():
     inputs = make_inputs(200, "weak").requires_grad()
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     state = (torch.randn(1, 2, 64, 64, 64, device="cuda"), torch.randn(1, 2, 64, 64, device="cuda"))
-    torch.library.opcheck(attention_op._attend, (*qkv, None, None, None, None, 2, 0, False, True, False))
-    torch.library.opcheck(attention_op._attend, (*qkv, None, None, *state, 2, 128, True, True, True))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None, True)
     torch.library.opcheck(rotation_op._rotate, rotation)
 

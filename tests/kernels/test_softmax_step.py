@@ -53,7 +53,7 @@ def test_the_kernel_equals_the_whole(rotation, gate, group):
     pytest.importorskip("triton", reason="needs Triton")
     inputs = inputs_of(rotation, gate, group, torch.float32)
     expected, after = softmax_attention(**inputs.map(torch.Tensor.double).arguments(), return_state=True)
-    cache = cache_of(inputs, PROMPT, 300)  # two programs a head
+    cache = cache_of(inputs, PROMPT, 300)  # two CTAs per head
     assert_close(step_through(cache, inputs, PROMPT, "triton"), expected[:, PROMPT:], 4e-6, "y")
     assert cache.count.eq(LENGTH).all()
     assert not cache.arrivals.any()
@@ -72,7 +72,7 @@ def test_the_kernel_across_its_parts_and_closed_gates():
     expected = softmax_attention(**inputs.map(torch.Tensor.double).arguments())
     start = 505
     cache = cache_of(inputs, start, 700)
-    assert_close(step_through(cache, inputs, start, "triton"), expected[:, start:], 2e-5, "y")
+    assert_close(step_through(cache, inputs, start, "triton"), expected[:, start:], 4e-5, "y")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

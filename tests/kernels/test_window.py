@@ -64,11 +64,11 @@ def test_steps_without_a_state_until_the_first_fold(power):
 
 
 def test_several_programs_share_a_state_and_a_window(monkeypatch):
-    from sympow.kernels.decode.state_step import window_step as kernels
+    from sympow.kernels.decode import window_step as kernels
 
-    monkeypatch.setattr(kernels, "LEAST_KEYS_PER_PART", 32)
-    division = kernels.divide_window(1, 528, 8, 1, 50, has_state=True)
-    assert (division.state_parts, division.window_parts) == (3, 2)
+    monkeypatch.setattr(kernels, "MIN_KEYS_PER_SPLIT", 32)
+    splits = kernels.split_window(1, 528, 8, 1, 50, has_state=True)
+    assert (splits.state_splits, splits.window_splits) == (3, 2)
     inputs = random_inputs(2, length=50, heads=1, dim=32, value_dim=8, dtype=torch.float32)
     expected, _ = exact(inputs, 2)
     for start, window in (
@@ -103,7 +103,7 @@ def test_keys_of_other_dtypes(key_dtype):
     inputs = random_inputs(10, length=9, dim=8, value_dim=5, dtype=torch.float32)
     expected, after = exact(inputs, 2)
     window = Window.empty(1, 2, 8, 5, 2, rotated=True, capacity=4, key_dtype=key_dtype)
-    tolerance = 5e-6 if key_dtype == torch.float64 else 0.05
+    tolerance = 5e-6 if key_dtype == torch.float64 else 0.08
     assert_close(step_through(window, inputs, 0), expected, tolerance, "y")
     assert_states_close(window.close("triton"), after, tolerance)
 
@@ -159,7 +159,7 @@ def test_a_gate_per_pair_is_not_for_the_kernels():
 
 
 def test_operators_pass_pytorchs_own_checks():
-    from sympow.kernels.decode.state_step import op as window_op
+    from sympow.kernels.decode import op as window_op
 
     inputs = random_inputs(8, length=9, heads=2, key_heads=1, dim=4, dtype=torch.float32)
     window = open_window(inputs, 2, 4)

@@ -114,7 +114,7 @@ def test_a_second_run_is_bitwise_the_same():
 
 @torch.no_grad()
 def test_operators_pass_pytorchs_own_checks():
-    from sympow.kernels.decode.state_step import op as window_op
+    from sympow.kernels.decode import op as window_op
     from sympow.ops.window import Window
 
     inputs = make_inputs(2)

@@ -1,17 +1,31 @@
-"""The choice of a backend: a pure function, so every case can be asked for without a GPU."""
+"""The choice of a backend, the one module that makes it, and the way from `sympow.attention` to a kernel launch."""
 
+import ast
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import sympow
+from support import interpreted, random_inputs, run
+from sympow.ops import dispatch
 from sympow.ops.dispatch import Request, choose_backend
 
 TYPICAL = Request(device="cuda", dtype=torch.bfloat16, power=2, key_dim=64, value_dim=64)
 
 
-def choose(backend: str, available: bool = True, interpreted: bool = False, **changes) -> str:
-    return choose_backend(backend, replace(TYPICAL, **changes), available=lambda: available, interpreted=interpreted)
+@pytest.fixture
+def choose(monkeypatch):
+    """`choose_backend` for a typical call with some changes, with Triton compiled, interpreted or missing."""
+
+    def choose(backend: str, available: bool = True, interpreted: bool = False, **changes) -> str:
+        monkeypatch.setattr(dispatch, "triton_available", lambda: available)
+        monkeypatch.setattr(dispatch, "triton_interpreted", lambda: interpreted)
+        return choose_backend(backend, replace(TYPICAL, **changes))
+
+    return choose
 
 
 @pytest.mark.parametrize(
@@ -31,7 +45,7 @@ def choose(backend: str, available: bool = True, interpreted: bool = False, **ch
         {"step": True, "sequences": 65_536},
     ],
 )
-def test_auto_takes_the_kernels_on_a_gpu(changes):
+def test_auto_takes_the_kernels_on_a_gpu(choose, changes):
     assert choose("auto", **changes) == "triton"
     assert choose("triton", **changes) == "triton"
     assert choose("torch", **changes) == "torch"
@@ -40,35 +54,130 @@ def test_auto_takes_the_kernels_on_a_gpu(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"available": False}, "Triton is not installed"),
+        ({"available": False}, "riton is not installed"),
         ({"device": "cpu"}, "kernels need a CUDA device, and q is on cpu"),
         ({"dtype": torch.float64}, "not torch.float64"),
         ({"dtype": torch.float16}, "not torch.float16"),
-        ({"dtype": torch.float32}, "kernels take torch.bfloat16, not torch.float32"),
+        ({"dtype": torch.float32}, "kernels support torch.bfloat16, not torch.float32"),
         ({"power": 10}, "powers up to 8, not 10"),
-        ({"key_dim": 256}, "head dims up to 128"),
-        ({"value_dim": 200}, "head dims up to 128"),
+        ({"key_dim": 256}, "head dims up to 128, not 2"),
+        ({"value_dim": 200}, "head dims up to 128, not 2"),
         ({"vector_gate": True}, "one gate per head"),
         ({"sequences": 65_536}, "at most 65,535 sequences times query heads"),
-        ({"form": "recurrent"}, "one token from a state, without gradients, only"),
-        ({"form": "chunked", "power": 6}, "not power 6 and 64"),
-        ({"form": "chunked", "power": 4}, "not power 4 and 64"),
-        ({"chunk_size": 100}, "multiples of 128, not 100"),
+        ({"form": "recurrent"}, "only for one token after a given state, without gradients"),
+        ({"form": "chunked", "power": 6}, "not power 6 with key dim 64"),
+        ({"form": "chunked", "power": 4}, "not power 4 with key dim 64"),
+        ({"chunk_size": 100}, "multiples of 128 as chunk_size, not 100"),
     ],
 )
-def test_what_kernels_cannot_serve_goes_to_torch_or_is_refused_with_the_reason(changes, reason):
+def test_what_kernels_cannot_serve_goes_to_torch_or_is_refused_with_the_reason(choose, changes, reason):
     assert choose("auto", **changes) == "torch"
-    with pytest.raises(ValueError, match=rf"backend='triton' cannot serve this call: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"backend='triton' does not support this call\. [TK].*{reason}.*\.$"):
         choose("triton", **changes)
 
 
-def test_high_powers_take_the_kernels_only_when_asked():
+def test_high_powers_take_the_kernels_only_when_asked(choose):
     assert choose("auto", power=6) == "torch"
     assert choose("triton", power=6) == "triton"
 
 
-def test_the_interpreter_serves_those_who_ask_on_a_cpu():
+def test_the_interpreter_serves_those_who_ask_on_a_cpu(choose):
     assert choose("auto", device="cpu", dtype=torch.float32, interpreted=True) == "torch"
     assert choose("triton", device="cpu", dtype=torch.float32, interpreted=True) == "triton"
-    with pytest.raises(ValueError, match=r"kernels take torch\.float32, not torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"kernels support torch\.float32, not torch\.bfloat16"):
         choose("triton", device="cpu", interpreted=True)
+
+
+SOURCE = Path(sympow.__file__).parent
+SOURCES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "ops" / "dispatch.py"]
+# What a decision would be made from. Kernels assert their own limits; these modules ask about CUDA for other reasons.
+LIMITS = {name for name in vars(dispatch) if name.isupper() and not name.startswith("_")} - {
+    "CPU",
+    "GPU",
+    "TYPE_CHECKING",
+}
+ABOUT_TRITON = {"TRITON_INTERPRET", "get_device_capability", *LIMITS}
+ABOUT_CUDA = {
+    "generation/decoder.py",  # CUDA graphs
+    "generation/sampling.py",  # CUDA events
+    "layers/precision.py",  # cuBLAS
+    "model/gpt.py",  # cuBLAS
+    "model/losses.py",  # cuBLAS
+    "ops/key_value_cache.py",  # waiting for the device
+    "train/optimizer.py",  # PyTorch's fused optimisers
+}
+
+
+def names_in(path: Path) -> set[str]:
+    """Names, attributes and short strings of a source file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.alias):
+            found.add(node.name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_other_module_decides_what_a_kernel_supports(path):
+    """Whoever launches a kernel asks `dispatch`; nobody else compares dtypes, powers, dims or devices for it."""
+    where = path.relative_to(SOURCE).as_posix()
+    if where.startswith(("kernels/", "bench/", "data/")):
+        return
+    names = names_in(path)
+    assert not names & ABOUT_TRITON
+    assert "is_cuda" not in names or where in ABOUT_CUDA
+    launches = any(name.startswith("sympow.kernels") for name in names)
+    assert not launches or any("unsupported_reason" in name or "backend" in name for name in names)
+
+
+def frames_of_launches(monkeypatch) -> list[list[tuple[str, str]]]:
+    """A list that grows with each launch by the function and the file of each frame of sympow, outermost first."""
+    from triton.runtime.interpreter import GridExecutor
+
+    found = []
+    launch = GridExecutor.__call__
+
+    def probe(self, *args, **kwargs):
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(SOURCE):
+                frames.insert(0, (frame.f_code.co_name, path.relative_to(SOURCE).as_posix()))
+            frame = frame.f_back
+        found.append(frames)
+        return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", probe)
+    return found
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("form", "states", "tokens"),
+    [
+        ("attention", False, 130),
+        ("attention", True, 130),
+        ("chunked", False, 300),
+        ("chunked", True, 300),
+        ("auto", True, 1),
+    ],
+)
+def test_from_the_operator_to_a_launch_there_are_at_most_five_frames_in_three_files(monkeypatch, form, states, tokens):
+    pytest.importorskip("triton", reason="needs Triton")
+    inputs = random_inputs(3, batch=1, length=tokens + 1, heads=2, dim=16, value_dim=16, dtype=torch.float32)
+    before, after = inputs.time(0, 1), inputs.time(1, tokens + 1)
+    state = run(before, 2, "auto", return_state=True)[1] if states else None
+    found = frames_of_launches(monkeypatch)
+    options = {"chunk_size": 128} if form == "chunked" else {}
+    run(after, 2, form, backend="triton", initial_state=state, return_state=states, **options)
+    assert found
+    for frames in found:
+        assert frames[0] == ("attention", "ops/interface.py")
+        assert len(frames) <= 5, frames
+        assert len({path for _, path in frames}) <= 3, frames

@@ -1,10 +1,10 @@
-"""Counts what a process sends: collectives of torch.distributed, watched."""
+"""Counts the bytes that a process sends, by wrapping the collectives of torch.distributed."""
 
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# A ring passes on all parts but one.
+# A ring sends all shards but one.
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 

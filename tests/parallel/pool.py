@@ -1,4 +1,4 @@
-"""Processes that stay, with a process group among them: tests send them functions to run together."""
+"""A pool of processes with a process group, to which tests send functions to run."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Ring attention in a few lines, to count what it sends: keys and values go around, and back with their gradients."""
+"""Ring attention in a few lines, to count the bytes it sends."""
 
 import torch
 import torch.distributed as dist

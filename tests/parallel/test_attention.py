@@ -1,4 +1,4 @@
-"""A sequence over several ranks gives what one process gives, outputs and all gradients."""
+"""Outputs and gradients of a sharded sequence equal those of one process."""
 
 import pytest
 from parallel import cases

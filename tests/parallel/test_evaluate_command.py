@@ -1,4 +1,4 @@
-"""`sympow evaluate` under torchrun: processes read a document together."""
+"""`sympow evaluate` under torchrun: documents sharded over processes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
         100,
         "--documents",
         1,
-        "--piece",
+        "--segment-size",
         30,
         "--data",
         "stdlib",

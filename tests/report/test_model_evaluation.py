@@ -14,8 +14,9 @@ from sympow import GPT, GPTConfig
 from sympow.cli.app import app
 from sympow.data import open_dataset, prepare
 from sympow.data.tokenizer import ByteTokenizer
+from sympow.evaluate.evaluation_file import contexts_up_to
+from sympow.evaluate.model_evaluation import held_out_documents
 from sympow.model.storage import load_model, save_model
-from sympow.report.model_evaluation import contexts_up_to, held_out_documents
 from sympow.train.provenance import TrainedOn
 
 LENGTH = 48
@@ -68,7 +69,7 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeyp
     assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) of each" in said(result)
     content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
     assert content["data"] == str(texts)
-    # 86 tokens of one document, of which two samples of four times the context fit.
+    # 86 tokens of one document in two sequences of four times the context.
     assert content["models"]["run"]["documents"] == 2
     assert content["models"]["run"]["trained_at"] == 8
     heldout = open_dataset(texts, "heldout")
@@ -137,7 +138,7 @@ def test_data_prepared_again_otherwise_is_mentioned(texts, tmp_path):
     prepare([tmp_path / "texts"], texts, heldout=0.5, overwrite=True, workers=1)
     result = evaluate(model, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert f"{texts} has changed since it was trained on" in said(result)
+    assert f"{texts} has changed since the training" in said(result)
 
 
 def test_documents_shorter_than_wanted_are_read_to_the_end_of_the_longest(texts, tmp_path):
@@ -154,7 +155,7 @@ def test_data_that_holds_nothing_out_says_how_to(texts, tmp_path):
     prepare([tmp_path / "texts"], texts, heldout=0, overwrite=True, workers=1)
     result = evaluate(make_model(tmp_path / "run" / "model", texts))
     assert result.exit_code == 2
-    assert "has no split 'heldout': prepare it again with a share to hold out (--heldout, --overwrite)" in said(result)
+    assert "has no split 'heldout': prepare it again with some held out (--heldout, --overwrite)" in said(result)
 
 
 def test_data_of_another_vocabulary_is_refused(texts, tmp_path):

@@ -1,4 +1,4 @@
-"""Runs of several processes beside the same in one."""
+"""Compares metrics of runs with several processes to those of one process."""
 
 from support import assert_close
 

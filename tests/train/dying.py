@@ -1,4 +1,4 @@
-"""`python -m sympow.train`, but that one process kills itself in the middle of the first attempt."""
+"""`python -m sympow.train`, with one process that kills itself in the first attempt."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Processes that were not started alike, and processes that wait for one that does not come."""
+"""Processes with different settings, and processes that wait in a collective for one that hangs."""
 
 import json
 import signal
@@ -15,8 +15,8 @@ if os.environ["RANK"] == "1":
 HANGING = """
 import os, time
 from sympow.train import trainer
-from sympow.train import heartbeat as watch
-watch.STOP_GRACE = 2.0
+from sympow.train import heartbeat
+heartbeat.STOP_GRACE = 2.0
 step = trainer._Run.step
 def hanging(self, batch):
     while os.environ["RANK"] == "{rank}" and self.step_number == 3:
@@ -87,4 +87,4 @@ def test_a_process_that_waits_for_another_ends_on_sigterm(start, tmp_path):
     assert training.wait() == [1, 1], training.log.read_text()
     said = f"stopped: rank 0 (process {training.pids[0]} on "
     assert training.log.read_text().count(said) == 2
-    assert "got SIGTERM and does not come out of " in training.log.read_text()
+    assert "received SIGTERM but stays blocked in " in training.log.read_text()

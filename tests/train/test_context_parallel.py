@@ -1,4 +1,4 @@
-"""Processes that share sequences out among them train as one process does."""
+"""Training with context parallelism equals training in one process."""
 
 import shutil
 
@@ -19,7 +19,7 @@ THOROUGH |= {"evaluate_tokens": 264}
 def test_two_by_two_processes_equal_one_and_others_go_on(finish, alone, tmp_path, parallel, others):
     two_by_two = {"processes": 4, "context_parallel": 2, "parallel": parallel}
     printed = finish(tmp_path / "grid", steps=STEPS // 2, **two_by_two, **THOROUGH)
-    assert "on 4 × cpu, 2 to a sequence" in printed
+    assert "on 4 × cpu, context parallel 2" in printed
     for processes in others:
         out = shutil.copytree(tmp_path / "grid", tmp_path / f"then-{processes}")
         finish(out, processes=processes, resume=True, steps=STEPS, context_parallel=processes)

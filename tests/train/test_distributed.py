@@ -1,4 +1,4 @@
-"""Several processes give what one gives, and go on with each other's checkpoints."""
+"""Several processes compute what one computes, and continue from each other's checkpoints."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def test_two_processes_that_share_parameters_out_equal_one(finish, alone, tmp_pa
     assert printed.count(f"{out}\n") == 1
     assert same(read_metrics(out / "metrics.jsonl"), alone(**THOROUGH))
     assert read_seal(out / "checkpoints" / f"step-{STEPS:09d}")["world_size"] == 2
-    # Parts of parameters were put together again.
+    # The export gathered sharded parameters.
     reference = load_model(tmp_path / "alone" / "model") if (tmp_path / "alone").exists() else None
     exported = load_model(out / "model")
     assert exported.config.layers == 2

@@ -1,4 +1,4 @@
-"""A disk that is full, or refuses to be written to, ends a run with one line and costs nothing that was saved."""
+"""A full or read-only disk ends a run with one line, and earlier checkpoints stay intact."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Checkpoints that were changed by someone who also made their checksums fit."""
+"""Checkpoints that were tampered with, with checksums recomputed to match."""
 
 import copy
 import json

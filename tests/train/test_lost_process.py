@@ -1,4 +1,4 @@
-"""A process that dies ends the run for all, by name, and torchrun goes on from the last checkpoint."""
+"""The heartbeat: a process that dies or stops ends the run, by name, and torchrun restarts from the last checkpoint."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ def dying(self, batch):
 trainer._Run.step = dying
 """
 # A stopped process keeps its connections, so that only its silence tells; not as long here as in earnest.
-IMPATIENT = "from sympow.train import watch; watch.PATIENCE = 4.0\n"
+IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER = 4.0\n"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -36,8 +36,8 @@ def test_a_process_that_is_killed_ends_all_by_name(start, tmp_path, rank):
     assert codes.pop(rank) == -signal.SIGKILL
     assert codes == [1, 1], training.log.read_text()
     said = [line for line in training.log.read_text().splitlines() if line.startswith("stopped: ")]
-    # The first process keeps the store: with it goes what is known of the others' numbers.
-    named = f"rank {rank}, which keeps" if rank == 0 else f"rank {rank} (process {training.pids[rank]} on "
+    # Rank 0 hosts the store: without it the others know no counters, and no names.
+    named = f"rank {rank}, which hosts" if rank == 0 else f"rank {rank} (process {training.pids[rank]} on "
     assert len(said) == 2, training.log.read_text()
     assert all(named in line for line in said), said
 

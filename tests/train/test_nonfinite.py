@@ -1,4 +1,4 @@
-"""A loss that is not a number: what is said, and what is left."""
+"""A loss that is not finite: the error message, and the checkpoints."""
 
 import math
 import time
@@ -70,7 +70,7 @@ def test_the_last_good_checkpoint_is_kept_finite(tiny, losses, tmp_path, monkeyp
     saved = saved_tensors(tmp_path / "run", 3, tmp_path)
     assert len(saved) > 20
     assert all(tensor.isfinite().all() for tensor in saved.values())
-    # The cause removed, it goes on.
+    # Without the cause, the run continues.
     train(tiny(), tmp_path / "run", resume=True, device="cpu")
     assert all(map(math.isfinite, losses(tmp_path / "run")))
 

@@ -1,4 +1,4 @@
-"""How data-dependent rotations start and learn."""
+"""Initialization, learning rate and gradient scale of data-dependent rotations."""
 
 import pytest
 import torch

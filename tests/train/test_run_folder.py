@@ -1,4 +1,4 @@
-"""A folder holds one run, however many are started at the same moment."""
+"""The lock of a run folder: one run per folder, however many start at the same moment."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from sympow.train import run_folder as run_folder_module
 from sympow.train.metrics import read_metrics
 
 STARTS = 50
-# Everyone has come this far before anyone goes on.
+# A barrier: all processes arrive here before any continues.
 WAIT_FOR_EVERYONE = """
 import os, sys, time
 open({ready!r} + str(os.getpid()), "w").close()
@@ -151,6 +151,6 @@ def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="run has no locks: nothing keeps another run from writing there"):
+    with pytest.warns(UserWarning, match="run has no locks: another run can write to it"):
         train(tiny(steps=2), tmp_path / "run", device="cpu")
     assert len(losses(tmp_path / "run")) == 2

@@ -1,4 +1,4 @@
-"""The soak itself: it passes where all is well, and says so where it is not."""
+"""The soak test itself: it passes when all is well, and fails when something is damaged."""
 
 import json
 import os

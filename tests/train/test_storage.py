@@ -1,4 +1,4 @@
-"""Models in folders: what comes back, and what is said of a folder that is not right."""
+"""Saving and loading models, and the errors for malformed folders."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`sympow train`: flags, files and presets, and what a user reads when something is wrong."""
+"""`sympow train`: flags, config files and presets, and error messages."""
 
 import os
 import sys
@@ -35,7 +35,7 @@ def said(result):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the command hands to the trainer, in place of training."""
+    """The arguments that the command passes to the trainer, instead of training."""
     seen = SimpleNamespace()
 
     def remember(config, out, *, resume, device):

@@ -1,4 +1,4 @@
-"""What a run is: records that check themselves, as YAML, and with changes."""
+"""Training configs: validation, YAML, and changes."""
 
 import math
 from dataclasses import asdict, fields
@@ -7,8 +7,8 @@ import pytest
 
 from sympow.model.config import GPTConfig
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
-from sympow.train.config import PRESETS
-from sympow.train.flags import SECTIONS, field_help
+from sympow.train.config import PRESETS, field_help
+from sympow.train.flags import SECTIONS
 
 
 def test_yaml_gives_the_same_config_back():
@@ -33,14 +33,14 @@ def test_numbers_with_an_exponent_and_no_point_are_numbers():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trainer: {}", "a config has the parts model, data, optimizer, run; got 'trainer'"),
+        ("trainer: {}", "a config has the sections model, data, optimizer, run; got 'trainer'"),
         ("run: {stepz: 3, keap: 1}", "run has no field keap, stepz"),
         ("model: {depth: 3}", "model has no field depth"),
         ("run: {1: 2}", "run has no field 1"),
         ("run: 5", "run must map fields to values, got int"),
         ("run: []", "run must map fields to values, got list"),
-        ("- run", "a config must map parts to fields, got list"),
-        ("", "a config must map parts to fields, got NoneType"),
+        ("- run", "a config must map sections to fields, got list"),
+        ("", "a config must map sections to fields, got NoneType"),
         ("run: {steps: 3", "not YAML: while parsing"),
         ("run: {steps: 0}", "steps must be at least 1, got 0"),
         ("run: {steps: 1.5}", "steps must be an int, got float"),
@@ -97,7 +97,7 @@ def test_changes_find_their_part():
     assert (config.model.layers, config.data.context) == (3, 128)
     assert (config.optimizer.learning_rate, config.run.steps) == (0.1, 7)
     assert config.batch_rows == config.run.batch_tokens // 128
-    with pytest.raises(TypeError, match="no part of a TrainConfig has a field 'stepz'"):
+    with pytest.raises(TypeError, match="no section of a TrainConfig has a field 'stepz'"):
         config.changed(stepz=3)
 
 

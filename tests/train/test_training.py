@@ -1,4 +1,4 @@
-"""Training itself: it learns, and options that only change how it computes change nothing else."""
+"""The trainer: models learn, and execution options do not change the result."""
 
 import math
 import sys
@@ -17,12 +17,16 @@ from sympow.model.gpt import GPT
 from sympow.model.storage import load_model
 from sympow.train import TrainConfig, train, trainer
 from sympow.train.config import OptimizerConfig
-from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics
-from sympow.train.metrics import read_metrics
+from sympow.train.metrics import Progress, read_metrics
+from sympow.train.monitoring import (
+    Throughput,
+    find_nonfinite,
+    gate_and_rotation_metrics,
+    peak_flops,
+    training_flops,
+)
 from sympow.train.optimizer import make_optimizer, set_rate
-from sympow.train.progress import Progress
 from sympow.train.provenance import TrainedOn
-from sympow.train.throughput import Clock, peak_operations, training_operations
 
 
 @pytest.fixture
@@ -342,7 +346,7 @@ def test_without_decay_it_is_adam():
 
 def test_progress_says_how_long_it_takes_from_where_it_began(capsys, monkeypatch):
     now = 100.0
-    monkeypatch.setattr("sympow.train.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("sympow.train.metrics.time.monotonic", lambda: now)
     with Progress(20, quiet=False) as progress:
         now = 200.0
         progress.begin(10)
@@ -372,25 +376,23 @@ def test_progress_is_a_bar_on_a_terminal(capsys, monkeypatch):
 
 def test_tokens_a_second(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("sympow.train.throughput.time.monotonic", lambda: now)
-    clock = Clock()
-    clock.count(100)
-    clock.count(200)
+    monkeypatch.setattr("sympow.train.monitoring.time.monotonic", lambda: now)
+    throughput = Throughput()
+    throughput.count(100)
+    throughput.count(200)
     now = 2.0
-    assert clock.read() == 150
+    assert throughput.read() == 150
     now = 5.0
-    clock.restart()
-    clock.count(100)
+    throughput.restart()
+    throughput.count(100)
     now = 6.0
-    assert clock.read() == 100
+    assert throughput.read() == 100
 
 
 def test_operations_of_a_step():
     config = GPTConfig.preset("gpt2-124m")
-    assert peak_operations(torch.device("cpu")) is None
+    assert peak_flops(torch.device("cpu")) is None
     # Six for every weight a token meets, and attention beside it, which a state bounds.
     weights = 6 * 124e6
-    assert weights < training_operations(config, 1_024) < 1.2 * weights
-    assert training_operations(config, 65_536) < training_operations(
-        config.preset("gpt2-124m", mixer="softmax"), 65_536
-    )
+    assert weights < training_flops(config, 1_024) < 1.2 * weights
+    assert training_flops(config, 65_536) < training_flops(config.preset("gpt2-124m", mixer="softmax"), 65_536)

@@ -20,38 +20,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from sympow.bench.timing import Timing, environment, measure_in_turns, save_results
 from sympow.checks import check_at_least
 from sympow.extras import require
-from sympow.ops.dispatch import chunked_kernels_serve
-from sympow.ops.interface import Backend, Form, attention
+from sympow.ops.dispatch import Backend, Form, chunked_unsupported_reason
+from sympow.ops.interface import attention
 from sympow.parsing import read_json
 
 BASELINE = "softmax, cuDNN"
 TIMED = ("forward", "forward_and_backward")
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What is timed on a kind of device unless the user says otherwise: seconds to a few minutes of work.
-
-    Attributes:
-        contexts: sequence lengths.
-        tokens: of a call.
-        heads: of a call.
-        dtype: of q, k and v.
-        runs: rounds.
-    """
-
-    contexts: tuple[int, ...]
-    tokens: int
-    heads: int
-    dtype: str
-    runs: int
-
-
-SIZES = {
-    "cuda": Sizes((1_024, 4_096, 16_384, 65_536), 65_536, 12, "bfloat16", 20),
-    # float32: most CPUs emulate bfloat16 products, hundreds of times slower.
-    "cpu": Sizes((256, 1_024, 4_096), 4_096, 2, "float32", 3),
-}
 
 
 @dataclass(frozen=True)
@@ -112,7 +86,7 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
     for backend in backends:
         found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
         # Without kernels it runs in plain PyTorch, with a state that may take minutes: only where that is asked for.
-        if backend == "torch" or chunked_kernels_serve(setting.power, setting.dim, setting.dim):
+        if backend == "torch" or chunked_unsupported_reason(setting.power, setting.dim, setting.dim) is None:
             found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
     if setting.device == "cuda" and _importable("retention"):
         found["retention, chunked"] = _retention

@@ -7,13 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.cli.common import print_json
-from sympow.devices import choose_device
+from sympow.bench import SIZES
+from sympow.checks import choose_device
+from sympow.cli.common import Device, print_json
 from sympow.extras import require
 
 
 def check(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")] = None,
+    device: Device = None,
     timing: Annotated[bool, typer.Option(help="Time the forms beside SDPA; about half a minute.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -22,10 +23,9 @@ def check(
 
     Exits with 0 if every check passed and with 1 if one failed.
     """
+    from sympow.bench.installation import describe_installation, routes
+    from sympow.bench.kernel_accuracy import Machine, check_accuracy
     from sympow.bench.operator import describe, print_rows, progress_bar, run_bench
-    from sympow.diagnostics.accuracy import Machine, check_accuracy
-    from sympow.diagnostics.dispatch import routes
-    from sympow.diagnostics.installation import describe_installation
 
     device = choose_device(device)
     installation, served = describe_installation(device), routes(device)
@@ -71,7 +71,7 @@ def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
     """What to time, and at which contexts: those of `sympow bench`, without the shortest on a GPU."""
     import torch
 
-    from sympow.bench.operator import SIZES, Setting
+    from sympow.bench.operator import Setting
 
     sizes = SIZES[device]
     setting = Setting(sizes.tokens, sizes.heads, dtype=getattr(torch, sizes.dtype), device=device)

@@ -9,12 +9,31 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
+from sympow.checks import check_choice, choose_device
 from sympow.cli.errors import Reported
+from sympow.deprecated import FLAGS
+
+if TYPE_CHECKING:
+    from sympow.generation.text import TextModel
+
+# Names and defaults that help shows. They repeat the library's, so that help does not import torch; a test compares
+# them.
+MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
+MIXERS = ("sympow", "softmax")
+GATES = ("none", "fixed", "learned", "scalar", "vector")
+ROTATIONS = ("none", "fixed", "learned", "scale", "pairs")
+SEGMENT_SIZE = 8_192
+
+# Options of several commands.
+SegmentSize = Annotated[int, typer.Option(help="Tokens that are read at a time; memory depends on it.")]
+Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU, float32 on a CPU.")]
 
 # What functions of the library call an argument, and the commands an option.
 ALIASES = {"source": "data"}
@@ -28,7 +47,7 @@ class App(typer.Typer):
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
         """As in typer; the command's exceptions become messages."""
-        return super().command(name, cls=Command, **options)
+        return super().command(name, **{"cls": Command, **options})
 
 
 class Command(TyperCommand):
@@ -59,12 +78,26 @@ class Command(TyperCommand):
             with formatter.section(title):
                 formatter.write_dl(records)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag for parameter in self.params for flag in parameter.opts}
+        return super().parse_args(ctx, [_renamed(arg, flags) for arg in args])
+
     def invoke(self, ctx: Any) -> Any:
         def show_mistake(message: str) -> NoReturn:
             raise Mistake(in_flags(message, ctx.command.params), ctx=ctx)
 
         with Reported(ctx.command_path, show_mistake):
             return super().invoke(ctx)
+
+
+def _renamed(argument: str, flags: set[str]) -> str:
+    """A word of the command line, with the new name of a flag in place of an earlier one."""
+    old, equals, value = argument.partition("=")
+    new = FLAGS.get(old)
+    if new is None or new not in flags or old in flags:
+        return argument
+    typer.echo(f"{old} is deprecated; use {new}", err=True)
+    return f"{new}{equals}{value}"
 
 
 class Mistake(typer.BadParameter):
@@ -77,6 +110,23 @@ class Mistake(typer.BadParameter):
 def print_json(content: Any) -> None:
     """What a command with --json prints."""
     typer.echo(json.dumps(content, indent=2))
+
+
+def load_text_model(checkpoint: Path, device: str | None, dtype: str | None) -> TextModel:
+    import torch
+
+    from sympow.generation.text import TextModel
+
+    device, dtype = device_and_dtype(device, dtype)
+    return TextModel.load(checkpoint, device, getattr(torch, dtype))
+
+
+def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
+    """As asked for, or a GPU if there is one, and bfloat16 on it."""
+    device = choose_device(device)
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
+    check_choice("dtype", dtype, ("bfloat16", "float32"))
+    return device, dtype
 
 
 def in_flags(message: str, parameters: list[Any]) -> str:

@@ -1,4 +1,8 @@
-"""The command `sympow train`."""
+"""The command `sympow train`, also as `python -m sympow.train`.
+
+Its flags are made from the fields of `TrainConfig`, which imports torch: so they are made when the command is called,
+and `sympow --help` does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,18 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import App
+from sympow.cli.common import MODELS, App, Command, Device
+from sympow.cli.errors import Reported
 from sympow.invocation import first_process, may_be_restarted
-from sympow.model.config import PRESETS as MODELS
-from sympow.model.config import GPTConfig
-from sympow.train.config import PRESETS, TrainConfig
-from sympow.train.flags import DEFAULT_PRESET, with_config_flags
-from sympow.train.run_folder import CONFIG_FILE, RUNS
 
 
-@with_config_flags
 def train(
-    preset: Annotated[str, typer.Option(help=f"What to start from: {', '.join(PRESETS)}.")] = DEFAULT_PRESET,
+    preset: Annotated[str, typer.Option(help="Config to start from: laptop or paper.")] = "laptop",
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.yaml to start from, as each run writes one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    device: Device = None,
     **changes: Any,
 ) -> None:
     """Trains a model, and writes checkpoints and metrics.
@@ -36,6 +35,9 @@ def train(
 
         torchrun --nproc-per-node 8 -m sympow train --preset paper --data DATA
     """
+    from sympow.model.config import GPTConfig
+    from sympow.train.config import PRESETS, TrainConfig
+    from sympow.train.run_folder import CONFIG_FILE
     from sympow.train.trainer import NonFiniteLossError
     from sympow.train.trainer import train as run
 
@@ -64,16 +66,42 @@ def train(
         typer.echo(f"{folder}")
 
 
-def _latest() -> Path:
-    """The run that was last worked on."""
-    found = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ValueError(f"there is no run in {RUNS}/ to resume; name one with --out")
-    return found[-1].parent
+class DeferredTrain(Command):
+    """Stands for `sympow train` in a list of commands; the command with its flags is made when it is called."""
+
+    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        with Reported(f"{parent.command_path} {info_name}"):
+            command = _with_flags()
+        return command.make_context(info_name, args, parent=parent, **extra)
+
+
+def add_train(app: App) -> None:
+    """Adds the command to a group."""
+
+    def listed() -> None: ...
+
+    listed.__doc__ = train.__doc__
+    app.command("train", cls=DeferredTrain)(listed)
 
 
 def main() -> None:
     """As a program of its own, for torchrun."""
+    _with_flags()(prog_name=f"{Path(sys.executable).name} -m sympow.train")
+
+
+def _with_flags() -> Any:
+    from sympow.train.flags import with_config_flags
+
     app = App()
-    app.command()(train)
-    app(prog_name=f"{Path(sys.executable).name} -m sympow.train")
+    app.command()(with_config_flags(train))
+    return typer.main.get_command(app)
+
+
+def _latest() -> Path:
+    """The run that was last worked on."""
+    from sympow.train.run_folder import CONFIG_FILE, RUNS
+
+    found = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"there is no run in {RUNS}/ to resume; name one with --out")
+    return found[-1].parent

@@ -1,8 +1,8 @@
-"""Documents in, token batches out.
+"""Data: documents in, token batches out.
 
-`open_dataset` opens what there is (the standard library, prepared text, LongCrawl64), `Loader` makes batches of it, and
-`prepare` turns text files into something to open. NumPy and torch are enough for reading; the extra `data` brings zarr,
-fsspec, pyarrow and tokenizers, each imported where it is used.
+`prepare` turns text files into token shards, `open_dataset` opens them (or the standard library, or LongCrawl64), and
+`Loader` makes batches. NumPy and torch are enough for reading; the extra `data` brings zarr, fsspec, pyarrow and
+tokenizers, each imported where it is used.
 """
 
 from sympow.extras import require
@@ -10,9 +10,8 @@ from sympow.extras import require
 # First, so that a user without NumPy reads which extra brings it.
 require("numpy", "data")
 
-from sympow.data.dataset import TokenDataset  # noqa: E402
+from sympow.data.dataset import TokenDataset, open_dataset  # noqa: E402
 from sympow.data.loader import Batch, Loader  # noqa: E402
-from sympow.data.opening import open_dataset  # noqa: E402
 from sympow.data.preparation import prepare  # noqa: E402
 from sympow.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 

@@ -1,8 +1,7 @@
-"""Multi-query associative recall: pairs of a key and a value, then keys again, whose values are to be told.
+"""Multi-query associative recall (MQAR), a synthetic dataset: key-value pairs, then keys again as queries.
 
-The synthetic task of the literature on linear attention (MQAR): what comes after a key is known from the key's pair
-alone, so a model is right as far as its state holds the pairs. Here it is a dataset like any other, for training and
-for probing.
+The value after a repeated key is known only from the key's pair, so that accuracy measures how many pairs the model's
+state holds. It is a dataset like any other, for training and for probing.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_at_least, check_choice
+from sympow.data.dataset import RECALL as NAME
 from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 
-NAME = "mqar"
 # Bytes: the lower half are keys, the upper half values.
 KEYS = np.arange(128)
 VALUES = np.arange(128, 256)
@@ -27,12 +26,12 @@ HELDOUT_DOCUMENTS = 512
 
 @dataclass(frozen=True)
 class RecallTask:
-    """What a document of the task is.
+    """Parameters of the task.
 
     Attributes:
-        pairs: keys, each with one value; no key twice.
-        length: tokens: the pairs, then all keys with their values again in random order, round after round until the
-            document is full. By default one round.
+        pairs: number of distinct keys, each with one value.
+        length: tokens of a document: the pairs, then all keys with their values again in random order, repeated until
+            the document is full. 0: each pair once more.
         documents: in the training split.
         seed: of the documents.
     """
@@ -48,7 +47,7 @@ class RecallTask:
         check_at_least("seed", self.seed, 0)
         check_at_least("length", self.length, 0)
         if self.pairs > len(KEYS):
-            raise ValueError(f"pairs must be at most {len(KEYS)}, the keys there are; got {self.pairs}")
+            raise ValueError(f"pairs must be at most {len(KEYS)}, the number of keys; got {self.pairs}")
         if self.length == 0:
             object.__setattr__(self, "length", 4 * self.pairs)
         if self.length % 2 or self.length <= 2 * self.pairs:
@@ -71,7 +70,7 @@ class RecallTask:
 def pairs_and_queries(
     choose: np.random.Generator, keys: NDArray[Any], values: NDArray[Any], pairs: int, length: int
 ) -> NDArray[np.int64]:
-    """One document of the task, (length,): key, value, key, value, … Answers are the values from place 2 · pairs on.
+    """One document of the task, (length,): key, value, key, value, … Answers are the values from position 2 · pairs on.
 
     Args:
         keys: ids to draw keys from, without repetition.
@@ -85,10 +84,10 @@ def pairs_and_queries(
 
 
 class AssociativeRecall:
-    """Documents of the task over bytes, made when they are read: a context of `task.length` has one in a row.
+    """Documents of the task over bytes, generated when they are read; a context of `task.length` has one per row.
 
     Args:
-        task: what they are.
+        task: parameters.
         split: "train", or "heldout" with other documents.
     """
 

@@ -1,4 +1,4 @@
-"""What `sympow data info` says about a dataset."""
+"""`sympow data info`: counts, lengths and first tokens of a dataset."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from sympow.checks import check_at_least
-from sympow.data.dataset import SPLITS, TokenDataset
+from sympow.data.dataset import SPLITS, TokenDataset, open_dataset
 from sympow.data.manifest import MANIFEST_FILE, Manifest
-from sympow.data.opening import open_dataset
-from sympow.data.shards import ShardDataset
+from sympow.data.shard_dataset import ShardDataset
 from sympow.extras import require
 
 SHOWN_DOCUMENTS = 3
 
 
 def describe(source: str, *, shown_tokens: int = 32, verify: bool = False) -> dict[str, Any]:
-    """Everything the command prints, as plain values ready for JSON.
+    """All that the command prints, as values ready for JSON.
 
     Args:
         source: as for `open_dataset`.
@@ -47,7 +46,7 @@ def describe(source: str, *, shown_tokens: int = 32, verify: bool = False) -> di
 
 
 def _splits_of(source: str) -> list[str]:
-    """Those that there are; behind an address, where looking is slow, both are supposed to be."""
+    """The splits that exist; at an address, where looking is slow, both are assumed to."""
     path = Path(source)
     if path.suffix == ".zarr":
         return [path.stem if path.stem in SPLITS else SPLITS[0]]
@@ -82,7 +81,7 @@ def _describe_split(dataset: TokenDataset, shown_tokens: int) -> dict[str, Any]:
 
 
 def print_description(described: dict[str, Any]) -> None:
-    """The same as tables on the terminal."""
+    """Prints the description as tables on the terminal."""
     console = require("rich.console", "cli").Console()
     table = require("rich.table", "cli").Table
 
@@ -104,7 +103,7 @@ def print_description(described: dict[str, Any]) -> None:
 
     for split, content in described["splits"].items():
         for beginning in content["beginnings"]:
-            # Documents may contain anything, rich's own markup too.
+            # Documents may contain anything, including rich's markup.
             console.print(f"{split}: {beginning['document']}", style="bold", markup=False, highlight=False)
             console.print(str(beginning["tokens"]), markup=False, highlight=False)
             console.print(beginning["text"], markup=False, highlight=False)

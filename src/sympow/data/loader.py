@@ -1,7 +1,8 @@
-"""Work done ahead of time in a thread."""
+"""The data loader: batches of rows in a reproducible, resumable order, the same for any number of processes."""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,16 +22,16 @@ T = TypeVar("T")
 
 
 def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:
-    """The same items, up to `depth` of them made ahead; an error comes in place of the item that it belongs to.
+    """The same items, up to `depth` of them computed ahead in a thread; an error is raised in place of its item.
 
-    Closing the generator, which happens when nobody holds it any more, ends the thread.
+    Closing the generator ends the thread; garbage collection closes it.
     """
     if depth == 0:
         yield from items
         return
-    # A single thread: the items are made in order.
+    # One worker, so that items are computed in order.
     pool = ThreadPoolExecutor(1, thread_name_prefix="sympow-prefetch")
-    # In a list, so that its end is told from any item.
+    # Each in a list, so that the end, an empty list, differs from any item.
     made = ([item] for item in items)
     try:
         pending: deque[Future[list[T]]] = deque(pool.submit(next, made, []) for _ in range(depth))
@@ -43,18 +44,18 @@ def prefetch(items: Iterator[T], depth: int) -> Generator[T, None, None]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of tokens with what they should predict, and where they come from.
+    """Rows of tokens with their targets, and the documents they come from.
 
-    Either (rows, context), a row a sequence, or packed: (1, rows · context) with the boundaries of documents.
+    Either (rows, context), one sequence per row, or packed: (1, rows · context) with the boundaries of documents.
 
     Attributes:
-        inputs: int64: each the token before its target; before a document's first token, the boundary.
+        inputs: int64: the token before each target; the boundary token before a document's first token.
         targets: int64, same shape.
-        cu_seqlens: int32, (pieces + 1,): where pieces of documents begin and, last, where they end; None if not packed.
-        document_ids: int64, (pieces,): the document of each piece, in order. A row is one piece, unless remainders of
-            documents were joined or packed in it.
-        document_starts: int64, (pieces,): the first target's place in its document.
-        piece_offsets: int32, (pieces + 1,): where pieces begin in the flattened batch, packed or not.
+        cu_seqlens: int32, (slices + 1,): where slices of documents begin and, last, where they end; None if not packed.
+        document_ids: int64, (slices,): the document of each slice. A row is one slice, unless remainders of documents
+            were joined or packed into it.
+        document_starts: int64, (slices,): position of the first target in its document.
+        slice_offsets: int32, (slices + 1,): where slices begin in the flattened batch, packed or not.
         context: tokens of a row.
     """
 
@@ -63,27 +64,33 @@ class Batch:
     cu_seqlens: Tensor | None
     document_ids: Tensor
     document_starts: Tensor
-    piece_offsets: Tensor
+    slice_offsets: Tensor
     context: int
 
     @property
     def rows(self) -> int:
         return self.inputs.numel() // self.context
 
+    @property
+    def piece_offsets(self) -> Tensor:
+        """Deprecated name of `slice_offsets`."""
+        warnings.warn("Batch.piece_offsets is now slice_offsets", DeprecationWarning, stacklevel=2)
+        return self.slice_offsets
+
     def split(self, rows: int) -> list[Batch]:
-        """Smaller batches of so many rows each, to accumulate gradients over; the last may have fewer."""
+        """Micro-batches of `rows` rows each, to accumulate gradients over; the last may have fewer."""
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}")
-        parts = []
+        micro_batches = []
         for first in range(0, self.rows, rows):
             start, stop = first * self.context, min(first + rows, self.rows) * self.context
-            bounds = torch.tensor([start, stop], dtype=torch.int32, device=self.piece_offsets.device)
-            # Rows begin with a piece, so both are found.
-            low, high = torch.searchsorted(self.piece_offsets, bounds).tolist()
-            offsets = self.piece_offsets[low : high + 1] - start
+            bounds = torch.tensor([start, stop], dtype=torch.int32, device=self.slice_offsets.device)
+            # Every row begins with a slice, so that both are found exactly.
+            low, high = torch.searchsorted(self.slice_offsets, bounds).tolist()
+            offsets = self.slice_offsets[low : high + 1] - start
             packed = self.cu_seqlens is not None
             shape = (1, stop - start) if packed else (-1, self.context)
-            parts.append(
+            micro_batches.append(
                 Batch(
                     self.inputs.reshape(-1)[start:stop].reshape(shape),
                     self.targets.reshape(-1)[start:stop].reshape(shape),
@@ -94,17 +101,17 @@ class Batch:
                     self.context,
                 )
             )
-        return parts
+        return micro_batches
 
     def to(self, device: torch.device | str) -> Batch:
-        """Tokens and boundaries on a device, without waiting where the memory is pinned; the origin stays here."""
+        """Copies tokens and boundaries to a device, asynchronously from pinned memory; ids of documents stay here."""
         return Batch(
             self.inputs.to(device, non_blocking=True),
             self.targets.to(device, non_blocking=True),
             None if self.cu_seqlens is None else self.cu_seqlens.to(device, non_blocking=True),
             self.document_ids,
             self.document_starts,
-            self.piece_offsets,
+            self.slice_offsets,
             self.context,
         )
 
@@ -115,14 +122,14 @@ GROUP_TOKENS = 2**28
 
 @dataclass(frozen=True)
 class Summary:
-    """What a loader makes of a dataset, each epoch. Every token is in one of the last five counts.
+    """Counts of an epoch. Every token is in one of the token counts after the first.
 
     Attributes:
         documents: in the dataset.
         tokens: in the dataset.
         batches: of an epoch.
         tokens_in_batches: of an epoch.
-        tokens_in_rows_left_over: of rows too few for another batch; other rows in every epoch, when shuffled.
+        tokens_in_rows_left_over: of rows too few for another batch; different rows in every epoch, when shuffled.
         documents_dropped: shorter than the context.
         tokens_in_documents_dropped: theirs.
         tokens_in_tails_dropped: after the last full row of longer documents.
@@ -144,28 +151,28 @@ class Loader:
     """Iterates over batches of a dataset, epoch after epoch.
 
     A document gives as many rows of `context` tokens as fit; targets are the row, inputs the row shifted by one, with
-    the boundary token before a document's first. `short` says what becomes of the rest.
+    the boundary token before a document's first. `short` says what happens to the remainder.
 
-    The sequence of global batches depends on the dataset, `context`, `batch_size`, `short` and `seed` alone. A process
-    gets its share of the rows of each batch, so any number of processes train on the same.
+    The sequence of global batches depends only on the dataset, `context`, `batch_size`, `short` and `seed`. Each
+    process gets an equal number of rows of each batch, so that any number of processes trains on the same batches.
 
     Args:
         dataset: the documents.
         context: tokens of a row.
         batch_size: rows of a global batch, a multiple of world_size.
         short: for remainders shorter than the context, both short documents and the tails of long ones:
-            "refuse" raises if a whole document is shorter (tails are left out);
-            "drop" leaves out both;
-            "join" lays remainders end to end into rows without marking where one ends;
-            "pack" does so too and gives batches of one long row, (1, rows · context), with `cu_seqlens`.
+            "refuse" raises if a whole document is shorter (tails are dropped);
+            "drop" drops both;
+            "join" concatenates remainders into rows without marking where one ends;
+            "pack" does so too and returns batches of one long row, (1, rows · context), with `cu_seqlens`.
         seed: of the order.
-        shuffle: False: the documents' own order, for evaluation.
+        shuffle: False: in order of the documents, for evaluation.
         rank: number of this process.
         world_size: number of processes.
         epochs: to stop after; None: never.
-        prefetch: batches to make ahead in a thread; 0: none, and no thread.
-        pin_memory: in page-locked memory, from which copies to a GPU do not wait.
-        group_tokens: rows are shuffled among as many blocks at a time as have so many tokens together, one at least.
+        prefetch: batches to prepare ahead in a thread; 0: no thread.
+        pin_memory: whether batches are in page-locked memory, for asynchronous copies to a GPU.
+        group_tokens: rows are shuffled among as many blocks as have this many tokens together, at least one.
     """
 
     def __init__(
@@ -210,7 +217,7 @@ class Loader:
             seed=seed if shuffle else None,
             group_tokens=group_tokens,
         )
-        self.summary = self._summarise()
+        self.summary = self._summarize()
         self._epoch, self._batch = 0, 0
 
     @property
@@ -218,20 +225,20 @@ class Loader:
         return self.summary.batches
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        """Batches from the current position on. One iteration at a time: the position is the loader's."""
+        """Batches from the current position on. Only one iteration at a time, since the position is the loader's."""
         made = ((position, self._make(*position)) for position in self._positions())
         with closing(prefetch(made, self._prefetch)) as ready:
             for (epoch, batch), content in ready:
-                # Before the batch is handed over: a checkpoint written while it is in use must name the next.
+                # Before the yield: a checkpoint written while the batch is in use must point to the next one.
                 self._epoch, self._batch = self._after(epoch, batch)
                 yield content
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch taken, and what it is a position in."""
+        """The position after the last batch yielded, and all that the order of batches depends on."""
         return {"epoch": self._epoch, "batch": self._batch, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from there at the next iteration, with any number of processes."""
+        """Sets the position of the next iteration; the number of processes may differ."""
         for name, expected in self._identity().items():
             if state.get(name) != expected:
                 raise ValueError(
@@ -266,7 +273,7 @@ class Loader:
         return (epoch, batch + 1) if batch + 1 < self.batches_per_epoch else (epoch + 1, 0)
 
     def _make(self, epoch: int, batch: int) -> Batch:
-        """The share of a global batch that falls to this process."""
+        """The rows of a global batch that belong to this process."""
         share = self.batch_size // self._world_size
         first = batch * self.batch_size + self._rank * share
         rows = self._order.rows(epoch, first, first + share)
@@ -275,14 +282,14 @@ class Loader:
         inputs, targets = (torch.empty(shape, dtype=torch.int64, pin_memory=self._pin_memory) for _ in range(2))
         offsets = np.append(0, np.cumsum(rows.stops - rows.starts)).astype(np.int32)
         self._fill(rows, offsets, inputs.view(-1).numpy(), targets.view(-1).numpy())
-        piece_offsets = torch.from_numpy(offsets)
+        slice_offsets = torch.from_numpy(offsets)
         return Batch(
             inputs,
             targets,
-            piece_offsets if packed else None,
+            slice_offsets if packed else None,
             torch.from_numpy(rows.documents),
             torch.from_numpy(rows.starts),
-            piece_offsets,
+            slice_offsets,
             self.context,
         )
 
@@ -290,10 +297,10 @@ class Loader:
         self, rows: Rows, offsets: np.ndarray[Any, Any], inputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]
     ) -> None:
         read, boundary = self.dataset.read, self.dataset.boundary
-        pieces = zip(rows.documents.tolist(), rows.starts.tolist(), rows.stops.tolist(), offsets.tolist(), strict=False)
-        for document, start, stop, place in pieces:
+        slices = zip(rows.documents.tolist(), rows.starts.tolist(), rows.stops.tolist(), offsets.tolist(), strict=False)
+        for document, start, stop, place in slices:
             end = place + stop - start
-            # A piece is read with the token before it, which is the first input.
+            # A slice is read with the token before it, which is the first input.
             tokens = read(document, max(start - 1, 0), stop)
             if start:
                 inputs[place:end] = tokens[:-1]
@@ -309,16 +316,16 @@ class Loader:
         self, rows: Rows, offsets: np.ndarray[Any, Any], inputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]
     ) -> None:
         place = int(np.argmax((inputs >= self.dataset.vocab_size) | (targets >= self.dataset.vocab_size)))
-        piece = int(np.searchsorted(offsets, place, side="right")) - 1
-        document, start = int(rows.documents[piece]), int(rows.starts[piece])
+        number = int(np.searchsorted(offsets, place, side="right")) - 1
+        document, start = int(rows.documents[number]), int(rows.starts[number])
         # An input is the target before it.
         token, before = max((targets[place], 0), (inputs[place], 1))
         raise ValueError(
-            f"{self.dataset.document_name(document)}: token {start + place - int(offsets[piece]) - before:,} of "
+            f"{self.dataset.document_name(document)}: token {start + place - int(offsets[number]) - before:,} of "
             f"document {document:,} is {token}, beyond the vocabulary of {self.dataset.vocab_size:,}"
         )
 
-    def _summarise(self) -> Summary:
+    def _summarize(self) -> Summary:
         lengths = self.dataset.lengths
         join = self._short in ("join", "pack")
         short = lengths < self.context

@@ -1,8 +1,8 @@
 """LongCrawl64 as published: zarr arrays of GPT-2 ids, a row of 65,536 tokens per document.
 
-A chunk holds a stretch of columns for 2,048 rows, so one row cannot be read without decoding its 2,047 neighbours.
-Decoded chunks are therefore kept, and the rows of a chunk make a block: reading block after block, in any order inside,
-decodes every chunk once.
+A zarr chunk holds some columns of 2,048 rows, so that reading one row decodes its 2,047 neighbours. Decoded chunks are
+therefore cached, and the rows of a chunk make a block: reading block after block, in any order inside, decodes every
+chunk once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from sympow.extras import require
 
 ENCODER = "tiktoken-gpt2"
 METADATA_FILES = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
-# What zarr raises on metadata that is not what it expects, or not JSON.
+# All that zarr raises on malformed metadata.
 METADATA_DAMAGE = (
     ArithmeticError,
     AttributeError,
@@ -38,7 +38,7 @@ METADATA_DAMAGE = (
 )
 LARGEST_CHUNK = 2**31 - 1
 MOST_DOCUMENTS = 10**9
-# As many tokens as a loader mixes by default: two rows of the published chunks.
+# The group_tokens of a loader by default: two rows of the published chunks.
 CACHE_BYTES = 2**29
 
 
@@ -48,10 +48,10 @@ class LongCrawl64:
     Args:
         source: the folder or fsspec address with `train.zarr` and `heldout.zarr`, or one such array.
         split: "train" or "heldout".
-        documents: use the first so many, as from a mirror of a part; by default all.
+        documents: how many to use, as of an incomplete mirror; by default all.
         storage_options: for fsspec, such as {"token": "anon"}.
-        cache_bytes: decoded chunks to keep in memory; a shuffled reading needs two bytes for each of the loader's
-            `group_tokens`, or it decodes chunks again and again.
+        cache_bytes: decoded chunks to keep in memory; a shuffled epoch needs two bytes for each of the loader's
+            `group_tokens`, or it decodes chunks repeatedly.
     """
 
     vocab_size = 50_257
@@ -79,12 +79,12 @@ class LongCrawl64:
         self._chunk_rows, self._chunk_columns = self._array.chunks
         if "://" not in self.name:
             self._refuse_missing_files(rows)
-        # One number, seen as many: there are millions of documents.
+        # Broadcast, since there are millions of documents.
         self.lengths: NDArray[np.int64] = np.broadcast_to(np.int64(row_length), (rows,))
         self.blocks: NDArray[np.int64] = np.append(np.arange(0, rows, self._chunk_rows), rows)
         described = json.dumps([rows, row_length, self._array.chunks, dict(self._array.attrs)], sort_keys=True)
         self.fingerprint = hashlib.sha256(described.encode()).hexdigest()[:16]
-        # All chunks of a row must fit, or reading its end would throw out its beginning.
+        # All chunks of a row must fit, or reading its end would evict its beginning.
         self._largest_cache = max(cache_bytes, self._chunk_rows * row_length * self._array.dtype.itemsize)
         self._cache: OrderedDict[tuple[int, int], Tokens] = OrderedDict()
         self._cached_bytes = 0
@@ -97,11 +97,11 @@ class LongCrawl64:
         block, row = divmod(document, self._chunk_rows)
         width = self._chunk_columns
         columns = range(start // width, -(-stop // width))
-        pieces = []
+        slices = []
         for column, chunk in zip(columns, self._chunks(block, columns), strict=True):
             left = column * width
-            pieces.append(chunk[row, max(start - left, 0) : stop - left])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            slices.append(chunk[row, max(start - left, 0) : stop - left])
+        return slices[0] if len(slices) == 1 else np.concatenate(slices)
 
     def document_name(self, document: int) -> str:
         return f"{self.name}, row {document:,}"
@@ -110,12 +110,12 @@ class LongCrawl64:
         return load_tokenizer("gpt2")
 
     def _chunks(self, block: int, columns: range) -> list[Tokens]:
-        """Decoded chunks of a block, from the cache where they are in it."""
+        """Decoded chunks of a block, from the cache if they are there."""
         with self._lock:
             missing = []
             for column in columns:
                 if (block, column) in self._cache:
-                    # Young again, so that making room for the missing ones does not throw it out.
+                    # Most recently used, so that the missing ones do not evict it.
                     self._cache.move_to_end((block, column))
                 else:
                     missing.append(column)
@@ -124,7 +124,7 @@ class LongCrawl64:
             return [self._cache[block, column] for column in columns]
 
     def _decode(self, block: int, first: int, last: int) -> None:
-        """Puts a run of a block's chunks into the cache: in one call, since zarr then fetches them side by side."""
+        """Decodes consecutive chunks of a block into the cache, in one call, so that zarr fetches them concurrently."""
         width = self._chunk_columns
         top, bottom = self.blocks[block : block + 2].tolist()
         try:
@@ -137,7 +137,7 @@ class LongCrawl64:
             if (block, column) in self._cache:
                 continue
             left = (column - first) * width
-            # Copied, or a chunk that stays would keep all the slab in memory.
+            # Copied, since a view would keep the whole slab in memory.
             chunk = slab[:, left : left + width].copy()
             self._refuse_filled(chunk, block, column)
             self._cache[block, column] = chunk
@@ -147,7 +147,7 @@ class LongCrawl64:
             self._cached_bytes -= oldest.nbytes
 
     def _refuse_filled(self, chunk: Tokens, block: int, column: int) -> None:
-        """Zarr gives the fill value where a chunk is missing, without a word; no text is one token throughout."""
+        """zarr silently returns the fill value for a missing chunk; no text repeats one token throughout."""
         if (chunk == chunk.flat[0]).all() and chunk.size > 1:
             raise ValueError(
                 f"{self.name}: chunk {block}.{column} is missing or empty, all of it reads as {chunk.flat[0]}; "
@@ -155,12 +155,12 @@ class LongCrawl64:
             )
 
     def _refuse_missing_files(self, rows: int) -> None:
-        """On a disk the names of all chunks are quickly compared, before anything is trained on them."""
+        """Checks on a local disk that the files of all chunks exist."""
         root = Path(self.name)
         present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
         blocks, columns = -(-rows // self._chunk_rows), -(-self._array.shape[1] // self._chunk_columns)
         if blocks * columns > len(present):
-            # Not listed: metadata may ask for any number.
+            # Without listing them: damaged metadata may claim any number.
             wanted = blocks * columns
             raise ValueError(
                 f"{self.name}: at least {wanted - len(present):,} of {wanted:,} chunks are missing; they "
@@ -183,7 +183,7 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
     else:
         for name in METADATA_FILES:
             if (path := Path(address) / name).exists() and not path.is_file():
-                # Opening a pipe would wait for somebody to write into it.
+                # Opening a pipe would block until something writes to it.
                 raise ValueError(f"{path} is not a file")
     try:
         array = zarr.open_array(address, mode="r", storage_options=storage_options)
@@ -203,11 +203,11 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
 
 
 def _check_layout(address: str, array: Any) -> None:
-    """Refuses what metadata may claim and memory cannot hold, and what would run the chunks as a program."""
+    """Refuses metadata that claims more than memory can hold, and pickled chunks."""
     if 0 in array.shape or 0 in array.chunks:
         raise ValueError(f"{address} must hold tokens, got shape {array.shape} in chunks of {array.chunks}")
-    check_at_most(f"documents of {address}", array.shape[0], MOST_DOCUMENTS, "since a place is kept for each of them")
-    check_at_most(f"tokens of a document of {address}", array.shape[1], 2**31 - 1, "the most that 32 bits count")
+    check_at_most(f"documents of {address}", array.shape[0], MOST_DOCUMENTS, "since each has an entry in memory")
+    check_at_most(f"tokens of a document of {address}", array.shape[1], 2**31 - 1, "the most that 32 bits can count")
     chunk = math.prod(array.chunks) * array.dtype.itemsize
     check_at_most(f"bytes of a chunk of {address}", chunk, LARGEST_CHUNK, "the most that zarr's compressors hold")
     metadata = array.metadata

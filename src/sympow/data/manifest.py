@@ -1,23 +1,32 @@
-"""The manifest of prepared data: what is in a folder, how it was made, and hashes to prove it.
+"""The manifest of prepared data: its shards, how they were made, their hashes, and the verification of these.
 
 Beside it lie, for every shard, two arrays in NumPy's own format:
 
 - `NAME.tokens.npy`, uint16 or uint32, (tokens,): the documents one after the other, each ending in the boundary token;
 - `NAME.index.npy`, int64, (documents, 3): a document's length, the number of its file among the shard's sources, and
   its position in that file (byte of the line, number of the row, or 0).
+
+`verified.json` lists the files whose hashes were verified, with size and modification times, so that hashing is done
+once and not at every opening. A copy of the data has other times and is verified again: copying is when files are
+damaged.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sympow.checks import check_at_least
+from sympow.checks import check_at_least, check_regular_file
 from sympow.data.dataset import SPLITS
-from sympow.files import write_atomically
+from sympow.files import sha256_of, write_atomically
 from sympow.parsing import read_json
 
 MANIFEST_FILE = "manifest.json"
@@ -28,18 +37,21 @@ VERSION = 1
 DTYPES = ("uint16", "uint32")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 SHA256 = re.compile("[0-9a-f]{64}")
+VERIFIED_FILE = "verified.json"
+# hashlib releases the GIL, and one core hashes about as fast as one disk reads.
+HASHING_THREADS = 4
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A piece of the data, in two files.
+    """A shard of the data, in two files.
 
     Attributes:
         name: of the files, without their endings.
         documents: how many.
-        tokens: how many, boundaries counted.
+        tokens: how many, boundary tokens included.
         tokens_sha256: of the file of tokens.
-        index_sha256: of the file that says where documents begin and come from.
+        index_sha256: of the file with lengths and sources of documents.
         sources: files that the documents come from.
     """
 
@@ -89,7 +101,7 @@ class Manifest:
         dtype: of the tokens, "uint16" or "uint32".
         counts: files, files_ignored, source_bytes, documents, empty_documents_skipped, tokens; documents_cut_in_two,
             where the end of a single document is held out.
-        request: how it was made; the same request finds its work done.
+        request: the arguments of `prepare`; the same request again does nothing.
         splits: shards of "train" and "heldout".
     """
 
@@ -143,3 +155,73 @@ def _shards(splits: Any) -> dict[str, tuple[Shard, ...]]:
     if not isinstance(splits, dict) or not all(isinstance(shards, list) for shards in splits.values()):
         raise TypeError("splits must map names to lists of shards")
     return {name: tuple(map(Shard.from_dict, shards)) for name, shards in splits.items()}
+
+
+def verify_once(folder: Path, expected: Mapping[str, str]) -> None:
+    """Compares files with their hashes, except those that were verified and have not changed since.
+
+    Args:
+        folder: where the files are.
+        expected: SHA-256 by the file's name.
+
+    Raises:
+        ValueError: a file does not have its hash.
+    """
+    known = _read_verified(folder)
+    pending = {name: digest for name, digest in expected.items() if known.get(name) != _state(folder / name, digest)}
+    if pending:
+        verify(folder, pending)
+
+
+def verify(folder: Path, expected: Mapping[str, str]) -> None:
+    """Compares files with their hashes, and notes the result in `verified.json`.
+
+    Args:
+        folder: where the files are.
+        expected: SHA-256 by the file's name.
+
+    Raises:
+        ValueError: a file does not have its hash.
+    """
+    # Before the files are read, so that a change meanwhile is noticed at the next opening.
+    states = {name: _state(folder / name, digest) for name, digest in expected.items()}
+    with ThreadPoolExecutor(HASHING_THREADS) as threads:
+        found = threads.map(lambda name: sha256_of(folder / name), expected)
+        for name, digest in zip(expected, found, strict=True):
+            if digest != expected[name]:
+                raise ValueError(
+                    f"{folder / name} is damaged: its content does not have the hash that the manifest names"
+                )
+    content = json.dumps({**_read_verified(folder), **states}, indent=1).encode()
+    for path in _verified_paths(folder):
+        # If it cannot be written, the next opening verifies again.
+        with suppress(OSError):
+            write_atomically(path, content)
+            return
+
+
+def _state(path: Path, digest: str) -> list[Any]:
+    """The entry of a file in `verified.json`. Its ctime changes with any change, and cannot be set by a program."""
+    status = path.stat()
+    return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _read_verified(folder: Path) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for path in _verified_paths(folder):
+        if not path.exists():
+            continue
+        check_regular_file(path)
+        # An unreadable file counts as empty, and is replaced.
+        with suppress(ValueError):
+            content = read_json(path)
+            known |= content if isinstance(content, dict) else {}
+    return known
+
+
+def _verified_paths(folder: Path) -> list[Path]:
+    """Beside the data, or in the user's cache folder where the data are read-only."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
+    elsewhere = [caches / "sympow" / f"verified-{name}.json"] if caches.is_absolute() else []
+    return [folder / VERIFIED_FILE, *elsewhere]

@@ -1,7 +1,7 @@
-"""Plain text as users give it: in files, on standard input, and on the command line.
+"""Plain text from users, in files, on standard input and on the command line: reading, checking and unescaping.
 
-Text is UTF-8 everywhere. Anything else is refused with the place of the first bad byte, since text with replacement
-characters in it would be learned, or continued, without anybody noticing.
+Text is UTF-8 everywhere. Anything else is refused with the position of the first invalid byte, since replacement
+characters would be trained on, or continued, unnoticed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.|$)", re.DOTALL)
 
 
 def read_text(file: Path | str) -> str:
-    """All of a text file, line ends as they are; "-": of standard input.
+    """The content of a text file, with line endings unchanged; "-": of standard input.
 
     Raises:
         ValueError: it cannot be read, or is not UTF-8.
@@ -33,10 +33,10 @@ def read_text(file: Path | str) -> str:
 
 
 def decode(content: bytes, name: str) -> str:
-    """Text of UTF-8.
+    """Decodes UTF-8.
 
     Args:
-        name: what the message calls it.
+        name: of the content, for the message.
     """
     try:
         return content.decode("utf-8")
@@ -49,7 +49,7 @@ def decode(content: bytes, name: str) -> str:
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuses text that has no UTF-8: arguments of a command hold their bad bytes as lone surrogates.
+    """Refuses text that has no UTF-8 encoding: Python decodes invalid bytes of arguments as lone surrogates.
 
     Args:
         name: of the argument.
@@ -61,7 +61,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def unescape(name: str, text: str) -> str:
-    r"""Text with escapes, as shells pass them on unchanged: \n, \r, \t, \\, \xNN and \uNNNN for what they stand for.
+    r"""Replaces the escapes \n, \r, \t, \\, \xNN and \uNNNN, which shells pass on unchanged.
 
     Args:
         name: of the argument, for messages.
@@ -73,7 +73,7 @@ def unescape(name: str, text: str) -> str:
         '\\n'
     """
 
-    def meant(found: re.Match[str]) -> str:
+    def unescaped(found: re.Match[str]) -> str:
         escape = found[1]
         if len(escape) > 1:
             return chr(int(escape[1:], 16))
@@ -83,4 +83,4 @@ def unescape(name: str, text: str) -> str:
             )
         return ESCAPES[escape]
 
-    return ESCAPE.sub(meant, text)
+    return ESCAPE.sub(unescaped, text)

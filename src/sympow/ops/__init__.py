@@ -1,4 +1,4 @@
-"""The operator and its mathematics, as functions of tensors."""
+"""Symmetric power attention as functions of tensors: `attention`, its `State`, feature map and rotations."""
 
 from sympow.ops.interface import attention
 from sympow.ops.rotary import accumulate_phase, rotary_rates, rotate

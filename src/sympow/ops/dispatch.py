@@ -1,49 +1,79 @@
-"""Which backend a call runs on: a pure function of device, dtype and shapes."""
+"""Chooses the form and the backend of a call: the only module that knows which calls the Triton kernels support.
+
+Each `..._unsupported_reason` returns None where the kernels support a call, and otherwise a sentence that says why they
+do not. Whether the attention form runs on the Hopper kernels or on the portable ones, both of them Triton's, is decided
+in `sympow.kernels.hopper`.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form
-from sympow.ops.rotary import accumulate_phase, last_phase, phase_after, rotate
-from sympow.ops.sequence import Sequence
-from sympow.ops.state import State
-from sympow.ops.torch.forms import chunked_form, recurrent_form
+from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form, crossover_length
 
-# What the fused kernels are built for.
+if TYPE_CHECKING:
+    from sympow.ops.sequence import Sequence
+
+Form = Literal["auto", "attention", "chunked", "recurrent"]
+Backend = Literal["auto", "torch", "triton"]
+
+# Limits of the attention kernels.
 KERNEL_POWERS = (2, 4, 6, 8)
 LARGEST_DIM = 128
-# By power: the largest key and value dims.
+# CUDA launches at most so many CTAs along the second axis of a grid, which has one for each sequence and query head.
+MOST_SEQUENCES = 65_535
+# Limits of the chunked kernels: the largest key and value dims, by power.
 LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
-# Programs along the second axis of a grid, one for every sequence and query head: CUDA has no more.
-MOST_SEQUENCES = 65_535
-# Found once: torch.compile could not trace how.
-_TRITON_IS_HERE = find_spec("triton") is not None
+# Limits of the kernels for shards of a sequence (`sympow.parallel`).
+SHARD_DIMS = (32, 64)
+# Rows up to which the gates of a decoding step are computed by a kernel: it reads all weights for each row.
+MOST_GATE_ROWS = 64
+CROSS_ENTROPY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Tokens per chunk on the kernels, p = 2. Larger chunks spend more on scores, smaller ones on states in memory.
+CHUNK_SIZE = 1024
+# The kernels compute about d² features, nearly twice the symmetric ones, and reach a smaller MFU with them than with
+# scores. The chunked form is faster from so many times the context where the operations balance (for p = 4 and heads of
+# 16 from a little more).
+CROSSOVER_FACTOR = 1.7
+
+# Evaluated once, since torch.compile cannot trace either.
+_TRITON_IS_INSTALLED = find_spec("triton") is not None
 _TRITON_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+_NOT_INSTALLED = "Triton is not installed (pip install 'conformal-sympow[triton]')."
+
+
+def triton_available() -> bool:
+    """Whether Triton can be imported."""
+    return _TRITON_IS_INSTALLED
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton interprets its kernels on the CPU (TRITON_INTERPRET=1 when it was imported): slow, for tests."""
+    return _TRITON_IS_INTERPRETED
 
 
 @dataclass(frozen=True)
 class Request:
-    """A call as far as the choice of a backend is concerned.
+    """What the choice of a backend depends on.
 
     Attributes:
         device: type of the device, such as "cuda".
         dtype: of queries, keys and values.
         power: p.
         key_dim, value_dim: d and e.
-        form: as asked for, "auto" included.
-        chunk_size: as asked for, or None.
-        vector_gate: whether every rotated pair has its own gate.
-        step: whether it is one token from a given state, without gradients.
-        sequences: sequences of the batch times query heads.
+        form, chunk_size: as in `sympow.attention`.
+        vector_gate: whether each rotated pair has its own gate.
+        step: whether the call is one token after a given state, without gradients.
+        sequences: batch size times query heads.
     """
 
     device: str
@@ -58,122 +88,216 @@ class Request:
     sequences: int = 1
 
 
-def chunked_kernels_serve(power: int, key_dim: int, value_dim: int) -> bool:
-    """Whether there are chunked kernels for a power and head dims."""
-    largest_key, largest_value = LARGEST_CHUNKED_DIMS.get(power, (0, 0))
-    return key_dim <= largest_key and value_dim <= largest_value
-
-
-def _chunked_limits() -> str:
-    limits = (f"power {power} with keys up to {key}" for power, (key, _) in LARGEST_CHUNKED_DIMS.items())
-    return " and ".join(limits)
-
-
-def triton_available() -> bool:
-    """Whether Triton can be imported."""
-    return _TRITON_IS_HERE
-
-
-def triton_interpreted() -> bool:
-    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1 when it was imported): slow, for tests."""
-    return _TRITON_IS_INTERPRETED
-
-
-def obstacle_to_triton(request: Request, *, interpreted: bool) -> str | None:
-    """Why the fused kernels cannot serve a call, as half a sentence; None: they can."""
-    dtype = torch.float32 if interpreted else torch.bfloat16  # the interpreter gets bfloat16 wrong
-    largest = max(request.key_dim, request.value_dim)
-    recurrent = request.form == "recurrent"
-    chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
-    obstacles = {
-        _needs_cuda(request): request.device != "cuda" and not interpreted,
-        f"kernels take {dtype}, not {request.dtype}": request.dtype != dtype,
-        f"kernels take powers up to {KERNEL_POWERS[-1]}, not {request.power}": request.power not in KERNEL_POWERS,
-        f"kernels take head dims up to {LARGEST_DIM}": largest > LARGEST_DIM,
-        "kernels take one gate per head, not one per rotated pair": request.vector_gate,
-        f"kernels take at most {MOST_SEQUENCES:,} sequences times query heads": (
-            request.sequences > MOST_SEQUENCES and not request.step
-        ),
-        "the recurrent form has a kernel for one token from a state, without gradients, only": (
-            recurrent and not request.step
-        ),
-        f"the chunked kernels take {_chunked_limits()}, not power {request.power} and {request.key_dim}": (
-            chunked and not chunked_kernels_serve(request.power, request.key_dim, request.value_dim)
-        ),
-        f"the chunked kernels take chunks that are multiples of {CHUNK_MULTIPLE}, not {request.chunk_size}": (
-            chunked and request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE != 0
-        ),
-    }
-    return next((reason for reason, present in obstacles.items() if present), None)
-
-
-def choose_backend(
-    backend: str, request: Request, *, available: Callable[[], bool], interpreted: bool
+def backend_for(
+    sequence: Sequence, step: bool, form: Form, chunk_size: int | None, backend: Backend
 ) -> Literal["torch", "triton"]:
-    """The backend to use.
+    """The backend of one call of `sympow.attention`; arguments as there, and `step` as in `Request`."""
+    request = Request(
+        device=sequence.q.device.type,
+        dtype=sequence.q.dtype,
+        power=sequence.power,
+        key_dim=sequence.key_dim,
+        value_dim=sequence.value_dim,
+        form=form,
+        chunk_size=chunk_size,
+        vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
+        step=step,
+        sequences=sequence.batch * sequence.q.shape[2],
+    )
+    return choose_backend(backend, request)
+
+
+def choose_backend(backend: str, request: Request) -> Literal["torch", "triton"]:
+    """The backend of a call.
 
     Args:
-        backend: "torch", "triton" or "auto": the kernels on a GPU wherever they can serve the call.
-        request: the call.
-        available: tells whether Triton can be imported; asked only where that matters.
-        interpreted: whether Triton runs kernels on the CPU.
+        backend: "torch", "triton" or "auto": Triton on a GPU wherever the kernels support the call.
 
     Raises:
-        ValueError: "triton" was asked for and cannot serve the call.
+        ValueError: backend is "triton", and the kernels do not support the call.
     """
     if backend == "torch":
         return "torch"
     if backend == "auto":
-        return "torch" if reason_for_torch(request, available=available, interpreted=interpreted) else "triton"
-    reason = _reason_against_triton(request, available, interpreted)
-    if reason is None:
-        return "triton"
-    raise ValueError(f"backend='triton' cannot serve this call: {reason}")
+        return "torch" if auto_uses_torch_reason(request) else "triton"
+    require_supported(unsupported_reason(request))
+    return "triton"
 
 
-def reason_for_torch(request: Request, *, available: Callable[[], bool], interpreted: bool) -> str | None:
-    """Why backend="auto" computes a call in plain PyTorch; None: it uses the kernels.
-
-    Args:
-        request, available, interpreted: as in `choose_backend`.
-    """
+def auto_uses_torch_reason(request: Request) -> str | None:
+    """Why backend="auto" runs a call in plain PyTorch; None: it runs on Triton."""
     if request.device != "cuda":
-        return _needs_cuda(request)
+        return _needs_cuda(request.device)
     # Keys far from unit length could leave the range of float32 in the kernels.
     if request.power > 4 and request.power in KERNEL_POWERS:
-        return "powers above 4 are for those who ask: backend='triton'"
-    return _reason_against_triton(request, available, interpreted)
+        return "Powers above 4 run on the kernels only with backend='triton', since they can overflow float32 there."
+    return unsupported_reason(request)
 
 
-def _needs_cuda(request: Request) -> str:
-    return f"kernels need a CUDA device, and q is on {request.device}"
+def unsupported_reason(request: Request) -> str | None:
+    """Why the kernels do not support a call of `sympow.attention` or of `Window`."""
+    interpreted = triton_interpreted()
+    dtype = _kernel_dtype()
+    chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
+    if request.device != "cuda" and not interpreted:
+        return _needs_cuda(request.device)
+    if request.dtype != dtype:
+        return f"The kernels support {dtype}, not {request.dtype}."
+    if request.power not in KERNEL_POWERS:
+        return f"The kernels support powers up to {KERNEL_POWERS[-1]}, not {request.power}."
+    if max(request.key_dim, request.value_dim) > LARGEST_DIM:
+        return _limit_of_dims(request.key_dim, request.value_dim)
+    if request.vector_gate:
+        return "The kernels support one gate per head, not one per rotated pair."
+    if request.sequences > MOST_SEQUENCES and not request.step:
+        return f"The kernels support at most {MOST_SEQUENCES:,} sequences times query heads, not {request.sequences:,}."
+    if request.form == "recurrent" and not request.step:
+        return "The recurrent form has a kernel only for one token after a given state, without gradients."
+    if chunked:
+        reason = chunked_unsupported_reason(request.power, request.key_dim, request.value_dim)
+        if reason is not None:
+            return reason
+        if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
+            return f"The chunked kernels support multiples of {CHUNK_MULTIPLE} as chunk_size, not {request.chunk_size}."
+    return None if triton_available() else _NOT_INSTALLED
 
 
-def _reason_against_triton(request: Request, available: Callable[[], bool], interpreted: bool) -> str | None:
-    obstacle = obstacle_to_triton(request, interpreted=interpreted)
-    if obstacle is None and not available():
-        return "Triton is not installed (pip install 'conformal-sympow[triton]')"
-    return obstacle
+def chunked_unsupported_reason(power: int, key_dim: int, value_dim: int) -> str | None:
+    """Why there are no chunked kernels for a power and head dims."""
+    largest_key, largest_value = LARGEST_CHUNKED_DIMS.get(power, (0, 0))
+    if key_dim <= largest_key and value_dim <= largest_value:
+        return None
+    limits = (f"power {p} with key dims up to {key}" for p, (key, _) in LARGEST_CHUNKED_DIMS.items())
+    return f"The chunked kernels support {' and '.join(limits)}, not power {power} with key dim {key_dim}."
 
 
-def run_portable(
-    sequence: Sequence,
-    initial_state: State | None,
-    return_state: bool,
-    form: str,
-    chunk_size: int | None,
-    needs_grad: bool,
-) -> tuple[Tensor, State | None]:
-    """y (b, t, h, e) of at least one token, and the state after the last if asked for.
+def late_queries_unsupported_reason(backend: Backend, form: Form) -> str | None:
+    """Why a call with fewer queries than keys cannot run on a backend in a form."""
+    if backend == "triton" and form in ("auto", "attention"):
+        return (
+            "The kernels of the attention form support as many queries as keys. Pass form='chunked', which folds the "
+            "earlier keys into a state first, or backend='auto'."
+        )
+    return None
+
+
+def shard_unsupported_reason(sequence: Sequence, form: Form) -> str | None:
+    """Why the kernels for shards of a sequence do not support a shard that `backend_for` runs on Triton."""
+    if sequence.power != 2 or form not in ("auto", "chunked"):
+        return f"The kernels for shards support the chunked form of power 2, not form={form!r} of {sequence.power}."
+    if sequence.key_dim != sequence.value_dim or sequence.key_dim not in SHARD_DIMS:
+        dims = " or ".join(map(str, SHARD_DIMS))
+        return (
+            f"The kernels for shards support keys and values of one head dim, {dims}; got {sequence.key_dim} and "
+            f"{sequence.value_dim}."
+        )
+    if sequence.length == 0:
+        return "The kernels for shards need at least one token."
+    return chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim)
+
+
+def softmax_step_backend(backend: str, sequence: Sequence) -> Literal["torch", "triton"]:
+    """The backend of a decoding step of softmax attention (`KeyValueCache`); arguments and errors as above."""
+    if backend == "torch":
+        return "torch"
+    reason = softmax_step_unsupported_reason(sequence)
+    if backend == "auto":
+        return "triton" if reason is None and sequence.q.is_cuda else "torch"
+    require_supported(reason)
+    return "triton"
+
+
+def softmax_step_unsupported_reason(sequence: Sequence) -> str | None:
+    """Why the kernel of a softmax decoding step does not support its token."""
+    dtype = _kernel_dtype()
+    if not (sequence.q.is_cuda or triton_interpreted()):
+        return _needs_cuda(sequence.q.device.type)
+    if sequence.q.dtype != dtype:
+        return f"The kernel supports {dtype}, not {sequence.q.dtype}."
+    if max(sequence.key_dim, sequence.value_dim) > LARGEST_DIM:
+        return _limit_of_dims(sequence.key_dim, sequence.value_dim)
+    return None if triton_available() else _NOT_INSTALLED
+
+
+def rotation_unsupported_reason(q: Tensor) -> str | None:
+    """Why the rotary kernel does not support queries (b, t, h, d) outside the fused forms."""
+    if q.shape[1] == 0:
+        return "The rotary kernel needs at least one token."
+    if triton_interpreted() or not q.is_cuda:
+        return _needs_cuda(q.device.type)
+    if q.dtype != torch.bfloat16:
+        return f"The rotary kernel supports torch.bfloat16, not {q.dtype}."
+    return None if triton_available() else _NOT_INSTALLED
+
+
+def step_gates_unsupported_reason(x: Tensor, weights: Several[Tensor]) -> str | None:
+    """Why the kernel for gates and rotation scales of a decoding step does not support x (b, 1, width).
 
     Args:
-        form, chunk_size: as in `sympow.attention`.
-        needs_grad: whether the backward pass will be run.
+        weights: those that project x, one or two.
     """
-    if form == "recurrent":
-        return recurrent_form(sequence, initial_state, return_state, needs_grad)
+    if not x.is_cuda:
+        return _needs_cuda(x.device.type)
+    if not weights:
+        return "There is nothing to project."
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"The kernel supports torch.bfloat16 and torch.float16, not {x.dtype}."
+    if not 0 < x.numel() <= MOST_GATE_ROWS * x.shape[-1]:
+        return f"The kernel supports from 1 to {MOST_GATE_ROWS} tokens, not {x.numel() // x.shape[-1]}."
+    if any(type(weight.data) is not Tensor or weight.dtype == torch.float64 for weight in weights):
+        return "The kernel supports plain weights of at most 32 bits, not subclasses of Tensor or torch.float64."
+    if torch.is_grad_enabled():
+        return "The kernel has no gradients."
+    return None if triton_available() else _NOT_INSTALLED
+
+
+def cross_entropy_unsupported_reason(features: Tensor, dtype: torch.dtype) -> str | None:
+    """Why the cross-entropy kernel does not support logits of a dtype, computed from features."""
+    if not features.is_cuda:
+        return _needs_cuda(features.device.type)
+    if dtype not in CROSS_ENTROPY_DTYPES:
+        return f"The cross-entropy kernel supports {', '.join(map(str, CROSS_ENTROPY_DTYPES))}, not {dtype}."
+    return None if triton_available() else _NOT_INSTALLED
+
+
+def kernel_chunk(sequence: Sequence, form: str, chunk_size: int | None, with_states: bool) -> int:
+    """Tokens per chunk of a call that runs on the kernels; 0: the attention form.
+
+    Args:
+        form: "attention", "chunked" or "auto": the faster one.
+        chunk_size: as in `sympow.attention`.
+        with_states: whether a state is given or asked for.
+    """
+    if form == "attention" or (form == "auto" and chunk_size is None and not _chunked_pays(sequence, with_states)):
+        return 0
+    if sequence.power == 2:
+        return quadratic_chunk(sequence.length, chunk_size)
+    # p = 4: the larger the state, the fewer of them.
+    size = chunk_size or (2048 if sequence.key_dim <= 16 else 4096)
+    return size if size < sequence.length else 0
+
+
+def quadratic_chunk(length: int, chunk_size: int | None) -> int:
+    """Tokens per chunk on the chunked kernels of p = 2, no more than one chunk needs."""
+    return min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-length // CHUNK_MULTIPLE))
+
+
+def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
+    if chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim) is not None:
+        return False
+    # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch.
+    if with_states and sequence.power == 2:
+        return True
+    balance = crossover_length(sequence.key_dim, sequence.value_dim, sequence.power, sequence.group)
+    return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)
+
+
+def portable_chunk(
+    sequence: Sequence, form: str, chunk_size: int | None, *, initial_state: bool, return_state: bool
+) -> int | None:
+    """Tokens per chunk of a call in plain PyTorch; None: the attention form. Arguments as in `sympow.attention`."""
     if form == "attention":
-        return chunked_form(sequence, initial_state, return_state, None, needs_grad)
+        return None
     work = Workload(
         length=sequence.length,
         key_dim=sequence.key_dim,
@@ -181,40 +305,29 @@ def run_portable(
         power=sequence.power,
         group=sequence.group,
         parallel=sequence.batch * sequence.key_heads,
-        initial_state=initial_state is not None,
+        initial_state=initial_state,
         return_state=return_state,
     )
     machine = CPU if sequence.q.device.type == "cpu" else GPU
     if form == "auto" and chunk_size is None and cheaper_form(work, machine) == "attention":
-        return chunked_form(sequence, initial_state, return_state, None, needs_grad)
-    size = chunk_size or best_chunk_size(work, machine)
-    return chunked_form(sequence, initial_state, return_state, size, needs_grad)
+        return None
+    return chunk_size or best_chunk_size(work, machine)
 
 
-def turn(sequence: Sequence, start: Tensor | None, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor | None]:
-    """q, k, and the phase after the last token (None without rotation).
-
-    Args:
-        sequence: with theta or without.
-        start: the phase before the first token, (b, h_kv, d/2); None: zero.
-        backend: "torch": no kernel.
-    """
-    if sequence.theta is None:
-        return sequence.q, sequence.k, None
-    if backend != "torch" and _kernel_serves(sequence.q):
-        from sympow.kernels.rotary import fused_rotation
-
-        q, k = fused_rotation(sequence.q, sequence.k, sequence.beta, sequence.theta, start)
-        phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
-        return q, k, phase
-    angles = accumulate_phase(sequence.theta, sequence.beta, start, length=sequence.length)
-    grouped = sequence.q.unflatten(2, (sequence.key_heads, sequence.group))
-    q, k = rotate(grouped, angles.unsqueeze(3)).flatten(2, 3), rotate(sequence.k, angles)
-    return q, k, last_phase(angles, start, sequence.batch, sequence.key_heads)
+def _kernel_dtype() -> torch.dtype:
+    """The dtype that the kernels support. Triton's interpreter computes bfloat16 incorrectly."""
+    return torch.float32 if triton_interpreted() else torch.bfloat16
 
 
-def _kernel_serves(q: Tensor) -> bool:
-    """The kernel is for bfloat16 on a GPU. Elsewhere, and for no tokens, plain PyTorch does."""
-    if q.shape[1] == 0 or triton_interpreted():
-        return False
-    return q.is_cuda and q.dtype == torch.bfloat16 and triton_available()
+def _needs_cuda(device: str) -> str:
+    return f"The kernels need a CUDA device, and q is on {device}."
+
+
+def _limit_of_dims(key_dim: int, value_dim: int) -> str:
+    return f"The kernels support head dims up to {LARGEST_DIM}, not {max(key_dim, value_dim)}."
+
+
+def require_supported(reason: str | None) -> None:
+    """Raises a ValueError with the reason why a call with backend="triton" is not supported, if there is one."""
+    if reason is not None:
+        raise ValueError(f"backend='triton' does not support this call. {reason}")

@@ -1,22 +1,33 @@
-"""`sympow.attention`: the one operator, in every form, on every backend."""
+"""`sympow.attention`: checks its arguments, asks `dispatch` for form and backend, and runs the call."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sympow.checks import check_choice
 from sympow.ops.compilation import is_known
-from sympow.ops.dispatch import Request, choose_backend, run_portable, triton_available, triton_interpreted
-from sympow.ops.fused import fused_form, fused_step
-from sympow.ops.numerics import without_autocast
-from sympow.ops.sequence import Sequence, run_documents
+from sympow.ops.dispatch import (
+    Backend,
+    Form,
+    backend_for,
+    kernel_chunk,
+    late_queries_unsupported_reason,
+    require_supported,
+)
+from sympow.ops.numerics import log_gate_root, without_autocast
+from sympow.ops.rotary import phase_after
+from sympow.ops.sequence import Sequence, divide, run_documents
 from sympow.ops.state import State
+from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights, to_full
 from sympow.ops.torch.dynamic_length import run_open_length
-from sympow.ops.torch.late_queries import run_late_queries
+from sympow.ops.torch.forms import run_late_queries, run_portable
+from sympow.ops.torch.products import query_state, update_state
 from sympow.ops.validation import (
     BACKENDS,
     FORMS,
@@ -29,8 +40,8 @@ from sympow.ops.validation import (
     document_offsets,
 )
 
-Form = Literal["auto", "attention", "chunked", "recurrent"]
-Backend = Literal["auto", "torch", "triton"]
+# Head dims are padded to a power of two of at least this: what the attention kernels are compiled for.
+SMALLEST_DIM = 32
 
 
 @overload
@@ -94,25 +105,25 @@ def attention(
     equals one call over both, whatever their forms, gradients included.
 
     Args:
-        q: queries (b, t, h, d), float64, float32, bfloat16 or float16. There may be fewer of them than keys: then they
-            are those of the last tokens, and y is of these alone.
-        k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i reads key head i // (h / h_kv).
+        q: queries (b, t, h, d), float64, float32, bfloat16 or float16. If there are fewer of them than keys, they
+            are those of the last tokens, and y has only these.
+        k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i attends to key head i // (h / h_kv).
         v: values (b, t, h_kv, e).
         power: p, even and at least 2.
         log_gamma: log of the gates γ, none positive, −inf allowed; float32 or float64. (b, t, h_kv), or
-            (b, t, h_kv, d/2) for a gate per rotated pair, each scaling its pair of every key by γ^(1/p) a step.
+            (b, t, h_kv, d/2) for a gate per rotated pair, each scaling its pair of every key by γ^(1/p) per step.
             None: no gating.
         beta: scales of the rotation, (b, t, h_kv) or (b, t, h_kv, d/2), float32 or float64. Needs `theta`.
-        theta: rotation rates (d/2,) in radians a token, float32 or float64 (`rotary_rates`). Alone: fixed rotary.
+        theta: rotation rates (d/2,) in radians per token, float32 or float64 (`rotary_rates`). Without beta: RoPE.
             None: no rotation.
         cu_seqlens: offsets of packed documents, (n + 1,) int32 or int64 from 0 to t, for batch 1. Neither attention,
             state nor phase crosses from one document to the next; states then have one batch entry per document.
-        initial_state: what came before; None: nothing.
+        initial_state: the state after the tokens before; None: there are none.
         return_state: whether to return (y, state) instead of y.
         form: "attention" (quadratic in t), "chunked" (linear in t), "recurrent" (token by token), or "auto": the
             cheaper of the first two (`sympow.ops.cost`). All give the same numbers.
-        backend: "torch" (anywhere), "triton" (fused kernels; raises where they cannot serve the call), or "auto": the
-            kernels on a GPU wherever they can.
+        backend: "torch" (anywhere), "triton" (fused kernels; raises where they do not support the call), or "auto":
+            the kernels on a GPU wherever they support the call.
         chunk_size: tokens per chunk of the chunked form; None: chosen by cost.
 
     Returns:
@@ -121,7 +132,7 @@ def attention(
         the same tile of a kernel (docs/mathematics.md).
 
     Raises:
-        ValueError, TypeError: where an argument does not fit; the message names it.
+        ValueError, TypeError: an argument is invalid; the message names it.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 100, 2, 16)
@@ -137,14 +148,16 @@ def attention(
     check_tensors(q, k, v, log_gamma, beta, theta, late_queries=True)
     late_queries = q.shape[1] < k.shape[1]
     if late_queries:
-        _check_late_queries(cu_seqlens, form, backend)
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens needs a query for every key, since each document has its own last tokens")
+        require_supported(late_queries_unsupported_reason(backend, form))
     if cu_seqlens is not None:
         check_documents(cu_seqlens, q)
     if initial_state is not None:
         documents = None if cu_seqlens is None else len(cu_seqlens) - 1
         check_state(initial_state, q, k, v, power, theta is not None, documents)
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
-    # Under autocast the products below would silently run in half precision, states included.
+    # Autocast would run the products below in half precision, those of states included.
     with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
         with_states = initial_state is not None or return_state
@@ -154,23 +167,13 @@ def attention(
         elif cu_seqlens is None:
             y, state = run(sequence, initial_state)
         elif not with_states and backend_for(sequence, False, form, chunk_size, backend) == "triton":
-            y, state = fused_form(sequence, None, False, form, chunk_size, sequence.needs_grad, cu_seqlens)
+            y, state = run(sequence, None, cu_seqlens=cu_seqlens)
         else:
             y, state = run_documents(sequence, document_offsets(cu_seqlens, q.shape[1]), initial_state, run)
     if not return_state:
         return y
     assert state is not None
     return y, state
-
-
-def _check_late_queries(cu_seqlens: Tensor | None, form: Form, backend: Backend) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens needs a query for every key, since each document has its own last tokens")
-    if backend == "triton" and form in ("auto", "attention"):
-        raise ValueError(
-            "backend='triton' scores no fewer queries than keys; pass form='chunked', which folds the earlier keys "
-            "first, or leave the backend to 'auto'"
-        )
 
 
 def _run(
@@ -180,45 +183,100 @@ def _run(
     form: Form,
     chunk_size: int | None,
     backend: Backend,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, State | None]:
-    """One batch of sequences, in the form and on the backend asked for."""
+    """y (b, t, h, e) of a batch of sequences, and the state after the last token if asked for.
+
+    The operators of the kernels are called here and not further down, so that a stack trace is short: from `attention`
+    to the launch of a kernel there are at most five frames in three files.
+
+    Args:
+        cu_seqlens: offsets of packed documents, only on Triton and without a state at either end; or None.
+        others: as in `attention`.
+    """
     if sequence.length == 0:
         return _run_nothing(sequence, initial_state, return_state)
     needs_grad = sequence.needs_grad or (
         torch.is_grad_enabled() and initial_state is not None and initial_state.requires_grad
     )
     step = sequence.length == 1 and initial_state is not None and not needs_grad
-    chosen = backend_for(sequence, step, form, chunk_size, backend)
-    if chosen == "triton" and step and initial_state is not None:
-        return fused_step(sequence, initial_state, return_state)
-    if chosen == "triton":
-        return fused_form(sequence, initial_state, return_state, form, chunk_size, needs_grad)
-    run = run_portable if is_known(sequence.batch) and is_known(sequence.length) else run_open_length
-    return run(sequence, initial_state, return_state, form, chunk_size, needs_grad)
+    if backend_for(sequence, step, form, chunk_size, backend) == "torch":
+        run = run_portable if is_known(sequence.batch) and is_known(sequence.length) else run_open_length
+        return run(sequence, initial_state, return_state, form, chunk_size, needs_grad)
 
+    start = None if initial_state is None else initial_state.phase
+    if step and initial_state is not None:
+        from sympow.kernels.decode.op import fused_decode
 
-def backend_for(
-    sequence: Sequence, step: bool, form: Form, chunk_size: int | None, backend: Backend
-) -> Literal["torch", "triton"]:
-    """The backend for one call; `step`: it is one token from a state, without gradients."""
-    request = Request(
-        device=sequence.q.device.type,
-        dtype=sequence.q.dtype,
-        power=sequence.power,
-        key_dim=sequence.key_dim,
-        value_dim=sequence.value_dim,
-        form=form,
-        chunk_size=chunk_size,
-        vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
-        step=step,
-        sequences=sequence.batch * sequence.q.shape[2],
+        y, kv, normalizer, phase = fused_decode(
+            *sequence.one_token(),
+            initial_state.kv.to(torch.float32).contiguous(),
+            initial_state.normalizer.to(torch.float32).contiguous(),
+            None if start is None else start.contiguous(),
+            feature_indices(sequence.key_dim, sequence.power, sequence.q.device),
+            multinomial_weights(sequence.key_dim, sequence.power, torch.float32, sequence.q.device),
+        )
+        return y.unsqueeze(1), _state_after(sequence, kv, normalizer, phase) if return_state else None
+
+    from sympow.kernels.attention.op import fused_attention
+    from sympow.kernels.common import close_gates, locate
+    from sympow.kernels.rotary import fused_rotation
+
+    documents = None if cu_seqlens is None else locate(cu_seqlens.to(sequence.q.device), sequence.length)
+    with_states = initial_state is not None or return_state
+    chunk = kernel_chunk(sequence, form, chunk_size, with_states)
+    rotated = sequence
+    if sequence.theta is not None:
+        q, k = fused_rotation(
+            sequence.q, sequence.k, sequence.beta, sequence.theta, start, documents, relative=not with_states
+        )
+        rotated = replace(sequence, q=q, k=k)
+    log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
+    if documents is not None:
+        log_gamma = close_gates(log_gamma, documents, sequence.key_heads)
+    rotated = replace(rotated, log_gamma=log_gamma)
+
+    # With p = 2 the chunked kernels take states in and out. Otherwise states are queried and updated in `_add_past`.
+    carries_states = chunk > 0 and sequence.power == 2
+    dim = max(_padded_dim(sequence.key_dim), _padded_dim(sequence.value_dim))
+    full_state: tuple[Tensor | None, Tensor | None] = (None, None)
+    if carries_states and initial_state is not None:
+        kv, normalizer = initial_state.kv.to(torch.float32), initial_state.normalizer.to(torch.float32)
+        full_state = to_full(kv, normalizer, sequence.key_dim, dim)
+    y, weight, kv, normalizer, *_ = fused_attention(
+        *(_padded(x, dim) for x in (rotated.q, rotated.k, rotated.v)),
+        log_gamma,
+        *(documents or (None, None)),
+        *full_state,
+        sequence.power,
+        chunk,
+        carries_states,
+        carries_states and needs_grad,
+        carries_states and return_state,
     )
-    return choose_backend(backend, request, available=triton_available, interpreted=triton_interpreted())
+    y = y[..., : sequence.value_dim]
+    if not carries_states:
+        y = _add_past(rotated, y, weight, chunk, initial_state, dim)
+    if not return_state:
+        return y, None
+    if carries_states:
+        kv, normalizer = from_full(kv, normalizer, sequence.key_dim, sequence.value_dim)
+    else:
+        kv, normalizer = _fold(rotated, initial_state)
+    phase = None
+    if sequence.theta is not None:
+        phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
+    return y, _state_after(sequence, kv, normalizer, phase)
+
+
+def _state_after(sequence: Sequence, kv: Tensor, normalizer: Tensor, phase: Tensor | None) -> State:
+    phase = phase if sequence.rotated else None
+    return State(kv, normalizer, phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
 def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
-    """No tokens: an empty output, and the state as it was."""
-    # Made from q rather than anew, so that a graph through it does not break.
+    """An empty output for no tokens, and the unchanged state."""
+    # From q, so that the output stays connected to the autograd graph.
     y = sequence.q[..., :1].expand(*sequence.q.shape[:3], sequence.value_dim).clone()
     if not return_state:
         return y, None
@@ -234,3 +292,79 @@ def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: 
             device=sequence.q.device,
         )
     return y, initial_state
+
+
+def _add_past(sequence: Sequence, y: Tensor, weight: Tensor, chunk: int, state: State | None, dim: int) -> Tensor:
+    """y of the attention form (b, t, h, e), with what earlier chunks and a given state add to it.
+
+    Args:
+        sequence: with rotated queries and keys, and gates in float32.
+        y: the output of each token from its own chunk alone.
+        weight: the sums of its weights, (b, h, t) float32.
+        chunk: tokens per chunk, for p = 4; 0: one chunk.
+        state: the state before the first token, or None.
+        dim: what the kernels' head dims were padded to.
+    """
+    if not chunk and state is None:
+        return y
+    from sympow.kernels.attention.op import query_scales
+
+    # The scale of the weights. It is a constant to autograd, since y does not depend on it.
+    scale = query_scales(_padded(sequence.q, dim).detach()).transpose(1, 2).unsqueeze(-1).to(sequence.q.dtype)
+    scaled = replace(sequence, q=sequence.q * scale)
+    past = []
+    if chunk:
+        past.append(_query_chunks(scaled, chunk))
+    if state is not None:
+        kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
+        queries = _by_head(scaled.q.to(torch.float32), sequence)
+        past.append(query_state(queries, _decay(sequence), kv, normalizer, sequence.power))
+    denominator = weight.unflatten(1, (sequence.key_heads, sequence.group))
+    numerator = _by_head(y, sequence) * denominator.unsqueeze(-1)
+    for values, weights in past:
+        numerator, denominator = numerator + values, denominator + weights
+    return divide(numerator, denominator, y.dtype)
+
+
+def _query_chunks(sequence: Sequence, chunk: int) -> tuple[Tensor, Tensor]:
+    """What earlier chunks add to the sums of each token, p = 4: (b, h_kv, g, t, e) and (b, h_kv, g, t) float32."""
+    from sympow.kernels.states.quartic_op import DIMS, VALUE_DIMS, past_attention
+
+    dim = next(size for size in DIMS if size >= sequence.key_dim)
+    value_dim = next(size for size in VALUE_DIMS if size >= sequence.value_dim)
+    q, k = _padded(sequence.q, dim), _padded(sequence.k, dim)
+    v = _padded(sequence.v, value_dim)
+    numerator, denominator = past_attention(q, k, v, sequence.log_gamma, sequence.power, chunk)
+    by_group = denominator.unflatten(1, (sequence.key_heads, sequence.group))
+    return _by_head(numerator[..., : sequence.value_dim], sequence), by_group
+
+
+def _fold(sequence: Sequence, state: State | None) -> tuple[Tensor, Tensor]:
+    """S and Z after the last token: rotated keys and their values folded into the state in plain PyTorch."""
+    keys, values = (x.to(torch.float32).transpose(1, 2) for x in (sequence.k, sequence.v))
+    kv = None if state is None else state.kv.to(torch.float32)
+    normalizer = None if state is None else state.normalizer.to(torch.float32)
+    # Not in place, since the given state belongs to the caller.
+    return update_state(keys, values, _decay(sequence), kv, normalizer, sequence.power, in_place=False)
+
+
+def _decay(sequence: Sequence) -> Tensor:
+    """Running sums of log γ^(1/p), zero without gates: (b, h_kv, t, 1) float64."""
+    if sequence.log_gamma is None:
+        shape = (sequence.batch, sequence.key_heads, sequence.length, 1)
+        return torch.zeros(shape, dtype=torch.float64, device=sequence.q.device)
+    return log_gate_root(sequence.log_gamma, sequence.power).cumsum(2)
+
+
+def _by_head(x: Tensor, sequence: Sequence) -> Tensor:
+    """(b, t, h, n) → (b, h_kv, g, t, n)."""
+    return x.unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4)
+
+
+def _padded_dim(dim: int) -> int:
+    return max(SMALLEST_DIM, 1 << (dim - 1).bit_length())
+
+
+def _padded(x: Tensor, dim: int) -> Tensor:
+    """x with zeros up to a head dim, which change neither scores nor outputs."""
+    return x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1]))

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_choice
-from sympow.ops.compilation import TensorRecord, register_as_tree
-from sympow.ops.dispatch import LARGEST_DIM, triton_available, triton_interpreted, turn
+from sympow.ops.compilation import TensorRecord, register_as_pytree
+from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
-from sympow.ops.sequence import Sequence
+from sympow.ops.sequence import Sequence, rotate_sequence
 from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
 from sympow.ops.validation import BACKENDS, check_positive, check_tensors
 
@@ -141,10 +141,7 @@ class KeyValueCache(TensorRecord):
         sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
         if sequence.needs_grad:
             raise ValueError("q, k, v and what goes with them must not require gradients: steps of a cache have none")
-        serves = _kernel_serves(sequence)
-        if backend == "triton" and not serves:
-            raise ValueError("backend='triton' takes bfloat16 on a GPU and head dims up to 128; use 'auto' or 'torch'")
-        fused = backend == "triton" or (backend == "auto" and serves and q.is_cuda)
+        fused = softmax_step_backend(backend, sequence) == "triton"
         self.tokens = min(self.tokens + 1, self.capacity)
         with torch.no_grad(), without_autocast(q.device):
             return self._fused_step(sequence) if fused else self._portable_step(sequence, backend)
@@ -170,7 +167,7 @@ class KeyValueCache(TensorRecord):
         return y.unsqueeze(1)
 
     def _portable_step(self, sequence: Sequence, backend: str) -> Tensor:
-        q, k, phase = turn(sequence, self.phase, backend=backend)
+        q, k, phase = rotate_sequence(sequence, self.phase, backend=backend)
         full = (self.count >= self.capacity).unsqueeze(-1)  # (b, n, 1)
         if phase is not None and self.phase is not None:
             self.phase.copy_(torch.where(full, self.phase, phase))
@@ -208,12 +205,4 @@ def _write(held: Tensor, place: Tensor, new: Tensor, full: Tensor) -> None:
     held.scatter_(2, place, torch.where(full, held.gather(2, place), new))
 
 
-register_as_tree(KeyValueCache, "tokens")
-
-
-def _kernel_serves(sequence: Sequence) -> bool:
-    """The kernel is for bfloat16 on a GPU; in the interpreter, which tests use, for float32."""
-    interpreted = triton_interpreted()
-    dtype = torch.float32 if interpreted else torch.bfloat16
-    fits = max(sequence.key_dim, sequence.value_dim) <= LARGEST_DIM
-    return triton_available() and (sequence.q.is_cuda or interpreted) and sequence.q.dtype == dtype and fits
+register_as_pytree(KeyValueCache, "tokens")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sympow import tensor_file
 from sympow.checks import check_at_least
-from sympow.ops.compilation import TensorRecord, check_tensor_member, register_as_tree
+from sympow.ops.compilation import TensorRecord, check_tensor_member, register_as_pytree
 from sympow.ops.symmetric import check_features, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -199,4 +199,4 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     return {"phase": None, **tensors, **{name: int(words.get(name, "0")) for name in ("power", "key_dim")}}
 
 
-register_as_tree(State, "power", "key_dim")
+register_as_pytree(State, "power", "key_dim")

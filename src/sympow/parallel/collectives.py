@@ -1,4 +1,4 @@
-"""Collectives of tensors of equal size, under the names that each version of torch has for them."""
+"""Collectives of tensors of equal size, and those that gradients flow through."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sympow.ops.numerics import feature_decay
-from sympow.parallel.scan import Carried, Scan, start_scan
 from sympow.parallel.shards import Shards
 
 
@@ -40,95 +38,6 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, x.reshape(-1), group=group)
     return own.view(x.shape[1:])
-
-
-class StateScan:
-    """The states that ranks before this one leave behind: begun with this rank's own, and waited for later.
-
-    In the backward pass the same with gradients, from the last rank to the first: they set out when the gradient of
-    what was waited for is known, and are waited for where that of the rank's own state is.
-
-    Args:
-        anchor: requires a gradient if and only if tensors of the other ranks do, whatever this rank's state comes from.
-        kv, normalizer: what this rank leaves, (b, h_kv, D, e) and (b, h_kv, D).
-        log_decay: of what passes through, (b, h_kv, 1 or d/2) float64; None: no decay.
-        power: p.
-    """
-
-    def __init__(
-        self, anchor: Tensor, kv: Tensor, normalizer: Tensor, log_decay: Tensor | None, power: int, shards: Shards
-    ) -> None:
-        self.shards, self.power = shards, power
-        self.scan: Scan | None = None
-        self.incoming: tuple[Tensor, Tensor] | None = None
-        self._token = _Start.apply(self, anchor, kv, normalizer, log_decay)
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """kv and normalizer before this rank's first token; zero on the first rank."""
-        kv, normalizer = _Finish.apply(self, self._token)
-        return kv, normalizer
-
-
-class _Start(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, owner: StateScan, anchor: Tensor, kv: Tensor, normalizer: Tensor, log_decay: Tensor | None
-    ) -> Tensor:
-        owner.scan = start_scan(Carried(kv, normalizer, log_decay, owner.power), owner.shards)
-        ctx.owner = owner
-        ctx.save_for_backward(log_decay)
-        return kv.new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        owner: StateScan = ctx.owner
-        (log_decay,) = ctx.saved_tensors
-        assert owner.scan is not None
-        assert owner.incoming is not None
-        after, (kv, normalizer) = owner.scan.finish(), owner.incoming
-        owner.scan = owner.incoming = None
-        if after is None:
-            return None, None, torch.zeros_like(kv), torch.zeros_like(normalizer), None
-        d_log_decay = None
-        if log_decay is not None and ctx.needs_input_grad[4]:
-            # What left this rank was D · incoming + own.
-            product = (after.kv * kv).sum(-1) + after.normalizer * normalizer
-            with torch.enable_grad():
-                log_decay = log_decay.detach().requires_grad_()
-                factor = feature_decay(log_decay, owner.power, kv.dtype)
-            (d_log_decay,) = torch.autograd.grad(factor, log_decay, product.sum_to_size(factor.shape))
-        return None, None, after.kv, after.normalizer, d_log_decay
-
-
-class _Finish(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, owner: StateScan, token: Tensor) -> tuple[Tensor, Tensor]:
-        assert owner.scan is not None
-        own, before = owner.scan.own, owner.scan.finish()
-        owner.scan = None
-        if before is None:
-            kv, normalizer = torch.zeros_like(own.kv), torch.zeros_like(own.normalizer)
-        else:
-            kv, normalizer = before.kv.clone(), before.normalizer.clone()
-        ctx.owner, ctx.decays = owner, own.log_decay
-        ctx.save_for_backward(kv, normalizer)
-        ctx.set_materialize_grads(False)
-        return kv, normalizer
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_kv: Tensor | None, d_normalizer: Tensor | None) -> tuple[None, Tensor]:
-        owner: StateScan = ctx.owner
-        kv, normalizer = owner.incoming = ctx.saved_tensors
-        own = Carried(
-            torch.zeros_like(kv) if d_kv is None else d_kv,
-            torch.zeros_like(normalizer) if d_normalizer is None else d_normalizer,
-            ctx.decays,
-            owner.power,
-        )
-        owner.scan = start_scan(own, owner.shards, reverse=True)
-        return None, kv.new_empty(0)
 
 
 class _Attach(torch.autograd.Function):

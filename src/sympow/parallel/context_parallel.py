@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.ops import interface as operator
-from sympow.ops.interface import Backend, Form
+from sympow.ops.dispatch import Backend, Form
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
 from sympow.ops.sequence import Sequence
@@ -33,10 +33,10 @@ from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.torch.forms import fold
 from sympow.ops.validation import check_bool, check_power, check_state, check_tensors
-from sympow.parallel.collectives import StateScan, attach, from_last, sum_before
+from sympow.parallel.collectives import attach, from_last, sum_before
 from sympow.parallel.fused_attention import fused_shard_attention, fused_shard_serves, turn
 from sympow.parallel.overlap import Half, halves_of, split
-from sympow.parallel.scan import passing_decay
+from sympow.parallel.scan import StateScan, passing_decay
 from sympow.parallel.shards import Portion, Shards, as_shards
 
 

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sympow.ops.dispatch import CHUNK_MULTIPLE, chunked_kernels_serve
-from sympow.ops.fused import CHUNK_SIZE
-from sympow.ops.interface import Backend, Form, backend_for
+from sympow.ops.dispatch import Backend, Form, backend_for, quadratic_chunk, shard_unsupported_reason
 from sympow.ops.sequence import Sequence
 from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.collectives import start_gather
@@ -29,22 +27,15 @@ from sympow.parallel.shards import Portion, Shards
 
 if TYPE_CHECKING:
     from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
-    from sympow.kernels.gates import Gates
+    from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates, FullState
-
-# Head dims that the kernels take as they are.
-DIMS = (32, 64)
 
 
 def fused_shard_serves(
     sequence: Sequence, portion: Portion, form: Form, backend: Backend, chunk_size: int | None
 ) -> bool:
     """Whether a shard can be computed here: one piece of one document, for which "auto" would take the kernels."""
-    if sequence.power != 2 or form not in ("auto", "chunked") or len(portion.offsets) != 2 or sequence.length == 0:
-        return False
-    if sequence.key_dim != sequence.value_dim or sequence.key_dim not in DIMS:
-        return False
-    if not chunked_kernels_serve(sequence.power, sequence.key_dim, sequence.value_dim):
+    if len(portion.offsets) != 2 or shard_unsupported_reason(sequence, form) is not None:
         return False
     return backend_for(sequence, False, form, chunk_size, backend) == "triton"
 
@@ -70,7 +61,7 @@ def fused_shard_attention(
     from sympow.kernels.attention.shard import Plan
 
     log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
-    chunk = min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-sequence.length // CHUNK_MULTIPLE))
+    chunk = quadratic_chunk(sequence.length, chunk_size)
     plan = Plan(chunk, initial=portion.continues, final=portion.goes_on)
     call = _Call(plan, portion.passes, shards, halves, sequence.group, sequence.needs_grad)
     return _Attend.apply(call, sequence.q, sequence.k, sequence.v, log_gamma)
@@ -159,7 +150,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None) -> Tensor:
         from sympow.kernels.attention import shard
 
-        plan, gates, out = call.plan, shard.running_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
+        plan, gates, out = call.plan, shard.gate_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
         under_way = []
         for half in call.halves:
             own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
@@ -253,11 +244,10 @@ def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) ->
 
 def _from_tensors(tensors: AnySequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
     """The inverse of `_tensors_of`."""
-    from sympow.kernels.attention.tiles import COLUMNS
-    from sympow.kernels.gates import Gates
+    from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates
 
     kept, *parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
     first = 0 if plan.initial else 1
     states = [None if part[0] is None else ChunkStates(*part, plan.chunk, first) for part in parts]
-    return None if kept[0] is None else Gates(*kept, COLUMNS), states
+    return None if kept[0] is None else Gates(*kept), states

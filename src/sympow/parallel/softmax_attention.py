@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sympow.ops.dispatch import turn
-from sympow.ops.sequence import Sequence
+from sympow.ops.sequence import Sequence, rotate_sequence
 from sympow.ops.torch import softmax
 from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState
 from sympow.ops.validation import check_tensors
@@ -78,7 +77,7 @@ def softmax_attention(
 
 def _cache(past: Sequence) -> KeyValueState:
     """The cache that these tokens leave."""
-    _, k, phase = turn(past, None)
+    _, k, phase = rotate_sequence(past, None)
     decay = None
     if past.log_gamma is not None:
         decay = past.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)

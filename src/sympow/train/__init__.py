@@ -1,7 +1,6 @@
-"""From a config to a trained model: `train(config, folder)`, and the command `sympow train`.
+"""Training: `train(config, folder)`, and the command `sympow train`.
 
-Names are loaded when they are first asked for: the trainer brings torch's distributed packages, which no other command
-should wait for.
+Names are imported lazily: the trainer imports torch.distributed, which other commands should not wait for.
 """
 
 from importlib import import_module

@@ -1,14 +1,21 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints: written asynchronously and atomically, verified by checksums, read without unpickling anything.
 
-A checkpoint is written beside its place (torch.distributed.checkpoint, in the background), sealed with a list of its
-files and their checksums, and moved into place last. Reading checks the seal, so a damaged one is found before it is
-loaded, and the one before it is taken. Any number of processes can read what any other number wrote. A checkpoint holds
-tensors and JSON alone, and reading one runs nothing that is in it (`sympow.train.checkpoint_reader`).
+torch.distributed.checkpoint writes to a temporary folder in the background. `sealed.json` then lists every file with
+its checksum, and a rename puts the folder in place. Reading compares the checksums, so that a damaged checkpoint is
+found before it is loaded, and the one before it is used. A checkpoint of any number of processes loads on any other
+number.
+
+torch keeps a checkpoint's metadata, the list of its tensors, in a pickle, and values other than tensors in pickles too.
+Unpickling calls whatever the file names, and checksums do not protect against someone who can recompute them. So a
+checkpoint holds only tensors and JSON, and its metadata is read by an unpickler that admits the classes of such
+metadata and no others.
 """
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import re
 import shutil
 import tempfile
@@ -23,35 +30,62 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from sympow.files import flush
-from sympow.train.checkpoint_reader import TensorPlanner, TensorReader, UnreadableMetadataError, read_metadata
 from sympow.train.distributed import Place
 
 SEAL = "sealed.json"
 PREFIX = "step-"
 UNFINISHED = ".unfinished"
 DAMAGED = ".damaged"
-# Bytes to find out with why a folder cannot be written to.
+# Bytes written to find out why a folder cannot be written to.
 PROBE = 1 << 16
+# Of torch.distributed.checkpoint.
+METADATA = ".metadata"
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+# Classes that a checkpoint's metadata may name. None of them does more than hold its arguments.
+_ADMITTED = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(
+        (_METADATA_MODULE, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint whose files are not those it was sealed with, or not those of a checkpoint."""
+    """A checkpoint whose files do not match their checksums, or are not those of a checkpoint."""
 
 
 class UnwrittenCheckpointError(OSError):
-    """A checkpoint that could not be written, as on a full disk; the message says why, and which one is the last."""
+    """A checkpoint could not be written, as on a full disk; the message says why and names the last one written."""
 
 
 class Checkpoints:
-    """The checkpoints of a run; as a context, it finishes what was begun, also when an error ends the run.
+    """The checkpoints of a run; as a context manager, it completes a pending one, also when an error ends the run.
 
     Args:
-        folder: where they are.
+        folder: of all checkpoints.
         keep: how many to keep.
         place: of this process.
         report: called with a line for the user, in the first process.
@@ -61,7 +95,7 @@ class Checkpoints:
         self.folder = folder
         self._keep, self._place, self._report = keep, place, report
         self._pending: tuple[Future[Any], Path, dict[str, Any]] | None = None
-        # A group for this alone: what is exchanged in the background must not mix with what training exchanges.
+        # A process group of its own: background collectives must not interleave with those of training.
         self._group = dist.new_group(backend="gloo")
         folder.mkdir(parents=True, exist_ok=True)
         if place.first:
@@ -74,17 +108,17 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Someone who insists on stopping does not want to wait.
+        # A second Ctrl-C (KeyboardInterrupt) does not wait.
         if kind is None or issubclass(kind, Exception):
             self.finish()
 
-    def save(self, step: int, shared: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
-        """Begins to write a checkpoint; the previous one is finished first.
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]) -> None:
+        """Starts to write a checkpoint; a pending one is completed first.
 
         Args:
             step: updates made so far.
-            shared: the model as processes share it.
-            progress: what else to remember, as JSON would have it.
+            model: wrapped by DDP or FSDP.
+            progress: what else a resumed run needs, as JSON values.
         """
         self.finish()
         target = self.folder / f"{PREFIX}{step:09d}"
@@ -93,18 +127,18 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier(self._group)
         future = async_save(
-            _copied(_tensors(_state(shared, optimizer))), checkpoint_id=str(unfinished), process_group=self._group
+            _copied(_tensors(_state(model, optimizer))), checkpoint_id=str(unfinished), process_group=self._group
         )
         assert isinstance(future, Future)
         self._pending = future, target, {"step": step, "world_size": self._place.world_size, "progress": progress}
 
     def poll(self) -> None:
-        """Finishes a checkpoint that has been written meanwhile; does not wait."""
+        """Completes a pending checkpoint if its files have been written; does not wait."""
         if self._pending is not None and self._pending[0].done():
             self.finish()
 
     def finish(self) -> None:
-        """Waits until what was begun is in place."""
+        """Waits until a pending checkpoint is in place."""
         if self._pending is None:
             return
         future, target, content = self._pending
@@ -117,7 +151,7 @@ class Checkpoints:
         except (CheckpointException, OSError) as error:
             reason = _cause(error, self.folder)
             if self._place.first:
-                # What there is of it may be what fills the disk.
+                # Its files may be what fills the disk.
                 shutil.rmtree(unfinished, ignore_errors=True)
             whole = self._found()
             last = f"the last one is {whole[-1]}" if whole else "there is none before it"
@@ -127,9 +161,9 @@ class Checkpoints:
                 shutil.rmtree(old)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest checkpoint that is whole, and its seal; the same for all processes.
+        """The newest intact checkpoint and the content of its `sealed.json`; the same for all processes.
 
-        Damaged ones are renamed: they would be counted among those to keep, in place of whole ones.
+        Damaged ones are renamed, so that they do not count among those to keep.
         """
         chosen: list[tuple[Path, dict[str, Any]] | None] = [None]
         if self._place.first:
@@ -145,16 +179,15 @@ class Checkpoints:
         dist.broadcast_object_list(chosen)
         return chosen[0]
 
-    def load(self, path: Path, shared: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fills model and optimiser from a checkpoint. What the optimiser is set to stays: rates, decay and so on."""
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Loads model and optimizer in place. The optimizer keeps its own hyperparameters."""
         settings = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
-        state = _state(shared, optimizer)
+        state = _state(model, optimizer)
         try:
-            # In place.
             load(_tensors(state), storage_reader=TensorReader(path), planner=TensorPlanner())
         except CheckpointException as error:
             raise DamagedCheckpointError(f"{path} cannot be loaded: {_cause(error, None)}") from error
-        set_state_dict(shared, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(values)
         torch.set_rng_state(state["rng"])
@@ -166,7 +199,7 @@ class Checkpoints:
 
 
 def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
-    """Writes the list of files and checksums, and moves the folder into place."""
+    """Writes `sealed.json`, the list of files and checksums, and renames the folder into place."""
     files = {path.name: _fingerprint(path) for path in sorted(unfinished.iterdir())}
     content = {**content, "files": files}
     (unfinished / SEAL).write_text(json.dumps({**content, "checksum": _checksum(content)}, indent=2), "utf-8")
@@ -178,7 +211,7 @@ def seal(unfinished: Path, target: Path, content: dict[str, Any]) -> None:
 
 
 def check(path: Path) -> dict[str, Any]:
-    """What a checkpoint remembers beside its tensors. Raises unless the whole checkpoint can be read."""
+    """The content of `sealed.json`. Raises unless checksums match and the metadata can be read."""
     content = read_seal(path)
     try:
         read_metadata(path)
@@ -188,7 +221,7 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def read_seal(path: Path) -> dict[str, Any]:
-    """What a checkpoint remembers beside its tensors. Raises unless every file is as it was when it was sealed."""
+    """The content of `sealed.json`. Raises unless all checksums match."""
     try:
         content: dict[str, Any] = dict(json.loads((path / SEAL).read_text("utf-8")))
         checksum, files = content.pop("checksum"), dict(content["files"])
@@ -213,30 +246,30 @@ def read_seal(path: Path) -> dict[str, Any]:
     return content
 
 
-def _state(shared: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    model, optim = get_state_dict(shared, optimizer)
-    return {"model": model, "optimizer": optim, "rng": torch.get_rng_state()}
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    parameters, moments = get_state_dict(model, optimizer)
+    return {"model": parameters, "optimizer": moments, "rng": torch.get_rng_state()}
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the optimiser's settings: a run has its own, and objects other than tensors would be pickled."""
+    """Without the optimizer's hyperparameters: a run has its own, and values other than tensors would be pickled."""
     return {**state, "optimizer": {"state": state["optimizer"]["state"]}}
 
 
 def _copied(state: Any) -> Any:
-    """With tensors of the CPU copied: they are written while training goes on to change them."""
+    """With CPU tensors cloned, since training changes them while they are written."""
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
-    assert isinstance(state, Tensor), f"a checkpoint holds tensors alone, and not {type(state).__name__}"
+    assert isinstance(state, Tensor), f"a checkpoint holds only tensors, got {type(state).__name__}"
     return state.clone() if state.device.type == "cpu" else state
 
 
 def _cause(error: BaseException, written_to: Path | None) -> str:
-    """What went wrong in one line, in the first process to which something happened.
+    """The reason in one line, of the lowest rank that failed.
 
     Args:
-        written_to: the folder that could not be written to, if that is what went wrong. torch's writer of tensors does
-            not tell why it failed.
+        written_to: the folder that could not be written to, if that is the failure: torch's writer does not report the
+            reason.
     """
     if isinstance(error, CheckpointException):
         error = error.failures[min(error.failures)][0]
@@ -252,7 +285,7 @@ def _cause(error: BaseException, written_to: Path | None) -> str:
 
 
 def _has_all(content: dict[str, Any]) -> bool:
-    """Whether a seal has what a resumed run reads, each of its kind."""
+    """Whether `sealed.json` has what a resumed run needs, with the right types."""
     progress = content.get("progress")
     if not isinstance(content.get("step"), int) or not isinstance(progress, dict):
         return False
@@ -273,3 +306,63 @@ def _fingerprint(path: Path) -> list[int]:
         while block := file.read(1 << 24):
             checksum = zlib.crc32(block, checksum)
     return [path.stat().st_size, checksum]
+
+
+class UnreadableMetadataError(ValueError):
+    """A checkpoint's metadata is malformed, or names classes that are not admitted."""
+
+
+class TensorReader(FileSystemReader):
+    """Reads a checkpoint's metadata safely; torch reads the tensors with `weights_only=True`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return read_metadata(Path(self.path))
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Refuses a checkpoint that has a pickled object in place of a tensor."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        raise UnreadableMetadataError(f"{read_item.dest_index.fqn} is not a tensor")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a checkpoint: which file holds which tensor.
+
+    Raises:
+        UnreadableMetadataError: it is malformed, or names code to be run.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO((folder / METADATA).read_bytes())).load()
+    except UnreadableMetadataError:
+        raise
+    # All that a malformed pickle can raise, since it calls admitted classes with any arguments.
+    except (
+        pickle.UnpicklingError,
+        ArithmeticError,
+        AttributeError,
+        EOFError,
+        ImportError,
+        LookupError,
+        MemoryError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise UnreadableMetadataError(f"{METADATA} is malformed: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise UnreadableMetadataError(f"{METADATA} is not a list of tensors")
+    for info in metadata.storage_data.values():
+        name = getattr(info, "relative_path", None)
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+            raise UnreadableMetadataError(f"{METADATA} refers to {name!r}, which is not a file of the checkpoint")
+    return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        admitted = (module, name) in _ADMITTED
+        # dtypes are pickled as attributes of torch.
+        if admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise UnreadableMetadataError(f"{METADATA} names {module}.{name}, which is no part of a checkpoint")

@@ -1,11 +1,13 @@
-"""What a training run is: one frozen record, checked, with presets as functions and YAML for a file form.
+"""Configuration of a training run: frozen dataclasses that check their values, presets, and YAML.
 
-A field's help text is its line under "Attributes"; the command makes a flag of every field (`sympow.train.flags`).
+A field's help text is its entry under "Attributes"; `sympow.train.flags` makes a command-line flag of every field.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -21,19 +23,19 @@ from sympow.parsing import LARGEST_YAML, parse_yaml
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
-# Of a batch.
+# Of a batch or context.
 MOST_TOKENS = 2**31 - 1
-COUNTED = "since places in a batch are counted in 32 bits"
+REASON = "since positions in a batch are 32-bit integers"
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read.
+    """Training data.
 
     Attributes:
         data: "stdlib" (this Python's standard library), a folder of `sympow data prepare`, or LongCrawl64's address.
         context: tokens of a training sequence.
-        short: what becomes of documents and tails shorter than the context: refuse, drop, join or pack.
+        short: what to do with documents and tails shorter than the context: refuse, drop, join or pack.
     """
 
     data: str = "stdlib"
@@ -43,27 +45,27 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_text("data", self.data)
         check_positive("context", self.context)
-        check_at_most("context", self.context, MOST_TOKENS, COUNTED)
+        check_at_most("context", self.context, MOST_TOKENS, REASON)
         check_choice("short", self.short, SHORT)
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Adam and its schedule.
+    """AdamW and its learning rate schedule.
 
     Attributes:
-        learning_rate: the highest one.
+        learning_rate: the peak of the schedule.
         rotation_rate: learning rate of the rotation's projection W_β, relative to the others'.
-        rotation_gradient: factor on the gradient through the rotation's scale β, to W_β and to what it reads.
-        rotation_init: deviation of W_β at the start; 0: β = 1, which is fixed rotary.
-        beta1: decay of Adam's mean of gradients.
-        beta2: decay of its mean of squares.
+        rotation_gradient: factor on the gradient through the rotation's scale β, to W_β and its inputs.
+        rotation_init: standard deviation of W_β at initialization; 0: β = 1, which is fixed rotary.
+        beta1: decay of Adam's first moment.
+        beta2: decay of Adam's second moment.
         epsilon: Adam's.
         weight_decay: of matrices (AdamW's); norms, biases and gates have none.
-        clip_norm: longest gradient, all parameters together; 0: no clipping.
+        clip_norm: largest norm of the gradient of all parameters; 0: no clipping.
         warmup_steps: steps over which the learning rate rises from 0.
         schedule: of the learning rate after that: constant, linear or cosine down to final_rate.
-        final_rate: what is left of the learning rate at the last step.
+        final_rate: learning rate of the last step, relative to learning_rate.
     """
 
     learning_rate: float = 6e-4
@@ -113,26 +115,26 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How to run.
+    """Execution: batches, precision, parallelism, checkpoints and logging.
 
     Attributes:
         steps: updates of the parameters.
-        batch_tokens: tokens of an update, over all processes; a multiple of the context.
-        micro_batch_tokens: tokens a process computes at a time, at least one sequence; gradients add up to the batch.
+        batch_tokens: tokens of a batch, over all processes; a multiple of the context.
+        micro_batch_tokens: tokens of a forward pass in each process, at least one sequence; gradients accumulate.
         seed: of parameters and of the order of the data.
         precision: bf16 (mixed: parameters stay in float32) or fp32.
         compile: whether to compile the model's blocks (torch.compile).
-        recompute: whether to keep only each block's input and compute the rest again in the backward pass.
-        loss_tokens: logits exist for so many tokens at a time.
-        parallel: for several processes, ddp (a copy of the model each) or fsdp (parameters shared out).
-        context_parallel: processes that share each sequence's tokens out among them; a divisor of their number.
+        recompute: whether to use activation checkpointing: keep each block's input, recompute the rest in the backward.
+        loss_tokens: tokens whose logits are in memory at a time.
+        parallel: data parallelism, ddp (a replica of the model per process) or fsdp (sharded, FSDP2).
+        context_parallel: processes over which each sequence is sharded; a divisor of their number.
         log_every: steps between lines of progress and metrics.
         evaluate_every: steps between evaluations on held-out documents; 0: none.
-        evaluate_tokens: tokens of an evaluation, about.
+        evaluate_tokens: tokens of an evaluation, approximately.
         save: whether to write checkpoints, and the model at the end; not for timing a few steps.
         save_every: steps between checkpoints; 0: only the last.
         keep: checkpoints to keep.
-        hang_after: with several processes, seconds without progress after which the run ends; 0: never.
+        hang_after: timeout of the heartbeat, seconds without progress after which several processes end; 0: never.
         tensorboard: whether to write TensorBoard events beside metrics.jsonl.
         wandb: project to log to with Weights & Biases; empty: none.
     """
@@ -162,7 +164,7 @@ class RunConfig:
         for name in (*counts, "context_parallel"):
             check_positive(name, getattr(self, name))
         for name in ("batch_tokens", "micro_batch_tokens"):
-            check_at_most(name, getattr(self, name), MOST_TOKENS, COUNTED)
+            check_at_most(name, getattr(self, name), MOST_TOKENS, REASON)
         for name in ("seed", "evaluate_every", "save_every", "hang_after"):
             check_at_least(name, getattr(self, name), 0)
         for name in ("compile", "recompute", "save", "tensorboard"):
@@ -177,10 +179,10 @@ class TrainConfig:
     """A training run.
 
     Attributes:
-        model: what to train. Its vocabulary becomes the data's.
-        data: what to read.
-        optimizer: how to learn.
-        run: how to run.
+        model: its vocabulary size becomes that of the data.
+        data: documents and context.
+        optimizer: AdamW and its schedule.
+        run: execution.
     """
 
     model: GPTConfig = field(default_factory=lambda: GPTConfig.preset("byte-400k"))
@@ -201,57 +203,57 @@ class TrainConfig:
 
     @property
     def batch_rows(self) -> int:
-        """Sequences of an update."""
+        """Sequences of a batch."""
         return self.run.batch_tokens // self.data.context
 
     def changed(self, **changes: Any) -> TrainConfig:
-        """With some fields of its parts changed, named without their part; no name occurs in two."""
-        sections = {part.name: getattr(self, part.name) for part in fields(self)}
+        """A copy with some fields changed, named without their section: field names are unique."""
+        sections = {section.name: getattr(self, section.name) for section in fields(self)}
         grouped: dict[str, dict[str, Any]] = {name: {} for name in sections}
         for name, value in changes.items():
-            owner = next((part for part, section in sections.items() if name in _names(section)), None)
+            owner = next((title for title, section in sections.items() if name in _names(section)), None)
             if owner is None:
-                raise TypeError(f"no part of a TrainConfig has a field {name!r}")
+                raise TypeError(f"no section of a TrainConfig has a field {name!r}")
             grouped[owner][name] = value
-        return TrainConfig(**{part: replace(section, **grouped[part]) for part, section in sections.items()})
+        return TrainConfig(**{title: replace(section, **grouped[title]) for title, section in sections.items()})
 
     def settings(self) -> dict[str, Any]:
-        """Every field of its parts, as `changed` takes them."""
-        return {name: value for part in asdict(self).values() for name, value in part.items()}
+        """All fields of all sections, by the names that `changed` takes."""
+        return {name: value for section in asdict(self).values() for name, value in section.items()}
 
     def to_yaml(self) -> str:
-        """As `from_yaml` reads it."""
+        """The YAML that `from_yaml` reads."""
         return str(require("yaml", "train").safe_dump(asdict(self), sort_keys=False))
 
     @classmethod
     def from_yaml(cls, text: str) -> TrainConfig:
-        """From parts and fields; what is missing has its default, what is unknown is refused."""
+        """From sections of fields; missing ones have their defaults, unknown ones are refused."""
         content = parse_yaml(text)
         if not isinstance(content, Mapping):
-            raise ValueError(f"a config must map parts to fields, got {type(content).__name__}")
+            raise ValueError(f"a config must map sections to fields, got {type(content).__name__}")
         kinds: dict[str, type[Any]] = {
             "model": GPTConfig,
             "data": DataConfig,
             "optimizer": OptimizerConfig,
             "run": RunConfig,
         }
-        parts = {}
-        for part, section in content.items():
-            if part not in kinds:
-                raise ValueError(f"a config has the parts {', '.join(kinds)}; got {part!r}")
+        sections = {}
+        for title, section in content.items():
+            if title not in kinds:
+                raise ValueError(f"a config has the sections {', '.join(kinds)}; got {title!r}")
             if not isinstance(section, Mapping | None):
-                raise ValueError(f"{part} must map fields to values, got {type(section).__name__}")
-            unknown = set(section or {}) - _names(kinds[part])
+                raise ValueError(f"{title} must map fields to values, got {type(section).__name__}")
+            unknown = set(section or {}) - _names(kinds[title])
             if unknown:
-                raise ValueError(f"{part} has no field {', '.join(sorted(map(str, unknown)))}")
-            parts[part] = kinds[part](**_with_exponents(kinds[part], section or {}))
-        return cls(**parts)
+                raise ValueError(f"{title} has no field {', '.join(sorted(map(str, unknown)))}")
+            sections[title] = kinds[title](**_with_exponents(kinds[title], section or {}))
+        return cls(**sections)
 
     @classmethod
     def read(cls, path: Path | str) -> TrainConfig:
-        """From a YAML file; messages name it."""
+        """Reads a YAML file; errors name it."""
         try:
-            # A pipe is waited for: shells make one of <(command).
+            # Not read_text: the file may be a pipe, as shells make for <(command), of any length.
             with Path(path).open(encoding="utf-8") as file:
                 return cls.from_yaml(file.read(LARGEST_YAML + 1))
         except OSError as error:
@@ -261,7 +263,7 @@ class TrainConfig:
 
 
 def laptop() -> TrainConfig:
-    """A small byte-level model that learns something within minutes on a CPU: two million tokens, 4,096 a batch."""
+    """A small byte-level model that trains within minutes on a CPU: two million tokens, 4,096 a batch."""
     return TrainConfig(
         data=DataConfig(context=512),
         optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=50, clip_norm=1.0),
@@ -272,7 +274,7 @@ def laptop() -> TrainConfig:
 def paper() -> TrainConfig:
     """The paper's recipe (§4): GPT-2 124M on LongCrawl64, 524,288 tokens a batch, bf16, Adam, 6e-4, no schedule.
 
-    The data's address is the user's to give; everything else is the paper's.
+    Only `data`, the address of LongCrawl64, remains to be set.
     """
     return TrainConfig(
         model=GPTConfig.preset("gpt2-124m"),
@@ -285,12 +287,28 @@ def paper() -> TrainConfig:
 PRESETS: dict[str, Callable[[], TrainConfig]] = {"laptop": laptop, "paper": paper}
 
 
+def field_help(kind: type) -> dict[str, str]:
+    """The entries under "Attributes" of a config's docstring, by field."""
+    text = inspect.getdoc(kind) or ""
+    _, _, attributes = text.partition("Attributes:\n")
+    helps: dict[str, str] = {}
+    names: list[str] = []
+    for line in attributes.splitlines():
+        entry = re.match(r"    (\w+(?:, \w+)*): (.*)", line)
+        if entry:
+            names = entry[1].split(", ")
+            helps |= dict.fromkeys(names, entry[2])
+        elif line.startswith("        ") and names:
+            helps |= {name: f"{helps[name]} {line.strip()}" for name in names}
+    return helps
+
+
 def _names(section: Any) -> set[str]:
-    return {part.name for part in fields(section)}
+    return {field.name for field in fields(section)}
 
 
 def _with_exponents(kind: type[Any], section: Mapping[str, Any]) -> dict[str, Any]:
-    """With 6e-4 read as a number: to YAML it is text, since it has no point."""
+    """With 6e-4 parsed as a number: to YAML it is a string, since it has no decimal point."""
     hints = get_type_hints(kind)
     values = dict(section)
     for name, value in values.items():

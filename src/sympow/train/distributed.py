@@ -1,30 +1,37 @@
-"""One process or many: where a process runs, how it talks to the others, and how they share a model.
+"""The processes of a run: rendezvous, process group, device mesh, and exchanges of values between hosts.
 
-A run has a process group even if it is alone, so that nothing else needs to know.
+A run of one process has a process group of one, so that no other module treats it differently.
+
+Rendezvous: when torchrun restarts its workers it keeps the TCPStore, with all keys of the failed attempt, addresses at
+which nobody listens any more among them. Its restart count does not identify an attempt, since each node counts its own
+restarts. So rank 0 draws a random id for the attempt and passes it to each rank in reply to a request with a random id
+of its own; keys carry the attempt's id as a prefix.
 """
 
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
+from sympow.checks import choose_device
 from sympow.data.loader import Batch
-from sympow.devices import choose_device
 from sympow.invocation import under_torchrun
 from sympow.parallel.shards import MESH_DIM, Shards
-from sympow.train.objective import Objective
-from sympow.train.rendezvous import agree_on_name, connect, kept_by_torchrun
+
+POLL_INTERVAL = 0.02
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,8 @@ class Place:
     Attributes:
         rank: number of the process.
         world_size: number of processes.
-        device: what it computes on.
-        attempt: names what the processes are together since they were last started (`sympow.train.rendezvous`).
+        device: of its tensors.
+        attempt: id that all processes have had in common since torchrun last started them.
     """
 
     rank: int
@@ -51,7 +58,7 @@ class Place:
 
 @contextmanager
 def process_group(device: str | None = None) -> Iterator[Place]:
-    """Joins the processes that torchrun started, or none; leaves them at the end.
+    """Initializes the process group, of torchrun's processes or of this one alone, and destroys it at the end.
 
     Args:
         device: "cpu" or "cuda"; None: a GPU if there is one.
@@ -61,15 +68,15 @@ def process_group(device: str | None = None) -> Iterator[Place]:
     where = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(where)
-    # Gloo beside NCCL: checkpoints are exchanged on the CPU, while the GPU goes on.
+    # Gloo beside NCCL: checkpoints and host values are exchanged on the CPU, without waiting for the GPU.
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     attempt = "only"
     if not under_torchrun():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    elif kept_by_torchrun():
+    elif torchrun_hosts_store():
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        attempt = agree_on_name(rank, world_size)
-        dist.init_process_group(backend, store=connect(attempt, "group"), rank=rank, world_size=world_size)
+        attempt = agree_on_attempt(rank, world_size)
+        dist.init_process_group(backend, store=connect_store(attempt, "group"), rank=rank, world_size=world_size)
     else:
         dist.init_process_group(backend)
     try:
@@ -78,32 +85,47 @@ def process_group(device: str | None = None) -> Iterator[Place]:
         dist.destroy_process_group()
 
 
-def share(objective: Objective, place: Place, parallel: str) -> nn.Module:
-    """The objective as every process calls it: gradients averaged over all of them."""
-    if place.world_size == 1:
-        return objective
-    if parallel == "ddp":
-        on_gpu = place.device.type == "cuda"
-        return DistributedDataParallel(
-            objective, device_ids=[place.device.index] if on_gpu else None, gradient_as_bucket_view=True
-        )
-    mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",))
-    for block in objective.model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(objective, mesh=mesh)
-    return objective
+def torchrun_hosts_store() -> bool:
+    """Whether torchrun's agent hosts the TCPStore; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-@contextmanager
-def last_of_batch(shared: nn.Module, last: bool) -> Iterator[None]:
-    """Around each part of a batch: processes exchange gradients with the last one only."""
-    if isinstance(shared, DistributedDataParallel) and not last:
-        with shared.no_sync():
-            yield
-        return
-    if isinstance(shared, FSDPModule):
-        shared.set_requires_gradient_sync(last)
-    yield
+def connect_store(attempt: str, purpose: str, timeout: timedelta = default_pg_timeout) -> Store:
+    """A new connection to the TCPStore, its keys prefixed by attempt and purpose."""
+    return PrefixStore(f"sympow/{attempt}/{purpose}", _connect(timeout))
+
+
+def agree_on_attempt(rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> str:
+    """The rendezvous: an id of this attempt that all its processes agree on."""
+    store = PrefixStore("sympow/rendezvous", _connect(timeout))
+    if rank == 0:
+        return _reply_to_all(store, world_size, timeout)
+    request = uuid.uuid4().hex
+    store.set(f"request/{rank}", request)
+    attempt = store.get(f"reply/{request}").decode()  # blocks until it is there
+    store.set(f"acknowledgement/{attempt}/{rank}", "")
+    return attempt
+
+
+def _reply_to_all(store: Store, world_size: int, timeout: timedelta) -> str:
+    """Replies to requests, stale ones of earlier attempts included, until every rank has acknowledged a reply."""
+    attempt = uuid.uuid4().hex
+    missing = set(range(1, world_size))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"acknowledgement/{attempt}/{other}"]):
+                missing.discard(other)
+            elif store.check([f"request/{other}"]):
+                store.set(f"reply/{store.get(f'request/{other}').decode()}", attempt)
+        if missing and time.monotonic() > end:
+            raise TimeoutError(f"ranks {', '.join(map(str, sorted(missing)))} did not join within {timeout}")
+        time.sleep(POLL_INTERVAL)
+    return attempt
+
+
+def _connect(timeout: timedelta) -> Store:
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
 def mean_over_processes(value: Tensor, place: Place) -> Tensor:
@@ -116,9 +138,9 @@ def mean_over_processes(value: Tensor, place: Place) -> Tensor:
 
 
 def any_process(flag: bool, place: Place) -> bool:
-    """Whether the flag is set anywhere: all processes learn the same.
+    """Whether the flag is set in any process, the same in all.
 
-    An exchange between hosts: through the device, it would wait for all that the device has still to do.
+    Exchanged through Gloo: a collective on the GPU would wait for all kernels queued before it.
     """
     if place.world_size == 1:
         return flag
@@ -128,7 +150,7 @@ def any_process(flag: bool, place: Place) -> bool:
 
 
 def from_all_processes(content: Any, place: Place) -> list[Any]:
-    """What every process has, in the order of their numbers; all learn the same."""
+    """All-gathers an object, in order of rank."""
     if place.world_size == 1:
         return [content]
     gathered: list[Any] = [None] * place.world_size
@@ -137,7 +159,7 @@ def from_all_processes(content: Any, place: Place) -> list[Any]:
 
 
 def check_same(settings: Mapping[str, object], place: Place) -> None:
-    """Refuses a run whose processes were started differently: they would train another model each, or wait for ever.
+    """Refuses a run whose processes have different settings: they would train different models, or deadlock.
 
     Args:
         settings: by the names to use in the message.
@@ -153,13 +175,14 @@ def check_same(settings: Mapping[str, object], place: Place) -> None:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """Where this process is in the grid.
+class Mesh:
+    """Where this process is in the mesh of data parallelism × context parallelism.
 
     Attributes:
-        data_rank: which share of a batch's sequences it has a part in.
+        data_rank: which share of a batch's sequences it works on.
         data_size: number of shares.
-        sequence_group: the processes that have the same sequences, each some of their tokens; None: it has all.
+        sequence_group: the processes that work on the same sequences, each on a shard of their tokens; None: sequences
+            are not sharded.
     """
 
     data_rank: int
@@ -167,21 +190,21 @@ class Grid:
     sequence_group: dist.ProcessGroup | None
 
     def shards(self, batch: Batch) -> Shards | None:
-        """Which tokens of a batch's sequences are whose; None: all are this process's."""
+        """How a batch's sequences are sharded; None: not at all."""
         if self.sequence_group is None:
             return None
         return Shards.even(batch.inputs.shape[1], self.sequence_group, batch.cu_seqlens)
 
 
-def make_grid(place: Place, context_parallel: int) -> Grid:
-    """The grid in which so many processes share each sequence. All processes call it."""
+def make_mesh(place: Place, context_parallel: int) -> Mesh:
+    """The mesh in which `context_parallel` processes shard each sequence. All processes call it."""
     if place.world_size % context_parallel:
         raise ValueError(
             f"context_parallel must divide the number of processes, {place.world_size}; got {context_parallel}"
         )
     data_size = place.world_size // context_parallel
     if context_parallel == 1:
-        return Grid(place.rank, place.world_size, None)
-    # Neighbours share a sequence: within a machine, where links are fast, as far as it goes.
+        return Mesh(place.rank, place.world_size, None)
+    # Context parallelism is the inner dimension: its processes are neighbours, on one node where they fit.
     mesh = init_device_mesh(place.device.type, (data_size, context_parallel), mesh_dim_names=("dp", MESH_DIM))
-    return Grid(mesh.get_local_rank("dp"), data_size, mesh.get_group(MESH_DIM))
+    return Mesh(mesh.get_local_rank("dp"), data_size, mesh.get_group(MESH_DIM))

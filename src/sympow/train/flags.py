@@ -1,4 +1,7 @@
-"""A flag for every field of a config: names, types, defaults and help are the fields' own."""
+"""Command-line flags of `sympow train`, generated from the fields of the config: names, types, defaults and help.
+
+Written out as typer options, the 49 flags would take 360 lines that repeat the config and can disagree with it.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from sympow.extras import require
 from sympow.model.config import GPTConfig
-from sympow.train.config import PRESETS, DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from sympow.train.config import PRESETS, DataConfig, OptimizerConfig, RunConfig, TrainConfig, field_help
 
-# Whose values help shows as defaults.
+# The preset whose values --help shows as defaults.
 DEFAULT_PRESET = "laptop"
-# By title: the config, and its fields that are no flags. The vocabulary is the data's.
+# By title: a section of the config, and its fields without a flag. The data determine the vocabulary size.
 SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
     "Model": (GPTConfig, frozenset({"vocab_size"})),
     "Data": (DataConfig, frozenset()),
@@ -25,28 +28,28 @@ SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
 
 
 def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command, which takes **changes, a flag for every field of a training config.
+    """Gives a command that takes **changes a flag for every field of a training config.
 
-    Flags that are not used do not appear among the changes.
+    Only flags that were used appear among the changes.
     """
     typer = require("typer", "cli")
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     made = []
     defaults = PRESETS[DEFAULT_PRESET]()
-    for title, (kind, left_out) in SECTIONS.items():
+    for title, (kind, without_flag) in SECTIONS.items():
         hints, helps = get_type_hints(kind), field_help(kind)
-        values = _part_of(defaults, kind)
-        for part in fields(kind):
-            if part.name in left_out:
+        values = _section(defaults, kind)
+        for field in fields(kind):
+            if field.name in without_flag:
                 continue
-            annotation, choices = _plain_type(hints[part.name])
-            flag = part.name.replace("_", "-")
-            text = _help_of_flag(flag, helps[part.name], choices, getattr(values, part.name))
+            annotation, choices = _plain_type(hints[field.name])
+            flag = field.name.replace("_", "-")
+            text = _help_of_flag(flag, helps[field.name], choices, getattr(values, field.name))
             names = f"--{flag}/--no-{flag}" if annotation is bool else f"--{flag}"
             option = typer.Option(names, help=text, rich_help_panel=f"{title} options", show_default=False)
             made.append(
                 inspect.Parameter(
-                    part.name,
+                    field.name,
                     inspect.Parameter.KEYWORD_ONLY,
                     default=None,
                     annotation=Annotated[annotation | None, option],
@@ -67,45 +70,29 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def field_help(kind: type) -> dict[str, str]:
-    """The lines under "Attributes" of a docstring, by field."""
-    text = inspect.getdoc(kind) or ""
-    _, _, attributes = text.partition("Attributes:\n")
-    helps: dict[str, str] = {}
-    names: list[str] = []
-    for line in attributes.splitlines():
-        entry = re.match(r"    (\w+(?:, \w+)*): (.*)", line)
-        if entry:
-            names = entry[1].split(", ")
-            helps |= dict.fromkeys(names, entry[2])
-        elif line.startswith("        ") and names:
-            helps |= {name: f"{helps[name]} {line.strip()}" for name in names}
-    return helps
-
-
-def _part_of(config: TrainConfig, kind: type) -> Any:
-    (part,) = (value for value in vars(config).values() if type(value) is kind)
-    return part
+def _section(config: TrainConfig, kind: type) -> Any:
+    (section,) = (value for value in vars(config).values() if type(value) is kind)
+    return section
 
 
 def _help_of_flag(flag: str, text: str, choices: tuple[str, ...], default: Any) -> str:
-    """A field's line as help of its flag: with all choices, and the default in words where it has no value."""
+    """A field's docstring as help of its flag, with its choices and its default; a default of None in words."""
     text, _, if_none = text.removesuffix(".").partition("; None: ")
     shown = if_none if default is None else str(default) or "none"
     if isinstance(default, bool):
         text, shown = text.removeprefix("whether to "), flag if default else f"no-{flag}"
     if not all(choice in text for choice in choices):
         text += f": {', '.join(choices)}"
-    # Fields that the line names are flags, too.
+    # Other fields that the docstring names, as flags.
     text = re.sub(r"\b[a-z]+(_[a-z]+)+\b", lambda found: f"--{found[0].replace('_', '-')}", text)
     first = text.split()[0]
-    # Not a symbol such as p or bf16.
+    # Unless the first word is a symbol such as p or bf16.
     text = text[0].upper() + text[1:] if first.isalpha() and len(first) > 1 else text
     return f"{text}. [default: {shown}]"
 
 
 def _plain_type(hint: Any) -> tuple[type, tuple[str, ...]]:
-    """What the command line reads for a field, and the choices it has."""
+    """The type that typer parses for a field, and its choices."""
     if get_origin(hint) in (Union, types.UnionType):
         (hint,) = (kind for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:

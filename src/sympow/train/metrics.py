@@ -1,15 +1,18 @@
-"""Numbers of a run: a JSONL file always, TensorBoard events and Weights & Biases if asked for."""
+"""Metrics of a run: written to metrics.jsonl, TensorBoard and Weights & Biases, shown as progress, and read back."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 from sympow.extras import require
 from sympow.files import write_atomically
@@ -18,25 +21,25 @@ WANDB_FILE = "wandb-id"
 
 
 class Writer(Protocol):
-    """Takes the numbers of a step."""
+    """A destination of metrics."""
 
     def write(self, step: int, numbers: dict[str, float]) -> None: ...
 
     def flush(self) -> None:
-        """Puts what was written where a killed process leaves it: before a checkpoint, from which a run goes on."""
+        """Makes what was written survive a kill; called before each checkpoint."""
         ...
 
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """One line per step, flushed, so that a killed run has all of them; a resumed one goes on after its checkpoint."""
+    """One line per step, unbuffered, so that a killed run keeps them; a resumed run continues after its checkpoint."""
 
     def __init__(self, path: Path, resumed_at: int) -> None:
-        # Steps after the checkpoint will be made again.
+        # Steps after the checkpoint are repeated.
         kept = [line for line in read_metrics(path) if line["step"] <= resumed_at] if path.exists() else []
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
-        # Without a buffer: what could not be written would be tried again on closing.
+        # Unbuffered: a buffer that could not be written would be written again on closing.
         self._file = path.open("ab", buffering=0)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -60,8 +63,8 @@ class TensorBoard:
 
         self._folder = str(folder)
         self._hook_before = threading.excepthook
-        threading.excepthook = self._leave_out_failed_writes
-        # What a killed run wrote after its checkpoint is hidden.
+        threading.excepthook = self._ignore_failed_writes
+        # purge_step hides what a killed run wrote after its checkpoint.
         self._writer = SummaryWriter(self._folder, purge_step=resumed_at + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -80,8 +83,8 @@ class TensorBoard:
         finally:
             threading.excepthook = self._hook_before
 
-    def _leave_out_failed_writes(self, failure: threading.ExceptHookArgs) -> None:
-        """TensorBoard writes in a thread, and raises what failed there once more when it is next given a number."""
+    def _ignore_failed_writes(self, failure: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread, and raises its error again at the next `add_scalar`, where it is handled."""
         if not isinstance(failure.exc_value, OSError) or not type(failure.thread).__module__.startswith("tensorboard."):
             self._hook_before(failure)
 
@@ -89,7 +92,7 @@ class TensorBoard:
 class WeightsAndBiases:
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         wandb = require("wandb", "wandb")
-        # A resumed run goes on under the same id; numbers of steps made again are the same, and are left out there.
+        # A resumed run keeps its id; W&B ignores the metrics of repeated steps, which are the same.
         named = folder / WANDB_FILE
         if not named.exists():
             write_atomically(named, uuid.uuid4().hex.encode())
@@ -106,7 +109,7 @@ class WeightsAndBiases:
         self._run.log(numbers, step=step)
 
     def flush(self) -> None:
-        """Nothing to do: a process of its own takes the numbers as they come."""
+        """Nothing to do: W&B has a process of its own that writes metrics as they come."""
 
     def close(self) -> None:
         self._run.finish()
@@ -114,7 +117,7 @@ class WeightsAndBiases:
 
 @contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """What fails to be written is named."""
+    """Adds the path to an OSError."""
     try:
         yield
     except OSError as error:
@@ -122,7 +125,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl; without the last one, if it was cut off."""
+    """The lines of a metrics.jsonl, without an incomplete last one."""
     lines = Path(path).read_text("utf-8").splitlines()
     found = []
     for number, line in enumerate(lines, start=1):
@@ -136,3 +139,69 @@ def read_metrics(path: Path | str) -> list[dict[str, float]]:
             raise ValueError(f"{path}: line {number} has no step")
         found.append(content)
     return found
+
+
+class Progress:
+    """Shows steps as they complete: a progress bar on a terminal, lines elsewhere.
+
+    Args:
+        steps: of the whole run.
+        quiet: show nothing; for all processes but the first.
+    """
+
+    def __init__(self, steps: int, *, quiet: bool) -> None:
+        self._steps, self._first, self._quiet = steps, 0, quiet
+        self._start = time.monotonic()
+        self._bar: Any = None
+        if not quiet and sys.stderr.isatty():
+            rich = require("rich.progress", "cli")
+            console = require("rich.console", "cli").Console(stderr=True)
+            self._bar = rich.Progress(
+                rich.TextColumn("step"),
+                rich.MofNCompleteColumn(),
+                rich.BarColumn(),
+                rich.TextColumn("{task.fields[numbers]}"),
+                rich.TimeRemainingColumn(),
+                console=console,
+            )
+            self._task = self._bar.add_task("training", total=steps, numbers="")
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, done: int) -> None:
+        """Starts the estimate of the remaining time, after `done` steps of a resumed run."""
+        self._first, self._start = done, time.monotonic()
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=done)
+
+    def step(self, step: int, numbers: str | None) -> None:
+        """Called after each step, with a line of metrics if there is a new one."""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, **({} if numbers is None else {"numbers": numbers}))
+        elif numbers is not None:
+            left = (time.monotonic() - self._start) / max(1, step - self._first) * (self._steps - step)
+            self.say(f"step {step:,} of {self._steps:,}  {numbers}  {_duration(left)} left")
+
+    def say(self, line: str) -> None:
+        """Prints a line above the progress bar."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}"

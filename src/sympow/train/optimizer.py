@@ -1,4 +1,4 @@
-"""How data-dependent rotations start and learn, where that differs from the rest of a model."""
+"""The optimizer: AdamW's parameter groups, clipping, an update that the device can skip, and how W_β starts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from sympow.data.loader import Batch
 from sympow.layers.rotations import DataDependentRotation
 from sympow.train.config import OptimizerConfig
 
+# Key of a parameter group: its learning rate relative to the config's.
+RELATIVE_RATE = "relative_rate"
+
 
 def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
-    """Starts W_β where the config says, and sets the factor on the gradient through β.
+    """Initializes W_β of data-dependent rotations by the config, and sets the factor on the gradient through β.
 
-    The numbers are drawn after all others of the model, so that a seed gives the same model otherwise; on the CPU, so
-    that they are the same on every device. A model that has no such rotation is left as it is.
+    Random values are drawn after those of all other parameters, which therefore do not depend on `rotation_init`, and
+    on the CPU, so that they are the same on every device.
     """
     for module in model.modules():
         if not isinstance(module, DataDependentRotation):
@@ -30,13 +33,10 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
                 weight.copy_(torch.randn(weight.shape, dtype=weight.dtype) * config.rotation_init)
 
 
-RELATIVE_RATE = "relative_rate"
-
-
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over three groups: matrices, which decay; the rotation's projection W_β; and all else.
+    """AdamW over three parameter groups: matrices, with weight decay; the rotation's projection W_β; all others.
 
-    The embedding counts as a matrix, learned rates θ of a rotation do not. Fused on a GPU.
+    The embedding counts as a matrix, learned rates θ of a rotation do not. The fused implementation on a GPU.
     """
     rotation, matrices, others = [], [], []
     for name, parameter in model.named_parameters():
@@ -62,7 +62,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate, each group's in proportion."""
+    """Sets the learning rate of every group in proportion to its relative rate."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[RELATIVE_RATE]
 
@@ -75,17 +75,17 @@ def take_step(
     *,
     unless: Tensor | None = None,
 ) -> None:
-    """Clips the gradients and moves the parameters.
+    """Clips the gradients and updates the parameters.
 
     Args:
         norm: of all gradients together.
-        clip_norm: the longest gradient; 0: no clipping.
-        unless: a bool on the device: where it holds, parameters, gradients and Adam's averages stay as they are. Only
-            for the fused optimiser.
+        clip_norm: largest norm; 0: no clipping.
+        unless: a bool on the device: if true, parameters, gradients and Adam's moments stay as they are. Only with the
+            fused optimizer.
     """
     if unless is not None:
-        norm = norm.masked_fill(unless, 0.0)  # shorter than any limit
-        # The optimiser's own way not to move, made for scaled gradients.
+        norm = norm.masked_fill(unless, 0.0)  # no clipping
+        # The fused optimizer skips its update where found_inf is 1, as it does for torch.amp.GradScaler.
         optimizer.found_inf = unless.to(torch.float32)  # type: ignore[attr-defined]
     if clip_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
@@ -94,31 +94,31 @@ def take_step(
 
 @dataclass(frozen=True)
 class Update:
-    """A step that was taken, or is being taken.
+    """An update that was made, or that the device is still computing.
 
     Attributes:
-        step: its number, from 1.
-        batch: what it was made from.
-        parts: the batch as it was gone through.
+        step: number of the step, from 1.
+        batch: the batch of the step.
+        micro_batches: the batch as gradients were accumulated over it.
         rate: learning rate.
-        numbers: loss and norm of the gradients, (2,) in the host's memory; there once `ready`.
-        ready: None: at once.
+        numbers: loss and gradient norm, (2,) in host memory; valid once `ready` has completed.
+        ready: event of the copy to the host; None: the numbers are valid.
     """
 
     step: int
     batch: Batch
-    parts: list[Batch]
+    micro_batches: list[Batch]
     rate: float
     numbers: Tensor
     ready: torch.cuda.Event | None
 
     @property
     def under_way(self) -> bool:
-        """Whether the device may still be at it, so that the host had better do something else."""
+        """Whether the device may still be computing it."""
         return self.ready is not None
 
     def read(self) -> tuple[float, float]:
-        """Loss and norm of the gradients, as soon as the device has them."""
+        """Loss and gradient norm; waits until the device has computed them."""
         if self.ready is not None:
             self.ready.synchronize()
         loss, norm = self.numbers.tolist()
@@ -126,7 +126,7 @@ class Update:
 
 
 def send(loss: Tensor, norm: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Both numbers on their way to the host, and the event of their arrival; None where they are there already."""
+    """Starts to copy both numbers to the host; returns them and the event of their arrival, None on the CPU."""
     numbers = torch.stack([loss.detach().double(), norm.detach().double()])
     if not numbers.is_cuda:
         return numbers, None

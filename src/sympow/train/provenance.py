@@ -1,4 +1,4 @@
-"""The data that a model was trained on, recorded in its folder: evaluation finds the held-out documents again by it."""
+"""`training_data.json` of a model: which data it was trained on, so that evaluation finds the held-out documents."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sympow.data.dataset import TokenDataset
+from sympow.data.dataset import STANDARD_LIBRARY, TokenDataset, names_a_folder, open_dataset
 from sympow.data.manifest import MANIFEST_FILE
-from sympow.data.opening import STANDARD_LIBRARY, names_a_folder, open_dataset
 from sympow.data.tokenizer import Tokenizer
 from sympow.files import write_atomically
 from sympow.parsing import read_json, read_yaml
@@ -21,15 +20,15 @@ FILE = "training_data.json"
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What a model was trained on, and how it read it.
+    """The data that a model was trained on.
 
     Attributes:
-        data: as the user named it; None: the run was given a dataset of its own, which has no name to open it by.
-        folder: its absolute path, if it is a folder of this machine; a run may be evaluated from elsewhere.
+        data: as the user named it; None: a dataset object was passed to `train`, which has no name to open it by.
+        folder: its absolute path, if it is a local folder; a run may be evaluated from another working directory.
         context: tokens of a training sequence.
-        short: what became of shorter documents.
+        short: how shorter documents were treated.
         tokenizer: its kind, such as "bytes".
-        fingerprint: of the training documents, to notice that the data was changed.
+        fingerprint: of the training documents, to detect changed data.
         name: what the dataset calls itself.
     """
 
@@ -61,7 +60,7 @@ class TrainedOn:
 
     @classmethod
     def find(cls, model: Path | str) -> TrainedOn | None:
-        """Of a model's folder: as recorded there, or by the config of the run that it lies in; None: nobody knows."""
+        """Of a model folder: from its file, or from the config.yaml of the run folder around it; None: unknown."""
         model = Path(model)
         if (model / FILE).is_file():
             return cls._read(model / FILE)
@@ -77,7 +76,7 @@ class TrainedOn:
             data = DataConfig(**{name: value for name, value in (section or {}).items() if name in known})
         except TypeError as error:
             raise ValueError(f"{config}: {error}") from error
-        # Where a relative path began was not recorded.
+        # The working directory of a relative path is not in a config.yaml.
         return cls(data.data, None, data.context, data.short)
 
     def save(self, model: Path) -> None:
@@ -85,12 +84,12 @@ class TrainedOn:
 
     @property
     def source(self) -> str:
-        """What to open: as the user named it, if that is the same folder from here, or else the folder itself.
+        """What to open: the user's name, if it is the same folder from here, or else the absolute path.
 
-        Where that is gone, what has its name from here: run and data may have moved together.
+        If that does not exist, the user's name again: run and data may have been moved together.
 
         Raises:
-            ValueError: the data has no name, or its folder is not there any more.
+            ValueError: the data has no name, or its folder does not exist any more.
         """
         if self.data is None:
             raise ValueError(
@@ -107,9 +106,9 @@ class TrainedOn:
         raise ValueError(f"the model was trained on {self.data}, and {where}")
 
     def changed(self) -> bool:
-        """Whether the data is not what the model was trained on: documents held out now may be among those it learned.
+        """Whether the data has changed since training: documents held out now may have been trained on.
 
-        Looked at only where it is quick to see: of the standard library and of prepared folders.
+        Checked only where that is quick, for the standard library and prepared folders.
         """
         prepared = (Path(self.source) / MANIFEST_FILE).is_file()
         if self.fingerprint is None or not (prepared or self.source == STANDARD_LIBRARY):

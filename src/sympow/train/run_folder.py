@@ -1,4 +1,4 @@
-"""Where things stand in a run's folder, for those who write them and those who read them."""
+"""The run folder: names of its files, and a lock that keeps two runs from writing to it."""
 
 import errno
 import fcntl
@@ -17,24 +17,22 @@ import torch.distributed as dist
 from sympow.files import check_can_write
 from sympow.train.distributed import Place
 
-# Where runs are that were not given a folder.
+# Parent of run folders without --out.
 RUNS = Path("runs")
 LOCK_FILE = "run.lock"
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 EXPORT = "model"
-
-
-# What file systems that cannot lock files answer.
+# Errors of file systems without locks.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[Path]:
-    """While the block runs, the folder is this run's alone. The first process's choice is everyone's.
+    """Locks the folder while the block runs. Rank 0 chooses and locks it for all processes.
 
-    If the block fails before it has written anything, the folder is removed again.
+    If the block fails before anything was written, the folder is removed again.
 
     Args:
         out: the folder; None: a new one under runs/, named by the time.
@@ -64,7 +62,7 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
             raise ValueError(f"{folder} holds a run already: resume it, or choose another folder")
         yield folder
     finally:
-        # While it is still held, so that nobody else's is removed. A disk may be read-only by now.
+        # Before the lock is released, so that no other run's file is removed. The disk may be read-only by now.
         with suppress(OSError):
             (folder / LOCK_FILE).unlink()
         os.close(lock)
@@ -72,42 +70,42 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
 
 
 def _make(folder: Path) -> tuple[Path, list[Path]]:
-    """The folder, and what had to be made of it and its parents, innermost first."""
+    """Creates the folder; returns it and the folders created, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return folder, missing
 
 
 def _make_new() -> tuple[Path, list[Path]]:
-    """A folder that nobody else has: of all who try to make one of that name, one succeeds."""
+    """Creates a folder under runs/ named by the time; mkdir is atomic, so that no two runs get the same one."""
     name = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
         _, made = _make(RUNS)
         folder = RUNS / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir()
-        # FileNotFoundError: a run that was refused has just removed what it had made.
+        # FileNotFoundError: another run that was refused has just removed the parent it created.
         except (FileExistsError, FileNotFoundError):
             continue
         return folder, [folder, *made]
-    raise AssertionError("there is a number for everyone")
+    raise AssertionError("unreachable")
 
 
 def _lock(folder: Path) -> int:
-    """A handle that holds the lock until it is closed."""
+    """Takes the lock; returns the file descriptor that holds it until it is closed."""
     file = folder / LOCK_FILE
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         except FileNotFoundError:
-            # A run that was refused has just removed the folder.
+            # Another run that was refused has just removed the folder.
             continue
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The file that was locked may have been removed meanwhile, and another may have its name.
+            # The locked file may have been removed meanwhile and another created with its name.
             if _is_file_of(handle, file):
-                _sign(handle)
+                _write_holder(handle)
                 return handle
         except BlockingIOError as error:
             holder = os.pread(handle, 256, 0).decode(errors="replace").strip() or "another process"
@@ -119,15 +117,15 @@ def _lock(folder: Path) -> int:
                 os.close(handle)
                 raise
             warnings.warn(
-                f"the file system of {folder} has no locks: nothing keeps another run from writing there, too",
+                f"the file system of {folder} has no locks: another run can write to it at the same time",
                 stacklevel=2,
             )
             return handle
         os.close(handle)
 
 
-def _sign(handle: int) -> None:
-    """For the message to those who come later."""
+def _write_holder(handle: int) -> None:
+    """Writes who holds the lock, for the error message of other runs."""
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
@@ -141,10 +139,10 @@ def _is_file_of(handle: int, file: Path) -> bool:
 
 
 def _remove_if_empty(made: list[Path]) -> None:
-    """Removes what was made for a run that wrote nothing."""
+    """Removes the folders created for a run that wrote nothing."""
     for path in made:
         try:
             path.rmdir()
         except OSError:
-            # There is a run in it, or somebody else has begun to use it.
+            # Not empty: this run, or another one, has written to it.
             return

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request: the loop finishes its step, saves and stops. A second Ctrl-C stops at once."""
+"""Ctrl-C and SIGTERM as stop requests: the loop finishes its step, saves and ends. A second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether someone asked to stop, and how."""
+    """Whether a stop signal arrived, and which."""
 
     def __init__(self, wakeup: socket.socket | None = None) -> None:
         self.signal: str | None = None
@@ -24,10 +24,10 @@ class StopRequest:
         return self.signal is not None
 
     def arrived(self) -> str | None:
-        """The signal, also while the main thread is blocked and `signal` is not set; for one other thread to ask.
+        """The signal, even while the main thread is blocked and `signal` is not set yet; for one other thread to call.
 
-        Python calls its handlers in the main thread, between two of its instructions. A thread that waits for another
-        process executes none.
+        Python runs signal handlers in the main thread between two bytecode instructions, of which a thread that is
+        blocked in a collective executes none.
         """
         while self._arrived is None and self._wakeup is not None:
             try:
@@ -40,7 +40,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Catches SIGINT and SIGTERM until the block ends. Only the main thread can; in another, nothing is caught."""
+    """Handles SIGINT and SIGTERM until the block ends; only in the main thread, where Python allows it."""
     if threading.current_thread() is not threading.main_thread():
         yield StopRequest()
         return
@@ -55,7 +55,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     with receiver, sender:
         for end in (receiver, sender):
             end.setblocking(False)
-        # The number of every signal is written there at once, whatever the main thread is doing.
+        # Python's C handler writes every signal's number there at once, whatever the main thread is doing.
         wakeup_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         before = {number: signal.signal(number, note) for number in SIGNALS}
         try:

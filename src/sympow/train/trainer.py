@@ -1,4 +1,4 @@
-"""The training loop, to be read from top to bottom: `train` sets a run up, `_Run.step` makes one update."""
+"""The training loop: `train` sets up a run, `_Run.run` loops over steps, `_Run.step` makes one update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.data.dataset import TokenDataset
+from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.data.loader import Batch, Loader
-from sympow.data.opening import open_dataset
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
 from sympow.model.accounting import check_fits
-from sympow.model.config import WAYS_TO_COMPUTE
+from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
@@ -33,29 +32,38 @@ from sympow.train.distributed import (
     any_process,
     check_same,
     from_all_processes,
-    last_of_batch,
-    make_grid,
+    make_mesh,
     mean_over_processes,
     process_group,
-    share,
 )
-from sympow.train.heartbeat import Watch
-from sympow.train.introspection import find_nonfinite, gate_and_rotation_metrics, nonfinite_parameters
-from sympow.train.metrics import JsonLines, TensorBoard, WeightsAndBiases, Writer
-from sympow.train.objective import Objective, compile_blocks, recompute_blocks
+from sympow.train.heartbeat import Heartbeat
+from sympow.train.metrics import JsonLines, Progress, TensorBoard, WeightsAndBiases, Writer
+from sympow.train.monitoring import (
+    Throughput,
+    find_nonfinite,
+    gate_and_rotation_metrics,
+    nonfinite_parameters,
+    peak_flops,
+    training_flops,
+)
 from sympow.train.optimizer import Update, make_optimizer, send, set_rate, set_up_rotations, take_step
-from sympow.train.progress import Progress
+from sympow.train.parallelize import (
+    Objective,
+    checkpoint_activations,
+    compile_blocks,
+    gradient_sync,
+    parallelize,
+)
 from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE, claimed_folder
 from sympow.train.signals import StopRequest, stop_on_signals
-from sympow.train.throughput import Clock, peak_operations, training_operations
 
-# Tokens to look at gates and rotations with.
+# Tokens for the statistics of gates and rotations.
 SAMPLE_TOKENS = 2_048
 
 
 class NonFiniteLossError(ArithmeticError):
-    """A loss or gradient that is not a number, with what is known about it."""
+    """A loss or gradient is NaN or infinite; the message names the batch and the modules."""
 
 
 def train(
@@ -66,16 +74,16 @@ def train(
     device: str | None = None,
     dataset: TokenDataset | None = None,
 ) -> Path:
-    """Trains a model and writes all of it into one folder.
+    """Trains a model and writes everything into one run folder.
 
-    config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and at the end model/ (safetensors, tokenizer). Under
-    torchrun, every process calls this with the same arguments.
+    It holds config.yaml, metrics.jsonl, TensorBoard events, checkpoints/, and at the end model/ (safetensors,
+    tokenizer). Under torchrun, every process calls this with the same arguments.
 
     Args:
         config: the run.
-        out: the folder; new, unless resumed. None: one under runs/, named by the time. No other run can use it before
-            this one ends.
-        resume: go on from the newest whole checkpoint in it, or start anew if there is none.
+        out: the run folder; new, unless resumed. None: one under runs/, named by the time. It is locked until the run
+            ends.
+        resume: continue from the newest intact checkpoint in it, or start from the beginning if there is none.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         dataset: what to train on, instead of what the config names.
 
@@ -83,8 +91,8 @@ def train(
         the folder.
 
     Raises:
-        NonFiniteLossError: the loss was not a number; the last checkpoint is from before.
-        LostProcessError: another process of the run is gone; the message names it.
+        NonFiniteLossError: the loss or a gradient is not finite; the last checkpoint is from before.
+        LostProcessError: another process of the run is dead or hangs; the message names it.
     """
     if resume and out is None:
         raise ValueError("out must name the run to resume, got None")
@@ -97,26 +105,26 @@ def train(
         check_same({"data": dataset.fingerprint}, place)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         stop = held.enter_context(stop_on_signals())
-        with _fast_float32(config, place), Watch(place, stop, config.run.hang_after) as watch:
-            _Run(config, folder, place, dataset, watch, named=named).run(resume, stop)
+        with _fast_float32(config, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
+            _Run(config, folder, place, dataset, heartbeat, named=named).run(resume, stop)
     return folder
 
 
 class _Run:
     def __init__(
-        self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset, watch: Watch, *, named: bool
+        self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset, heartbeat: Heartbeat, *, named: bool
     ) -> None:
-        self.config, self.out, self.place, self.dataset, self.watch = config, out, place, dataset, watch
+        self.config, self.out, self.place, self.dataset, self.heartbeat = config, out, place, dataset, heartbeat
         self.named = named  # whether the dataset is what the config names
         sharded = config.run.context_parallel > 1
-        self.grid = make_grid(place, config.run.context_parallel)
-        if config.batch_rows % self.grid.data_size:
+        self.mesh = make_mesh(place, config.run.context_parallel)
+        if config.batch_rows % self.mesh.data_size:
             raise ValueError(
-                f"batch_tokens must hold as many sequences for each of {self.grid.data_size} "
+                f"batch_tokens must hold as many sequences for each of {self.mesh.data_size} "
                 f"{'groups of ' if sharded else ''}processes; "
                 f"got {config.run.batch_tokens:,}, {config.batch_rows:,} sequences of {config.data.context:,}"
             )
-        # Now, although it is for later: what is missing should be said before hours of training.
+        # Checked before hours of training, although some are needed only at its end.
         _check_extras(config)
         self.tokenizer = dataset.load_tokenizer() if config.run.save else None
         check_fits(config.model, place.device, place.world_size if config.run.parallel == "fsdp" else 1)
@@ -124,21 +132,22 @@ class _Run:
         self.model = GPT(config.model).to(place.device)
         set_up_rotations(self.model, config.optimizer)
         if config.run.recompute:
-            recompute_blocks(self.model)
+            checkpoint_activations(self.model)
         if config.run.compile:
             compile_blocks(self.model, sharded=sharded)
         self.dtype = torch.bfloat16 if config.run.precision == "bf16" else None
-        self.shared = share(Objective(self.model, config.run.loss_tokens, self.dtype), place, config.run.parallel)
-        self.optimizer = make_optimizer(self.shared, config.optimizer)
+        objective = Objective(self.model, config.run.loss_tokens, self.dtype)
+        self.parallel_model = parallelize(objective, place, config.run.parallel)
+        self.optimizer = make_optimizer(self.parallel_model, config.optimizer)
         self.loader = self._make_loader(dataset, config.batch_rows, shuffle=True)
-        # For the same reason.
+        # Opened now for the same reason.
         self.heldout = self._open_heldout() if config.run.evaluate_every else None
         self.step_number = 0
-        # Whether a step was not taken because its loss or gradients were not finite; the device's own record.
-        self.refused = torch.zeros((), dtype=torch.bool, device=place.device)
+        # On the device: whether an update was skipped because its loss or gradients were not finite.
+        self.skipped = torch.zeros((), dtype=torch.bool, device=place.device)
 
     def run(self, resume: bool, stop: StopRequest) -> None:
-        """All steps, or as many as it is let."""
+        """All steps, or those until a stop signal."""
         run = self.config.run
         with ExitStack() as at_end:
             progress = at_end.enter_context(Progress(run.steps, quiet=not self.place.first))
@@ -152,26 +161,26 @@ class _Run:
                 at_end.callback(writer.close)
                 writers.append(writer)
             if self.place.first:
-                # Makes the folder one to resume, and so comes last.
+                # Written last: a folder with this file can be resumed.
                 write_atomically(self.out / CONFIG_FILE, self.config.to_yaml().encode())
             self._describe()
             progress.begin(self.step_number)
-            # The modules and graphs there are by now stay: to look through them for garbage would stop the host for
-            # longer than it is ahead of the device.
+            # Excludes the modules and graphs that exist by now from garbage collection: traversing them takes longer
+            # than the host is ahead of the device.
             gc.collect()
             gc.freeze()
             at_end.callback(gc.unfreeze)
-            clock = Clock()
+            throughput = Throughput()
             waiting: Update | None = None
-            # The loader's position is that of the batches taken, which are those of the steps made.
+            # The loader's position counts the batches it has yielded, one for each step.
             for batch in islice(self.loader, run.steps - self.step_number):
-                self.watch.mark()
+                self.heartbeat.report_progress()
                 update = self.step(batch)
                 self.step_number += 1
-                self.watch.mark()
-                clock.count(run.batch_tokens)
+                self.heartbeat.report_progress()
+                throughput.count(run.batch_tokens)
                 if waiting is not None:
-                    # While the device is at the next one.
+                    # Read while the device computes the next step.
                     self._write(waiting.step, self._numbers_of(waiting), writers)
                     waiting = None
                 checkpoints.poll()
@@ -182,79 +191,79 @@ class _Run:
                     waiting = update
                     progress.step(self.step_number, None)
                     continue
-                progress.step(self.step_number, self._log(update, clock, writers))
+                progress.step(self.step_number, self._log(update, throughput, writers))
                 if saves:
                     self._save(checkpoints, writers)
                 if stopping:
-                    self.watch.mark(saves=True)
+                    self.heartbeat.report_progress(saving=True)
                     checkpoints.finish()
                     who = stop.signal or "a signal to another process"
                     done = "saved" if run.save else "stopped without saving"
                     progress.say(f"{who}: {done} after step {self.step_number:,}")
                     if run.save:
-                        progress.say(f"go on with: {command_line('train', '--resume', '--out', self.out)}")
+                        progress.say(f"continue with: {command_line('train', '--resume', '--out', self.out)}")
                     break
-                self.watch.mark()
-            self.watch.mark(saves=True)
+                self.heartbeat.report_progress()
+            self.heartbeat.report_progress(saving=True)
             checkpoints.finish()
             if run.save:
                 self._export()
 
     def step(self, batch: Batch) -> Update:
-        """One update of the parameters; on a GPU perhaps not at its end when this returns."""
+        """One update of the parameters; on a GPU it may still be running when this returns."""
         rate = self.config.optimizer.rate_at(self.step_number, self.config.run.steps)
         set_rate(self.optimizer, rate)
-        parts = batch.split(max(1, self.config.run.micro_batch_tokens // batch.context))
-        loss = mean_over_processes(self._differentiate(parts), self.place)
-        parameters = [parameter for parameter in self.shared.parameters() if parameter.grad is not None]
+        micro_batches = batch.split(max(1, self.config.run.micro_batch_tokens // batch.context))
+        loss = mean_over_processes(self._accumulate_gradients(micro_batches), self.place)
+        parameters = [parameter for parameter in self.parallel_model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
         full_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         take = partial(take_step, self.optimizer, parameters, norm, self.config.optimizer.clip_norm)
-        update = Update(self.step_number + 1, batch, parts, rate, *send(loss, full_norm))
+        update = Update(self.step_number + 1, batch, micro_batches, rate, *send(loss, full_norm))
         if update.under_way and full_norm is norm:
-            # The device decides by itself whether to move: the host will see the numbers when it is further on. Once
-            # it did not, it stays where it is.
-            self.refused = self.refused | ~(loss.isfinite() & full_norm.isfinite())
-            take(unless=self.refused)
+            # The host reads loss and norm only during the next step, so the device itself skips an update that is not
+            # finite, and all updates after it.
+            self.skipped = self.skipped | ~(loss.isfinite() & full_norm.isfinite())
+            take(unless=self.skipped)
         else:
             self._numbers_of(update)
             take()
         self.optimizer.zero_grad(set_to_none=True)
         return update
 
-    def _differentiate(self, parts: list[Batch]) -> Tensor:
-        """Adds a batch's gradients to the parameters', and returns its loss."""
-        rows = sum(part.rows for part in parts)
+    def _accumulate_gradients(self, micro_batches: list[Batch]) -> Tensor:
+        """Runs forward and backward passes of all micro-batches, and returns the loss of the batch."""
+        rows = sum(micro_batch.rows for micro_batch in micro_batches)
         losses = []
-        for number, part in enumerate(parts):
-            self.watch.mark()
-            on_device = part.to(self.place.device)
-            with last_of_batch(self.shared, last=number == len(parts) - 1):
-                # A part counts by its share of the rows; processes have equally many.
-                loss = self._loss(on_device) * (part.rows / rows)
-                self.watch.mark()
+        for number, micro_batch in enumerate(micro_batches):
+            self.heartbeat.report_progress()
+            on_device = micro_batch.to(self.place.device)
+            with gradient_sync(self.parallel_model, last=number == len(micro_batches) - 1):
+                # Weighted by rows, of which all processes have equally many.
+                loss = self._loss(on_device) * (micro_batch.rows / rows)
+                self.heartbeat.report_progress()
                 loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
     def _numbers_of(self, update: Update) -> dict[str, float]:
-        """Loss, gradient norm and learning rate, once they are known; stops if they are not numbers."""
+        """Loss, gradient norm and learning rate, once the device has them; raises if they are not finite."""
         loss, norm = update.read()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._refuse(loss, norm, update)
+            self._raise_nonfinite(loss, norm, update)
         return {"loss": loss, "gradient_norm": norm, "learning_rate": update.rate}
 
     def _loss(self, batch: Batch) -> Tensor:
-        """The mean over a batch; where processes share its sequences, a number whose mean over them it is."""
-        shards = self.grid.shards(batch)
+        """The mean over a batch; of sharded sequences, a number whose mean over the processes is that mean."""
+        shards = self.mesh.shards(batch)
         if shards is None:
-            return self._loss_of_all(batch)
-        loss: Tensor = self.shared(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
+            return self._unsharded_loss(batch)
+        loss: Tensor = self.parallel_model(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
         return loss * (shards.length * shards.size / shards.total)
 
-    def _loss_of_all(self, batch: Batch) -> Tensor:
-        """The mean over a batch whose sequences this process has from end to end."""
-        loss: Tensor = self.shared(batch.inputs, batch.targets, batch.cu_seqlens)
+    def _unsharded_loss(self, batch: Batch) -> Tensor:
+        """The mean over a batch whose sequences are not sharded."""
+        loss: Tensor = self.parallel_model(batch.inputs, batch.targets, batch.cu_seqlens)
         return loss
 
     @torch.no_grad()
@@ -262,17 +271,17 @@ class _Run:
         """Mean loss on held-out documents, the same ones every time."""
         heldout = self.heldout or self._open_heldout()
         heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
-        rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.grid.data_size)
+        rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.mesh.data_size)
         losses = []
         for batch in islice(heldout, rows):
-            self.watch.mark()
+            self.heartbeat.report_progress()
             losses.append(self._loss(batch.to(self.place.device)))
         return mean_over_processes(torch.stack(losses).mean(), self.place).item()
 
     def _open_heldout(self) -> Loader:
-        """A row at a time for every process, or for those that share it."""
+        """One row at a time for each process, or for each context-parallel group."""
         dataset = open_dataset(self.config.data.data, "heldout")
-        return self._make_loader(dataset, self.grid.data_size, shuffle=False)
+        return self._make_loader(dataset, self.mesh.data_size, shuffle=False)
 
     def _make_loader(self, dataset: TokenDataset, rows: int, *, shuffle: bool) -> Loader:
         return Loader(
@@ -282,8 +291,8 @@ class _Run:
             short=self.config.data.short,
             seed=self.config.run.seed,
             shuffle=shuffle,
-            rank=self.grid.data_rank,
-            world_size=self.grid.data_size,
+            rank=self.mesh.data_rank,
+            world_size=self.mesh.data_size,
             pin_memory=self.place.device.type == "cuda",
             epochs=None if shuffle else 1,
         )
@@ -299,23 +308,23 @@ class _Run:
             raise ValueError(f"steps must be at least the {step:,} of {path}, got {self.config.run.steps:,}")
         _check_same_model(progress["config"]["model"], asdict(self.config.model), path)
         self.loader.load_state_dict(progress["loader"])
-        checkpoints.load(path, self.shared, self.optimizer)
+        checkpoints.load(path, self.parallel_model, self.optimizer)
         self.step_number = step
         self._say(f"resumed from {path}")
 
     def _save(self, checkpoints: Checkpoints, writers: list[Writer]) -> None:
-        """Numbers first: a run goes on after its checkpoint, and would lack those of the steps before."""
-        shares = from_all_processes(nonfinite_parameters(self.model), self.place)
-        if found := sorted({name for share in shares for name in share}):
+        """Flushes metrics first: a resumed run would not write those of earlier steps again."""
+        of_all = from_all_processes(nonfinite_parameters(self.model), self.place)
+        if found := sorted({name for names in of_all for name in names}):
             raise NonFiniteLossError(
-                f"step {self.step_number} left {', '.join(found[:8])} with numbers that are not finite. No checkpoint "
-                f"was made of it; the last one is in {self.out / CHECKPOINTS}"
+                f"step {self.step_number} left {', '.join(found[:8])} with values that are not finite. No checkpoint "
+                f"was written; the last one is in {self.out / CHECKPOINTS}"
             )
-        self.watch.mark(saves=True)
+        self.heartbeat.report_progress(saving=True)
         for writer in writers:
             writer.flush()
         progress = {"loader": self.loader.state_dict(), "config": asdict(self.config)}
-        checkpoints.save(self.step_number, self.shared, self.optimizer, progress)
+        checkpoints.save(self.step_number, self.parallel_model, self.optimizer, progress)
 
     def _logs(self) -> bool:
         return self.step_number % self.config.run.log_every == 0 or self.step_number == self.config.run.steps
@@ -328,33 +337,33 @@ class _Run:
         for writer in writers:
             writer.write(step, numbers)
 
-    def _log(self, update: Update, clock: Clock, writers: list[Writer]) -> str | None:
+    def _log(self, update: Update, throughput: Throughput, writers: list[Writer]) -> str | None:
         numbers = self._numbers_of(update)
         line = None
         if self._logs():
-            rate = clock.read()
+            rate = throughput.read()
             numbers = numbers | {"tokens_per_second": rate}
             line = f"loss {numbers['loss']:.4f}  {rate:,.0f} tokens/s"
-            peak = peak_operations(self.place.device)
+            peak = peak_flops(self.place.device)
             if peak is not None:
-                used = rate * training_operations(self.config.model, self.config.data.context)
+                used = rate * training_flops(self.config.model, self.config.data.context)
                 numbers["utilisation"] = used / peak / self.place.world_size
-                line += f"  {numbers['utilisation']:.1%} of peak"
+                line += f"  MFU {numbers['utilisation']:.1%}"
             if self.place.device.type == "cuda":
                 numbers["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
                 line += f"  {numbers['memory_gib']:.1f} GiB"
             sample = _first_tokens(update.batch, SAMPLE_TOKENS).to(self.place.device)
-            numbers |= gate_and_rotation_metrics(self.model, lambda: self._loss_of_all(sample))
-            clock.restart()
+            numbers |= gate_and_rotation_metrics(self.model, lambda: self._unsharded_loss(sample))
+            throughput.restart()
         if self._evaluates():
             numbers = numbers | {"heldout_loss": self.evaluate()}
             self._say(f"step {self.step_number:,}: held-out loss {numbers['heldout_loss']:.4f}")
-            clock.restart()
+            throughput.restart()
         self._write(update.step, numbers, writers)
         return line
 
     def _make_writers(self) -> Iterator[Writer]:
-        """One by one: if the next cannot be made, those before it are closed."""
+        """Created one by one, so that the caller can close the earlier ones if the next one fails."""
         if not self.place.first:
             return
         run = self.config.run
@@ -366,42 +375,42 @@ class _Run:
 
     def _describe(self) -> None:
         summary, data = self.loader.summary, self.config.data
-        together = self.config.run.context_parallel
+        degree = self.config.run.context_parallel
         where = f"{self.place.world_size} × {self.place.device.type}"
-        where += f", {together} to a sequence" if together > 1 else ""
+        where += f", context parallel {degree}" if degree > 1 else ""
         self._say(
             f"{self.model.count_parameters():,} parameters on {where}; "
             f"{self.dataset.name}: {summary.tokens:,} tokens in {summary.documents:,} documents, "
             f"{summary.batches:,} batches of {self.config.run.batch_tokens:,} tokens at context {data.context:,}"
         )
-        left_out = {
+        dropped = {
             "in documents shorter than the context": summary.tokens_in_documents_dropped,
             "in tails of documents": summary.tokens_in_tails_dropped,
             "too few for a row": summary.tokens_too_few_for_a_row,
             "in rows too few for a batch": summary.tokens_in_rows_left_over,
         }
-        if any(left_out.values()):
-            parts = ", ".join(f"{tokens:,} {where}" for where, tokens in left_out.items() if tokens)
-            self._say(f"left out each epoch: {parts} tokens")
+        if any(dropped.values()):
+            counts = ", ".join(f"{tokens:,} {where}" for where, tokens in dropped.items() if tokens)
+            self._say(f"tokens dropped each epoch: {counts}")
 
-    def _refuse(self, loss: float, norm: float, update: Update) -> None:
-        def again() -> None:
-            for part in update.parts:
-                self._loss(part.to(self.place.device))
+    def _raise_nonfinite(self, loss: float, norm: float, update: Update) -> None:
+        def repeat() -> None:
+            for micro_batch in update.micro_batches:
+                self._loss(micro_batch.to(self.place.device))
 
         if update.under_way:
-            # What gradients there are may be those of another step.
+            # The gradients in memory may be those of a later step.
             self.optimizer.zero_grad(set_to_none=True)
-            self._differentiate(update.parts)
-        # Of every process: what one of them met stops all.
-        seen = from_all_processes((find_nonfinite(self.model, again), update.batch.document_ids.tolist()), self.place)
+            self._accumulate_gradients(update.micro_batches)
+        # From every process: the batch of any one of them may be the cause.
+        seen = from_all_processes((find_nonfinite(self.model, repeat), update.batch.document_ids.tolist()), self.place)
         offending = list(dict.fromkeys(name for names, _ in seen for name in names))
         documents = sorted({document for _, ids in seen for document in ids})
         names = ", ".join(self.dataset.document_name(document) for document in documents[:3])
         raise NonFiniteLossError(
             f"step {update.step}: the loss is {loss} and the gradient's norm {norm}. Not finite: "
-            f"{', '.join(offending[:8]) or 'nothing that can be seen again'}. Documents of this batch: "
-            f"{_shortened(documents)} ({names}{', …' if len(documents) > 3 else ''}). Parameters are as before the "
+            f"{', '.join(offending[:8]) or 'nothing when the step is repeated'}. Documents of this batch: "
+            f"{_abbreviated(documents)} ({names}{', …' if len(documents) > 3 else ''}). Parameters are as before the "
             f"step; the last checkpoint is in {self.out / CHECKPOINTS}"
         )
 
@@ -409,7 +418,7 @@ class _Run:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.shared, options=options)
+        state = get_model_state_dict(self.parallel_model, options=options)
         if self.place.first:
             weights = {name.removeprefix("model."): x for name, x in state.items() if isinstance(x, Tensor)}
             save_model(self.out / EXPORT, self.config.model, weights)
@@ -421,7 +430,7 @@ class _Run:
 
 @contextmanager
 def _fast_float32(config: TrainConfig, place: Place) -> Iterator[None]:
-    """With bf16 on a GPU, lets what is left in float32 (gates, rotations) round its operands to TF32: still finer."""
+    """With bf16 on a GPU, computes float32 products (gates, rotations) in TF32, which is still finer than bf16."""
     before = torch.get_float32_matmul_precision()
     if config.run.precision == "bf16" and place.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -432,7 +441,7 @@ def _fast_float32(config: TrainConfig, place: Place) -> Iterator[None]:
 
 
 def _check_extras(config: TrainConfig) -> None:
-    """Asks for the optional packages that a run comes to need, before it is begun."""
+    """Requires the optional packages of a run before it starts."""
     needed = {"yaml": "train"}
     if config.run.save:
         needed["safetensors"] = "train"
@@ -446,7 +455,7 @@ def _check_extras(config: TrainConfig) -> None:
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     for name, value in wanted.items():
-        if name not in WAYS_TO_COMPUTE and saved.get(name) != value:
+        if name not in EXECUTION_OPTIONS and saved.get(name) != value:
             raise ValueError(f"{name} must be that of {path}, {saved.get(name)!r}; got {value!r}")
 
 
@@ -460,6 +469,6 @@ def _first_tokens(batch: Batch, tokens: int) -> Batch:
     return replace(row, inputs=row.inputs[:, :tokens], targets=row.targets[:, :tokens], cu_seqlens=bounds)
 
 
-def _shortened(numbers: list[int], limit: int = 32) -> str:
+def _abbreviated(numbers: list[int], limit: int = 32) -> str:
     shown = ", ".join(map(str, numbers[:limit]))
     return shown if len(numbers) <= limit else f"{shown} and {len(numbers) - limit:,} more"

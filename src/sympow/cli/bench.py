@@ -1,0 +1,87 @@
+"""The command `sympow bench`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sympow.bench import SIZES
+from sympow.checks import check_choice, choose_device
+from sympow.cli.common import Device
+from sympow.extras import require
+from sympow.files import check_can_write
+from sympow.invocation import recorded_command
+
+
+def _by_device(size: str) -> str:
+    """What help says about a size of `bench`."""
+    gpu, cpu = (
+        ", ".join(map(str, value)) if isinstance(value := getattr(SIZES[device], size), tuple) else value
+        for device in ("cuda", "cpu")
+    )
+    return f"[default: {gpu} on a GPU, {cpu} on a CPU]"
+
+
+def bench(
+    context: Annotated[
+        list[int] | None, typer.Option(help=f"Sequence length; repeat for more. {_by_device('contexts')}")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens of a call, in as many sequences as fit. {_by_device('tokens')}")
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help=f"Heads. {_by_device('heads')}")] = None,
+    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
+    power: Annotated[int, typer.Option(help="p, even.")] = 2,
+    dtype: Annotated[str | None, typer.Option(help=f"bfloat16, float16 or float32. {_by_device('dtype')}")] = None,
+    device: Device = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="torch, triton or auto, the default; repeat for more.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Time only methods with this in their name.")] = None,
+    backward: Annotated[bool, typer.Option(help="Time forward and backward together, too.")] = True,
+    runs: Annotated[
+        int | None, typer.Option(help=f"Rounds, each with a sample of every method. {_by_device('runs')}")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure goes beside it.")] = None,
+) -> None:
+    """Times the operator's forms beside softmax attention.
+
+    The packages retention and fla are timed too, on a GPU, where they are installed. The chunked form is timed where
+    it has kernels for the power and the size of a head (p = 2 up to 128, p = 4 up to 32), or with --backend torch.
+    """
+    import torch
+
+    from sympow.bench.operator import Setting, describe, print_rows, progress_bar, run_bench, save_rows
+    from sympow.ops.validation import BACKENDS, check_power
+    from sympow.report.figures import plot_bench_rows
+
+    device = choose_device(device)
+    sizes = SIZES[device]
+    contexts = context or sizes.contexts
+    # At least one sequence of the longest context asked for.
+    tokens = max(sizes.tokens, *contexts) if tokens is None else tokens
+    heads = sizes.heads if heads is None else heads
+    runs = sizes.runs if runs is None else runs
+    dtype = dtype or sizes.dtype
+    backends: list[Any] = backend or ["auto"]
+    check_power(power)
+    check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
+    for name in backends:
+        check_choice("backend", name, BACKENDS)
+    setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
+    if out is not None:
+        check_can_write("out", out, "file")
+        require("matplotlib", "report")
+    rows = []
+    options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
+    with progress_bar() as on_progress:
+        for row in run_bench(setting, contexts, backends, on_progress=on_progress, **options):
+            rows.append(row)
+            typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
+    print_rows(rows, describe(setting))
+    if out is not None:
+        save_rows(rows, setting, recorded_command(), out)
+        plot_bench_rows(rows, setting, out.with_suffix(".png"))
+        typer.echo(f"wrote {out} and {out.with_suffix('.png')}", err=True)

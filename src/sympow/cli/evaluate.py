@@ -1,0 +1,107 @@
+"""The command `sympow evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, device_and_dtype
+from sympow.extras import require
+from sympow.files import check_can_write
+from sympow.invocation import first_process, recorded_command, under_torchrun
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def evaluate(
+    checkpoints: Annotated[list[Path], typer.Argument(help="The model folders of one or more runs.")],
+    data: Annotated[
+        str | None, typer.Option(help="Read held-out documents of this instead of what the models were trained on.")
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens to read of each document; by default 4 times the training context, or as many as there are."
+        ),
+    ] = None,
+    documents: Annotated[int, typer.Option(help="How many documents.")] = 16,
+    probe: Annotated[list[str] | None, typer.Option(help="Probe the state, too: recall, passkey; repeatable.")] = None,
+    pairs: Annotated[list[int] | None, typer.Option(help="Pairs for the probe recall; by default 4, 16, 64.")] = None,
+    distance: Annotated[
+        list[int] | None, typer.Option(help="Tokens for the probe passkey; by default to 4096.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for JSON and figures.")] = None,
+    segment_size: SegmentSize = SEGMENT_SIZE,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Measures the loss on held-out documents by position.
+
+    Probes measure what the state holds. Under torchrun, processes read each document together:
+
+        torchrun --nproc-per-node 8 -m sympow evaluate RUN/model
+    """
+    import torch
+
+    from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
+    from sympow.report.evaluation_summary import print_evaluations, save_evaluations
+
+    device, dtype = device_and_dtype(device, dtype)
+    if out is not None:
+        check_can_write("out", out, "folder")
+        require("matplotlib", "report")
+    sample = choose_sample(checkpoints, data, length)
+    given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
+    setting = Setting(
+        sample.data,
+        sample.length,
+        documents,
+        tuple(probe or ()),
+        segment_size=segment_size,
+        device=device,
+        dtype=torch.bfloat16 if dtype == "bfloat16" else None,
+        **{name: values for name, values in given.items() if values},
+    )
+    names = [_name_of(path) for path in checkpoints]
+    if len(set(names)) < len(names):
+        raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+    if first_process():
+        typer.echo(sample.title)
+        for note in sample.notes:
+            typer.echo(note, err=True)
+    with _processes(device) as group:
+        found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
+    if not first_process():
+        return
+    print_evaluations(found, sample.length)
+    if out is not None:
+        facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
+        written = save_evaluations(found, facts, out)
+        typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
+
+
+@contextmanager
+def _processes(device: str) -> Iterator[ProcessGroup | None]:
+    """The processes that torchrun started; None: this is the only one."""
+    if not under_torchrun():
+        yield None
+        return
+    import torch.distributed as dist
+
+    from sympow.train.distributed import process_group
+
+    with process_group(device):
+        yield dist.group.WORLD
+
+
+def _name_of(checkpoint: Path) -> str:
+    """A run's name: that of its folder, not that of the model folder within."""
+    from sympow.train.run_folder import EXPORT
+
+    path = checkpoint.resolve()
+    return path.parent.name if path.name == EXPORT else path.name

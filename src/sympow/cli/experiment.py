@@ -1,0 +1,138 @@
+"""The command `sympow experiment`."""
+
+from __future__ import annotations
+
+import fnmatch
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sympow.checks import DEVICES, check_at_least, check_choice, choose_device
+from sympow.cli.common import Device
+from sympow.files import check_can_write
+from sympow.parsing import parse_yaml
+
+OUT = Path("runs/experiments")
+RESULTS = Path("experiments/results")
+SCALE_NAMES = ("cpu", "small", "paper")
+
+
+def experiment(
+    name: Annotated[str | None, typer.Argument(help="The experiment; without it, all are listed.")] = None,
+    scale: Annotated[str, typer.Option(help=f"How large: {', '.join(SCALE_NAMES)}.")] = "cpu",
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say what would be done and how long it may take, no more.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Runs at a time, on one GPU or several.")] = 1,
+    minutes: Annotated[
+        float | None, typer.Option(help="Start nothing that would not end in it; by default no limit.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Runs to do, * for any name; repeat for more.")] = None,
+    data: Annotated[str | None, typer.Option(help="What to train on, instead of the scale's.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting of every run, as in learning_rate=1e-3; repeatable.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Folder of experiments; by default experiments.")] = None,
+    out: Annotated[Path | None, typer.Option(help=f"Folder for runs; by default {OUT}/SCALE.")] = None,
+    results: Annotated[Path | None, typer.Option(help=f"Folder for results; by default {RESULTS}/SCALE.")] = None,
+    device: Device = None,
+) -> None:
+    """Runs a grid of trainings, and sums up their results.
+
+    Runs that are done are skipped, and runs that were interrupted go on.
+    """
+    from sympow.experiments.console import Display, print_plan, print_rows
+    from sympow.experiments.grid import SCALES, describe, find_experiments, runs_of
+    from sympow.experiments.runner import RunnerConfig, run_all
+    from sympow.experiments.store import Store
+
+    check_choice("scale", scale, SCALES)
+    check_at_least("jobs", jobs, 1)
+    if minutes is not None and minutes <= 0:
+        raise ValueError(f"minutes must be above 0, got {minutes:g}")
+    if device is not None:
+        check_choice("device", device, DEVICES)
+    found = find_experiments(folder)
+    if name is None:
+        for one, function in found.items():
+            typer.echo(f"{one:16} {describe(function)}")
+        return
+    check_choice("experiment", name, found)
+    size = SCALES[scale]()
+    if size.processes > 1 and jobs > 1:
+        raise ValueError(f"jobs must be 1 at scale {scale!r}, whose runs take {size.processes} GPUs each; got {jobs}")
+    changes = _settings(set_ or [], data)
+    try:
+        size = size.changed(**changes)
+    except TypeError as error:
+        # What --set names and its type are the user's choice, not this program's.
+        raise ValueError(str(error)) from error
+    all_runs = runs_of(found[name], size)
+    runs = _chosen(all_runs, only)
+    out, results = out or OUT / scale, results or RESULTS / scale
+    store = Store(results, out)
+    if plan:
+        print_plan(name, runs, size, store, jobs, minutes, device)
+        return
+    # Not for a plan, which may be for another machine.
+    choose_device(device)
+    check_can_write("out", out, "folder")
+    check_can_write("results", results, "folder")
+    extra = _extra_flags(set_, data, folder)
+    config = RunnerConfig(
+        out,
+        jobs,
+        None if minutes is None else 60 * minutes,
+        device,
+        lambda run: f"sympow experiment {name} --scale {scale} --only {run}{extra}",
+        # The table has all finished runs of the experiment, also those that --only leaves out.
+        lambda: store.write(name, all_runs),
+    )
+    with Display() as display:
+        outcome = run_all(runs, size, config, store, display)
+    rows = [outcome.done[run.name] for run in runs if run.name in outcome.done]
+    if rows:
+        print_rows(rows)
+        typer.echo(f"wrote {', '.join(map(str, store.write(name, all_runs)))}", err=True)
+    left = len(outcome.stopped) + len(outcome.not_started)
+    if left:
+        typer.echo(f"{left} of {len(runs)} runs are left; the same command goes on", err=True)
+    for run, log in outcome.failed.items():
+        typer.echo(f"{run} failed; see {log}", err=True)
+    if outcome.failed or outcome.interrupted:
+        raise typer.Exit(130 if outcome.interrupted else 1)
+
+
+def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
+    """Values as YAML has them, and numbers such as 1e-3, which it takes for text."""
+    found: dict[str, Any] = {} if data is None else {"data": data}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"set must be NAME=VALUE, got {text!r}")
+        parsed = parse_yaml(value)
+        if isinstance(parsed, str):
+            with suppress(ValueError):
+                parsed = float(parsed)
+        found[name.strip().replace("-", "_")] = parsed
+    return found
+
+
+def _chosen(runs: list[Any], only: list[str] | None) -> list[Any]:
+    if not only:
+        return runs
+    chosen = [run for run in runs if any(fnmatch.fnmatch(run.name, pattern) for pattern in only)]
+    if not chosen:
+        raise ValueError(f"only must match some of {', '.join(run.name for run in runs)}; got {', '.join(only)}")
+    return chosen
+
+
+def _extra_flags(given: Sequence[str] | None, data: str | None, folder: Path | None) -> str:
+    flags = [flag for text in given or [] for flag in ("--set", text)]
+    flags += ["--data", data] if data is not None else []
+    flags += ["--folder", str(folder)] if folder is not None else []
+    return "".join(f" {shlex.quote(flag)}" for flag in flags)

@@ -1,0 +1,55 @@
+"""The command `sympow info`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from sympow.cli.common import GATES, MIXERS, MODELS, ROTATIONS, print_json
+
+
+def info(
+    preset: Annotated[str, typer.Argument(help=f"Model to describe: {', '.join(MODELS)}.")] = "gpt2-124m",
+    power: Annotated[int | None, typer.Option(help="p, even.")] = None,
+    mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
+    gating: Annotated[str | None, typer.Option(help=f"Kind of gate: {', '.join(GATES)}.")] = None,
+    rotary: Annotated[str | None, typer.Option(help=f"Kind of rotation: {', '.join(ROTATIONS)}.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of blocks.")] = None,
+    width: Annotated[int | None, typer.Option(help="Size of the residual stream.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    key_value_heads: Annotated[int | None, typer.Option(help="Key/value heads, a divisor of heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Size of a head; by default width / heads.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Number of tokens.")] = None,
+    chunk_size: Annotated[int | None, typer.Option(help="Chunk of the chunked form; by default by cost.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context to count at; by default several.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Shows parameters, state size and operations of a model.
+
+    Options change the preset; by default its own values are taken.
+    """
+    from sympow.model.config import GPTConfig
+    from sympow.report.model_info import CONTEXTS, model_info, print_info
+
+    changes: dict[str, Any] = {
+        "power": power,
+        "mixer": mixer,
+        "gating": gating,
+        "rotary": rotary,
+        "layers": layers,
+        "width": width,
+        "heads": heads,
+        "key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "chunk_size": chunk_size,
+    }
+    config = GPTConfig.preset(preset, **{k: v for k, v in changes.items() if v is not None})
+    if context and min(context) < 1:
+        raise ValueError(f"context must be at least 1, got {min(context)}")
+    described = model_info(config, tuple(context) if context else CONTEXTS)
+    if as_json:
+        print_json(described)
+    else:
+        print_info(described, title=preset)

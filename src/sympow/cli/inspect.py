@@ -1,0 +1,50 @@
+"""The command `sympow inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
+from sympow.extras import require
+from sympow.files import check_can_write, write_atomically
+
+
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
+    file: Annotated[Path | None, typer.Argument(help="The text file to read; - for standard input.")] = None,
+    text: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("inspect.html"),
+    tokens: Annotated[int, typer.Option(help="Tokens to read at most; the page grows with them.")] = 8_192,
+    segment_size: SegmentSize = SEGMENT_SIZE,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Writes a page that shows gates and rotations along a text.
+
+    Each token is coloured by how much a head forgot (γ) and rotated (β) there.
+    """
+    from sympow.data.plain_text import check_text, read_text
+    from sympow.report.inspection import build_inspection_page, inspect_text
+
+    if text is not None and file is None:
+        check_text("text", text)
+        content = text
+    elif file is not None and text is None:
+        content = read_text(file)
+    else:
+        raise ValueError("give either a file (- for standard input) or a --text")
+    check_can_write("out", out, "file")
+    require("plotly", "report")
+    text_model = load_text_model(checkpoint, device, dtype)
+    inspection = inspect_text(text_model, content, tokens=tokens, segment_size=segment_size)
+    named = "a text" if file is None or str(file) == "-" else file.name
+    title = f"{named}, as {checkpoint} reads it"
+    write_atomically(out, build_inspection_page(inspection, title).encode())
+    if inspection.left_out:
+        typer.echo(
+            f"the text has {tokens + inspection.left_out:,} tokens; the first {tokens:,} are shown (--tokens)", err=True
+        )
+    typer.echo(f"wrote {out}", err=True)

@@ -1,0 +1,37 @@
+"""The command `sympow report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sympow.checks import choose_device
+from sympow.extras import require
+from sympow.files import check_can_write
+
+
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Run folders, folders of runs however deep, or an experiment's results.")
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")],
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training runs",
+    heads: Annotated[
+        bool, typer.Option(help="Measure what heads learned, where it is not known yet; kept in the run's folder.")
+    ] = True,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu, for that; by default what there is.")] = None,
+) -> None:
+    """Writes a page with figures that compares runs.
+
+    It shows losses, curves, speed and settings, and what gates and rotations learned.
+    """
+    from sympow.report.run_report import write_report
+
+    device = choose_device(device)
+    check_can_write("out", out, "folder")
+    require("matplotlib", "report")
+    require("plotly", "report")
+    written = write_report(runs, out, title=title, heads=heads, device=device)
+    typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)
