@@ -257,6 +257,7 @@ def test_the_penalty_of_the_command_counts_the_prompt(folder, tmp_path):
 
 
 def test_a_dash_is_standard_input(folder, tmp_path):
+    pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     text, given = tmp_path / "text.txt", "größere Wörter, "
     text.write_text(given)
     options = ("--tokens", 15, "--temperature", 0)

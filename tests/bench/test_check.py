@@ -119,7 +119,8 @@ def test_the_extras_are_those_of_the_project():
     for extra, packages in installation.EXTRAS.items():
         named = [re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"][extra]]
         assert [name for name in named if name != project["name"]] == list(packages)
-    assert project["optional-dependencies"].keys() - installation.EXTRAS.keys() == {"all", "dev", "wandb"}
+    others = project["optional-dependencies"].keys() - installation.EXTRAS.keys()
+    assert others == {"all", "dev", "docs", "plot", "wandb"}
 
 
 def test_what_is_not_installed_is_named(monkeypatch):

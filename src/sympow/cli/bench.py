@@ -73,7 +73,7 @@ def bench(
     setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
     if out is not None:
         check_can_write("out", out, "file")
-        require("matplotlib", "plot")
+        require("matplotlib", "report")
     rows = []
     options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
     with progress_bar() as on_progress:

@@ -1,4 +1,4 @@
-"""Run folders as a report reads them: config, metrics, evaluation, and what the heads learned."""
+"""Training runs as a report reads them, from run folders and from tables of experiments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECTIONS: dict[str, type[Any]] = {
     "optimizer": OptimizerConfig,
     "run": RunConfig,
 }
-# What part of a run's end its final loss is the mean of.
+# The final loss is the mean over the last 1/10 of the steps.
 FINAL_PART = 10
 
 
@@ -34,13 +34,13 @@ class Run:
     """One training run.
 
     Attributes:
-        folder: the run's folder; a run of a table has none, and its name there tells it from other runs.
-        name: the folder, as far as it tells runs of this report apart.
-        settings: every field of its config by its name; no name occurs in two parts.
-        metrics: a record per step, in order.
-        evaluation: on held-out documents, if there is one.
-        heads: what gates and rotations do, per layer and head, if it was measured.
-        result: what an experiment noted about it: the command, the device and more; empty, if it was none's.
+        folder: the run folder; for a run of a table, a path that does not exist and identifies the run.
+        name: the folder's path without what all runs of the report have in common.
+        settings: every field of the config by name; no name occurs in two sections.
+        metrics: one record per logged step, in order.
+        evaluation: on held-out documents; None if there is none.
+        heads: statistics of gates and rotations per layer and head; None if they were not measured.
+        result: what an experiment recorded about the run, such as its command and device; empty otherwise.
     """
 
     folder: Path
@@ -53,12 +53,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps made so far."""
+        """Steps trained so far."""
         return int(self.metrics[-1]["step"])
 
     @property
     def unit(self) -> str:
-        """What to call one of its tokens: "byte" or "token". With 257 of them, a token of text is a byte."""
+        """The name of one token, "byte" or "token". With a vocabulary of 257, a token of text is a byte."""
         if (self.folder / EXPORT).is_dir():
             return token_unit(self.folder / EXPORT)
         of_text = self.settings["data"].partition(":")[0] != RECALL
@@ -70,14 +70,14 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """Mean training loss over the last tenth of the steps: a single batch says more about itself than the run."""
+        """Mean training loss over the last tenth of the steps, since the loss of a single batch is noisy."""
         losses = [line["loss"] for line in self.metrics]
         last = losses[-max(1, len(losses) // FINAL_PART) :]
         return sum(last) / len(last)
 
     @property
     def final_heldout_loss(self) -> float | None:
-        """At the training context: as an experiment measured it, or the last of training, if there was any."""
+        """Held-out loss at the training context: as an experiment measured it, or the last one logged, if any."""
         measured = self.result.get("heldout_loss")
         if isinstance(measured, int | float):
             return measured
@@ -90,8 +90,8 @@ class Collection:
     """All runs of a report.
 
     Attributes:
-        runs: in the order of their names.
-        notes: what was found and could not be used, for the reader.
+        runs: sorted by name.
+        notes: sentences for the reader on files that were found and could not be used.
     """
 
     runs: list[Run]
@@ -99,10 +99,10 @@ class Collection:
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Reads run folders, folders of runs however deep, and tables of experiments or folders of these.
+    """Reads run folders, tables of experiments, and folders that contain these at any depth.
 
     Raises:
-        ValueError: a path does not exist, holds no run, or a file in it is damaged.
+        ValueError: a path does not exist, contains no run, or a file in it is damaged.
     """
     found = _find_runs(paths)
     notes: list[str] = []
@@ -112,28 +112,28 @@ def collect(paths: Sequence[Path]) -> Collection:
         if run.metrics:
             runs.append(run)
         else:
-            notes.append(f"{name} has made no step yet, and is left out.")
+            notes.append(f"{name} has no logged step yet and is omitted.")
     if not runs:
-        raise ValueError(f"no run in {_listed(paths)} has made a step yet")
+        raise ValueError(f"no run in {_listed(paths)} has a logged step yet")
     folders = [path for path in (*paths, *found) if path.is_dir()]
     evaluations, more_notes = find_evaluations(folders, {run.folder: run.name for run in runs})
     runs = [replace(run, evaluation=_longest(run.evaluation, evaluations.get(run.folder))) for run in runs]
     diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
     if diverged:
-        notes.append(f"Ended by a loss that was no number, and left out of final losses: {', '.join(diverged)}.")
+        notes.append(f"Diverged (the loss was not finite), and omitted from final losses: {', '.join(diverged)}.")
     unfinished = [run.name for run in runs if not run.finished and run.name not in diverged]
     if unfinished:
-        notes.append(f"Not finished, and left out of final losses: {', '.join(unfinished)}.")
+        notes.append(f"Unfinished, and omitted from final losses: {', '.join(unfinished)}.")
     return Collection(runs, notes + more_notes)
 
 
 def settings_help() -> dict[str, str]:
-    """What each setting means, by name."""
+    """Help texts of settings, by name."""
     return {name: text for kind in SECTIONS.values() for name, text in field_help(kind).items()}
 
 
 def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
-    """Runs by their folders, sorted; those of a table with their lines."""
+    """Runs by folder, sorted; runs of a table with their rows."""
     found: dict[Path, tuple[Path, StoredRun | None]] = {}
     for path in paths:
         if not path.is_dir() and not is_table(path):
@@ -141,14 +141,14 @@ def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
         here = list(_runs_in(path))
         if not here:
             raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
-        # Of a run that is in a table and in the folder of an earlier version, the table comes first.
+        # A table takes precedence over a folder of the same run from an earlier version.
         for folder, stored in here:
             found.setdefault(folder.resolve(), (folder, stored))
     return dict(found[key] for key in sorted(found))
 
 
 def _runs_in(path: Path) -> Iterator[tuple[Path, StoredRun | None]]:
-    """The folder itself, or the runs and tables below it; a run's own folders are not searched."""
+    """The folder itself, or the runs and tables below it. Folders inside a run are not searched."""
     if path.is_file():
         yield from _runs_of_table(path)
         return
@@ -188,7 +188,7 @@ def _longest(one: Evaluation | None, other: Evaluation | None) -> Evaluation | N
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """Without what all of them have in common."""
+    """Paths without what all of them have in common."""
     resolved = [folder.resolve() for folder in folders]
     if len(resolved) == 1:
         return [resolved[0].name]
@@ -197,9 +197,9 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _settings(content: Any, source: object) -> dict[str, Any]:
-    """Every field, defaults for those a config of another version lacks; its own that are unknown here stay, too."""
+    """All fields of a config. Fields that an older config lacks get their defaults; unknown fields are kept."""
     if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
-        raise ValueError(f"{source} must map the parts {', '.join(SECTIONS)} to fields")
+        raise ValueError(f"{source} must map the sections {', '.join(SECTIONS)} to fields")
     settings: dict[str, Any] = {}
     for part, kind in SECTIONS.items():
         settings |= {f.name: f.default for f in fields(kind) if f.default is not MISSING} | content.get(part, {})
@@ -207,7 +207,7 @@ def _settings(content: Any, source: object) -> dict[str, Any]:
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    """What a file maps to what; empty if there is none, or it holds something else."""
+    """A JSON object from a file; empty if there is no file or it contains something else."""
     content = read_json(path) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
