@@ -322,7 +322,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     state.write_bytes(state.read_bytes()[:100])
     damaged = run("generate", folder, "--state", state)
     assert damaged.exit_code == 2
-    assert "is no prefix, or is damaged" in " ".join(damaged.output.split())
+    assert "is no file of a prefix, or is damaged" in " ".join(damaged.output.split())
 
 
 @pytest.mark.parametrize(
