@@ -25,7 +25,7 @@ MODULES = {
     "sympow.memory": "sympow.generation.cache",
     "sympow.ops.backend": "sympow.ops.dispatch",
     "sympow.parallel.fused": "sympow.parallel.fused_attention",
-    "sympow.parallel.softmax": "sympow.parallel.softmax_attention",
+    "sympow.parallel.softmax": "sympow.parallel.context_parallel",
     "sympow.reading": "sympow.generation.prefix",
     "sympow.report.heads": "sympow.evaluate.head_statistics",
     "sympow.text": "sympow.generation.text",
