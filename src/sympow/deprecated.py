@@ -32,6 +32,7 @@ MODULES = {
 }
 # Names within a module; the module calls `module_getattr`.
 NAMES = {
+    "sympow.evaluate": {"stretches": "document_sequences"},
     "sympow.generation.cache": {"MEMORIES": "CACHE_POLICIES", "Memories": "DecodingCache", "Memory": "CachePolicy"},
     "sympow.generation.prefix": {"Reading": "Prefix"},
 }

@@ -1,1 +1,1 @@
-"""The command `sympow`, one module for each subcommand. They parse options and call the library."""
+"""The command line: one module for each command, which parses its options and calls the library."""

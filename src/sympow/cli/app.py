@@ -24,7 +24,7 @@ from sympow.cli.state import state
 from sympow.cli.train import add_train
 from sympow.invocation import program
 
-app = App(help="Conformal symmetric power transformers.", no_args_is_help=True)
+app = App(help="Train, run and measure conformal symmetric power transformers.", no_args_is_help=True)
 add_train(app)
 app.add_typer(data, name="data")
 for command in (generate, state, evaluate, report, inspect, info, bench, check, experiment):

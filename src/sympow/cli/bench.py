@@ -16,7 +16,7 @@ from sympow.invocation import recorded_command
 
 
 def _by_device(size: str) -> str:
-    """What help says about a size of `bench`."""
+    """The default of a size, as help shows it."""
     gpu, cpu = (
         ", ".join(map(str, value)) if isinstance(value := getattr(SIZES[device], size), tuple) else value
         for device in ("cuda", "cpu")
@@ -26,30 +26,34 @@ def _by_device(size: str) -> str:
 
 def bench(
     context: Annotated[
-        list[int] | None, typer.Option(help=f"Sequence length; repeat for more. {_by_device('contexts')}")
+        list[int] | None, typer.Option(help=f"Sequence length; repeatable. {_by_device('contexts')}")
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(help=f"Tokens of a call, in as many sequences as fit. {_by_device('tokens')}")
+        int | None, typer.Option(help=f"Tokens per call, in sequences of that length. {_by_device('tokens')}")
     ] = None,
-    heads: Annotated[int | None, typer.Option(help=f"Heads. {_by_device('heads')}")] = None,
-    dim: Annotated[int, typer.Option(help="Size of a head.")] = 64,
-    power: Annotated[int, typer.Option(help="p, even.")] = 2,
-    dtype: Annotated[str | None, typer.Option(help=f"bfloat16, float16 or float32. {_by_device('dtype')}")] = None,
+    heads: Annotated[int | None, typer.Option(help=f"Number of heads. {_by_device('heads')}")] = None,
+    dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
+    power: Annotated[int, typer.Option(help="Power p, even.")] = 2,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"Dtype of q, k and v: bfloat16, float16 or float32. {_by_device('dtype')}")
+    ] = None,
     device: Device = None,
     backend: Annotated[
-        list[str] | None, typer.Option(help="torch, triton or auto, the default; repeat for more.")
+        list[str] | None, typer.Option(help="Backend: torch, triton or auto, the default; repeatable.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Time only methods with this in their name.")] = None,
-    backward: Annotated[bool, typer.Option(help="Time forward and backward together, too.")] = True,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Time only methods whose name contains this; repeatable.")
+    ] = None,
+    backward: Annotated[bool, typer.Option(help="Time forward and backward together as well.")] = True,
     runs: Annotated[
-        int | None, typer.Option(help=f"Rounds, each with a sample of every method. {_by_device('runs')}")
+        int | None, typer.Option(help=f"Rounds; each times every method once. {_by_device('runs')}")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure goes beside it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure is written beside it.")] = None,
 ) -> None:
-    """Times the operator's forms beside softmax attention.
+    """Benchmark the attention operator against softmax attention.
 
-    The packages retention and fla are timed too, on a GPU, where they are installed. The chunked form is timed where
-    it has kernels for the power and the size of a head (p = 2 up to 128, p = 4 up to 32), or with --backend torch.
+    On a GPU, the packages retention and fla are timed as well if they are installed. The chunked form is timed where it
+    has kernels (p = 2 with heads up to 128, p = 4 with heads up to 32), or with --backend torch.
     """
     import torch
 

@@ -15,13 +15,13 @@ from sympow.extras import require
 
 def check(
     device: Device = None,
-    timing: Annotated[bool, typer.Option(help="Time the forms beside SDPA; about half a minute.")] = True,
+    timing: Annotated[bool, typer.Option(help="Benchmark against softmax attention; about half a minute.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Tests this installation: versions, accuracy and speed.
+    """Check this installation: versions, accuracy and speed.
 
-    Exits with 0 if every check passed and with 1 if one failed.
+    The exit code is 0 if every check passed, and 1 if one failed.
     """
     from sympow.bench.installation import describe_installation, routes
     from sympow.bench.kernel_accuracy import Machine, check_accuracy
@@ -68,7 +68,7 @@ def _what(machine: Any) -> str:
 
 
 def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
-    """What to time, and at which contexts: those of `sympow bench`, without the shortest on a GPU."""
+    """Setting and contexts of the benchmark: those of `sympow bench`, without the shortest context on a GPU."""
     import torch
 
     from sympow.bench.operator import Setting
@@ -90,8 +90,8 @@ def _print_routes(served: list[Any]) -> None:
     if len(reasons) == 1 and None not in reasons:
         typer.echo(f"Every call runs in plain PyTorch: {reasons.pop()}.\n")
         return
-    table = require("rich.table", "cli").Table(title='What serves a call with backend="auto"', title_justify="left")
-    for column in ("call", "served by", "why not by the kernels"):
+    table = require("rich.table", "cli").Table(title='What a call runs on with backend="auto"', title_justify="left")
+    for column in ("call", "runs on", "why not on kernels"):
         table.add_column(column)
     for route in served:
         table.add_row(route.call, route.served_by, route.reason or "")
@@ -100,8 +100,8 @@ def _print_routes(served: list[Any]) -> None:
 
 def _print_outcomes(outcomes: list[Any], title: str) -> None:
     table = require("rich.table", "cli").Table(title=title, title_justify="left")
-    for column in ("checked", "closest to its bar", "error", "bar", ""):
-        table.add_column(column, justify="right" if column in ("error", "bar") else "left")
+    for column in ("checked", "worst tensor", "error", "limit", ""):
+        table.add_column(column, justify="right" if column in ("error", "limit") else "left")
     for outcome in outcomes:
         numbers = ("", "", "") if outcome.problem else (outcome.tensor, f"{outcome.error:.1e}", f"{outcome.bar:.1e}")
         table.add_row(outcome.name, *numbers, "ok" if outcome.passed else f"FAILED {outcome.problem or ''}".strip())

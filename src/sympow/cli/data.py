@@ -1,4 +1,4 @@
-"""`sympow data`: text files to token shards, and what is in them."""
+"""The commands `sympow data prepare` and `sympow data info`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from sympow.cli.common import App, print_json
 
-app = App(help="Prepares documents for training, and describes them.", no_args_is_help=True)
+app = App(help="Tokenize text for training, and describe datasets.", no_args_is_help=True)
 
 
 @app.command()
@@ -18,7 +18,7 @@ def prepare(
         list[Path],
         typer.Argument(help="Text files, .jsonl and .parquet files, and folders of such files.", metavar="SOURCE"),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write; an interrupted run goes on in it.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; if it holds an interrupted run, that is resumed.")],
     tokenizer: Annotated[
         str, typer.Option(help="bytes, gpt2, bpe (trained here), a tokenizer.json, or a folder with a saved tokenizer.")
     ] = "bytes",
@@ -32,15 +32,15 @@ def prepare(
         typer.Option(help="Share of the documents to hold out, chosen by hash; 0: none.", show_default="0.02"),
     ] = None,
     heldout_source: Annotated[
-        list[Path] | None, typer.Option(help="File or folder to hold out instead of a share; repeat for more.")
+        list[Path] | None, typer.Option(help="File or folder to hold out instead of a share; repeatable.")
     ] = None,
-    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Leave out and count empty documents.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what was prepared there before.")] = False,
-    workers: Annotated[int | None, typer.Option(help="Processes; by default one per core.")] = None,
+    skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip empty documents, and count them.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier dataset in the folder.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Number of processes; by default one per core.")] = None,
 ) -> None:
-    """Turns text files into token shards to train on.
+    """Tokenize text files into shards to train on.
 
-    Interrupted and run again, the command goes on where it was.
+    If the command is interrupted, running it again resumes it.
     """
     from sympow.data.preparation import Progress
     from sympow.data.preparation import prepare as run
@@ -81,7 +81,7 @@ def prepare(
                 on_progress=show,
             )
     except KeyboardInterrupt:
-        typer.echo("interrupted; the same command goes on from here", err=True)
+        typer.echo("interrupted; run the same command to resume", err=True)
         raise typer.Exit(130) from None
     counts = manifest.counts
     typer.echo(f"{out}: {counts['documents']:,} documents, {counts['tokens']:,} tokens ({manifest.tokenizer['kind']})")
@@ -91,7 +91,7 @@ def prepare(
     if "documents_cut_in_two" in counts:
         typer.echo("  the end of the only document is held out; --heldout 0 keeps all of it for training")
     if counts["empty_documents_skipped"]:
-        typer.echo(f"  left out: {counts['empty_documents_skipped']:,} empty documents")
+        typer.echo(f"  skipped: {counts['empty_documents_skipped']:,} empty documents")
     if counts["files_ignored"]:
         first = counts["files_ignored"][0]
         typer.echo(f"  left out: {len(counts['files_ignored']):,} files not known by their names, such as {first}")
@@ -104,7 +104,7 @@ def info(
     verify: Annotated[bool, typer.Option("--verify", help="Read all shards and compare their hashes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Describes a dataset: counts, lengths and first tokens."""
+    """Describe a dataset: counts, lengths and first tokens."""
     from sympow.data.describe import describe, print_description
 
     described = describe(source, shown_tokens=tokens, verify=verify)

@@ -19,30 +19,35 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    checkpoints: Annotated[list[Path], typer.Argument(help="The model folders of one or more runs.")],
+    checkpoints: Annotated[list[Path], typer.Argument(help="Model folders of one or more runs.")],
     data: Annotated[
-        str | None, typer.Option(help="Read held-out documents of this instead of what the models were trained on.")
+        str | None, typer.Option(help="Dataset to evaluate on; by default the one that the models were trained on.")
     ] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens to read of each document; by default 4 times the training context, or as many as there are."
+            help="Tokens to read of each document; by default 4 times the training context, or the longest document."
         ),
     ] = None,
-    documents: Annotated[int, typer.Option(help="How many documents.")] = 16,
-    probe: Annotated[list[str] | None, typer.Option(help="Probe the state, too: recall, passkey; repeatable.")] = None,
-    pairs: Annotated[list[int] | None, typer.Option(help="Pairs for the probe recall; by default 4, 16, 64.")] = None,
-    distance: Annotated[
-        list[int] | None, typer.Option(help="Tokens for the probe passkey; by default to 4096.")
+    documents: Annotated[int, typer.Option(help="Number of documents.")] = 16,
+    probe: Annotated[
+        list[str] | None, typer.Option(help="Probe of the state to run: recall or passkey; repeatable.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for JSON and figures.")] = None,
+    pairs: Annotated[
+        list[int] | None, typer.Option(help="Number of pairs of the recall probe; by default 4, 16 and 64; repeatable.")
+    ] = None,
+    distance: Annotated[
+        list[int] | None,
+        typer.Option(help="Distance of the passkey probe in tokens; by default 64 to 4096; repeatable."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write evaluation.json and figures to.")] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Measures the loss on held-out documents by position.
+    """Evaluate models on held-out documents, by position.
 
-    Probes measure what the state holds. Under torchrun, processes read each document together:
+    The probes measure what the state holds. Under torchrun, the processes share each document (context parallelism):
 
         torchrun --nproc-per-node 8 -m sympow evaluate RUN/model
     """
@@ -87,7 +92,7 @@ def evaluate(
 
 @contextmanager
 def _processes(device: str) -> Iterator[ProcessGroup | None]:
-    """The processes that torchrun started; None: this is the only one."""
+    """The process group of torchrun's processes; None: this is the only process."""
     if not under_torchrun():
         yield None
         return
@@ -100,7 +105,7 @@ def _processes(device: str) -> Iterator[ProcessGroup | None]:
 
 
 def _name_of(checkpoint: Path) -> str:
-    """A run's name: that of its folder, not that of the model folder within."""
+    """The name of a run's folder, given its model folder."""
     from sympow.train.run_folder import EXPORT
 
     path = checkpoint.resolve()

@@ -22,28 +22,26 @@ SCALE_NAMES = ("cpu", "small", "paper")
 
 
 def experiment(
-    name: Annotated[str | None, typer.Argument(help="The experiment; without it, all are listed.")] = None,
-    scale: Annotated[str, typer.Option(help=f"How large: {', '.join(SCALE_NAMES)}.")] = "cpu",
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what would be done and how long it may take, no more.")
-    ] = False,
-    jobs: Annotated[int, typer.Option(help="Runs at a time, on one GPU or several.")] = 1,
+    name: Annotated[str | None, typer.Argument(help="Name of the experiment; without it, all are listed.")] = None,
+    scale: Annotated[str, typer.Option(help=f"Scale: {', '.join(SCALE_NAMES)}.")] = "cpu",
+    plan: Annotated[bool, typer.Option("--plan", help="Only print the runs and an estimate of their time.")] = False,
+    jobs: Annotated[int, typer.Option(help="Number of runs at a time, on one GPU or several.")] = 1,
     minutes: Annotated[
-        float | None, typer.Option(help="Start nothing that would not end in it; by default no limit.")
+        float | None, typer.Option(help="Time limit: start no run that would exceed it; by default none.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Runs to do, * for any name; repeat for more.")] = None,
-    data: Annotated[str | None, typer.Option(help="What to train on, instead of the scale's.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Names of runs, with * as a wildcard; repeatable.")] = None,
+    data: Annotated[str | None, typer.Option(help="Dataset to train on; by default the scale's.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of every run, as in learning_rate=1e-3; repeatable.")
+        list[str] | None, typer.Option("--set", help="Setting of every run, such as learning_rate=1e-3; repeatable.")
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder of experiments; by default experiments.")] = None,
     out: Annotated[Path | None, typer.Option(help=f"Folder for runs; by default {OUT}/SCALE.")] = None,
     results: Annotated[Path | None, typer.Option(help=f"Folder for results; by default {RESULTS}/SCALE.")] = None,
     device: Device = None,
 ) -> None:
-    """Runs a grid of trainings, and sums up their results.
+    """Run a grid of training runs and summarize their results.
 
-    Runs that are done are skipped, and runs that were interrupted go on.
+    Runs that are done are skipped, and interrupted runs are resumed.
     """
     from sympow.experiments.console import Display, print_plan, print_rows
     from sympow.experiments.grid import SCALES, describe, find_experiments, runs_of
@@ -100,7 +98,7 @@ def experiment(
         typer.echo(f"wrote {', '.join(map(str, store.write(name, all_runs)))}", err=True)
     left = len(outcome.stopped) + len(outcome.not_started)
     if left:
-        typer.echo(f"{left} of {len(runs)} runs are left; the same command goes on", err=True)
+        typer.echo(f"{left} of {len(runs)} runs are left; run the same command to resume", err=True)
     for run, log in outcome.failed.items():
         typer.echo(f"{run} failed; see {log}", err=True)
     if outcome.failed or outcome.interrupted:

@@ -16,40 +16,44 @@ if TYPE_CHECKING:
 
 Cache = Annotated[
     str,
-    typer.Option(help="What to keep of the text: state; keys (and values); or auto: keys until a state takes less."),
+    typer.Option(help="Cache policy: state; keys (a KV cache); or auto: keys until a state is smaller."),
 ]
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run.")],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text to go on from, printed before what follows; repeat for several.")
+        list[str] | None, typer.Option(help="Text to continue; repeatable, for several continuations.")
     ] = None,
     file: Annotated[
-        Path | None, typer.Option(help="A text file to read before the prompt; - for standard input.")
+        Path | None, typer.Option(help="Text file to read before the prompt; - for standard input.")
     ] = None,
-    state: Annotated[Path | None, typer.Option(help="A file of `sympow state` to go on from.")] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Choose among so many tokens; 0: all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among tokens with this probability together.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens rarer than this share of the likeliest.")] = 0.0,
+    state: Annotated[Path | None, typer.Option(help="File of `sympow state` to continue from.")] = None,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to generate, at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens with this total probability.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Exclude tokens less likely than this fraction of the most likely one.")
+    ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens that were read or generated become less likely.")
+        float, typer.Option(help="Above 1: make tokens that have occurred less likely.")
     ] = 1.0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help=r"String that ends the text, with \n, \t, \xNN, \uNNNN and \\ for a backslash; repeatable."),
+        typer.Option(
+            help=r"String that ends generation, with \n, \t, \xNN, \uNNNN and \\ for a backslash; repeatable."
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the choices; by default another each time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed; by default a new one each time.")] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
     cache: Cache = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Continues a text.
+    """Generate text from a model.
 
-    What was read is kept in a state whose size does not depend on how much it was.
+    The text before is kept in a state whose size does not depend on the length of the text.
     """
     from sympow.data.plain_text import check_text, read_text, unescape
     from sympow.generation.cache import CACHE_POLICIES
@@ -59,7 +63,7 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     check_choice("cache", cache, CACHE_POLICIES)
     if file is None and state is None and not prompt:
-        raise ValueError("give a --prompt, a --file or a --state to go on from")
+        raise ValueError("give a --prompt, a --file or a --state to continue from")
     for text in prompt or ():
         check_text("prompt", text)
     stops = [unescape("stop", text) for text in stop or ()]

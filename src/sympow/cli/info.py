@@ -10,24 +10,28 @@ from sympow.cli.common import GATES, MIXERS, MODELS, ROTATIONS, print_json
 
 
 def info(
-    preset: Annotated[str, typer.Argument(help=f"Model to describe: {', '.join(MODELS)}.")] = "gpt2-124m",
-    power: Annotated[int | None, typer.Option(help="p, even.")] = None,
+    preset: Annotated[str, typer.Argument(help=f"Preset: {', '.join(MODELS)}.")] = "gpt2-124m",
+    power: Annotated[int | None, typer.Option(help="Power p, even.")] = None,
     mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
     gating: Annotated[str | None, typer.Option(help=f"Kind of gate: {', '.join(GATES)}.")] = None,
     rotary: Annotated[str | None, typer.Option(help=f"Kind of rotation: {', '.join(ROTATIONS)}.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Number of blocks.")] = None,
-    width: Annotated[int | None, typer.Option(help="Size of the residual stream.")] = None,
-    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
-    key_value_heads: Annotated[int | None, typer.Option(help="Key/value heads, a divisor of heads.")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="Size of a head; by default width / heads.")] = None,
-    vocab_size: Annotated[int | None, typer.Option(help="Number of tokens.")] = None,
-    chunk_size: Annotated[int | None, typer.Option(help="Chunk of the chunked form; by default by cost.")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context to count at; by default several.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Number of query heads.")] = None,
+    key_value_heads: Annotated[int | None, typer.Option(help="Number of key/value heads, a divisor of heads.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dimension; by default width / heads.")] = None,
+    vocab_size: Annotated[int | None, typer.Option(help="Vocabulary size.")] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Tokens of a chunk of the chunked form; by default the cheapest.")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Context to count FLOPs at; repeatable; by default several.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Shows parameters, state size and operations of a model.
+    """Show parameters, state size and FLOPs of a model.
 
-    Options change the preset; by default its own values are taken.
+    Options override the preset.
     """
     from sympow.model.config import GPTConfig
     from sympow.report.model_info import CONTEXTS, model_info, print_info

@@ -13,18 +13,18 @@ from sympow.files import check_can_write, write_atomically
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
-    file: Annotated[Path | None, typer.Argument(help="The text file to read; - for standard input.")] = None,
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run.")],
+    file: Annotated[Path | None, typer.Argument(help="Text file to read; - for standard input.")] = None,
     text: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("inspect.html"),
-    tokens: Annotated[int, typer.Option(help="Tokens to read at most; the page grows with them.")] = 8_192,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to read, at most; the page grows with it.")] = 8_192,
     segment_size: SegmentSize = SEGMENT_SIZE,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Writes a page that shows gates and rotations along a text.
+    """Write an HTML page of gates and rotations along a text.
 
-    Each token is coloured by how much a head forgot (γ) and rotated (β) there.
+    Each token is coloured by how much a head forgets (γ) and rotates (β) at it.
     """
     from sympow.data.plain_text import check_text, read_text
     from sympow.report.inspection import build_inspection_page, inspect_text

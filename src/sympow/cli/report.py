@@ -14,18 +14,17 @@ from sympow.files import check_can_write
 
 def report(
     runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, folders of runs however deep, or an experiment's results.")
+        list[Path],
+        typer.Argument(help="Run folders, folders that contain runs at any depth, or results of experiments."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")],
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training runs",
-    heads: Annotated[
-        bool, typer.Option(help="Measure what heads learned, where it is not known yet; kept in the run's folder.")
-    ] = True,
+    heads: Annotated[bool, typer.Option(help="Measure what the heads learned, unless the run's folder has it.")] = True,
     device: Annotated[str | None, typer.Option(help="cuda or cpu, for that; by default what there is.")] = None,
 ) -> None:
-    """Writes a page with figures that compares runs.
+    """Write an HTML report that compares training runs.
 
-    It shows losses, curves, speed and settings, and what gates and rotations learned.
+    It shows loss curves, throughput and settings, and what gates and rotations learned.
     """
     from sympow.report.run_report import write_report
 

@@ -14,18 +14,18 @@ from sympow.files import check_can_write
 
 
 def state(
-    checkpoint: Annotated[Path, typer.Argument(help="The model folder of a run.")],
-    file: Annotated[Path, typer.Argument(help="The text file to read; - for standard input.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run.")],
+    file: Annotated[Path, typer.Argument(help="Text file to read; - for standard input.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
-    after: Annotated[Path | None, typer.Option(help="A file of this command: read on from there.")] = None,
+    after: Annotated[Path | None, typer.Option(help="File of this command to continue from.")] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
     cache: Cache = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Reads a text and saves the state, to generate from later.
+    """Prefill a text and save the state to a file.
 
-    The file is what `sympow generate` takes as --state.
+    `sympow generate --state FILE` continues from it.
     """
     from sympow.data.plain_text import read_text
     from sympow.generation.cache import CACHE_POLICIES

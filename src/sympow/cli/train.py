@@ -22,16 +22,18 @@ from sympow.invocation import first_process, may_be_restarted
 def train(
     preset: Annotated[str, typer.Option(help="Config to start from: laptop or paper.")] = "laptop",
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A config.yaml to start from, as each run writes one.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Config file to start from; each run writes its own as config.yaml.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, or with the latest.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, or the latest run.")] = False,
     device: Device = None,
     **changes: Any,
 ) -> None:
-    """Trains a model, and writes checkpoints and metrics.
+    """Train a model, with checkpoints and metrics.
 
-    Every field of a run's config is a flag; the defaults shown are those of --preset laptop. A run can be interrupted,
-    and goes on with --resume. Under torchrun, processes share the work:
+    Every field of a run's config is a flag; the defaults shown are those of --preset laptop. An interrupted run is
+    resumed with --resume. Under torchrun, the processes share the work:
 
         torchrun --nproc-per-node 8 -m sympow train --preset paper --data DATA
     """
@@ -67,7 +69,7 @@ def train(
 
 
 class DeferredTrain(Command):
-    """Stands for `sympow train` in a list of commands; the command with its flags is made when it is called."""
+    """A placeholder for `sympow train` in the list of commands; a call makes the command with its flags."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with Reported(f"{parent.command_path} {info_name}"):
@@ -98,7 +100,7 @@ def _with_flags() -> Any:
 
 
 def _latest() -> Path:
-    """The run that was last worked on."""
+    """The folder of the run that was trained last."""
     from sympow.train.run_folder import CONFIG_FILE, RUNS
 
     found = sorted(RUNS.glob(f"*/{CONFIG_FILE}"), key=lambda path: path.stat().st_mtime)

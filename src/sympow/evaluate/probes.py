@@ -24,6 +24,7 @@ from sympow.checks import check_at_least
 from sympow.data.associative_recall import KEYS, VALUES, pairs_and_queries
 from sympow.data.dataset import TokenDataset
 from sympow.data.tokenizer import Tokenizer
+from sympow.deprecated import accepts_old_arguments
 from sympow.evaluate.held_out_loss import features_by_segment
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 
@@ -99,6 +100,7 @@ class RecallPoint:
     answers: int
 
 
+@accepts_old_arguments
 def associative_recall(
     model: GPT,
     vocabulary: Vocabulary,
@@ -191,6 +193,7 @@ class PasskeyPoint:
     keys: int
 
 
+@accepts_old_arguments
 def passkey_retrieval(
     model: GPT,
     tokenizer: Tokenizer,

@@ -281,7 +281,13 @@ class _Run:
     def _open_heldout(self) -> Loader:
         """One row at a time for each process, or for each context-parallel group."""
         dataset = open_dataset(self.config.data.data, "heldout")
-        return self._make_loader(dataset, self.mesh.data_size, shuffle=False)
+        try:
+            return self._make_loader(dataset, self.mesh.data_size, shuffle=False)
+        except ValueError as error:
+            raise ValueError(
+                f"evaluate_every needs more held-out text: {self.config.data.data} holds out {dataset.lengths.sum():,} "
+                f"tokens ({error}). Hold out more of it, train with a shorter context, or do not evaluate"
+            ) from error
 
     def _make_loader(self, dataset: TokenDataset, rows: int, *, shuffle: bool) -> Loader:
         return Loader(
