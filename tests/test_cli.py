@@ -13,7 +13,7 @@ from sympow.cli.app import app
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
 from sympow.model.config import MIXERS, PRESETS
-from sympow.model.gpt import PIECE
+from sympow.model.gpt import SEGMENT_SIZE
 from sympow.train.config import PRESETS as TRAIN_PRESETS
 
 runner = CliRunner()
@@ -254,7 +254,7 @@ def test_help_has_the_librarys_names_and_defaults():
     """They are written twice, so that help does not import torch."""
     assert (common.GATES, common.ROTATIONS, common.MIXERS) == (GATES, ROTATIONS, MIXERS)
     assert tuple(PRESETS) == common.MODELS
-    assert common.SEGMENT_SIZE == PIECE
+    assert common.SEGMENT_SIZE == SEGMENT_SIZE
     text = runner.invoke(app, ["train", "--help"], terminal_width=200).output
     assert f"Config to start from: {' or '.join(TRAIN_PRESETS)}." in text
 

@@ -13,13 +13,13 @@ import sympow
 SOURCE = Path(sympow.__file__).parent
 # The floors of imports: a part imports only from floors before its own. Parts of one floor do not import each other.
 LAYERS = (
-    ("checks", "extras", "files", "invocation", "kernels"),
+    ("checks", "deprecated", "extras", "files", "invocation", "kernels"),
     ("parsing", "tensor_file"),
     ("ops", "data"),
-    ("parallel", "bench"),
+    ("parallel",),
     ("layers",),
     ("model",),
-    ("generation", "train", "diagnostics"),
+    ("generation", "train", "bench"),
     ("evaluate", "hf"),
     ("report",),
     ("experiment",),

@@ -21,7 +21,7 @@ from sympow.evaluate.head_statistics import (
     read_heads,
     write_heads,
 )
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 from sympow.model.storage import save_model
 
 TOKENS = 50
@@ -56,11 +56,11 @@ def layer_by_layer(model, tokens):
     return found
 
 
-@pytest.mark.parametrize("piece", [TOKENS, 16])
-def test_a_capture_has_every_token_of_every_layer(piece):
+@pytest.mark.parametrize("segment_size", [TOKENS, 16])
+def test_a_capture_has_every_token_of_every_layer(segment_size):
     model = lively_model()
     tokens = torch.randint(257, (1, TOKENS))
-    found = capture(model, lambda: Reading.start(model, tokens, piece=piece))
+    found = capture(model, lambda: Prefix.prefill(model, tokens, segment_size=segment_size))
     for layer, (log_gamma, beta) in zip(found, layer_by_layer(model, tokens), strict=True):
         assert layer.log_gamma.shape == layer.beta.shape == (TOKENS, 2)
         assert_close(layer.log_gamma, log_gamma, 1e-4, "log_gamma")

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from sympow.checks import check_choice, choose_device
 from sympow.cli.errors import Reported
+from sympow.deprecated import FLAGS
 
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel
@@ -28,8 +29,6 @@ MIXERS = ("sympow", "softmax")
 GATES = ("none", "fixed", "learned", "scalar", "vector")
 ROTATIONS = ("none", "fixed", "learned", "scale", "pairs")
 SEGMENT_SIZE = 8_192
-# Flags by their earlier names, which still work.
-RENAMED_FLAGS = {"--piece": "--segment-size", "--memory": "--cache"}
 
 # Options of several commands.
 SegmentSize = Annotated[int, typer.Option(help="Tokens that are read at a time; memory depends on it.")]
@@ -94,7 +93,7 @@ class Command(TyperCommand):
 def _renamed(argument: str, flags: set[str]) -> str:
     """A word of the command line, with the new name of a flag in place of an earlier one."""
     old, equals, value = argument.partition("=")
-    new = RENAMED_FLAGS.get(old)
+    new = FLAGS.get(old)
     if new is None or new not in flags or old in flags:
         return argument
     typer.echo(f"{old} is deprecated; use {new}", err=True)

@@ -36,7 +36,8 @@ def inspect(
     else:
         raise ValueError("give either a file (- for standard input) or a --text")
     check_can_write("out", out, "file")
-    inspection = inspect_text(load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=segment_size)
+    text_model = load_text_model(checkpoint, device, dtype)
+    inspection = inspect_text(text_model, content, tokens=tokens, segment_size=segment_size)
     named = "a text" if file is None or str(file) == "-" else file.name
     title = f"{named}, as {checkpoint} reads it"
     write_atomically(out, build_inspection_page(inspection, title).encode())

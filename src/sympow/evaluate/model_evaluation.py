@@ -25,8 +25,7 @@ from sympow.evaluate.probes import (
     passkey_retrieval,
 )
 from sympow.extras import require
-from sympow.model.gpt import GPT
-from sympow.model.gpt import PIECE as SEGMENT_SIZE
+from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.train.provenance import TrainedOn
 

@@ -25,8 +25,7 @@ from sympow.data.associative_recall import KEYS, VALUES, pairs_and_queries
 from sympow.data.dataset import TokenDataset
 from sympow.data.tokenizer import Tokenizer
 from sympow.evaluate.held_out_loss import features_by_segment
-from sympow.model.gpt import GPT
-from sympow.model.gpt import PIECE as SEGMENT_SIZE
+from sympow.model.gpt import GPT, SEGMENT_SIZE
 
 # Tokens read at once at most, in as many sequences as fit.
 BATCH_TOKENS = 65_536

@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sympow.checks import check_at_least
-from sympow.model.config import WAYS_TO_COMPUTE
+from sympow.model.config import EXECUTION_OPTIONS
 from sympow.train.config import TrainConfig
 
 # How a run computes and keeps its books. What it learns does not depend on it, but for rounding.
 BOOKKEEPING = frozenset(
     {
         "vocab_size",  # the data's, known when it is opened
-        *WAYS_TO_COMPUTE,
+        *EXECUTION_OPTIONS,
         "micro_batch_tokens",
         "compile",
         "recompute",

@@ -29,7 +29,7 @@ from sympow.experiment.results import condensed
 from sympow.experiment.runs import Evaluation, Run
 from sympow.files import write_atomically
 from sympow.invocation import first_process
-from sympow.model.gpt import GPT, PIECE
+from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.report.run_collection import RESULT_FILE, RUNS
 from sympow.train.config import TrainConfig
@@ -168,11 +168,11 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
     model = load_model(folder / EXPORT, device)
     # Texts as a whole: a state of power 4 costs far more than the tokens of these texts do without one, softmax is far
     # slower behind a cache, and what is left takes no longer.
-    piece = max(PIECE, wanted.length)
+    segment_size = max(SEGMENT_SIZE, wanted.length)
     heldout = open_dataset(config.data.data, "heldout")
     batch = max(1, BATCH_TOKENS // context)
     rows = document_sequences(heldout, context, max(1, wanted.tokens // context), batch)
-    within = loss_by_position(model, rows, segment_size=piece, dtype=dtype)
+    within = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
     found: dict[str, Any] = {"heldout_loss": round(within.average(), 5)}
     probes = [name for name, asked in (("recall", wanted.pairs), ("passkey", wanted.distances)) if asked]
     setting = Setting(
@@ -180,7 +180,7 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
         wanted.length or context,
         wanted.documents,
         tuple(probes),
-        segment_size=piece,
+        segment_size=segment_size,
         device=device,
         dtype=dtype,
         **{name: asked for name, asked in (("pairs", wanted.pairs), ("distances", wanted.distances)) if asked},
@@ -188,7 +188,7 @@ def _evaluate(order: Order, config: TrainConfig, folder: Path, keep: Path) -> di
     losses = within
     if wanted.length:
         long = document_sequences(heldout, wanted.length, wanted.documents)
-        losses = loss_by_position(model, long, segment_size=piece, dtype=dtype)
+        losses = loss_by_position(model, long, segment_size=segment_size, dtype=dtype)
     recall, passkey = run_probes(model, folder / EXPORT, setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"command": order.command, "data": config.data.data, "device": device, "dtype": str(dtype or "float32")}

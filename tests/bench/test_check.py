@@ -14,9 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from support import FORMS, random_inputs, run_reference
+from sympow.bench import installation
+from sympow.bench import kernel_accuracy as accuracy
+from sympow.bench.kernel_accuracy import plain_attention
 from sympow.cli.app import app
-from sympow.diagnostics import accuracy, dispatch, installation
-from sympow.diagnostics.plain import plain_attention
 from sympow.ops import dispatch as ops_dispatch
 from sympow.ops.interface import attention
 
@@ -128,13 +129,13 @@ def test_what_is_not_installed_is_named(monkeypatch):
 
 @pytest.mark.usefixtures("without_interpreter")
 def test_calls_that_no_kernel_serves_say_why():
-    assert all(route.served_by == "PyTorch" and route.reason for route in dispatch.routes("cpu"))
+    assert all(route.served_by == "PyTorch" and route.reason for route in installation.routes("cpu"))
 
 
 def test_what_serves_a_call_on_a_gpu_without_triton(monkeypatch):
     monkeypatch.setattr(ops_dispatch, "triton_available", lambda: False)
     monkeypatch.setattr(ops_dispatch, "triton_interpreted", lambda: False)
-    served = {route.call: route for route in dispatch.routes("cuda")}
+    served = {route.call: route for route in installation.routes("cuda")}
     assert served["bfloat16, p = 2, heads of 64"].reason.startswith("Triton is not installed")
     assert "not torch.float16" in served["float16, p = 2, heads of 64"].reason
     assert "one per rotated pair" in served["bfloat16, p = 2, one gate per rotated pair"].reason
@@ -143,8 +144,8 @@ def test_what_serves_a_call_on_a_gpu_without_triton(monkeypatch):
 def test_what_serves_a_call_on_a_gpu_that_is_no_hopper(monkeypatch):
     monkeypatch.setattr(ops_dispatch, "triton_available", lambda: True)
     monkeypatch.setattr(ops_dispatch, "triton_interpreted", lambda: False)
-    monkeypatch.setattr(dispatch, "_on_hopper", lambda request: False)
-    served = {route.call: route for route in dispatch.routes("cuda")}
+    monkeypatch.setattr(installation, "_on_hopper", lambda request: False)
+    served = {route.call: route for route in installation.routes("cuda")}
     assert served["bfloat16, p = 2, heads of 64"] == replace(
         served["bfloat16, p = 2, heads of 128"], call="bfloat16, p = 2, heads of 64"
     )
@@ -157,7 +158,7 @@ import inspect, pkgutil, importlib
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 import sympow.kernels
-from sympow.diagnostics.accuracy import Machine, check_accuracy
+from sympow.bench.kernel_accuracy import Machine, check_accuracy
 
 launched = set()
 launch = GridExecutor.__call__

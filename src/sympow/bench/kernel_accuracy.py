@@ -1,8 +1,8 @@
-"""Every kernel on small random inputs, outputs and gradients, against plain PyTorch in float64.
+"""Accuracy of every kernel on this machine (`sympow check`): outputs and gradients against plain PyTorch in float64.
 
-The bar of a tensor is four times the error of plain PyTorch, computed in the kernels' dtype on the same inputs. The
-test suite uses twice that error on fixed seeds; a check that runs with any seed needs the wider margin. Where kernels
-cannot run, the portable forms are checked in their place, in float32.
+The tolerance of a tensor is four times the error of plain PyTorch in the kernels' dtype on the same inputs. The test
+suite allows twice that error, on fixed seeds; a check that accepts any seed needs the wider margin. Where kernels
+cannot run, the portable forms are checked instead, in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.diagnostics.plain import plain_attention, plain_gates
 from sympow.model.losses import linear_cross_entropy
 from sympow.ops.dispatch import Backend, Form, triton_available, triton_interpreted
 from sympow.ops.interface import attention
@@ -25,25 +24,25 @@ from sympow.ops.symmetric import from_full, symmetric_dim, to_full
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
 
-# How much larger than that of plain PyTorch an error may be.
+# The largest error that passes, as a multiple of the error of plain PyTorch.
 FACTOR = 4
-# Below these an error is rounding, whatever that of plain PyTorch happens to be.
+# Errors below these pass: they are rounding, even where plain PyTorch happens to have a smaller one.
 FLOORS = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}
-# Tensors by name. Any, since they are passed on as keyword arguments of one type or another.
+# Tensors by name; Any, since they are passed as keyword arguments of several types.
 Tensors = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where to check, and what.
+    """What is checked, and on which device.
 
     Attributes:
         device: "cuda" or "cpu".
-        backend: "triton": the kernels; "torch": the portable forms.
-        dtype: of queries, keys and values.
+        backend: "triton" for the kernels, "torch" for the portable forms.
+        dtype: dtype of queries, keys and values.
         length: tokens of a sequence.
-        dim: of a head where nothing else is asked for.
-        seed: of the inputs.
+        dim: default head dimension.
+        seed: seed of the random inputs.
     """
 
     device: str
@@ -55,9 +54,9 @@ class Machine:
 
     @classmethod
     def find(cls, device: str, seed: int = 0) -> Machine:
-        """The kernels where they can run; otherwise the portable forms."""
+        """The kernels if they can run on the device, otherwise the portable forms."""
         if triton_available() and triton_interpreted():
-            # Small: the interpreter takes milliseconds for an operation on a tile.
+            # Small, since the interpreter takes milliseconds for an operation on a tile.
             return cls(device, "triton", torch.float32, length=135, dim=16, seed=seed)
         if triton_available() and device == "cuda":
             return cls(device, "triton", torch.bfloat16, length=700, dim=64, seed=seed)
@@ -70,14 +69,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one check.
+    """The result of one check.
 
     Attributes:
         name: what was checked.
-        tensor: the output or gradient that came closest to its bar, or crossed it by most.
+        tensor: the output or gradient with the largest ratio of error to tolerance.
         error: its relative error, ‖x − exact‖ / ‖exact‖.
-        bar: the largest error that is allowed.
-        problem: why there is no error: the kernel did not compile or could not be launched.
+        bar: its tolerance.
+        problem: why nothing was computed: the kernel did not compile, or could not be launched.
     """
 
     name: str
@@ -93,7 +92,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One computation three times, by name of output or gradient."""
+    """The outputs and gradients of one computation: by the kernels, in float64, and by plain PyTorch in their dtype."""
 
     actual: Tensors
     exact: Tensors
@@ -119,15 +118,15 @@ class Operator:
     """A call of `sympow.attention`, with its gradients.
 
     Attributes:
-        form: of the kernels; plain PyTorch is always in attention form.
+        form: form that the kernels compute; plain PyTorch always computes the attention form.
         power: p.
         dim, value_dim: d and e; None: the machine's d, and e = d.
         heads, key_heads: h and h_kv.
-        gated: whether there is a gate for each head.
+        gated: whether each head has a gate.
         rotation: "none", "fixed", "scale" (β per head) or "pairs" (β per rotated pair).
-        packed: whether the tokens are several documents.
-        continued: whether the tokens come in two calls, with a state between them.
-        times: as many times the usual number of tokens.
+        packed: whether the sequence is several packed documents.
+        continued: whether the sequence is computed in two calls, with a state passed between them.
+        times: multiple of the machine's sequence length.
     """
 
     form: Form
@@ -160,7 +159,7 @@ class Operator:
         )
 
     def _call(self, machine: Machine, inputs: Tensors, documents: tuple[int, ...] | None) -> Tensor:
-        # Short chunks, so that several states are passed on.
+        # Short chunks, so that several states are carried between chunks.
         options: dict[str, Any] = {"power": self.power, "form": self.form, "backend": machine.backend}
         if self.form == "chunked":
             options["chunk_size"] = 128 if machine.on_kernels else 64
@@ -197,7 +196,7 @@ class Operator:
 
 
 def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool = False) -> Comparison:
-    """Tokens one by one from a state: by a recurrent step each, or with a window that is folded several times."""
+    """Decoding token by token: from a state alone, or with a window that is folded into the state several times."""
     operator = Operator("attention", power=power, dim=dim, heads=4)
     length, prompt = 48, 16
     inputs = operator.inputs(machine, length)
@@ -217,7 +216,7 @@ def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool
 
 
 def decode_softmax(machine: Machine) -> Comparison:
-    """The baseline's step with a KV cache."""
+    """Decoding with the softmax baseline and its KV cache."""
     inputs = Operator("attention", heads=4).inputs(machine, 48)
     prompt = 16
     _, state = softmax_attention(**_tokens(inputs, 0, prompt), return_state=True)
@@ -228,7 +227,7 @@ def decode_softmax(machine: Machine) -> Comparison:
 
 
 def _compare_rows(y: Tensor, inputs: Tensors, power: int | None, first: int, machine: Machine) -> Comparison:
-    """Rows from `first` on, without gradients."""
+    """Outputs from position `first` on, without gradients."""
     rows = []
     for dtype in (torch.float64, machine.dtype):
         cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
@@ -237,7 +236,7 @@ def _compare_rows(y: Tensor, inputs: Tensors, power: int | None, first: int, mac
 
 
 def cross_entropy(machine: Machine) -> Comparison:
-    """The training loss of a vocabulary, and its gradients."""
+    """The fused linear cross-entropy, and its gradients."""
     generator = _generator(machine)
     features, weight = torch.randn(60, 32, generator=generator), torch.randn(1_003, 32, generator=generator)
     targets = torch.randint(1_003, (60,), generator=generator).to(machine.device)
@@ -258,7 +257,7 @@ def cross_entropy(machine: Machine) -> Comparison:
 
 
 def cross_entropy_in_place(machine: Machine) -> Comparison:
-    """The loss of given logits, whose gradient takes their place; the last columns are beyond the vocabulary."""
+    """Cross-entropy that overwrites the logits with their gradient; the last columns pad the vocabulary."""
     from sympow.kernels.cross_entropy import cross_entropy_in_place as fused
 
     rows, vocabulary = 20, 1_003
@@ -281,7 +280,7 @@ def cross_entropy_in_place(machine: Machine) -> Comparison:
 
 
 def gate_sums(machine: Machine) -> Comparison:
-    """Σ log γ over more tokens than one program adds up."""
+    """Running sums of log γ over more tokens than one program instance adds up."""
     from sympow.kernels.gates import running_sums
 
     log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
@@ -294,7 +293,7 @@ def gate_sums(machine: Machine) -> Comparison:
 
 
 def step_gates(machine: Machine) -> Comparison:
-    """Gates and rotation scales of one token from a layer's input."""
+    """log γ and β of one token, projected from the layer's input."""
     from sympow.kernels.decode.gates import step_gates as fused
 
     generator = _generator(machine)
@@ -314,7 +313,7 @@ def step_gates(machine: Machine) -> Comparison:
 
 
 def state_messages(machine: Machine) -> Comparison:
-    """States as ranks send them to each other in context parallelism: packed from the kernels' layout and back."""
+    """Message packing of states for context parallelism: from the kernels' layout to a message and back."""
     from sympow.kernels.states.message_packing import pack, unpack
     from sympow.kernels.states.quadratic import FullState
 
@@ -336,7 +335,7 @@ def state_messages(machine: Machine) -> Comparison:
 
 
 def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
-    """Everything that is checked on a machine, by name."""
+    """All checks of a machine, by name."""
     operators = {
         "attention form, p = 2": Operator("attention"),
         "attention form, p = 4": Operator("attention", power=4, dim=machine.dim // 2),
@@ -352,13 +351,13 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
         "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
         "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
         "chunked form, p = 2, packed documents": Operator("chunked", packed=True, dim=machine.dim // 2),
-        # Three chunks at least: the gradient of a gate is corrected at each state between two of them.
+        # Three chunks at least: the gradient of a gate is corrected at each state carried between two of them.
         "chunked form, p = 4": Operator("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
     }
     if machine.device == "cuda":
         operators |= {
             "attention form, p = 4, heads of 64": Operator("attention", power=4),
-            # Beyond 4,096 tokens the drift of the gates' gradient is corrected at several places.
+            # Beyond 4,096 tokens the drift of the gates' gradient is corrected at several positions.
             "attention form, p = 2, long": Operator("attention", times=7),
             "chunked form, p = 2, heads of 128, grouped": Operator("chunked", dim=128, heads=4, key_heads=1),
             "chunked form, p = 4, heads of 32": Operator("chunked", power=4, dim=32),
@@ -395,7 +394,7 @@ def check_accuracy(machine: Machine) -> Iterator[Outcome]:
 
 
 def _launch_failures(machine: Machine) -> tuple[type[Exception], ...]:
-    """What a kernel raises that does not compile, asks for more than the GPU has, or cannot be launched."""
+    """Exceptions of a kernel that does not compile, needs more resources than the GPU has, or cannot be launched."""
     if not machine.on_kernels:
         return (RuntimeError,)
     from triton.errors import TritonError
@@ -404,7 +403,7 @@ def _launch_failures(machine: Machine) -> tuple[type[Exception], ...]:
 
 
 def _with_gradients(inputs: Tensors, call: Callable[[Tensors], Tensor], seed: Tensor | None) -> Tensors:
-    """y, and the gradient of a random combination of its entries with respect to each input; `seed` None: of y."""
+    """y, and its vector-Jacobian product with `seed` for each input; seed None: y is a scalar."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     with torch.enable_grad():
         y = call(leaves)
@@ -419,3 +418,66 @@ def _tokens(inputs: Tensors, start: int, stop: int | None) -> Tensors:
 
 def _generator(machine: Machine) -> torch.Generator:
     return torch.Generator().manual_seed(machine.seed)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    power: int | None,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Y_i = Σ_j B_ij V_j / Σ_j B_ij with B_ij = b_ij (R(c_ij θ) Q_i · K_j)^p (paper §3.3), in the dtype of q.
+
+    It shares no code with `sympow.ops`, so that it cannot inherit a mistake.
+
+    Args:
+        q, k, v, log_gamma, beta, theta: as in `sympow.attention`, with one gate per head.
+        power: p; None: softmax, B_ij = b_ij exp(Q_i · K_j / √d).
+        documents: lengths of packed documents; None: one document.
+    """
+    if documents is not None:
+        inputs = {"q": q, "k": k, "v": v, "log_gamma": log_gamma, "beta": beta}
+        given = {name: x for name, x in inputs.items() if x is not None}
+        by_document: list[dict[str, Any]] = [
+            {name: x[:, start:stop] for name, x in given.items()}
+            for start, stop in itertools.pairwise((0, *itertools.accumulate(documents)))
+        ]
+        return torch.cat([plain_attention(**one, power=power, theta=theta) for one in by_document], dim=1)
+    group, length = q.shape[2] // k.shape[2], q.shape[1]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    if theta is not None:
+        # One phase per key head and pair: (b, t, h, d/2). In float64, since it grows with the length.
+        scales = torch.ones_like(k[..., :1], dtype=torch.float64)
+        if beta is not None:
+            scales = (beta if beta.ndim == 4 else beta.unsqueeze(-1)).double().repeat_interleave(group, dim=2)
+        phase = (scales * theta.double()).cumsum(1) % (2 * torch.pi)
+        q, k = _rotated(q, phase), _rotated(k, phase)
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    log_decay = torch.zeros_like(products, dtype=torch.float64)
+    if log_gamma is not None:
+        sums = log_gamma.double().cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)
+        log_decay = sums.unsqueeze(-1) - sums.unsqueeze(-2)
+    log_decay = log_decay.masked_fill(~causal, -torch.inf)
+    if power is None:
+        weights = (products / q.shape[-1] ** 0.5 + log_decay.to(q.dtype)).softmax(-1)
+    else:
+        scores = products**power * log_decay.exp().to(q.dtype)
+        weights = scores / scores.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bjhe->bihe", weights, v)
+
+
+def plain_gates(x: Tensor, gate_weight: Tensor, gate_bias: Tensor, rotation_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """log γ = log σ(W_γ x + b) and β = 1 + tanh(W_β x) (paper §3.1 and §3.2) of rows x (n, width)."""
+    return torch.nn.functional.logsigmoid(x @ gate_weight.mT + gate_bias), 1 + torch.tanh(x @ rotation_weight.mT)
+
+
+def _rotated(x: Tensor, phase: Tensor) -> Tensor:
+    """x (b, t, h, d) with each pair of entries rotated by its angle in phase (b, t, h, d/2)."""
+    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
