@@ -194,7 +194,7 @@ def test_bench_reports_progress():
 )
 def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sympow.experiment.runner.run_all", None)
+    monkeypatch.setattr("sympow.experiments.runner.run_all", None)
     (tmp_path / "text.txt").write_text("text")
     if arguments[0] == "experiment":
         arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))

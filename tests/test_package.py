@@ -19,10 +19,10 @@ LAYERS = (
     ("parallel",),
     ("layers",),
     ("model",),
-    ("generation", "train", "bench"),
-    ("evaluate", "hf"),
+    ("generation", "train"),
+    ("evaluate", "hf", "bench"),
+    ("experiments",),
     ("report",),
-    ("experiment",),
     ("cli",),
     ("__main__",),
 )

@@ -105,4 +105,4 @@ def _on_hopper(request: Request) -> bool:
         torch.empty(1, 1, 1, dim, dtype=request.dtype, device=request.device)
         for dim in (request.key_dim, request.value_dim)
     )
-    return hopper.serves(q, q, v)
+    return hopper.supports(q, q, v)

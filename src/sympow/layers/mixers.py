@@ -277,7 +277,7 @@ def gate_and_rotate(
     if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
         theta, beta = rotation(x)
         return gate(x), theta, beta
-    from sympow.kernels.decode.gates import step_gates
+    from sympow.kernels.decode.gate_projection import step_gates
 
     found = step_gates(
         x.flatten(0, -2).contiguous(),
