@@ -22,36 +22,6 @@ from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_posit
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
 
-
-def gate_and_rotate(
-    x: Tensor, gate: Gate, rotation: Rotation, backend: Backend = "auto"
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """log γ, θ and β of one token per sequence, x (b, 1, width), without gradients; None where a layer has none.
-
-    Args:
-        backend: "torch": no kernel; "auto" or "triton": one kernel for both, where it supports x and the weights.
-    """
-    of_gate, of_rotation = gate.projection, rotation.projection
-    present = [projection for projection in (of_gate, of_rotation) if projection is not None]
-    plain = [projection for projection in present if is_plain_projection(projection, x.device)]
-    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
-        theta, beta = rotation(x)
-        return gate(x), theta, beta
-    from sympow.kernels.decode.gate_projection import step_gates
-
-    found = step_gates(
-        x.flatten(0, -2).contiguous(),
-        None if of_gate is None else of_gate.weight,
-        None if of_gate is None else of_gate.bias,
-        None if of_rotation is None else of_rotation.weight,
-    )
-    log_gamma, beta = (flat.unflatten(0, x.shape[:-1]) for flat in found)
-    log_gamma = gate.by_heads(log_gamma) if isinstance(gate, DataDependentGate) else gate(x)
-    if isinstance(rotation, DataDependentRotation):
-        return log_gamma, rotation.rates(x.device), rotation.by_heads(beta)
-    return log_gamma, *rotation(x)
-
-
 # The state after a prefix, which `forward` takes and returns. A `Window` holds keys and values not yet folded.
 LayerState = State | KeyValueState | Window
 # What `step` decodes with, and changes in place.
@@ -291,6 +261,35 @@ class SoftmaxAttention(Mixer):
         if return_state:
             return softmax_attention(q, k, v, mask=mask, return_state=True, **options)
         return softmax_attention(q, k, v, mask=mask, **options), None
+
+
+def gate_and_rotate(
+    x: Tensor, gate: Gate, rotation: Rotation, backend: Backend = "auto"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log γ, θ and β of one token per sequence, x (b, 1, width), without gradients; None where a layer has none.
+
+    Args:
+        backend: "torch": no kernel; "auto" or "triton": one kernel for both, where it supports x and the weights.
+    """
+    of_gate, of_rotation = gate.projection, rotation.projection
+    present = [projection for projection in (of_gate, of_rotation) if projection is not None]
+    plain = [projection for projection in present if is_plain_projection(projection, x.device)]
+    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
+        theta, beta = rotation(x)
+        return gate(x), theta, beta
+    from sympow.kernels.decode.gate_projection import step_gates
+
+    found = step_gates(
+        x.flatten(0, -2).contiguous(),
+        None if of_gate is None else of_gate.weight,
+        None if of_gate is None else of_gate.bias,
+        None if of_rotation is None else of_rotation.weight,
+    )
+    log_gamma, beta = (flat.unflatten(0, x.shape[:-1]) for flat in found)
+    log_gamma = gate.by_heads(log_gamma) if isinstance(gate, DataDependentGate) else gate(x)
+    if isinstance(rotation, DataDependentRotation):
+        return log_gamma, rotation.rates(x.device), rotation.by_heads(beta)
+    return log_gamma, *rotation(x)
 
 
 def _in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
