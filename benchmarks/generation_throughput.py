@@ -12,8 +12,8 @@ transformers  GPT-2 with a static cache that holds random keys and values, captu
               --compile; a failure is reported, not fatal
 
 All are prepared first and then timed in turns, so that none has the cooler GPU for itself. A sample is 64 tokens, so
-that each holds one fold of the windows (fewer with softmax, which has none). Peak memory is that of reading a prompt in
-pieces of --piece tokens and generating, beyond the model and the prompt, and of generating alone.
+that each holds one fold of the windows (fewer with softmax, which has none). Peak memory is that of prefilling a prompt
+in segments of --piece tokens and generating, beyond the model and the prompt, and of generating alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from sympow import GPT, GPTConfig
 from sympow.bench.timing import environment, save_results
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.model.config import VARIANTS
 from sympow.ops.torch.softmax import KeyValueState
@@ -60,8 +60,8 @@ def random_tokens(options: argparse.Namespace, length: int) -> Tensor:
 
 
 @torch.no_grad()
-def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Reading:
-    """A reading of `length` tokens by a model with softmax: what it read does not change how long a step takes."""
+def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Prefix:
+    """A prefix of `length` tokens by a model with softmax: what it read does not change how long a step takes."""
     shape = model.config.head_shape
     size = (options.batch, length, shape.key_value_heads, shape.head_dim)
     dtype = model.embedding.weight.dtype
@@ -71,7 +71,7 @@ def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Readin
         phase = torch.zeros(*size[::2], shape.head_dim // 2, dtype=torch.float64, device=options.device)
         layers.append(KeyValueState(k, v, None, phase))
     logits = torch.randn(options.batch, options.vocabulary, device=options.device)
-    return Reading(logits, tuple(layers), length)
+    return Prefix(logits, tuple(layers), length)
 
 
 @dataclass
@@ -113,18 +113,19 @@ def start_generation(options: argparse.Namespace, variant: str, context: int) ->
     model = make_model(options, variant)
     start = time.perf_counter()
     if variant == "softmax":
-        reading = random_cache(model, options, context)
+        prefix = random_cache(model, options, context)
     else:
-        reading = Reading.start(model, random_tokens(options, context), piece=options.read_piece, memory="state")
+        text = random_tokens(options, context)
+        prefix = Prefix.prefill(model, text, segment_size=options.read_piece, cache_policy="state")
     synchronize(options.device)
     seconds_to_read = time.perf_counter() - start
     warm_up, sample = WARM_UP[variant], SAMPLE[variant]
     total = warm_up + sample * options.runs
-    memory = "state" if variant == "conformal" else "auto"
-    tokens = generate(model, total, GREEDY, reading=reading, memory=memory)  # type: ignore[arg-type]
-    bytes_held = reading.nbytes
+    cache_policy = "state" if variant == "conformal" else "auto"
+    tokens = generate(model, total, GREEDY, prefix=prefix, cache_policy=cache_policy)  # type: ignore[arg-type]
+    bytes_held = prefix.nbytes
     next(tokens)  # now there is a copy
-    del reading
+    del prefix
     for _ in range(warm_up - 1):
         next(tokens)
     row = {"what": variant, "context": context, "bytes_held": bytes_held, "seconds_to_read": seconds_to_read}
@@ -199,7 +200,7 @@ def peak_memory(options: argparse.Namespace, prompt: int) -> dict[str, Any]:
     clean_up()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    made = generate(model, 2 * CAPACITY, GREEDY, prompt=tokens, piece=options.piece, memory="state")
+    made = generate(model, 2 * CAPACITY, GREEDY, prompt=tokens, segment_size=options.piece, cache_policy="state")
     next(made)
     reading_and_first = torch.cuda.max_memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()

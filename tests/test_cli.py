@@ -13,7 +13,7 @@ from sympow.cli.app import app
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
 from sympow.model.config import MIXERS, PRESETS
-from sympow.model.gpt import PIECE
+from sympow.model.gpt import SEGMENT_SIZE
 from sympow.train.config import PRESETS as TRAIN_PRESETS
 
 runner = CliRunner()
@@ -194,7 +194,7 @@ def test_bench_reports_progress():
 )
 def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sympow.experiment.runner.run_all", None)
+    monkeypatch.setattr("sympow.experiments.runner.run_all", None)
     (tmp_path / "text.txt").write_text("text")
     if arguments[0] == "experiment":
         arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))
@@ -254,9 +254,17 @@ def test_help_has_the_librarys_names_and_defaults():
     """They are written twice, so that help does not import torch."""
     assert (common.GATES, common.ROTATIONS, common.MIXERS) == (GATES, ROTATIONS, MIXERS)
     assert tuple(PRESETS) == common.MODELS
-    assert common.SEGMENT_TOKENS == PIECE
+    assert common.SEGMENT_SIZE == SEGMENT_SIZE
     text = runner.invoke(app, ["train", "--help"], terminal_width=200).output
     assert f"Config to start from: {' or '.join(TRAIN_PRESETS)}." in text
+
+
+@pytest.mark.parametrize("flag", ["--piece", "--segment-size"])
+@pytest.mark.parametrize("join", [" ", "="])
+def test_flags_work_by_their_earlier_names(flag, join):
+    result = runner.invoke(app, ["evaluate", "model", "--data", "stdlib", *f"{flag}{join}0".split()])
+    assert "Error: --segment-size must be at least 1, got 0" in result.stderr
+    assert ("--piece is deprecated; use --segment-size\n" in result.stderr) == (flag == "--piece")
 
 
 def test_summaries_are_whole():

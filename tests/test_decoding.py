@@ -7,9 +7,9 @@ import torch
 
 from support import assert_close
 from sympow import GPT, GPTConfig
-from sympow.generation.cache import most_tokens
-from sympow.generation.decoder import Decoder, Recorded, decode
-from sympow.generation.prefix import Reading
+from sympow.generation.cache import break_even_tokens
+from sympow.generation.decoder import CapturedCall, Decoder, decode
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState
@@ -64,17 +64,17 @@ def assert_relative(actual, expected, tolerance, what="logits"):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-@pytest.mark.parametrize("memory", ["auto", "state", "keys"])
-def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, tolerance, memory):
+@pytest.mark.parametrize("cache_policy", ["auto", "state", "keys"])
+def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, tolerance, cache_policy):
     model, tokens = make(dtype=dtype, **kind), text()
     expected = whole(model, tokens)
     for split in range(1, 9):
-        reading = Reading.start(model, tokens[:, :split], piece=3, memory=memory)
-        assert_relative(reading.logits, expected[:, split - 1], tolerance, f"read {split}")
-        logits, after = decode(model, reading, tokens[:, split:], memory=memory)
+        prefix = Prefix.prefill(model, tokens[:, :split], segment_size=3, cache_policy=cache_policy)
+        assert_relative(prefix.logits, expected[:, split - 1], tolerance, f"read {split}")
+        logits, after = decode(model, prefix, tokens[:, split:], cache_policy=cache_policy)
         assert_relative(logits, expected[:, split:], tolerance, f"split {split}")
         assert after.tokens == 9
-        assert after.folded == (memory == "state" or (memory == "auto" and most_tokens(model) < 9))
+        assert after.folded == (cache_policy == "state" or (cache_policy == "auto" and break_even_tokens(model) < 9))
 
 
 @pytest.mark.parametrize("kind", SOFTMAX)
@@ -83,11 +83,11 @@ def test_the_same_with_softmax(kind, dtype, tolerance):
     model, tokens = make(dtype=dtype, **kind), text()
     expected = whole(model, tokens)
     for split in range(1, 9):
-        reading = Reading.start(model, tokens[:, :split], piece=3)
-        logits, after = decode(model, reading, tokens[:, split:])
+        prefix = Prefix.prefill(model, tokens[:, :split], segment_size=3)
+        logits, after = decode(model, prefix, tokens[:, split:])
         assert_relative(logits, expected[:, split:], tolerance, f"split {split}")
         assert type(after.state[0]) is KeyValueState
-        more = after.more(model, text(3))
+        more = after.extend(model, text(3))
         assert_relative(more.logits, whole(model, torch.cat([tokens, text(3)], 1))[:, -1], tolerance, "read on")
 
 
@@ -98,11 +98,11 @@ def test_a_long_text_splits_at_random_positions(power, dtype, tolerance):
     tokens = text(5_000, 1)
     expected = whole(model, tokens)
     for split in torch.randint(1, 4_950, (10,), generator=torch.Generator().manual_seed(power)).tolist():
-        for memory in ("auto", "keys"):
-            reading = Reading.start(model, tokens[:, :split], piece=1_000, memory=memory)
-            logits, _ = decode(model, reading, tokens[:, split : split + 3], memory=memory)
-            assert_relative(reading.logits, expected[:, split - 1], tolerance, f"{memory}, read {split}")
-            assert_relative(logits, expected[:, split : split + 3], tolerance, f"{memory}, split {split}")
+        for cache_policy in ("auto", "keys"):
+            prefix = Prefix.prefill(model, tokens[:, :split], segment_size=1_000, cache_policy=cache_policy)
+            logits, _ = decode(model, prefix, tokens[:, split : split + 3], cache_policy=cache_policy)
+            assert_relative(prefix.logits, expected[:, split - 1], tolerance, f"{cache_policy}, read {split}")
+            assert_relative(logits, expected[:, split : split + 3], tolerance, f"{cache_policy}, split {split}")
 
 
 @pytest.mark.parametrize("kind", KINDS + SOFTMAX)
@@ -111,11 +111,11 @@ def test_a_long_text_splits_at_random_positions(power, dtype, tolerance):
 def test_texts_of_different_lengths_decode_together_as_alone(kind, dtype, tolerance, kept, then):
     model, tokens, new = make(dtype=dtype, **kind), text(30, 3), text(70, 3, seed=5)
     lengths = (30, 11, 2)
-    readings = [Reading.start(model, row[None, :n], memory=kept) for row, n in zip(tokens, lengths, strict=True)]
-    together = Reading.cat(readings)
-    logits, after = decode(model, together, new, memory=then)
+    prefixes = [Prefix.prefill(model, row[None, :n], cache_policy=kept) for row, n in zip(tokens, lengths, strict=True)]
+    together = Prefix.cat(prefixes)
+    logits, after = decode(model, together, new, cache_policy=then)
     assert after.folded == (model.config.mixer == "sympow" and then == "auto")
-    ahead = after.more(model, text(2, 3), memory=then)
+    ahead = after.extend(model, text(2, 3), cache_policy=then)
     for i, n in enumerate(lengths):
         alone = torch.cat([tokens[i : i + 1, :n], new[i : i + 1], text(2, 3)[i : i + 1]], dim=1)
         expected = whole(model, alone)
@@ -127,78 +127,78 @@ def test_texts_of_different_lengths_decode_together_as_alone(kind, dtype, tolera
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 def test_keys_are_folded_when_they_outgrow_the_state(kind, dtype, tolerance):
     model, tokens = make(dtype=dtype, **kind), text(150)
-    most = most_tokens(model)
+    most = break_even_tokens(model)
     assert 2 < most < 60
     expected = whole(model, tokens)
-    decoder = Decoder(model, Reading.start(model, tokens[:, :2]))
+    decoder = Decoder(model, Prefix.prefill(model, tokens[:, :2]))
     for position in range(2, 150):
         held = position + 1
         logits = decoder.step(tokens[:, position])
         assert_relative(logits, expected[:, position], tolerance, f"token {position}")
         assert decoder.folded == (held > most)
         assert decoder.tokens == held
-    assert_relative(decoder.close().more(model, text(4)).logits, whole(model, torch.cat([tokens, text(4)], 1))[:, -1],
+    assert_relative(decoder.close().extend(model, text(4)).logits, whole(model, torch.cat([tokens, text(4)], 1))[:, -1],
                     tolerance, "read on")  # fmt: skip
 
 
 def test_a_window_holds_no_more_than_a_state_would():
     model = make(power=4, dtype=torch.float32)
-    window = Reading.start(model, text(3), memory="keys").state[0]
+    window = Prefix.prefill(model, text(3), cache_policy="keys").state[0]
     assert isinstance(window, Window)
     # d = 4, p = 4: 35 features; keys, values and one running sum a token.
-    assert window.bytes_of_a_state == 35 * 5 * 4
-    assert window.bytes_of_a_token == 4 * 4 + 4 * 4 + 8
-    assert most_tokens(model) == window.most_tokens == 17
-    state = Reading.start(model, text(3), memory="state").state[0]
-    assert window.bytes_of_a_state == (state.kv.nbytes + state.normalizer.nbytes) // (2 * 2)
+    assert window.state_nbytes == 35 * 5 * 4
+    assert window.token_nbytes == 4 * 4 + 4 * 4 + 8
+    assert break_even_tokens(model) == window.break_even_tokens == 17
+    state = Prefix.prefill(model, text(3), cache_policy="state").state[0]
+    assert window.state_nbytes == (state.kv.nbytes + state.normalizer.nbytes) // (2 * 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("piece", [1, 7, 100])
-def test_a_prompt_is_read_in_pieces_whatever_is_kept(kind, piece):
+@pytest.mark.parametrize("segment_size", [1, 7, 100])
+def test_a_prompt_is_read_in_pieces_whatever_is_kept(kind, segment_size):
     model, tokens = make(**kind), text(40)
     expected = whole(model, tokens)
-    for memory, kept in (("keys", Window), ("state", State), ("auto", State)):
-        reading = Reading.start(model, tokens, piece=piece, memory=memory)
-        assert_relative(reading.logits, expected[:, -1], 1e-9, memory)
-        assert all(isinstance(layer, kept) for layer in reading.state)
+    for cache_policy, kept in (("keys", Window), ("state", State), ("auto", State)):
+        prefix = Prefix.prefill(model, tokens, segment_size=segment_size, cache_policy=cache_policy)
+        assert_relative(prefix.logits, expected[:, -1], 1e-9, cache_policy)
+        assert all(isinstance(layer, kept) for layer in prefix.state)
 
 
 @pytest.mark.parametrize("power", [2, 4])
 def test_reading_on_folds_what_has_outgrown_the_state(power):
     model, tokens = make(power=power), text(60)
-    most = most_tokens(model)
-    reading = Reading.start(model, tokens[:, : most - 1])
-    assert not reading.folded
-    on_the_limit = reading.more(model, tokens[:, most - 1 : most])
+    most = break_even_tokens(model)
+    prefix = Prefix.prefill(model, tokens[:, : most - 1])
+    assert not prefix.folded
+    on_the_limit = prefix.extend(model, tokens[:, most - 1 : most])
     assert not on_the_limit.folded
-    beyond = on_the_limit.more(model, tokens[:, most : most + 1])
+    beyond = on_the_limit.extend(model, tokens[:, most : most + 1])
     assert beyond.folded
     assert not on_the_limit.folded  # it stays as it is
-    again = on_the_limit.more(model, tokens[:, most : most + 1], memory="keys")
+    again = on_the_limit.extend(model, tokens[:, most : most + 1], cache_policy="keys")
     assert not again.folded
     assert_relative(beyond.logits, whole(model, tokens[:, : most + 1])[:, -1], 1e-9)
     assert_relative(again.logits, beyond.logits, 1e-9)
-    with pytest.raises(ValueError, match="memory='keys' comes too late"):
-        beyond.more(model, tokens[:, :1], memory="keys")
+    with pytest.raises(ValueError, match="cache_policy='keys' is not possible here"):
+        beyond.extend(model, tokens[:, :1], cache_policy="keys")
 
 
-@pytest.mark.parametrize("memory", ["keys", "state"])
-def test_readings_are_saved_loaded_forked_and_joined(memory, tmp_path):
+@pytest.mark.parametrize("cache_policy", ["keys", "state"])
+def test_readings_are_saved_loaded_forked_and_joined(cache_policy, tmp_path):
     model, tokens, new = make(power=4), text(12), text(8, seed=4)
     expected = whole(model, torch.cat([tokens, new], dim=1))[:, 12:]
-    reading = Reading.start(model, tokens, memory=memory)
-    reading.save(tmp_path / "text.reading", model)
-    loaded = Reading.load(tmp_path / "text.reading", model)
-    assert loaded.folded == (memory == "state")
-    assert loaded.nbytes == reading.nbytes
-    assert torch.equal(decode(model, loaded, new)[0], decode(model, reading, new)[0])
-    forked = reading.fork(2)
+    prefix = Prefix.prefill(model, tokens, cache_policy=cache_policy)
+    prefix.save(tmp_path / "text.prefix", model)
+    loaded = Prefix.load(tmp_path / "text.prefix", model)
+    assert loaded.folded == (cache_policy == "state")
+    assert loaded.nbytes == prefix.nbytes
+    assert torch.equal(decode(model, loaded, new)[0], decode(model, prefix, new)[0])
+    forked = prefix.fork(2)
     both = decode(model, forked, new.repeat_interleave(2, dim=0))[0]
     assert_relative(both, expected.repeat_interleave(2, dim=0), 1e-9, "forked")
     # Keys and values beside a state are folded to stand beside it.
-    other = Reading.start(model, tokens[:, :5], memory="state")
-    joined = Reading.cat([reading, other])
+    other = Prefix.prefill(model, tokens[:, :5], cache_policy="state")
+    joined = Prefix.cat([prefix, other])
     assert joined.folded
     logits, _ = decode(model, joined, torch.cat([new, new]))
     assert_relative(logits[:2], expected, 1e-9, "joined")
@@ -208,16 +208,16 @@ def test_readings_are_saved_loaded_forked_and_joined(memory, tmp_path):
 
 def test_a_padded_reading_of_softmax_is_saved_and_joined(tmp_path):
     model, tokens = make(mixer="softmax"), text(9, 3)
-    parts = [Reading.start(model, row[None, :n]) for row, n in zip(tokens, (9, 4, 6), strict=True)]
-    padded = Reading.cat(parts[:2])
+    parts = [Prefix.prefill(model, row[None, :n]) for row, n in zip(tokens, (9, 4, 6), strict=True)]
+    padded = Prefix.cat(parts[:2])
     assert isinstance(padded.state[0], PaddedKeyValueState)
-    padded.save(tmp_path / "text.reading", model)
-    joined = Reading.cat([Reading.load(tmp_path / "text.reading", model), parts[2]])
+    padded.save(tmp_path / "text.prefix", model)
+    joined = Prefix.cat([Prefix.load(tmp_path / "text.prefix", model), parts[2]])
     logits, after = decode(model, joined, text(3, 3))
     for i, n in enumerate((9, 4, 6)):
         expected = whole(model, torch.cat([tokens[i : i + 1, :n], text(3, 3)[i : i + 1]], dim=1))
         assert_relative(logits[i], expected[0, n:], 1e-9, f"text of {n}")
-    assert type(Reading.cat([parts[0], parts[0]]).state[0]) is KeyValueState
+    assert type(Prefix.cat([parts[0], parts[0]]).state[0]) is KeyValueState
     assert after.tokens == 12
 
 
@@ -225,22 +225,24 @@ def test_a_padded_reading_of_softmax_is_saved_and_joined(tmp_path):
 @pytest.mark.parametrize("length", [5, 90])
 def test_decoding_leaves_the_reading_as_it_is(kind, length):
     model = make(**kind)
-    reading = Reading.start(model, text(length))
-    first, second = (decode(model, reading, text(80, seed=7))[0] for _ in range(2))
+    prefix = Prefix.prefill(model, text(length))
+    first, second = (decode(model, prefix, text(80, seed=7))[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("memory", ["state", "auto", "keys"])
-def test_memory_does_not_grow_where_the_number_of_tokens_is_known(memory):
+@pytest.mark.parametrize("cache_policy", ["state", "auto", "keys"])
+def test_memory_does_not_grow_where_the_number_of_tokens_is_known(cache_policy):
     model = make(power=2)
-    decoder = Decoder(model, Reading.start(model, text(90), memory=memory), tokens=200, memory=memory)
+    decoder = Decoder(
+        model, Prefix.prefill(model, text(90), cache_policy=cache_policy), tokens=200, cache_policy=cache_policy
+    )
     decoder.step(text(1)[:, 0])
-    tensors = [x.data_ptr() for m in decoder._memories.layers for x in m._tensors().values()]
+    tensors = [x.data_ptr() for m in decoder._cache.layers for x in m._tensors().values()]
     size = decoder.nbytes
     for token in text(199).unbind(1):
         decoder.step(token)
     assert decoder.nbytes == size
-    assert [x.data_ptr() for m in decoder._memories.layers for x in m._tensors().values()] == tensors
+    assert [x.data_ptr() for m in decoder._cache.layers for x in m._tensors().values()] == tensors
 
 
 @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}], ids=str)
@@ -248,7 +250,7 @@ def test_room_grows_where_it_is_not_known(kind, monkeypatch):
     monkeypatch.setattr("sympow.generation.cache.LEAST_ROOM", 4)
     model, tokens = make(**kind), text(60)
     expected = whole(model, tokens)
-    decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory="auto"), memory="keys")
+    decoder = Decoder(model, Prefix.prefill(model, tokens[:, :3], cache_policy="auto"), cache_policy="keys")
     for position in range(3, 60):
         assert_relative(decoder.step(tokens[:, position]), expected[:, position], 1e-9, f"token {position}")
     assert not decoder.folded
@@ -257,9 +259,9 @@ def test_room_grows_where_it_is_not_known(kind, monkeypatch):
 def test_autocast_decides_the_dtype_of_keys_and_values():
     model = make(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        reading = Reading.start(model, text(2))
-        assert reading.state[0].values.dtype == torch.bfloat16
-        logits, after = decode(model, reading, text(2))
+        prefix = Prefix.prefill(model, text(2))
+        assert prefix.state[0].values.dtype == torch.bfloat16
+        logits, after = decode(model, prefix, text(2))
         assert logits.isfinite().all()
         assert after.state[0].values.dtype == torch.bfloat16
         logits, after = decode(model, after, text(20))
@@ -267,11 +269,13 @@ def test_autocast_decides_the_dtype_of_keys_and_values():
     assert after.folded
 
 
-@pytest.mark.parametrize("memory", ["auto", "state", "keys"])
+@pytest.mark.parametrize("cache_policy", ["auto", "state", "keys"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_generated_tokens_are_the_argmax_of_the_forward_pass(kind, memory):
+def test_generated_tokens_are_the_argmax_of_the_forward_pass(kind, cache_policy):
     model, tokens = make(**kind), text(6)
-    found = torch.stack(list(generate(model, 40, Sampling(temperature=0), prompt=tokens, memory=memory)), dim=1)
+    found = torch.stack(
+        list(generate(model, 40, Sampling(temperature=0), prompt=tokens, cache_policy=cache_policy)), dim=1
+    )
     for _ in range(40):
         tokens = torch.cat([tokens, whole(model, tokens)[:, -1].argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(found, tokens[:, 6:])
@@ -279,18 +283,18 @@ def test_generated_tokens_are_the_argmax_of_the_forward_pass(kind, memory):
 
 def test_logits_that_are_no_numbers_are_not_passed_over():
     model = make()
-    reading = Reading.start(model, text())
+    prefix = Prefix.prefill(model, text())
     with torch.no_grad():
         model.final_norm.weight.fill_(float("nan"))
-    tokens = generate(model, 3, reading=reading)
+    tokens = generate(model, 3, prefix=prefix)
     next(tokens)
-    with pytest.raises(NonFiniteLogitsError, match="logits are not numbers"):
+    with pytest.raises(NonFiniteLogitsError, match="logits are NaN or infinite"):
         next(tokens)
 
 
 def test_the_first_call_of_recorded_work_runs_as_it_is():
     calls = []
-    work = Recorded(lambda: calls.append(1), record=False)
+    work = CapturedCall(lambda: calls.append(1), capture=False)
     work()
     work()
     assert len(calls) == 2
@@ -298,17 +302,17 @@ def test_the_first_call_of_recorded_work_runs_as_it_is():
 
 def test_mistakes_are_named():
     model, softmax = make(), make(mixer="softmax")
-    reading = Reading.start(model, text())
-    with pytest.raises(ValueError, match="memory must be one of 'auto', 'state', 'keys'; got 'all'"):
-        Reading.start(model, text(), memory="all")
-    with pytest.raises(ValueError, match="memory='state' is for symmetric power attention"):
-        Reading.start(softmax, text(), memory="state")
+    prefix = Prefix.prefill(model, text())
+    with pytest.raises(ValueError, match="cache_policy must be one of 'auto', 'state', 'keys'; got 'all'"):
+        Prefix.prefill(model, text(), cache_policy="all")
+    with pytest.raises(ValueError, match="cache_policy='state' is for symmetric power attention"):
+        Prefix.prefill(softmax, text(), cache_policy="state")
     with pytest.raises(ValueError, match=r"tokens must be \(2,\), one for each text; got \(3,\)"):
-        Decoder(model, reading).step(torch.zeros(3, dtype=torch.int64))
+        Decoder(model, prefix).step(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="tokens must lie between 0 and 49; got 50"):
-        Decoder(model, reading).step(torch.tensor([0, 50]))
-    with pytest.raises(ValueError, match="reading must be of a model with 2 layers, got 1"):
-        Decoder(model, replace(reading, state=reading.state[:1]))
-    window = Reading.start(model, text(3, 1), memory="keys").state
+        Decoder(model, prefix).step(torch.tensor([0, 50]))
+    with pytest.raises(ValueError, match="prefix must be of a model with 2 layers, got 1"):
+        Decoder(model, replace(prefix, state=prefix.state[:1]))
+    window = Prefix.prefill(model, text(3, 1), cache_policy="keys").state
     with pytest.raises(ValueError, match="cu_seqlens cannot go with a state of keys and values"):
         model(text(4, 1), window, cu_seqlens=torch.tensor([0, 2, 4]))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sympow import GPT, GPTConfig
-from sympow.generation.cache import most_tokens
+from sympow.generation.cache import break_even_tokens
 from sympow.generation.decoder import Decoder, decode
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 
 pytestmark = pytest.mark.gpu
@@ -48,14 +48,14 @@ def test_logits_are_as_good_as_those_of_the_whole_pass(kind):
     with torch.no_grad():
         exact = copy.deepcopy(model).double()(tokens, return_state=False)[0][:, 60:]
         plain = error(model(tokens, return_state=False)[0][:, 60:], exact)
-    for memory in ("auto", "keys") if kind.get("mixer") == "softmax" else ("auto", "state", "keys"):
-        reading = Reading.start(model, tokens[:, :60], piece=50, memory=memory)
-        logits, after = decode(model, reading, tokens[:, 60:], memory=memory)
+    for cache_policy in ("auto", "keys") if kind.get("mixer") == "softmax" else ("auto", "state", "keys"):
+        prefix = Prefix.prefill(model, tokens[:, :60], segment_size=50, cache_policy=cache_policy)
+        logits, after = decode(model, prefix, tokens[:, 60:], cache_policy=cache_policy)
         assert error(logits, exact) <= 2 * plain
         assert after.tokens == 300
-        if memory == "auto" and "power" in kind:
-            assert after.folded == (most_tokens(model) < 300)
-        again, _ = decode(model, reading, tokens[:, 60:], memory=memory, graphs=False)
+        if cache_policy == "auto" and "power" in kind:
+            assert after.folded == (break_even_tokens(model) < 300)
+        again, _ = decode(model, prefix, tokens[:, 60:], cache_policy=cache_policy, graphs=False)
         assert error(again, exact) <= 2 * plain
 
 
@@ -74,10 +74,10 @@ def test_tokens_are_the_same_with_graphs_and_without(kind):
 def test_texts_of_different_lengths_decode_together_as_alone():
     for kind in ({"power": 2, "heads": 8}, {"mixer": "softmax", "heads": 2, "gating": "none", "rotary": "fixed"}):
         model, tokens, new = make(**kind), text(70), text(100, seed=2)
-        readings = [Reading.start(model, row[None, :n]) for row, n in zip(tokens, (70, 33, 5), strict=True)]
-        together, _ = decode(model, Reading.cat(readings), new)
-        for row, reading in enumerate(readings):
-            alone, _ = decode(model, reading, new[row : row + 1])
+        prefixes = [Prefix.prefill(model, row[None, :n]) for row, n in zip(tokens, (70, 33, 5), strict=True)]
+        together, _ = decode(model, Prefix.cat(prefixes), new)
+        for row, prefix in enumerate(prefixes):
+            alone, _ = decode(model, prefix, new[row : row + 1])
             assert error(together[row], alone[0].double()) <= 2e-2
 
 
@@ -91,8 +91,10 @@ def test_a_stop_token_ends_generation_where_it_came():
 @pytest.mark.parametrize("kind", [KINDS[0], KINDS[2], KINDS[4]])
 def test_steps_wait_for_nothing_and_take_no_memory(kind):
     model, tokens = make(**kind), text(200)
-    memory = "auto" if kind.get("mixer") == "softmax" else "state"
-    decoder = Decoder(model, Reading.start(model, tokens, memory=memory), tokens=400, memory=memory)
+    cache_policy = "auto" if kind.get("mixer") == "softmax" else "state"
+    decoder = Decoder(
+        model, Prefix.prefill(model, tokens, cache_policy=cache_policy), tokens=400, cache_policy=cache_policy
+    )
     token = tokens[:, 0].clone()
     sampling, generator = Sampling(top_k=20, top_p=0.9, min_p=0.01), torch.Generator("cuda").manual_seed(0)
     for _ in range(140):  # steps and folds are recorded

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import sympow
 from support import assert_close
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.train import train
@@ -51,17 +51,17 @@ def test_a_model_folder_gives_the_same_logits(name, numbers):
 def test_a_prefilled_text_continues_as_before(name, numbers):
     facts = FACTS[name]
     model = TextModel.load(FOLDER / name.partition("-")[0]).model
-    reading = Reading.load(FOLDER / "readings" / f"{name}.reading", model)
-    assert sorted({type(layer).__name__ for layer in reading.state}) == facts["kinds"]
-    assert (reading.tokens, reading.batch, reading.nbytes) == (facts["tokens"], facts["batch"], facts["nbytes"])
-    assert torch.equal(reading.logits, numbers[f"{name}.logits"])
-    longer = reading.more(model, NEXT.expand(reading.batch, -1))
+    prefix = Prefix.load(FOLDER / "readings" / f"{name}.reading", model)
+    assert sorted({type(layer).__name__ for layer in prefix.state}) == facts["kinds"]
+    assert (prefix.tokens, prefix.batch, prefix.nbytes) == (facts["tokens"], facts["batch"], facts["nbytes"])
+    assert torch.equal(prefix.logits, numbers[f"{name}.logits"])
+    longer = prefix.extend(model, NEXT.expand(prefix.batch, -1))
     assert_close(longer.logits, numbers[f"{name}.continued"], ROUNDED, "logits")
-    whole = Reading.start(model, torch.cat([PROMPT, NEXT], dim=1))
+    whole = Prefix.prefill(model, torch.cat([PROMPT, NEXT], dim=1))
     # The last text of a batch is the one that was read here.
     last = longer.select(slice(-1, None))
     assert_close(last.logits, whole.logits, ROUNDED, "logits")
-    assert greedy(model, 5, reading=last) == greedy(model, 5, reading=whole)
+    assert greedy(model, 5, prefix=last) == greedy(model, 5, prefix=whole)
 
 
 def test_a_prefilled_text_is_written_as_before(tmp_path):
@@ -69,7 +69,7 @@ def test_a_prefilled_text_is_written_as_before(tmp_path):
     model = TextModel.load(FOLDER / "sympow").model
     for name in ("sympow-state", "sympow-keys"):
         path = FOLDER / "readings" / f"{name}.reading"
-        Reading.load(path, model).save(tmp_path / name, model)
+        Prefix.load(path, model).save(tmp_path / name, model)
         assert (tmp_path / name).read_bytes() == path.read_bytes()
 
 

@@ -14,7 +14,7 @@ import torch
 from support import flipped
 from sympow import GPT, GPTConfig
 from sympow.generation.decoder import Decoder
-from sympow.generation.prefix import Reading, fingerprint_of
+from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 
 VOCABULARY = 13
@@ -48,73 +48,73 @@ def test_greedy_is_the_argmax_of_the_forward_pass(model):
     assert torch.equal(found, text[:, 9:])
 
 
-@pytest.mark.parametrize("piece", [1, 4, 100])
-def test_reading_in_pieces_gives_the_same_logits_and_state(model, piece):
+@pytest.mark.parametrize("segment_size", [1, 4, 100])
+def test_reading_in_pieces_gives_the_same_logits_and_state(model, segment_size):
     expected, _ = model(prompt())
-    reading = Reading.start(model, prompt(), piece=piece)
-    torch.testing.assert_close(reading.logits, expected[:, -1], rtol=1e-9, atol=1e-9)
+    prefix = Prefix.prefill(model, prompt(), segment_size=segment_size)
+    torch.testing.assert_close(prefix.logits, expected[:, -1], rtol=1e-9, atol=1e-9)
     more = prompt(3)
     whole, _ = model(torch.cat([prompt(), more], dim=1))
-    torch.testing.assert_close(reading.more(model, more).logits, whole[:, -1], rtol=1e-9, atol=1e-9)
-    assert reading.more(model, more).tokens == 12
+    torch.testing.assert_close(prefix.extend(model, more).logits, whole[:, -1], rtol=1e-9, atol=1e-9)
+    assert prefix.extend(model, more).tokens == 12
 
 
 def test_a_reading_stands_for_what_was_read(model):
-    before = Reading.start(model, prompt()[:, :6])
+    before = Prefix.prefill(model, prompt()[:, :6])
     greedy = Sampling(temperature=0)
     expected = collect(model, prompt(), 5, greedy)
-    assert torch.equal(collect(model, prompt()[:, 6:], 5, greedy, reading=before), expected)
-    assert torch.equal(collect(model, None, 5, greedy, reading=Reading.start(model, prompt())), expected)
+    assert torch.equal(collect(model, prompt()[:, 6:], 5, greedy, prefix=before), expected)
+    assert torch.equal(collect(model, None, 5, greedy, prefix=Prefix.prefill(model, prompt())), expected)
 
 
 def test_a_reading_can_be_forked_and_selected(model):
-    reading = Reading.start(model, prompt())
-    forked = reading.fork(3)
+    prefix = Prefix.prefill(model, prompt())
+    forked = prefix.fork(3)
     assert forked.batch == 6
-    torch.testing.assert_close(forked.select(slice(3, 4)).logits, reading.logits[1:])
-    again = forked.select(torch.tensor([5, 0])).more(model, prompt(2).flip(0))
-    torch.testing.assert_close(again.logits, reading.more(model, prompt(2)).logits.flip(0), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(forked.select(slice(3, 4)).logits, prefix.logits[1:])
+    again = forked.select(torch.tensor([5, 0])).extend(model, prompt(2).flip(0))
+    torch.testing.assert_close(again.logits, prefix.extend(model, prompt(2)).logits.flip(0), rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
-        reading.fork(0)
+        prefix.fork(0)
 
 
 def test_a_saved_reading_goes_on_in_another_process(model, tmp_path):
-    reading = Reading.start(model, prompt())
-    reading.save(tmp_path / "text.reading", model)
-    loaded = Reading.load(tmp_path / "text.reading", model)
+    prefix = Prefix.prefill(model, prompt())
+    prefix.save(tmp_path / "text.prefix", model)
+    loaded = Prefix.load(tmp_path / "text.prefix", model)
     assert loaded.tokens == 9
-    assert loaded.nbytes == reading.nbytes > 0
-    expected = collect(model, None, 20, reading=reading, seed=5)
-    assert torch.equal(collect(model, None, 20, reading=loaded, seed=5), expected)
+    assert loaded.nbytes == prefix.nbytes > 0
+    expected = collect(model, None, 20, prefix=prefix, seed=5)
+    assert torch.equal(collect(model, None, 20, prefix=loaded, seed=5), expected)
     torch.save(model, tmp_path / "model.pt")
     code = f"""
 import torch
 from sympow.generation.sampling import generate
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-reading = Reading.load({str(tmp_path / "text.reading")!r}, model)
-print([token.tolist() for token in generate(model, 20, reading=reading, seed=5)])
+prefix = Prefix.load({str(tmp_path / "text.prefix")!r}, model)
+print([token.tolist() for token in generate(model, 20, prefix=prefix, seed=5)])
 """
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert torch.equal(torch.tensor(json.loads(result.stdout)).mT, expected)
 
 
 def test_files_that_are_no_readings_are_refused(model, tmp_path):
-    path = tmp_path / "text.reading"
-    Reading.start(model, prompt()).save(path, model)
+    path = tmp_path / "text.prefix"
+    Prefix.prefill(model, prompt()).save(path, model)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="is no reading, or is damaged"):
-        Reading.load(path, model)
+    with pytest.raises(ValueError, match="is no file of a prefix, or is damaged"):
+        Prefix.load(path, model)
     path.write_bytes(content)
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.embedding.weight[0, 0] += 1e-6
     with pytest.raises(ValueError, match="was made by another model: its fingerprint"):
-        Reading.load(path, other)
+        Prefix.load(path, other)
     safetensors.torch.save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match=r"must have the format 'sympow reading 2', got None"):
-        Reading.load(path, model)
+        Prefix.load(path, model)
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +124,17 @@ def small_model():
 
 
 def test_every_flipped_bit_of_a_reading_is_noticed(small_model, tmp_path):
-    path = tmp_path / "text.reading"
-    Reading.start(small_model, torch.tensor([[0, 1]])).save(path, small_model)
+    path = tmp_path / "text.prefix"
+    Prefix.prefill(small_model, torch.tensor([[0, 1]])).save(path, small_model)
     content = path.read_bytes()
     for bit in range(8 * len(content)):
         path.write_bytes(flipped(content, bit))
-        with pytest.raises(ValueError, match=r"text\.reading (is no reading, or is damaged|was made by another model)"):
-            Reading.load(path, small_model)
+        with pytest.raises(ValueError, match=r"text\.prefix (is no file of a prefix|was made by another model)"):
+            Prefix.load(path, small_model)
 
 
-def save_as_before_checksums(reading, path, model):
-    reading.save(path, model)
+def save_as_before_checksums(prefix, path, model):
+    prefix.save(path, model)
     with safetensors.safe_open(path, framework="pt") as file:
         words = {**file.metadata(), "format": "sympow reading 1"}
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
@@ -143,25 +143,25 @@ def save_as_before_checksums(reading, path, model):
 
 
 def test_readings_of_earlier_versions_are_read(model, tmp_path):
-    path = tmp_path / "text.reading"
-    reading = Reading.start(model, prompt())
-    save_as_before_checksums(reading, path, model)
-    loaded = Reading.load(path, model)
-    assert torch.equal(loaded.logits, reading.logits)
-    expected = collect(model, None, 5, reading=reading, seed=5)
-    assert torch.equal(collect(model, None, 5, reading=loaded, seed=5), expected)
+    path = tmp_path / "text.prefix"
+    prefix = Prefix.prefill(model, prompt())
+    save_as_before_checksums(prefix, path, model)
+    loaded = Prefix.load(path, model)
+    assert torch.equal(loaded.logits, prefix.logits)
+    expected = collect(model, None, 5, prefix=prefix, seed=5)
+    assert torch.equal(collect(model, None, 5, prefix=loaded, seed=5), expected)
 
 
 def test_damage_in_an_earlier_reading_is_a_value_error(small_model, tmp_path):
-    path = tmp_path / "text.reading"
-    save_as_before_checksums(Reading.start(small_model, torch.tensor([[0, 1]])), path, small_model)
+    path = tmp_path / "text.prefix"
+    save_as_before_checksums(Prefix.prefill(small_model, torch.tensor([[0, 1]])), path, small_model)
     content = path.read_bytes()
     header = 8 + int.from_bytes(content[:8], "little")
     refused = 0
     for bit in range(8 * header):
         path.write_bytes(flipped(content, bit))
         try:
-            Reading.load(path, small_model)
+            Prefix.load(path, small_model)
         except ValueError:
             refused += 1
     # The others are in words that nothing depends on, such as the number of tokens.
@@ -169,8 +169,8 @@ def test_damage_in_an_earlier_reading_is_a_value_error(small_model, tmp_path):
 
 
 def test_a_failed_save_leaves_the_earlier_reading(model, tmp_path, monkeypatch):
-    path = tmp_path / "text.reading"
-    Reading.start(model, prompt(3)).save(path, model)
+    path = tmp_path / "text.prefix"
+    Prefix.prefill(model, prompt(3)).save(path, model)
     before = path.read_bytes()
 
     def full(handle):
@@ -178,23 +178,23 @@ def test_a_failed_save_leaves_the_earlier_reading(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space left on device"):
-        Reading.start(model, prompt()).save(path, model)
+        Prefix.prefill(model, prompt()).save(path, model)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_reading_does_not_depend_on_its_file_any_more(tmp_path):
-    path = tmp_path / "text.reading"
+    path = tmp_path / "text.prefix"
     code = f"""
 import os, torch
 from sympow import GPT, GPTConfig
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 model = GPT(GPTConfig(vocab_size={VOCABULARY}, layers=1, width=64, heads=1))
-reading = Reading.start(model, torch.zeros(1, 1000, dtype=torch.int64))
-reading.save({str(path)!r}, model)
-loaded = Reading.load({str(path)!r}, model)
+prefix = Prefix.prefill(model, torch.zeros(1, 1000, dtype=torch.int64))
+prefix.save({str(path)!r}, model)
+loaded = Prefix.load({str(path)!r}, model)
 os.truncate({str(path)!r}, 0)
-print(torch.equal(loaded.logits, reading.logits), loaded.more(model, torch.ones(1, 1, dtype=torch.int64)).tokens)
+print(torch.equal(loaded.logits, prefix.logits), loaded.extend(model, torch.ones(1, 1, dtype=torch.int64)).tokens)
 """
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120)
     assert (result.returncode, result.stdout) == (0, "True 1001\n"), result.stderr
@@ -297,33 +297,33 @@ def test_the_penalty_counts_all_that_was_read_however_it_was_read(model, tmp_pat
     generated_alone = collect(model, text, 8, Sampling(temperature=0))
     assert not torch.equal(expected, generated_alone), "the penalty changes nothing: choose another seed"
     assert torch.equal(collect(model, text, 8, PENALISED), expected)
-    first = Reading.start(model, text[:, :3])
-    reading = first.more(model, text[:, 3:])
-    reading.save(tmp_path / "text.reading", model)
+    first = Prefix.prefill(model, text[:, :3])
+    prefix = first.extend(model, text[:, 3:])
+    prefix.save(tmp_path / "text.prefix", model)
     ways = {
-        "a reading": {"reading": reading},
-        "a reading and a prompt": {"reading": first, "prompt": text[:, 3:]},
-        "a saved reading": {"reading": Reading.load(tmp_path / "text.reading", model)},
-        "forked and selected": {"reading": reading.fork(2).select(torch.tensor([1, 2]))},
-        "joined": {"reading": Reading.cat([reading.select(slice(0, 1)), reading.select(slice(1, 2))])},
+        "a prefix": {"prefix": prefix},
+        "a prefix and a prompt": {"prefix": first, "prompt": text[:, 3:]},
+        "a saved prefix": {"prefix": Prefix.load(tmp_path / "text.prefix", model)},
+        "forked and selected": {"prefix": prefix.fork(2).select(torch.tensor([1, 2]))},
+        "joined": {"prefix": Prefix.cat([prefix.select(slice(0, 1)), prefix.select(slice(1, 2))])},
     }
     for name, way in ways.items():
         assert torch.equal(collect(model, way.pop("prompt", None), 8, PENALISED, **way), expected), name
     decoder = Decoder(model, first)
     for token in text[:, 3:].unbind(1):
         decoder.step(token)
-    assert torch.equal(collect(model, None, 8, PENALISED, reading=decoder.close()), expected)
+    assert torch.equal(collect(model, None, 8, PENALISED, prefix=decoder.close()), expected)
     assert torch.equal(first.seen, torch.zeros_like(first.seen).scatter(1, text[:, :3], True)), "it was changed"
 
 
 def test_a_penalty_on_a_file_that_does_not_say_what_was_read_is_refused(model, tmp_path):
-    path = tmp_path / "text.reading"
+    path = tmp_path / "text.prefix"
     # As earlier versions wrote it.
-    replace(Reading.start(model, prompt()), seen=None).save(path, model)
-    loaded = Reading.load(path, model)
-    assert torch.equal(collect(model, None, 3, reading=loaded, seed=0), collect(model, prompt(), 3, seed=0))
-    with pytest.raises(ValueError, match="repetition_penalty counts the tokens that were read, and this reading does"):
-        collect(model, None, 3, PENALISED, reading=loaded)
+    replace(Prefix.prefill(model, prompt()), seen=None).save(path, model)
+    loaded = Prefix.load(path, model)
+    assert torch.equal(collect(model, None, 3, prefix=loaded, seed=0), collect(model, prompt(), 3, seed=0))
+    with pytest.raises(ValueError, match="repetition_penalty needs to know which tokens occurred, and this prefix"):
+        collect(model, None, 3, PENALISED, prefix=loaded)
 
 
 @pytest.mark.parametrize(
@@ -379,11 +379,11 @@ def test_extreme_penalties_push_seen_tokens_all_the_way(temperature, penalty, ex
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_logits_that_are_no_numbers_end_the_generation(model, broken):
-    reading = Reading.start(model, prompt())
-    logits = reading.logits.clone()
+    prefix = Prefix.prefill(model, prompt())
+    logits = prefix.logits.clone()
     logits[1, 3] = broken
-    with pytest.raises(NonFiniteLogitsError, match="logits are not numbers"):
-        list(generate(model, 1, Sampling(temperature=0), reading=replace(reading, logits=logits)))
+    with pytest.raises(NonFiniteLogitsError, match="logits are NaN or infinite"):
+        list(generate(model, 1, Sampling(temperature=0), prefix=replace(prefix, logits=logits)))
 
 
 def test_wrong_arguments_are_named(model):
@@ -391,5 +391,5 @@ def test_wrong_arguments_are_named(model):
         list(generate(model, -1, prompt=prompt()))
     with pytest.raises(ValueError, match=r"at least one token, got shape \(2, 0\)"):
         list(generate(model, 1, prompt=prompt(0)))
-    with pytest.raises(ValueError, match="prompt or reading must be given"):
+    with pytest.raises(ValueError, match="prompt or prefix must be given"):
         list(generate(model, 1))

@@ -1,4 +1,4 @@
-"""Peak memory of reading and generating does not depend on how much was read."""
+"""Peak memory of prefill and generation does not depend on the length of the prompt."""
 
 import json
 import os
@@ -16,16 +16,17 @@ import json, os, resource, sys
 import torch
 from sympow import GPT, GPTConfig
 from sympow.generation.sampling import generate
-from sympow.bench.memory import PeakMemory
+from sympow.bench.timing import PeakMemory
 
 def measure(length, options):
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    memory = options.pop("memory", "auto")
+    cache_policy = options.pop("cache_policy", "auto")
     model = GPT(GPTConfig(vocab_size=256, layers=1, width=64, heads=8, **options)).eval()
     prompt = torch.randint(256, (1, length))
     with PeakMemory() as measured:
-        made = [int(token) for token in generate(model, 70, prompt=prompt, piece=500, seed=0, memory=memory)]
+        found = generate(model, 70, prompt=prompt, segment_size=500, seed=0, cache_policy=cache_policy)
+        made = [int(token) for token in found]
     assert len(made) == 70
     # The prompt itself, eight bytes a token, is the caller's.
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - prompt.nbytes
@@ -78,7 +79,7 @@ def test_a_hundred_times_the_prompt_takes_the_same_memory(peaks, power):
 
 
 @pytest.mark.parametrize(
-    "options", [{"mixer": "softmax"}, pytest.param({"memory": "keys"}, marks=pytest.mark.slow)], ids=str
+    "options", [{"mixer": "softmax"}, pytest.param({"cache_policy": "keys"}, marks=pytest.mark.slow)], ids=str
 )
 def test_the_measurement_would_find_memory_that_grows(peaks, options):
     short, long = (peaks(length, **options) for length in (1_000, 5_000))

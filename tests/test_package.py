@@ -13,7 +13,7 @@ import sympow
 SOURCE = Path(sympow.__file__).parent
 # Imports point one way: a part may import those before it. Parts on one line do not import each other.
 LAYERS = (
-    ("checks", "extras", "files", "invocation"),
+    ("checks", "deprecated", "extras", "files", "invocation"),
     ("devices", "parsing", "tensor_file"),
     ("kernels", "data"),
     ("ops",),
@@ -23,8 +23,8 @@ LAYERS = (
     ("generation",),
     ("train", "hf"),
     ("evaluate", "bench"),
+    ("experiments",),
     ("report",),
-    ("experiment", "diagnostics"),
     ("cli",),
     ("__main__",),
 )

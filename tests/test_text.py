@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from sympow import GPT, GPTConfig
 from sympow.cli.app import app
-from sympow.data.tokenizer import ByteTokenizer
+from sympow.data.tokenizer import ByteTokenizer, JsonTokenizer, train_bpe
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.model.storage import save_model
@@ -33,6 +33,50 @@ def test_characters_come_whole_and_in_order(text):
     pieces = decode(text.encode())
     assert "".join(pieces) == text
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def json_tokenizers():
+    """Byte pairs, whose tokens split characters, and single bytes among words, as of SentencePiece."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pairs = train_bpe(["naïve – 光 and the state 👩‍🚀 of keys", "日本語 テスト"] * 20, 320)
+    words = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("▁the", -2.0), ("key", -3.0)]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram([*words, ("</s>", 0.0)], 0, True))
+    steps = tokenizers.decoders
+    model.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    return {"byte pairs": pairs, "byte fallback": JsonTokenizer(model, "file", "</s>"), "bytes": TOKENIZER}
+
+
+def streamed(tokenizer, ids):
+    decoder = TextDecoder(tokenizer)
+    return "".join(text for token in ids for text in decoder.take(token)) + "".join(decoder.finish())
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "byte fallback", "bytes"])
+def test_streamed_text_is_that_of_all_tokens_at_once(json_tokenizers, kind):
+    tokenizer = json_tokenizers[kind]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        # Characters of one to four bytes, which tokens split anywhere.
+        points = torch.randint(32, 0x2FFFF, (30,), generator=generator).tolist()
+        text = "".join(chr(p if i % 2 else 32 + p % 95) for i, p in enumerate(points) if not 0xD800 <= p < 0xE000)
+        ids = tokenizer.encode(text).tolist()
+        assert len(ids) > len(text)
+        assert streamed(tokenizer, ids) == tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "byte fallback", "bytes"])
+def test_random_tokens_are_streamed_as_they_are_decoded_at_once(json_tokenizers, kind):
+    tokenizer = json_tokenizers[kind]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        ids = torch.randint(tokenizer.vocab_size, (40,), generator=generator)
+        ids = ids[ids != tokenizer.boundary].tolist()
+        found = streamed(tokenizer, ids)
+        # Byte fallback decodes a whole run of bytes to replacements if one is invalid, which streaming learns too late.
+        assert found if kind == "byte fallback" else found == tokenizer.decode(ids)
 
 
 def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
@@ -89,46 +133,48 @@ GREEDY = Sampling(temperature=0)
 
 def test_prompts_of_different_lengths_continue_together_as_alone(folder):
     text_model = TextModel.load(folder, dtype=torch.float64)
-    readings = [text_model.read(text) for text in ("a", "a longer prompt", "")]
-    alone = ["".join(text_model.stream(reading, 30, GREEDY)) for reading in readings]
-    assert text_model.continue_all(readings, 30, GREEDY) == alone
+    prefixes = [text_model.prefill(text) for text in ("a", "a longer prompt", "")]
+    alone = ["".join(text_model.stream(prefix, 30, GREEDY)) for prefix in prefixes]
+    assert text_model.continue_all(prefixes, 30, GREEDY) == alone
     assert len(set(alone)) > 1
 
 
 def test_an_interrupted_batch_leaves_what_was_generated(folder):
     text_model = TextModel.load(folder, dtype=torch.float64)
-    readings = [text_model.read(text) for text in ("a", "a longer prompt")]
-    whole = text_model.continue_all(readings, 30, GREEDY)
+    prefixes = [text_model.prefill(text) for text in ("a", "a longer prompt")]
+    whole = text_model.continue_all(prefixes, 30, GREEDY)
 
     def interrupt(tokens):
         if tokens == 7:
             raise KeyboardInterrupt
 
-    for text, expected in zip(text_model.continue_all(readings, 30, GREEDY, report=interrupt), whole, strict=True):
+    for text, expected in zip(text_model.continue_all(prefixes, 30, GREEDY, report=interrupt), whole, strict=True):
         assert text
         assert len(text) < len(expected)
         assert expected.startswith(text.rstrip("\N{REPLACEMENT CHARACTER}"))
 
 
-@pytest.mark.parametrize("memory", ["state", "keys"])
-def test_what_is_kept_does_not_change_the_text(folder, memory):
+@pytest.mark.parametrize("cache_policy", ["state", "keys"])
+def test_what_is_kept_does_not_change_the_text(folder, cache_policy):
     options = ("--prompt", "def ", "--tokens", 40, "--temperature", 0)
-    assert run("generate", folder, *options, "--memory", memory).stdout == run("generate", folder, *options).stdout
+    assert (
+        run("generate", folder, *options, "--memory", cache_policy).stdout == run("generate", folder, *options).stdout
+    )
 
 
 def test_a_text_read_in_two_parts_is_one_text(folder):
     text_model = TextModel.load(folder, dtype=torch.float64)
-    whole, first = text_model.read("two parts"), text_model.read("two ")
-    second = text_model.read_on(first, "parts", piece=2)
+    whole, first = text_model.prefill("two parts"), text_model.prefill("two ")
+    second = text_model.extend(first, "parts", segment_size=2)
     torch.testing.assert_close(second.logits, whole.logits, rtol=1e-9, atol=1e-9)
     assert second.tokens == whole.tokens == 10
-    assert text_model.read_on(first, "") is first
+    assert text_model.extend(first, "") is first
 
 
 def test_several_texts_are_not_streamed(folder):
     text_model = TextModel.load(folder)
-    with pytest.raises(ValueError, match="reading must be of one text, got 2"):
-        list(text_model.stream(text_model.read("a").fork(2), 3))
+    with pytest.raises(ValueError, match="prefix must be of one text, got 2"):
+        list(text_model.stream(text_model.prefill("a").fork(2), 3))
 
 
 def run(*arguments, **options):
@@ -197,13 +243,13 @@ def test_the_penalty_of_the_command_counts_the_prompt(folder, tmp_path):
     sampling = Sampling(temperature=0, repetition_penalty=3.0)
     tokens = generate(text_model.model, 7, sampling, prompt=text_model.encode(prompt))
     expected = TOKENIZER.decode([int(token) for token in tokens])
-    reading = text_model.read(prompt)
-    unread = replace(reading, seen=torch.zeros_like(reading.seen))
+    prefix = text_model.prefill(prompt)
+    unread = replace(prefix, seen=torch.zeros_like(prefix.seen))
     assert "".join(text_model.stream(unread, 7, sampling)) != expected, "the prompt changes nothing: choose another"
     options = ("--tokens", 7, "--temperature", 0)
     found = run("generate", folder, "--prompt", prompt, *options, "--repetition-penalty", 3)
     assert found.stdout == f"{prompt}{expected}\n"
-    text, state = tmp_path / "text.txt", tmp_path / "text.reading"
+    text, state = tmp_path / "text.txt", tmp_path / "text.prefix"
     text.write_text(prompt)
     run("state", folder, text, "--out", state)
     resumed = run("generate", folder, "--state", state, *options, "--repetition-penalty", 3)
@@ -219,9 +265,9 @@ def test_a_dash_is_standard_input(folder, tmp_path):
     assert run("generate", folder, "--file", "-", *options, input=given).stdout == from_file.stdout
     shown = []
     for name, source in (("file", text), ("dash", "-")):
-        made = run("state", folder, source, "--out", tmp_path / f"{name}.reading", input=given)
+        made = run("state", folder, source, "--out", tmp_path / f"{name}.prefix", input=given)
         assert made.exit_code == 0, made.output
-        resumed = run("generate", folder, "--state", tmp_path / f"{name}.reading", *options)
+        resumed = run("generate", folder, "--state", tmp_path / f"{name}.prefix", *options)
         assert resumed.stdout == from_file.stdout
         page = tmp_path / f"{name}.html"
         result = run("inspect", folder, source, "-o", page, input=given)
@@ -244,7 +290,7 @@ def test_text_that_is_not_utf8_is_refused_alike_by_every_command(folder, tmp_pat
     given = path if source == "file" else "-"
     arguments = {
         "generate": ("generate", folder, "--file", given),
-        "state": ("state", folder, given, "--out", tmp_path / "text.reading"),
+        "state": ("state", folder, given, "--out", tmp_path / "text.prefix"),
         "inspect": ("inspect", folder, given, "-o", tmp_path / "page.html"),
         "prepare": ("data", "prepare", given, "--out", tmp_path / "data", "--workers", 1),
     }[command]
@@ -259,15 +305,15 @@ def test_a_prompt_that_is_not_utf8_is_refused(folder):
 
 
 def test_a_state_file_stands_for_the_text(folder, tmp_path):
-    text, state = tmp_path / "text.txt", tmp_path / "text.reading"
+    text, state = tmp_path / "text.txt", tmp_path / "text.prefix"
     text.write_text("some words to read, ")
     made = run("state", folder, text, "--out", state)
     assert made.exit_code == 0, made.output
     assert "21 tokens in a state of" in made.stdout
     short = tmp_path / "short.txt"
     short.write_text("short")
-    for memory, said in (("auto", "keys and values of"), ("keys", "kept as they are"), ("state", "a state of")):
-        made = run("state", folder, short, "--out", tmp_path / "short.reading", "--memory", memory)
+    for cache_policy, said in (("auto", "keys and values of"), ("keys", "kept as they are"), ("state", "a state of")):
+        made = run("state", folder, short, "--out", tmp_path / "short.prefix", "--memory", cache_policy)
         assert "6 tokens in " in made.stdout
         assert said in made.stdout
     options = ("--tokens", 15, "--temperature", 0)
@@ -278,7 +324,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     state.write_bytes(state.read_bytes()[:100])
     damaged = run("generate", folder, "--state", state)
     assert damaged.exit_code == 2
-    assert "is no reading, or is damaged" in " ".join(damaged.output.split())
+    assert "is no prefix, or is damaged" in " ".join(damaged.output.split())
 
 
 @pytest.mark.parametrize(
@@ -287,7 +333,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
         ((), "give a --prompt"),
         (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
         (("--file", "nowhere.txt"), "Error: nowhere.txt cannot be read: No such file or directory"),
-        (("--prompt", "a", "--memory", "all"), "Error: --memory must be one of"),
+        (("--prompt", "a", "--memory", "all"), "Error: --cache must be one of"),
     ],
 )
 def test_the_command_names_mistakes(folder, arguments, message):

@@ -1,12 +1,13 @@
 """Conformal symmetric power transformers: attention whose past fits in a state of fixed size.
 
 `attention` is the operator, `ConformalAttention` the layer, `GPT` the model. Names are loaded when they are first asked
-for: torch takes seconds to import, and the command `sympow` answers before that where it can.
+for: torch takes seconds to import, and some commands answer without it.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sympow.deprecated import install_module_aliases
 from sympow.hf.registration import register_with_transformers
 
 if TYPE_CHECKING:
@@ -62,5 +63,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBPACKAGES})
 
 
+install_module_aliases()
 register_with_transformers()
-del register_with_transformers
+del install_module_aliases, register_with_transformers

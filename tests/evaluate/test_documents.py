@@ -1,4 +1,4 @@
-"""Held-out stretches: from the beginnings on, every document before any of them twice."""
+"""Sequences of held-out documents: their beginnings first, every document before any of them twice."""
 
 from dataclasses import dataclass, field
 
@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sympow import GPT, GPTConfig
-from sympow.bench.memory import PeakMemory
-from sympow.evaluate import loss_by_position, stretches
+from sympow.bench.timing import PeakMemory
+from sympow.evaluate import document_sequences, loss_by_position
 
 
 @dataclass
@@ -29,26 +29,26 @@ DATASET = Documents(np.array([7, 3, 4]))
 
 
 def test_every_document_comes_before_any_comes_twice():
-    found = [targets[0, 0].item() for _, targets in stretches(DATASET, 3, 10)]
+    found = [targets[0, 0].item() for _, targets in document_sequences(DATASET, 3, 10)]
     assert found == [100, 200, 300, 103]
 
 
 def test_inputs_are_the_tokens_before():
-    (first, *_, last) = stretches(DATASET, 3, 10)
+    (first, *_, last) = document_sequences(DATASET, 3, 10)
     assert (first[0].tolist(), first[1].tolist()) == ([[99, 100, 101]], [[100, 101, 102]])
     assert (last[0].tolist(), last[1].tolist()) == ([[102, 103, 104]], [[103, 104, 105]])
 
 
 def test_batches_hold_several_and_the_last_what_is_left():
-    shapes = [tuple(inputs.shape) for inputs, _ in stretches(DATASET, 2, 5, batch=3)]
+    shapes = [tuple(inputs.shape) for inputs, _ in document_sequences(DATASET, 2, 5, batch=3)]
     assert shapes == [(3, 2), (2, 2)]
 
 
 def test_too_long_a_stretch_is_refused():
     with pytest.raises(ValueError, match=r"some documents has no document of length=8 tokens; the longest has 7"):
-        stretches(DATASET, 8, 1)
+        document_sequences(DATASET, 8, 1)
     with pytest.raises(ValueError, match="count must be at least 1, got 0"):
-        stretches(DATASET, 3, 0)
+        document_sequences(DATASET, 3, 0)
 
 
 def test_memory_does_not_depend_on_how_much_is_read():
@@ -59,7 +59,7 @@ def test_memory_does_not_depend_on_how_much_is_read():
     for length in (16_384, 65_536):
         document = tuple(torch.randint(17, (2, 1, length)))
         with PeakMemory() as memory:
-            loss_by_position(model, [document], piece=2_048)
+            loss_by_position(model, [document], segment_size=2_048)
         peaks[length] = memory.peak
     per_token = (peaks[65_536] - peaks[16_384]) / (65_536 - 16_384)
     # float32 and float64 losses, their sums and squares; the features of a token alone would have 128.
@@ -72,14 +72,14 @@ def test_a_long_document_on_a_gpu_in_pieces_is_that_in_one_pass_in_memory_that_d
     model = GPT(GPTConfig(vocab_size=17, layers=2, width=64, heads=2)).double().cuda()
     document = torch.randint(17, (2, 1, 65_536))
 
-    def read(length, piece):
+    def read(length, segment_size):
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        losses = loss_by_position(model, [tuple(document[..., :length])], piece=piece).mean
+        losses = loss_by_position(model, [tuple(document[..., :length])], segment_size=segment_size).mean
         return losses, torch.cuda.max_memory_allocated() - before
 
     whole, whole_peak = read(65_536, 65_536)
-    # Long enough for pieces with a state at both ends.
+    # Long enough for segments with a state at both ends.
     _, short_peak = read(32_768, 8_192)
     in_pieces, peak = read(65_536, 8_192)
     torch.testing.assert_close(in_pieces, whole, rtol=1e-8, atol=1e-8)

@@ -1,4 +1,4 @@
-"""Loss by position: the same whatever the pieces, and equal to what one forward pass gives."""
+"""Loss by position: the same for every segment size, and equal to what one forward pass gives."""
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ def documents(count, length=LENGTH):
     return [tuple(torch.randint(17, (2, 1, length), generator=generator)) for _ in range(count)]
 
 
-@pytest.mark.parametrize("piece", [1, 7, LENGTH, 100])
-def test_pieces_do_not_matter(model, piece):
+@pytest.mark.parametrize("segment_size", [1, 7, LENGTH, 100])
+def test_pieces_do_not_matter(model, segment_size):
     docs = documents(3)
     expected = torch.stack([cross_entropy(model(x)[0][0], y[0], reduction="none") for x, y in docs]).detach()
-    found = loss_by_position(model, docs, piece=piece)
+    found = loss_by_position(model, docs, segment_size=segment_size)
     assert found.documents == 3
     torch.testing.assert_close(found.mean, expected.mean(0), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(found.error, expected.std(0) / 3**0.5, rtol=1e-6, atol=1e-9)
@@ -62,5 +62,5 @@ def test_progress_is_reported_and_the_mode_restored(model):
 def test_mistakes_are_named(model, docs, message):
     with pytest.raises(ValueError, match=message):
         loss_by_position(model, docs)
-    with pytest.raises(ValueError, match="piece must be at least 1, got 0"):
-        loss_by_position(model, documents(1), piece=0)
+    with pytest.raises(ValueError, match="segment_size must be at least 1, got 0"):
+        loss_by_position(model, documents(1), segment_size=0)

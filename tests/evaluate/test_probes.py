@@ -12,17 +12,17 @@ from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data import load_tokenizer, open_dataset
 from sympow.evaluate import Vocabulary, associative_recall, passkey_retrieval
-from sympow.evaluate.scoring import score_answers
+from sympow.evaluate.probes import score_answers
 
 VOCABULARY = Vocabulary(np.arange(0, 20), np.arange(20, 40), boundary=40)
 
 
-@pytest.mark.parametrize("piece", [3, 100])
-def test_answers_are_scored_as_a_forward_pass_scores_them(piece):
+@pytest.mark.parametrize("segment_size", [3, 100])
+def test_answers_are_scored_as_a_forward_pass_scores_them(segment_size):
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2))
     tokens, places = torch.randint(17, (3, 12)), torch.tensor([1, 4, 11])
-    found = score_answers(model, tokens, places, piece=piece)
+    found = score_answers(model, tokens, places, segment_size=segment_size)
     logits = model(tokens)[0].detach()[:, places - 1]
     expected = cross_entropy(logits.flatten(0, 1), tokens[:, places].flatten(), reduction="none").view(3, 3)
     assert_close(found.losses, expected, 1e-5, "losses")
@@ -31,7 +31,8 @@ def test_answers_are_scored_as_a_forward_pass_scores_them(piece):
 
 
 def test_what_is_remembered_is_recalled():
-    points = associative_recall(Oracle(41, order=1, memory=10**6), VOCABULARY, pairs=(2, 16), sequences=8, piece=7)
+    model = Oracle(41, order=1, memory=10**6)
+    points = associative_recall(model, VOCABULARY, pairs=(2, 16), sequences=8, segment_size=7)
     assert {point.pairs for point in points} == {2, 16}
     assert sum(point.answers for point in points if point.pairs == 16) == 8 * 16
     for point in points:
@@ -71,7 +72,7 @@ def test_by_default_there_are_no_more_pairs_than_keys():
 
 
 def test_more_pairs_than_keys_are_refused():
-    with pytest.raises(ValueError, match="pairs must be at most 20, the keys there are; got 21"):
+    with pytest.raises(ValueError, match="pairs must be at most 20, the number of keys; got 21"):
         associative_recall(Oracle(41, 1, 10), VOCABULARY, pairs=(21,))
 
 
@@ -82,7 +83,7 @@ def text():
 
 def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
     model = Oracle(257, order=14, memory=200)
-    near, far = passkey_retrieval(model, *text, distances=(50, 400), keys=4, piece=64)
+    near, far = passkey_retrieval(model, *text, distances=(50, 400), keys=4, segment_size=64)
     assert (near.distance, far.distance) == (50, 400)
     assert near.accuracy == 1
     assert near.loss == pytest.approx(0, abs=1e-4)
@@ -94,7 +95,7 @@ def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
 
 def test_mistakes_of_a_passkey_are_named(text):
     tokenizer, documents = text
-    with pytest.raises(ValueError, match="distances must leave room in a document"):
+    with pytest.raises(ValueError, match="distances must fit into a document"):
         passkey_retrieval(Oracle(257, 8, 8), tokenizer, documents, distances=(10**9,))
     with pytest.raises(ValueError, match="tokenizer must be the model's: it has 257 ids, the model 41"):
         passkey_retrieval(Oracle(41, 8, 8), tokenizer, documents)

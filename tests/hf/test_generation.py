@@ -13,7 +13,7 @@ from accelerate import cpu_offload
 from transformers import DynamicCache, GenerationConfig
 
 from support import assert_close
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.hf import SympowCache, to_native
 from sympow.ops.state import State
@@ -74,8 +74,8 @@ def test_a_repetition_penalty_does_what_it_does_in_native_generation(make, token
     out = model.generate(ids, repetition_penalty=1.5, **options)
     assert not torch.equal(out, model.generate(ids, **options)), "the penalty changes nothing: choose another seed"
     native = to_native(model)
-    reading = Reading.start(native, ids)
-    for given in ({"prompt": ids}, {"reading": reading}):
+    prefix = Prefix.prefill(native, ids)
+    for given in ({"prompt": ids}, {"prefix": prefix}):
         sampling = Sampling(temperature=0, repetition_penalty=1.5)
         found = torch.stack(list(generate(native, 8, sampling, **given)), dim=1)
         assert torch.equal(out[:, 5:], found)
@@ -227,19 +227,19 @@ class TestContinuing:
 class TestMemory:
     """What is kept while tokens come one by one."""
 
-    @pytest.mark.parametrize("memory", ["auto", "state", "keys"])
+    @pytest.mark.parametrize("cache_policy", ["auto", "state", "keys"])
     @pytest.mark.parametrize("kind", [{"power": 2}, {"power": 4}, {"gating": "vector", "rotary": "pairs"}])
     @torch.no_grad()
-    def test_all_give_what_the_forward_says(self, make, tokens, kind, memory):
+    def test_all_give_what_the_forward_says(self, make, tokens, kind, cache_policy):
         """Beyond a window of 64 tokens, and beyond where a state takes less than keys and values."""
         model, ids = make(**kind), tokens(2, 83)
-        cache = SympowCache(memory)
+        cache = SympowCache(cache_policy)
         out = [model(ids[:, :3], past_key_values=cache).logits]
         out += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(3, 83)]
         assert_close(torch.cat(out, 1), model(ids, use_cache=False).logits, 1e-9, "logits")
         assert cache.get_seq_length() == 83
         folded = isinstance(cache.state[0], State)
-        assert folded == (memory != "keys")
+        assert folded == (cache_policy != "keys")
 
     @torch.no_grad()
     def test_keys_and_values_are_kept_while_they_take_less(self, make, tokens):
@@ -273,9 +273,9 @@ class TestMemory:
         assert torch.equal(offloaded.generate(ids, max_new_tokens=6, do_sample=False), expected)
 
     def test_mistakes_are_named(self, make, tokens):
-        with pytest.raises(ValueError, match="memory must be one of 'auto', 'state', 'keys'; got 'some'"):
+        with pytest.raises(ValueError, match="cache_policy must be one of 'auto', 'state', 'keys'; got 'some'"):
             SympowCache("some")
-        with pytest.raises(ValueError, match=r"memory='keys' is for calls under torch.no_grad\(\)"):
+        with pytest.raises(ValueError, match=r"cache_policy='keys' is for calls under torch.no_grad\(\)"):
             make()(tokens(), past_key_values=SympowCache("keys"))
 
 
@@ -338,7 +338,9 @@ class TestCache:
         assert cache.get_seq_length() == 6
 
     def test_a_state_gives_no_tokens_back(self, cache):
-        with pytest.raises(ValueError, match=r"asks for 2 tokens back, but 0 were recorded: a state cannot give"):
+        with pytest.raises(
+            ValueError, match=r"tokens_to_remove is 2 tokens, but 0 were recorded: tokens can be removed"
+        ):
             cache.crop(-2)
         with pytest.raises(ValueError, match=r"tokens_to_remove must not be positive"):
             cache.crop(3)
@@ -365,7 +367,7 @@ class TestCache:
         with pytest.raises(ValueError, match="asks for 2 tokens back, but 1 were recorded"):
             cache.crop(-2)
         cache.crop(-1)
-        assert cache.unread is None
+        assert cache.pending is None
         assert_close(model(more[[1, 0, 2], 3:4], past_key_values=cache).logits, expected, 1e-9, "logits")
         cache.crop(0)
         with pytest.raises(ValueError, match="but 0 were recorded"):
@@ -388,7 +390,7 @@ class TestCache:
         assert (cache.get_max_length(), cache.max_batch_size) == (-1, 3)
         assert cache.get_mask_sizes(2) == (8, 0)
         assert repr(cache) == f"SympowCache(length=6, nbytes={cache.nbytes})"
-        with pytest.raises(TypeError, match="holds states, not keys and values"):
+        with pytest.raises(TypeError, match="update is not supported"):
             cache.update(None, None, 0)
 
     def test_an_empty_one_is_reordered_in_peace(self):

@@ -12,11 +12,11 @@ from support import assert_close, interpreted
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow import GPT, GPTConfig
-from sympow.generation import cache as memory_module
+from sympow.generation import cache as cache_module
 from sympow.generation import decoder as decoding_module
-from sympow.generation.cache import most_tokens
+from sympow.generation.cache import break_even_tokens
 from sympow.generation.decoder import Decoder
-from sympow.generation.prefix import Reading
+from sympow.generation.prefix import Prefix
 from sympow.ops import window as window_module
 
 pytestmark = interpreted
@@ -25,11 +25,11 @@ VOCABULARY = 23
 
 @pytest.fixture
 def replays(monkeypatch):
-    """Puts a stand-in in place of `Recorded`; the list grows with every replay."""
+    """Puts a stand-in in place of `CapturedCall`; the list grows with every replay."""
     host, made = [True], []
 
     class StandIn:
-        def __init__(self, work, *, record):
+        def __init__(self, work, *, capture):
             self.work, self.calls = work, 0
 
         def __call__(self):
@@ -39,10 +39,10 @@ def replays(monkeypatch):
                 return
             host[0] = False
             if self.calls == 2:
-                # A step is the decoder's method, a fold that of its memories.
+                # A step is the decoder's method, a fold that of its cache.
                 owner = self.work.__self__
-                memories = getattr(owner, "_memories", owner).layers
-                tensors = [x for memory in memories for x in memory._tensors().values()]
+                caches = getattr(owner, "_cache", owner).layers
+                tensors = [x for layer in caches for x in layer._tensors().values()]
                 before = [x.clone() for x in tensors]
                 self.work()
                 for tensor, value in zip(tensors, before, strict=True):
@@ -52,13 +52,13 @@ def replays(monkeypatch):
             made.append(self.work.__name__)
 
     monkeypatch.setattr(window_module, "_on_host", lambda: host[0])
-    monkeypatch.setattr(decoding_module, "Recorded", StandIn)
-    monkeypatch.setattr(memory_module, "CAPACITY", 4)
+    monkeypatch.setattr(decoding_module, "CapturedCall", StandIn)
+    monkeypatch.setattr(cache_module, "CAPACITY", 4)
     return made
 
 
 @pytest.mark.parametrize(
-    ("memory", "options"),
+    ("cache_policy", "options"),
     [
         ("state", {"power": 2}),
         ("auto", {"power": 2}),
@@ -67,7 +67,7 @@ def replays(monkeypatch):
     ],
 )
 @torch.no_grad()
-def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, memory, options):
+def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, cache_policy, options):
     torch.manual_seed(0)
     how = {"backend": "triton", "form": "attention"} if "power" in options else {}
     model = GPT(GPTConfig(vocab_size=VOCABULARY, layers=1, width=12, heads=2, max_document=50, **options, **how)).eval()
@@ -75,18 +75,18 @@ def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, memory, opt
         parameter += 0.1 * torch.randn_like(parameter)
     tokens = torch.randint(VOCABULARY, (1, 20))
     expected = model(tokens, return_state=False)[0]
-    decoder = Decoder(model, Reading.start(model, tokens[:, :3], memory=memory), memory=memory)
+    decoder = Decoder(model, Prefix.prefill(model, tokens[:, :3], cache_policy=cache_policy), cache_policy=cache_policy)
     for position in range(3, 20):
         logits = decoder.step(tokens[:, position])
         assert_close(logits, expected[:, position], 1e-5, f"token {position}", relative=True)
     assert replays.count("_step") > 10
-    if memory == "state":
+    if cache_policy == "state":
         assert replays.count("fold") == 3  # four folds of four tokens, the first of them not replayed
-    if memory == "auto" and "power" in options:
-        assert 3 < most_tokens(model) < 17
+    if cache_policy == "auto" and "power" in options:
+        assert 3 < break_even_tokens(model) < 17
         assert decoder.folded
     closed = decoder.close()
     assert closed.seen.nonzero()[:, 1].tolist() == tokens.unique().tolist(), "replays record what was decoded, too"
-    after = closed.more(model, tokens[:, :2])
+    after = closed.extend(model, tokens[:, :2])
     whole = model(torch.cat([tokens, tokens[:, :2]], dim=1), return_state=False)[0][:, -1]
-    assert_close(after.logits, whole, 1e-5, "reading on", relative=True)
+    assert_close(after.logits, whole, 1e-5, "prefix on", relative=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import sympow
-from sympow.bench.memory import PeakMemory
+from sympow.bench.timing import PeakMemory
 
 
 def inputs(length: int, grad: bool = False):

@@ -24,7 +24,7 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
         100,
         "--documents",
         1,
-        "--piece",
+        "--segment-size",
         30,
         "--data",
         "stdlib",

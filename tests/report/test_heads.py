@@ -12,9 +12,16 @@ from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.data.dataset import open_dataset
 from sympow.data.loader import Loader
-from sympow.evaluate.capture import capture
-from sympow.evaluate.heads import HeadTable, half_life, held_out_rows, measure_heads, read_heads, write_heads
-from sympow.generation.prefix import Reading
+from sympow.evaluate.head_statistics import (
+    HeadTable,
+    capture,
+    half_life,
+    held_out_rows,
+    measure_heads,
+    read_heads,
+    write_heads,
+)
+from sympow.generation.prefix import Prefix
 from sympow.model.storage import save_model
 
 TOKENS = 50
@@ -49,11 +56,11 @@ def layer_by_layer(model, tokens):
     return found
 
 
-@pytest.mark.parametrize("piece", [TOKENS, 16])
-def test_a_capture_has_every_token_of_every_layer(piece):
+@pytest.mark.parametrize("segment_size", [TOKENS, 16])
+def test_a_capture_has_every_token_of_every_layer(segment_size):
     model = lively_model()
     tokens = torch.randint(257, (1, TOKENS))
-    found = capture(model, lambda: Reading.start(model, tokens, piece=piece))
+    found = capture(model, lambda: Prefix.prefill(model, tokens, segment_size=segment_size))
     for layer, (log_gamma, beta) in zip(found, layer_by_layer(model, tokens), strict=True):
         assert layer.log_gamma.shape == layer.beta.shape == (TOKENS, 2)
         assert_close(layer.log_gamma, log_gamma, 1e-4, "log_gamma")

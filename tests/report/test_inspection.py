@@ -43,7 +43,7 @@ def text_model():
 
 
 def test_the_page_has_the_numbers_of_every_token(text_model):
-    found = inspection_data(inspect_text(text_model, TEXT, piece=7), "title")
+    found = inspection_data(inspect_text(text_model, TEXT, segment_size=7), "title")
     ids = [256, *TEXT.encode()]
     assert found["ids"] == ids
     assert found["leftOut"] == 0

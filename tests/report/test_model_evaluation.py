@@ -14,8 +14,9 @@ from sympow import GPT, GPTConfig
 from sympow.cli.app import app
 from sympow.data import open_dataset, prepare
 from sympow.data.tokenizer import ByteTokenizer
+from sympow.evaluate.evaluation_file import contexts_up_to
+from sympow.evaluate.model_evaluation import held_out_documents
 from sympow.model.storage import load_model, save_model
-from sympow.report.model_evaluation import contexts_up_to, held_out_documents
 from sympow.train.provenance import TrainedOn
 
 LENGTH = 48
@@ -68,7 +69,7 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeyp
     assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) of each" in said(result)
     content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
     assert content["data"] == str(texts)
-    # 86 tokens of one document in two stretches of four times the context.
+    # 86 tokens of one document in two sequences of four times the context.
     assert content["models"]["run"]["documents"] == 2
     assert content["models"]["run"]["trained_at"] == 8
     heldout = open_dataset(texts, "heldout")
@@ -137,7 +138,7 @@ def test_data_prepared_again_otherwise_is_mentioned(texts, tmp_path):
     prepare([tmp_path / "texts"], texts, heldout=0.5, overwrite=True, workers=1)
     result = evaluate(model, "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert f"{texts} has changed since it was trained on" in said(result)
+    assert f"{texts} has changed since the training" in said(result)
 
 
 def test_documents_shorter_than_wanted_are_read_to_the_end_of_the_longest(texts, tmp_path):

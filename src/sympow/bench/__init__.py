@@ -1,4 +1,4 @@
-"""Benchmarks: timing with its spread, peak memory, and the operator beside other attention."""
+"""Measurements on this machine: speed and memory (`sympow bench`), accuracy of kernels (`sympow check`)."""
 
 from __future__ import annotations
 

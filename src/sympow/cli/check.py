@@ -23,10 +23,9 @@ def check(
 
     Exits with 0 if every check passed and with 1 if one failed.
     """
+    from sympow.bench.installation import describe_installation, routes
+    from sympow.bench.kernel_accuracy import Machine, check_accuracy
     from sympow.bench.operator import describe, print_rows, progress_bar, run_bench
-    from sympow.diagnostics.accuracy import Machine, check_accuracy
-    from sympow.diagnostics.dispatch import routes
-    from sympow.diagnostics.installation import describe_installation
 
     device = choose_device(device)
     installation, served = describe_installation(device), routes(device)

@@ -17,6 +17,7 @@ from typer.core import TyperCommand
 
 from sympow.checks import check_choice
 from sympow.cli.errors import Reported
+from sympow.deprecated import FLAGS
 from sympow.devices import choose_device
 
 if TYPE_CHECKING:
@@ -28,9 +29,10 @@ MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
 MIXERS = ("sympow", "softmax")
 GATES = ("none", "fixed", "learned", "scalar", "vector")
 ROTATIONS = ("none", "fixed", "learned", "scale", "pairs")
-SEGMENT_TOKENS = 8_192
+SEGMENT_SIZE = 8_192
 
 # Options of several commands.
+SegmentSize = Annotated[int, typer.Option(help="Tokens that are read at a time; memory depends on it.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU, float32 on a CPU.")]
 
@@ -77,12 +79,26 @@ class Command(TyperCommand):
             with formatter.section(title):
                 formatter.write_dl(records)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag for parameter in self.params for flag in parameter.opts}
+        return super().parse_args(ctx, [_renamed(arg, flags) for arg in args])
+
     def invoke(self, ctx: Any) -> Any:
         def show_mistake(message: str) -> NoReturn:
             raise Mistake(in_flags(message, ctx.command.params), ctx=ctx)
 
         with Reported(ctx.command_path, show_mistake):
             return super().invoke(ctx)
+
+
+def _renamed(argument: str, flags: set[str]) -> str:
+    """A word of the command line, with the new name of a flag in place of an earlier one."""
+    old, equals, value = argument.partition("=")
+    new = FLAGS.get(old)
+    if new is None or new not in flags or old in flags:
+        return argument
+    typer.echo(f"{old} is deprecated; use {new}", err=True)
+    return f"{new}{equals}{value}"
 
 
 class Mistake(typer.BadParameter):

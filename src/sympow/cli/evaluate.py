@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sympow.cli.common import SEGMENT_TOKENS, Device, Dtype, device_and_dtype
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, device_and_dtype
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.invocation import first_process, recorded_command, under_torchrun
@@ -36,7 +36,7 @@ def evaluate(
         list[int] | None, typer.Option(help="Tokens for the probe passkey; by default to 4096.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for JSON and figures.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = SEGMENT_TOKENS,
+    segment_size: SegmentSize = SEGMENT_SIZE,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -48,13 +48,8 @@ def evaluate(
     """
     import torch
 
-    from sympow.report.model_evaluation import (
-        Setting,
-        choose_sample,
-        evaluate_model,
-        print_evaluations,
-        save_evaluations,
-    )
+    from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
+    from sympow.report.evaluation_summary import print_evaluations, save_evaluations
 
     device, dtype = device_and_dtype(device, dtype)
     if out is not None:
@@ -67,7 +62,7 @@ def evaluate(
         sample.length,
         documents,
         tuple(probe or ()),
-        piece=piece,
+        segment_size=segment_size,
         device=device,
         dtype=torch.bfloat16 if dtype == "bfloat16" else None,
         **{name: values for name, values in given.items() if values},

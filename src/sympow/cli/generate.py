@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import SEGMENT_TOKENS, Device, Dtype, load_text_model
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
 
 if TYPE_CHECKING:
-    from sympow.generation.prefix import Reading
+    from sympow.generation.prefix import Prefix
     from sympow.generation.text import TextModel
 
-MEMORY_HELP = (
-    "What to keep of what was read: state, keys (and values), or auto: keys until they would take more than a state."
-)
+Cache = Annotated[
+    str,
+    typer.Option(help="What to keep of the text: state; keys (and values); or auto: keys until a state takes less."),
+]
 
 
 def generate(
@@ -41,8 +42,8 @@ def generate(
         typer.Option(help=r"String that ends the text, with \n, \t, \xNN, \uNNNN and \\ for a backslash; repeatable."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the choices; by default another each time.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = SEGMENT_TOKENS,
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
+    segment_size: SegmentSize = SEGMENT_SIZE,
+    cache: Cache = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -51,12 +52,12 @@ def generate(
     What was read is kept in a state whose size does not depend on how much it was.
     """
     from sympow.data.plain_text import check_text, read_text, unescape
-    from sympow.generation.cache import MEMORIES
+    from sympow.generation.cache import CACHE_POLICIES
     from sympow.generation.sampling import Sampling
     from sympow.report.generated_text import print_continuations, print_stream
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    check_choice("memory", memory, MEMORIES)
+    check_choice("cache", cache, CACHE_POLICIES)
     if file is None and state is None and not prompt:
         raise ValueError("give a --prompt, a --file or a --state to go on from")
     for text in prompt or ():
@@ -64,10 +65,10 @@ def generate(
     stops = [unescape("stop", text) for text in stop or ()]
     text_before = None if file is None else read_text(file)
     text_model = load_text_model(checkpoint, device, dtype)
-    how: dict[str, Any] = {"piece": piece, "memory": memory}
-    before = read_before(text_model, text_before, state, how)
-    readings = [
-        text_model.read(text, **how) if before is None else text_model.read_on(before, text, **how)
+    how: dict[str, Any] = {"segment_size": segment_size, "cache_policy": cache}
+    before = prefill_before(text_model, text_before, state, how)
+    prefixes = [
+        text_model.prefill(text, **how) if before is None else text_model.extend(before, text, **how)
         for text in prompt or [""]
     ]
     options: dict[str, Any] = {
@@ -75,19 +76,19 @@ def generate(
         "sampling": sampling,
         "stop": stops,
         "seed": seed,
-        "memory": memory,
+        "cache_policy": cache,
     }
-    if len(readings) == 1:
-        print_stream(text_model, readings[0], "".join(prompt or ()), **options)
+    if len(prefixes) == 1:
+        print_stream(text_model, prefixes[0], "".join(prompt or ()), **options)
     else:
-        print_continuations(text_model, readings, prompt or [], **options)
+        print_continuations(text_model, prefixes, prompt or [], **options)
 
 
-def read_before(text_model: TextModel, text: str | None, state: Path | None, how: dict[str, Any]) -> Reading | None:
-    """What comes before a prompt: a saved state, then a text."""
-    from sympow.generation.prefix import Reading
+def prefill_before(text_model: TextModel, text: str | None, state: Path | None, how: dict[str, Any]) -> Prefix | None:
+    """The prefix of a prompt: a file of `sympow state`, then a text."""
+    from sympow.generation.prefix import Prefix
 
-    reading = None if state is None else Reading.load(state, text_model.model)
+    prefix = None if state is None else Prefix.load(state, text_model.model)
     if text is None:
-        return reading
-    return text_model.read(text, **how) if reading is None else text_model.read_on(reading, text, **how)
+        return prefix
+    return text_model.prefill(text, **how) if prefix is None else text_model.extend(prefix, text, **how)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sympow.cli.common import SEGMENT_TOKENS, Device, Dtype, load_text_model
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
 from sympow.files import check_can_write, write_atomically
 
 
@@ -17,7 +17,7 @@ def inspect(
     text: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("inspect.html"),
     tokens: Annotated[int, typer.Option(help="Tokens to read at most; the page grows with them.")] = 8_192,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = SEGMENT_TOKENS,
+    segment_size: SegmentSize = SEGMENT_SIZE,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -36,7 +36,8 @@ def inspect(
     else:
         raise ValueError("give either a file (- for standard input) or a --text")
     check_can_write("out", out, "file")
-    inspection = inspect_text(load_text_model(checkpoint, device, dtype), content, tokens=tokens, piece=piece)
+    text_model = load_text_model(checkpoint, device, dtype)
+    inspection = inspect_text(text_model, content, tokens=tokens, segment_size=segment_size)
     named = "a text" if file is None or str(file) == "-" else file.name
     title = f"{named}, as {checkpoint} reads it"
     write_atomically(out, build_inspection_page(inspection, title).encode())

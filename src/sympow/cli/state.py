@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import SEGMENT_TOKENS, Device, Dtype, load_text_model
-from sympow.cli.generate import MEMORY_HELP, read_before
+from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
+from sympow.cli.generate import Cache, prefill_before
 from sympow.files import check_can_write
 
 
@@ -18,8 +18,8 @@ def state(
     file: Annotated[Path, typer.Argument(help="The text file to read; - for standard input.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     after: Annotated[Path | None, typer.Option(help="A file of this command: read on from there.")] = None,
-    piece: Annotated[int, typer.Option(help="Tokens read at a time; memory depends on it.")] = SEGMENT_TOKENS,
-    memory: Annotated[str, typer.Option(help=MEMORY_HELP)] = "auto",
+    segment_size: SegmentSize = SEGMENT_SIZE,
+    cache: Cache = "auto",
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -28,15 +28,15 @@ def state(
     The file is what `sympow generate` takes as --state.
     """
     from sympow.data.plain_text import read_text
-    from sympow.generation.cache import MEMORIES
-    from sympow.report.generated_text import describe_memory
+    from sympow.generation.cache import CACHE_POLICIES
+    from sympow.report.generated_text import describe_cache
 
-    check_choice("memory", memory, MEMORIES)
+    check_choice("cache", cache, CACHE_POLICIES)
     check_can_write("out", out, "file")
     text = read_text(file)
     text_model = load_text_model(checkpoint, device, dtype)
-    reading = read_before(text_model, text, after, {"piece": piece, "memory": memory})
-    assert reading is not None
+    prefix = prefill_before(text_model, text, after, {"segment_size": segment_size, "cache_policy": cache})
+    assert prefix is not None
     out.parent.mkdir(parents=True, exist_ok=True)
-    reading.save(out, text_model.model)
-    typer.echo(f"{out}: {reading.tokens:,} tokens in {describe_memory(reading, memory)}")  # type: ignore[arg-type]
+    prefix.save(out, text_model.model)
+    typer.echo(f"{out}: {prefix.tokens:,} tokens in {describe_cache(prefix, cache)}")  # type: ignore[arg-type]

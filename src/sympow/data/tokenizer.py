@@ -6,7 +6,7 @@ A tokenizer is saved beside the data that it made and the models that were train
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,6 +115,11 @@ class JsonTokenizer:
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         kept = [index for index in np.asarray(ids).tolist() if index != self.boundary]
         return self._model.decode(kept, skip_special_tokens=False)
+
+    def decode_stream(self) -> Callable[[int], str | None]:
+        """A function that takes one token after another and returns the text that each completes, if any."""
+        stream = require("tokenizers", "data").decoders.DecodeStream(skip_special_tokens=False)
+        return lambda token: stream.step(self._model, token)
 
     def save(self, folder: Path | str) -> None:
         write_atomically(Path(folder) / MODEL_FILE, self._model.to_str().encode())

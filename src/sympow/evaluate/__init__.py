@@ -1,9 +1,7 @@
-"""What a model has learned, measured on documents it has not seen, and what its state holds."""
+"""Evaluation of trained models: loss on held-out documents by position, probes of the state, statistics of heads."""
 
-from sympow.evaluate.documents import stretches
-from sympow.evaluate.passkey import PasskeyPoint, passkey_retrieval
-from sympow.evaluate.positions import PositionLosses, loss_by_position
-from sympow.evaluate.recall import RecallPoint, Vocabulary, associative_recall
+from sympow.evaluate.held_out_loss import PositionLosses, document_sequences, loss_by_position
+from sympow.evaluate.probes import PasskeyPoint, RecallPoint, Vocabulary, associative_recall, passkey_retrieval
 
 __all__ = [
     "PasskeyPoint",
@@ -11,7 +9,7 @@ __all__ = [
     "RecallPoint",
     "Vocabulary",
     "associative_recall",
+    "document_sequences",
     "loss_by_position",
     "passkey_retrieval",
-    "stretches",
 ]

@@ -1,8 +1,8 @@
-"""What a model keeps of what it has read: a state, or the keys and values themselves while they take less.
+"""The decoding cache of a model, and the policy that chooses between a state and keys and values.
 
-A state of D (e + 1) numbers a head is large where p or d is: 29 GB in float32 for p = 4 and d = 64 in the 124M model.
-Keys and values of the tokens read so far take less until there are about D of them, and give the same numbers. So by
-default they are kept until they would outgrow the state, and then folded into one.
+A state has D (e + 1) numbers for each head, which is large for large p or d: 29 GB in float32 for p = 4 and d = 64 in
+the 124M model. The keys and values of the tokens so far take less memory until there are about D of them, and give the
+same numbers. By default they are cached until they would take more memory than the state, and are then folded into one.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ import torch
 from torch import nn
 
 from sympow.checks import check_choice
-from sympow.layers.mixers import ConformalAttention, LayerMemory, LayerState
+from sympow.deprecated import module_getattr
+from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
 from sympow.model.gpt import ModelState
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
 from sympow.ops.window import CAPACITY, Window
 
-Memory = Literal["auto", "state", "keys"]
-# "auto": keys and values until they would take more bytes than a state; "state": a state from the first token on;
-# "keys": keys and values, however many.
-MEMORIES = ("auto", "state", "keys")
-# Tokens to make room for where nobody says how many will come; room then doubles.
-LEAST_ROOM = 256
+# "auto": keys and values until they would take more bytes than a state, then a state; "state": a state from the first
+# token on; "keys": keys and values only.
+CachePolicy = Literal["auto", "state", "keys"]
+CACHE_POLICIES = ("auto", "state", "keys")
+# Free positions of a new cache if the number of tokens to come is not known; later the capacity doubles.
+MIN_FREE_TOKENS = 256
+
+__getattr__ = module_getattr(__name__)
 
 
 class Model(Protocol):
-    """What there is to know of a model here: `sympow.GPT`, or the same in transformers."""
+    """The attributes of a model that are used here: `sympow.GPT` and `sympow.hf.SympowModel` have them."""
 
     @property
     def blocks(self) -> nn.ModuleList: ...
@@ -40,19 +43,19 @@ class Model(Protocol):
     def config(self) -> Any: ...
 
 
-class Memories:
-    """What each layer of a model decodes with, token by token: steps of the layers change them in place.
+class DecodingCache:
+    """One cache for each layer of a model, which decoding steps update in place.
 
     Args:
-        model: the one that has read.
-        state: what was read; it stays as it is, unless owned.
-        tokens: how many are to come, as far as known: room is made for as many. None: room grows as needed.
-        memory: as in `sympow.generation.decoder.Decoder`.
-        owned: whether the state may be used up; saves a copy.
+        model: the model that computed the state.
+        state: the model's state after the prefix. It is not modified, unless owned.
+        tokens: the number of tokens to be decoded, for which memory is allocated. None: the caches grow as needed.
+        cache_policy: as in `sympow.generation.decoder.Decoder`.
+        owned: whether the state's tensors may be overwritten, which saves a copy.
         dtype: of queries, keys and values; None: `activation_dtype` of the model.
 
     Attributes:
-        layers: one memory a layer, all alike.
+        layers: one cache for each layer, all of the same kind.
     """
 
     def __init__(
@@ -61,149 +64,156 @@ class Memories:
         state: ModelState,
         *,
         tokens: int | None = None,
-        memory: Memory = "auto",
+        cache_policy: CachePolicy = "auto",
         owned: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_memory(memory, model, state)
+        check_cache_policy(cache_policy, model, state)
         if len(state) != len(model.blocks):
-            raise ValueError(f"reading must be of a model with {len(model.blocks)} layers, got {len(state)}")
-        self._memory, self._expected = memory, tokens
+            raise ValueError(f"prefix must be of a model with {len(model.blocks)} layers, got {len(state)}")
+        self._cache_policy, self._expected = cache_policy, tokens
         self._backend = model.config.backend
         self._dtype = activation_dtype(model) if dtype is None else dtype
         self._gate_per_pair = gates_per_pair(model)
-        self.layers: list[LayerMemory] = [self._open(layer, owned) for layer in state]
+        self.layers: list[LayerCache] = [self._open(layer, owned) for layer in state]
 
     @property
     def folded(self) -> bool:
-        """Whether there is a state, rather than keys and values alone."""
-        return any(isinstance(memory, Window) and memory.kv is not None for memory in self.layers)
+        """Whether there is a state, and not only keys and values."""
+        return any(isinstance(layer, Window) and layer.kv is not None for layer in self.layers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes, the room in them included."""
-        return sum(memory.nbytes for memory in self.layers)
+        """Bytes allocated, free positions included."""
+        return sum(layer.nbytes for layer in self.layers)
 
     @torch.no_grad()
-    def make_room(self, fold: Callable[[], None] | None = None) -> bool:
-        """Folds or grows the memories where they are full, and says whether others took their place.
+    def ensure_capacity(self, fold: Callable[[], None] | None = None) -> bool:
+        """Makes room for one more token: folds or grows full caches. Returns whether any cache was replaced.
 
         Args:
-            fold: what folds all of them; None: `fold`.
+            fold: the function that folds all layers; None: `fold`.
         """
         first = self.layers[0]
         if first.tokens < first.capacity:
             return False
         if isinstance(first, Window) and first.kv is not None:
             (fold or self.fold)()
-            for memory in self.layers:
-                memory.tokens = 0
+            for layer in self.layers:
+                layer.tokens = 0
             return False
-        # One at a time, so that the old one of a layer is gone before the next layer's new one is made.
+        # One layer at a time, so that its old cache is freed before the next layer's new one is allocated.
         self._expected = None
-        for number, memory in enumerate(self.layers):
-            if isinstance(memory, KeyValueCache):
-                self.layers[number] = memory.resized(self._room(memory.tokens))
-            elif self._memory == "auto" and memory.tokens >= memory.most_tokens:
-                self.layers[number] = self._open_window(memory.close(self._backend), owned=True)
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, KeyValueCache):
+                self.layers[number] = layer.resized(self._capacity(layer.tokens))
+            elif self._cache_policy == "auto" and layer.tokens >= layer.break_even_tokens:
+                self.layers[number] = self._open_window(layer.close(self._backend), owned=True)
             else:
-                self.layers[number] = memory.resized(self._room(memory.tokens, memory.most_tokens))
+                self.layers[number] = layer.resized(self._capacity(layer.tokens, layer.break_even_tokens))
         return True
 
     def fold(self) -> None:
-        """Folds all windows into their states."""
-        for memory in self.layers:
-            assert isinstance(memory, Window)
-            memory.fold(self._backend)
+        """Folds the windows of all layers into their states."""
+        for layer in self.layers:
+            assert isinstance(layer, Window)
+            layer.fold(self._backend)
 
     @torch.no_grad()
     def close(self) -> ModelState:
-        """What was read and decoded, as a state. The memories are used up."""
+        """The model's state after the last token. The cache cannot be used afterwards."""
         layers: list[LayerState] = []
         while self.layers:
-            memory = self.layers.pop(0)
-            if isinstance(memory, KeyValueCache) or memory.kv is not None:
-                layers.append(memory.close())
+            layer = self.layers.pop(0)
+            if isinstance(layer, KeyValueCache) or layer.kv is not None:
+                layers.append(layer.close())
             else:
-                layers.append(memory.resized(max(1, memory.tokens)))
+                layers.append(layer.resized(max(1, layer.tokens)))
         return tuple(layers)
 
     @torch.no_grad()
-    def _open(self, layer: LayerState, owned: bool) -> LayerMemory:
+    def _open(self, layer: LayerState, owned: bool) -> LayerCache:
         if isinstance(layer, KeyValueState):
-            return KeyValueCache.open(layer, capacity=self._room(layer.length))
+            return KeyValueCache.open(layer, capacity=self._capacity(layer.length))
         if isinstance(layer, State):
             return self._open_window(layer, owned)
-        if self._memory == "state" or (self._memory == "auto" and layer.tokens >= layer.most_tokens):
+        if self._cache_policy == "state" or (self._cache_policy == "auto" and layer.tokens >= layer.break_even_tokens):
             return self._open_window(layer.folded(), owned=True)
-        return layer.resized(self._room(layer.tokens, layer.most_tokens))
+        return layer.resized(self._capacity(layer.tokens, layer.break_even_tokens))
 
     def _open_window(self, state: State, owned: bool) -> Window:
         return Window.open(
             state, capacity=CAPACITY, dtype=self._dtype, gate_per_pair=self._gate_per_pair, copy=not owned
         )
 
-    def _room(self, held: int, most: int | None = None) -> int:
-        """Places for tokens beside those held; no more than take as much as a state, unless keys are asked for."""
-        room = held + max(1, self._expected) if self._expected is not None else max(held + LEAST_ROOM, 2 * held)
-        return room if most is None or self._memory == "keys" else min(room, most)
+    def _capacity(self, held: int, break_even: int | None = None) -> int:
+        """Tokens to allocate memory for, those held included; at most the break-even, unless the policy is "keys"."""
+        if self._expected is not None:
+            capacity = held + max(1, self._expected)
+        else:
+            capacity = max(held + MIN_FREE_TOKENS, 2 * held)
+        return capacity if break_even is None or self._cache_policy == "keys" else min(capacity, break_even)
 
 
-def check_memory(memory: str, model: Model, state: ModelState | None = None) -> None:
-    """Refuses what a model, or what it has read so far, cannot do."""
-    check_choice("memory", memory, MEMORIES)
-    if memory == "state" and model.config.mixer == "softmax":
-        raise ValueError("memory='state' is for symmetric power attention: softmax has no state, only keys and values")
-    if memory == "keys" and state is not None and any(isinstance(layer, State) for layer in state):
-        raise ValueError("memory='keys' comes too late: keys and values were folded into a state already")
+def check_cache_policy(cache_policy: str, model: Model, state: ModelState | None = None) -> None:
+    """Raises ValueError for a policy that a model does not support, or that its state so far rules out."""
+    check_choice("cache_policy", cache_policy, CACHE_POLICIES)
+    if cache_policy == "state" and model.config.mixer == "softmax":
+        raise ValueError(
+            "cache_policy='state' is for symmetric power attention: softmax has no state, only keys and values"
+        )
+    if cache_policy == "keys" and state is not None and any(isinstance(layer, State) for layer in state):
+        raise ValueError("cache_policy='keys' is not possible here: keys and values were already folded into a state")
 
 
-def prepare(model: Model, state: ModelState | None, batch: int, tokens: int, memory: Memory) -> ModelState | None:
-    """What reading more tokens starts from.
+def prefill_state(
+    model: Model, state: ModelState | None, batch: int, tokens: int, cache_policy: CachePolicy
+) -> ModelState | None:
+    """The state from which a prefill of more tokens starts.
 
     Args:
-        state: after what was read so far; None: nothing.
+        state: after the tokens so far; None: there were none.
         batch: sequences.
-        tokens: to be read.
-        memory: one of MEMORIES.
+        tokens: the number of tokens to be prefilled.
+        cache_policy: one of CACHE_POLICIES.
 
     Returns:
-        The state as it is, or with its keys and values folded; empty windows where nothing was read and keys and
-        values are to be kept; None where nothing was read and a state is to be made.
+        The given state, or a copy with keys and values folded; without one, empty windows if keys and values are to be
+        cached, and None if a state is to be computed.
     """
-    check_memory(memory, model, state)
+    check_cache_policy(cache_policy, model, state)
     if model.config.mixer == "softmax":
         return state
     if state is None:
-        if memory == "state" or _offloaded(model):
+        if cache_policy == "state" or _offloaded(model):
             return None
-        return empty_windows(model, batch) if memory == "keys" or tokens <= most_tokens(model) else None
-    return fold(state) if memory == "state" or (memory == "auto" and outgrown(state, tokens)) else state
+        return empty_windows(model, batch) if cache_policy == "keys" or tokens <= break_even_tokens(model) else None
+    return fold(state) if cache_policy == "state" or (cache_policy == "auto" and outgrown(state, tokens)) else state
 
 
 def outgrown(state: ModelState, tokens: int) -> bool:
-    """Whether keys and values, if that is what was kept, and those of more tokens would take more than a state."""
+    """Whether the state holds keys and values that, with those of more tokens, would take more bytes than a state."""
     layer = state[0]
-    return isinstance(layer, Window) and layer.tokens + tokens > layer.most_tokens
+    return isinstance(layer, Window) and layer.tokens + tokens > layer.break_even_tokens
 
 
 def fold(state: ModelState) -> ModelState:
-    """The same with keys and values folded into states; what is given stays as it is."""
+    """A copy in which keys and values are folded into states; the argument is not modified."""
     return tuple(layer.folded() if isinstance(layer, Window) else layer for layer in state)
 
 
-def most_tokens(model: Model) -> int:
-    """How many tokens take no more memory as keys and values than as a state; of a model with symmetric powers."""
-    return empty_windows(model, 1)[0].most_tokens
+def break_even_tokens(model: Model) -> int:
+    """The most tokens whose keys and values take no more bytes than a state, for symmetric power attention."""
+    return empty_windows(model, 1)[0].break_even_tokens
 
 
-def state_bytes(windows: ModelState) -> int:
-    """What a state in place of keys and values would take."""
-    return sum(w.bytes_of_a_state * w.count.numel() for w in windows if isinstance(w, Window))
+def state_nbytes(windows: ModelState) -> int:
+    """The bytes of a state in place of these keys and values."""
+    return sum(w.state_nbytes * w.count.numel() for w in windows if isinstance(w, Window))
 
 
 def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
-    """Keys and values of nothing yet, for every layer."""
+    """A window without tokens and without a state for every layer."""
     windows = []
     for block in model.blocks:
         mixer = block.mixer
@@ -226,12 +236,12 @@ def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
 
 
 def _offloaded(model: Model) -> bool:
-    """Whether weights come to their device only when they are used, so that nobody knows it before."""
+    """Whether weights are moved to their device only when they are used, so that the device is not known before."""
     return any(parameter.is_meta for parameter in model.blocks.parameters())
 
 
 def activation_dtype(model: Model) -> torch.dtype:
-    """Of queries, keys and values: that of the parameters, or of autocast."""
+    """The dtype of queries, keys and values: that of autocast if enabled, else of the parameters."""
     weight = model.embedding.weight
     if torch.is_autocast_enabled(weight.device.type):
         return torch.get_autocast_dtype(weight.device.type)
@@ -239,5 +249,5 @@ def activation_dtype(model: Model) -> torch.dtype:
 
 
 def gates_per_pair(model: Model) -> bool:
-    """Whether every rotated pair has a gate of its own."""
+    """Whether every rotated pair has its own gate."""
     return model.config.gating == "vector"

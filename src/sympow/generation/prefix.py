@@ -1,11 +1,11 @@
-"""A text as a model has read it: something to keep, to fork, and to go on from a week later.
+"""`Prefix`: a prefilled text, which can be extended, forked, saved, loaded, and decoded from.
 
-reading = Reading.start(model, tokens)          # tokens (b, t); a million of them take no more memory than a piece
-reading.save("book.reading", model)
-reading = Reading.load("book.reading", model)   # the model that made it, and no other
-for token in generate(model, 100, reading=reading): ...
+    prefix = Prefix.prefill(model, tokens)      # tokens (b, t); memory depends on the segment size, not on t
+    prefix.save("book.prefix", model)
+    prefix = Prefix.load("book.prefix", model)  # only by the model that prefilled it
+    for token in generate(model, 100, prefix=prefix): ...
 
-What a reading holds is a state of fixed size, or, while they take less, the keys and values of what was read
+A prefix holds a state of fixed size, or the keys and values of its tokens while those take less memory
 (`sympow.generation.cache`); with softmax always the latter.
 """
 
@@ -23,32 +23,41 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sympow import tensor_file
-from sympow.generation.cache import Memory, fold, prepare
+from sympow.deprecated import accepts_old_arguments, deprecated_attribute, module_getattr
+from sympow.generation.cache import CachePolicy, fold, prefill_state
 from sympow.layers.mixers import LayerState
-from sympow.model.config import WAYS_TO_COMPUTE
-from sympow.model.gpt import GPT, PIECE, ModelState
+from sympow.model.config import EXECUTION_OPTIONS
+from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.window import Window
 
+# The formats of files keep the names that they had when a prefix was called a reading.
 FORMAT = "sympow reading 2"
-# Written by versions without checksums.
+# Written before files had checksums.
 OLDER_FORMAT = "sympow reading 1"
+# A layer's "kind" in a file.
 KINDS: dict[str, type[LayerState]] = {
-    kind.__name__: kind for kind in (State, KeyValueState, PaddedKeyValueState, Window)
+    "State": State,
+    "KeyValueState": KeyValueState,
+    "PaddedKeyValueState": PaddedKeyValueState,
+    "Window": Window,
 }
+KIND_NAMES = {kind: name for name, kind in KINDS.items()}
+
+__getattr__ = module_getattr(__name__)
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a model has read of a batch of texts.
+class Prefix:
+    """A batch of prefilled texts: the model's state after their last tokens, and the logits of the next ones.
 
     Attributes:
-        logits: of the token after the last one, (b, vocabulary).
-        state: one entry per layer.
-        tokens: how many were read; of texts of different lengths, the longest's.
-        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, for a repetition penalty; None: not known,
-            as of a file that an earlier version wrote.
+        logits: of the next token, (b, vocabulary).
+        state: the model's state, one entry for each layer.
+        tokens: the number of tokens; of texts of different lengths, the longest's.
+        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, for a repetition penalty; None if it is not
+            known: files of early versions do not have it.
     """
 
     logits: Tensor
@@ -57,45 +66,55 @@ class Reading:
     seen: Tensor | None = None
 
     @classmethod
+    @accepts_old_arguments
     @torch.no_grad()
-    def start(cls, model: GPT, tokens: Tensor, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
-        """Reads a text from its beginning.
+    def prefill(
+        cls, model: GPT, tokens: Tensor, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
+    ) -> Prefix:
+        """Prefills texts from their beginning, one segment of tokens after another.
 
         Args:
-            tokens: (b, t), at least one.
-            piece: tokens read at a time; memory depends on it, and not on t.
-            memory: what to keep. "auto": keys and values if they take no more bytes than a state, else a state;
-                "state", "keys": the one or the other. All give the same numbers.
+            tokens: (b, t), at least one token.
+            segment_size: tokens of a segment; memory depends on it, and not on t.
+            cache_policy: what the prefix holds. "auto": keys and values if they take no more bytes than a state, else a
+                state; "state" or "keys": always the one or the other. All give the same numbers.
         """
-        logits, state = _read(model, tokens, None, piece, memory)
+        logits, state = _prefill(model, tokens, None, segment_size, cache_policy)
         seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, tokens, True)
         return cls(logits, state, tokens.shape[1], seen)
 
+    @accepts_old_arguments
     @torch.no_grad()
-    def more(self, model: GPT, tokens: Tensor, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
-        """Reads on; this reading stays as it is."""
-        logits, state = _read(model, tokens, self.state, piece, memory)
+    def extend(
+        self, model: GPT, tokens: Tensor, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
+    ) -> Prefix:
+        """A prefix with more tokens (b, t) at its end; this one is not modified. Arguments as in `prefill`."""
+        logits, state = _prefill(model, tokens, self.state, segment_size, cache_policy)
         seen = None if self.seen is None else self.seen.scatter(1, tokens, True)
-        return Reading(logits, state, self.tokens + tokens.shape[1], seen)
+        return Prefix(logits, state, self.tokens + tokens.shape[1], seen)
+
+    start = deprecated_attribute("prefill")
+    more = deprecated_attribute("extend")
 
     @classmethod
+    @accepts_old_arguments
     @torch.no_grad()
-    def cat(cls, readings: Sequence[Reading]) -> Reading:
-        """Several readings as one batch, of any lengths; keys and values beside a state are folded into one."""
-        if not readings:
-            raise ValueError("readings must hold at least one reading, got none")
-        states = [reading.state for reading in readings]
-        if any(reading.folded for reading in readings):
+    def cat(cls, prefixes: Sequence[Prefix]) -> Prefix:
+        """Joins prefixes of any lengths into one batch. If one holds a state, all others are folded into states."""
+        if not prefixes:
+            raise ValueError("prefixes must hold at least one prefix, got none")
+        states = [prefix.state for prefix in prefixes]
+        if any(prefix.folded for prefix in prefixes):
             states = [fold(state) for state in states]
         layers = [_joined(members) for members in zip(*states, strict=True)]
-        logits = torch.cat([reading.logits for reading in readings])
-        known = [reading.seen for reading in readings if reading.seen is not None]
-        seen = torch.cat(known) if len(known) == len(readings) else None
-        return cls(logits, tuple(layers), max(reading.tokens for reading in readings), seen)
+        logits = torch.cat([prefix.logits for prefix in prefixes])
+        known = [prefix.seen for prefix in prefixes if prefix.seen is not None]
+        seen = torch.cat(known) if len(known) == len(prefixes) else None
+        return cls(logits, tuple(layers), max(prefix.tokens for prefix in prefixes), seen)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state."""
+        """Bytes of the state, or of the keys and values."""
         return sum(layer.nbytes for layer in self.state)
 
     @property
@@ -104,10 +123,10 @@ class Reading:
 
     @property
     def folded(self) -> bool:
-        """Whether it holds a state, and not keys and values."""
+        """Whether it holds a state rather than keys and values."""
         return any(isinstance(layer, State) for layer in self.state)
 
-    def select(self, index: slice | Tensor) -> Reading:
+    def select(self, index: slice | Tensor) -> Prefix:
         """Some of the texts, by a slice or an integer tensor, which may repeat and reorder them."""
         return replace(
             self,
@@ -116,16 +135,16 @@ class Reading:
             seen=None if self.seen is None else self.seen[index],
         )
 
-    def fork(self, count: int) -> Reading:
-        """Every text so many times over, to go on from in different ways; in memory of their own."""
+    def fork(self, count: int) -> Prefix:
+        """A batch with every text `count` times, in memory of its own, to be continued in different ways."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))
 
     def save(self, path: str | PathLike[str], model: GPT) -> None:
-        """Writes a file that `load` reads, in safetensors' layout, with the fingerprint of the model that has read.
+        """Writes a file that `load` reads, in the layout of safetensors, with the fingerprint of the model.
 
-        An earlier file of that name is replaced once this one is complete.
+        An existing file is replaced once the new one is complete.
         """
         tensors = {"logits": self.logits} | ({} if self.seen is None else {"seen": self.seen})
         layers = []
@@ -133,21 +152,21 @@ class Reading:
             members = {field.name: getattr(layer, field.name) for field in fields(layer)}
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
-            layers.append({"kind": type(layer).__name__, **plain})
+            layers.append({"kind": KIND_NAMES[type(layer)], **plain})
         words = {"tokens": str(self.tokens), "fingerprint": fingerprint_of(model), "layers": json.dumps(layers)}
         tensor_file.save(path, FORMAT, tensors, words)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], model: GPT) -> Reading:
+    def load(cls, path: str | PathLike[str], model: GPT) -> Prefix:
         """Reads a file written by `save`, onto the model's device.
 
         Raises:
-            ValueError: it is no such file, is damaged, or was made by another model.
+            ValueError: the file is something else or damaged, or was written by another model.
         """
         try:
             tensors, words = tensor_file.load(path, FORMAT, OLDER_FORMAT)
         except ValueError as error:
-            raise ValueError(f"{path} is no reading, or is damaged: {error}") from error
+            raise ValueError(f"{path} is no file of a prefix, or is damaged: {error}") from error
         made_by, own = words.get("fingerprint", ""), fingerprint_of(model)
         if made_by != own:
             raise ValueError(
@@ -156,24 +175,24 @@ class Reading:
         tensors = {name: x.to(model.embedding.weight.device) for name, x in tensors.items()}
         try:
             layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(words["layers"]))]
-            reading = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors.get("seen"))
+            prefix = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors.get("seen"))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is no reading, or is damaged: {error}") from error
-        if len(layers) != len(model.blocks) or reading.logits.shape[1:] != (model.config.vocab_size,):
+            raise ValueError(f"{path} is no file of a prefix, or is damaged: {error}") from error
+        if len(layers) != len(model.blocks) or prefix.logits.shape[1:] != (model.config.vocab_size,):
             raise ValueError(
                 f"{path} is damaged: it must have {len(model.blocks)} layers and logits of {model.config.vocab_size:,} "
-                f"tokens, got {len(layers)} and shape {tuple(reading.logits.shape)}"
+                f"tokens, got {len(layers)} and shape {tuple(prefix.logits.shape)}"
             )
-        return reading
+        return prefix
 
 
 def fingerprint_of(model: GPT) -> str:
-    """A hash of a model's config and parameters: only the same model goes on from what it has read.
+    """A hash of a model's config and parameters: a prefix is only valid for the model that prefilled it.
 
-    How it computes (form, backend, chunks) is no part of it: all give the same numbers.
+    Execution options (form, backend, chunk size) are left out: all of them give the same numbers.
     """
     described = asdict(model.config)
-    for name in WAYS_TO_COMPUTE:
+    for name in EXECUTION_OPTIONS:
         described.pop(name)
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
     for name, parameter in sorted(model.state_dict().items()):
@@ -184,29 +203,30 @@ def fingerprint_of(model: GPT) -> str:
 
 
 def _joined(layers: Sequence[LayerState]) -> LayerState:
-    """One layer of several readings as a batch."""
+    """One layer of several prefixes as a batch."""
     kind: Any = KeyValueState if isinstance(layers[0], KeyValueState) else type(layers[0])
     return kind.cat(layers)
 
 
-def _read(
-    model: GPT, tokens: Tensor, state: ModelState | None, piece: int, memory: Memory
+def _prefill(
+    model: GPT, tokens: Tensor, state: ModelState | None, segment_size: int, cache_policy: CachePolicy
 ) -> tuple[Tensor, ModelState]:
     """The logits after the last token, (b, vocabulary), and the state."""
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"tokens must be (batch, time) with at least one token, got shape {tuple(tokens.shape)}")
-    if piece < 1:
-        raise ValueError(f"piece must be at least 1, got {piece}")
+    if segment_size < 1:
+        raise ValueError(f"segment_size must be at least 1, got {segment_size}")
     batch, length = tokens.shape
-    state = prepare(model, state, batch, length, memory)
-    for part in tokens.split(piece, dim=1):
-        features, state = model.features(part, state)
+    state = prefill_state(model, state, batch, length, cache_policy)
+    for segment in tokens.split(segment_size, dim=1):
+        features, state = model.features(segment, state)
     assert state is not None
     return linear(features[:, -1], model.embedding.weight), state
 
 
 def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> LayerState:
-    prefix = f"{number}."
-    members: dict[str, Any] = {n.removeprefix(prefix): x for n, x in tensors.items() if n.startswith(prefix)}
+    """A layer's entry of the state, from its plain values and its tensors in a file."""
+    start = f"{number}."
+    members: dict[str, Any] = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
     kind: Any = KINDS[plain.pop("kind")]
     return kind(**plain, **members)

@@ -1,4 +1,4 @@
-"""Tokens from a model: the prompt is read in pieces, then tokens come one at a time from a memory that never grows."""
+"""`generate` and `Sampling`: prefills a prompt and samples the tokens that follow it, one at a time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_at_least, check_finite
-from sympow.generation.cache import Memory
+from sympow.deprecated import accepts_old_arguments
+from sympow.generation.cache import CachePolicy
 from sympow.generation.decoder import Decoder
-from sympow.generation.prefix import Reading
-from sympow.model.gpt import GPT, PIECE
+from sympow.generation.prefix import Prefix
+from sympow.model.gpt import GPT, SEGMENT_SIZE
 
 
 class NonFiniteLogitsError(ArithmeticError):
-    """A model gave logits that are not numbers, from which no token can be chosen."""
+    """A model's logits are NaN or infinite, so that no token can be sampled from them."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class Sampling:
     """How to choose the next token.
 
     Attributes:
-        temperature: divides the logits; 0: always the likeliest token, and so are temperatures too small for float32.
-        top_k: choose among so many of the likeliest tokens; 0: all.
-        top_p: choose among the likeliest tokens that together have this probability; 1: all.
-        min_p: leave out tokens less likely than this share of the likeliest; 0: none.
-        repetition_penalty: divides positive logits of tokens that occurred, in what was read or in what was generated,
-            and multiplies negative ones; 1: none.
+        temperature: divides the logits; 0, or a number too small for float32: always the most likely token.
+        top_k: sample from the k most likely tokens; 0: from all.
+        top_p: sample from the most likely tokens that together have this probability; 1: from all.
+        min_p: leave out tokens less likely than this fraction of the most likely one's probability; 0: none.
+        repetition_penalty: divides positive logits of tokens that occurred in the prefix or were generated, and
+            multiplies negative ones; 1: none.
     """
 
     temperature: float = 1.0
@@ -58,30 +59,30 @@ class Sampling:
         Args:
             logits: (b, vocabulary).
             seen: whether a token occurred, (b, vocabulary) bool; only for the penalty.
-            generator: on the device of the logits; None: torch's own.
+            generator: on the device of the logits; None: torch's default generator.
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.repetition_penalty != 1 and seen is not None:
             logits = torch.where(seen, self._penalised(logits), logits)
-        # Below its smallest normal number the dtype may hold a zero instead of the temperature.
+        # Below the smallest normal number of the dtype, the temperature may be flushed to zero.
         if self.temperature < torch.finfo(logits.dtype).tiny:
             return logits.argmax(-1)
-        # Relative to the largest: quotients then overflow to −∞ alone, which is a probability of 0.
+        # Relative to the largest logit, so that quotients can only overflow to −∞, which is a probability of 0.
         relative = logits - logits.amax(-1, keepdim=True)
         probabilities = self._kept(relative / self.temperature).softmax(-1)
-        # The least of exponential waiting times, each with its token's rate, falls to a token with its probability.
-        # `torch.multinomial` does the same, but has the host wait for the device to check its argument.
+        # The smallest of exponential waiting times, each with its token's probability as its rate, is that of a token
+        # with its probability. `torch.multinomial` does the same, but synchronizes with the device to check its input.
         waiting = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / waiting).argmax(-1)
 
     def _penalised(self, logits: Tensor) -> Tensor:
-        """Logits of tokens that occurred; the penalty and the products are kept within what the dtype can hold."""
+        """Logits of tokens that occurred; the penalty and the products are clamped to the range of the dtype."""
         limits = torch.finfo(logits.dtype)
         penalty = min(max(self.repetition_penalty, limits.tiny), limits.max)
         return torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
 
     def _kept(self, logits: Tensor) -> Tensor:
-        """Logits with −inf for tokens that are not to be chosen; the likeliest always stays."""
+        """Logits with −inf for tokens that are left out; the most likely one never is."""
         if self.top_k:
             least = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
@@ -91,39 +92,40 @@ class Sampling:
             logits = logits.masked_fill(too_rare, -torch.inf)
         if self.top_p < 1:
             ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
-            # What comes before a token is enough already.
+            # The tokens before this one already have the probability.
             enough = ordered.cumsum(-1) - ordered >= self.top_p
             logits = logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
         return logits
 
 
+@accepts_old_arguments
 def generate(
     model: GPT,
     tokens: int,
     sampling: Sampling | None = None,
     *,
     prompt: Tensor | None = None,
-    reading: Reading | None = None,
+    prefix: Prefix | None = None,
     stop: int | None = None,
     seed: int | None = None,
-    piece: int = PIECE,
-    memory: Memory = "auto",
+    segment_size: int = SEGMENT_SIZE,
+    cache_policy: CachePolicy = "auto",
     graphs: bool = True,
 ) -> Iterator[Tensor]:
-    """Yields the tokens that follow a prompt, (b,) at a time on the CPU, as they come.
+    """Yields the tokens that follow a prompt, (b,) on the CPU for each step.
 
-    On a GPU the next step runs while the caller looks at a token.
+    On a GPU the next step runs while the caller processes a token.
 
     Args:
-        tokens: how many to generate at most.
-        sampling: None: as the model has it.
+        tokens: the most tokens to generate.
+        sampling: None: from the model's distribution, unchanged.
         prompt: (b, t), at least one token; sequences of one length.
-        reading: what was read before the prompt; alone, generation goes on right after it.
+        prefix: the text before the prompt; without a prompt, generation continues it.
         stop: the token that ends a sequence; generation ends when all sequences have had it.
-        seed: of the choices; None: torch's own generator.
-        piece: prompt tokens read at a time.
-        memory: what to keep of what was read. "auto": keys and values until they would take more bytes than a state,
-            then a state; "state", "keys": the one or the other throughout. All give the same numbers.
+        seed: of the samples; None: torch's default generator.
+        segment_size: tokens of the prompt that are prefilled at a time.
+        cache_policy: what decoding holds. "auto": keys and values until they would take more bytes than a state, then
+            a state; "state" or "keys": always the one or the other. All give the same numbers.
         graphs: whether to decode with CUDA graphs, on a GPU.
 
     Example:
@@ -136,27 +138,27 @@ def generate(
         raise ValueError(f"tokens must be at least 0, got {tokens}")
     owned = prompt is not None
     if prompt is not None:
-        options: Any = {"piece": piece, "memory": memory}
-        reading = Reading.start(model, prompt, **options) if reading is None else reading.more(model, prompt, **options)
-    if reading is None:
-        raise ValueError("prompt or reading must be given: there is nothing to go on from")
-    device = reading.logits.device
+        options: Any = {"segment_size": segment_size, "cache_policy": cache_policy}
+        prefix = Prefix.prefill(model, prompt, **options) if prefix is None else prefix.extend(model, prompt, **options)
+    if prefix is None:
+        raise ValueError("prompt or prefix must be given: there is nothing to continue")
+    device = prefix.logits.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    if sampling.repetition_penalty != 1 and reading.seen is None:
+    if sampling.repetition_penalty != 1 and prefix.seen is None:
         raise ValueError(
-            "repetition_penalty counts the tokens that were read, and this reading does not say which they were: an "
-            "earlier version saved it; read the text again"
+            "repetition_penalty needs to know which tokens occurred, and this prefix does not have them: it was saved "
+            "by an earlier version; prefill the text again"
         )
-    decoder = Decoder(model, reading, tokens=tokens, memory=memory, owned=owned, graphs=graphs)
-    del reading
+    decoder = Decoder(model, prefix, tokens=tokens, cache_policy=cache_policy, owned=owned, graphs=graphs)
+    del prefix
     ended = torch.zeros(len(decoder.logits), dtype=torch.bool)
     for number in range(tokens):
         token = sampling.choose(decoder.logits, decoder.seen, generator)
-        chosen = _Chosen(token, decoder.logits)
+        transfer = _HostCopy(token, decoder.logits)
         more = number + 1 < tokens
         if more and device.type == "cuda":
             decoder.step(token)
-        known = chosen.wait()
+        known = transfer.wait()
         yield known
         if stop is not None:
             ended |= known == stop
@@ -166,16 +168,16 @@ def generate(
             decoder.step(token)
 
 
-class _Chosen:
-    """Tokens on their way to the host.
+class _HostCopy:
+    """An asynchronous copy of sampled tokens to the host, with whether their logits were finite.
 
     Args:
         token: (b,).
-        logits: that they were chosen by, (b, vocabulary).
+        logits: from which they were sampled, (b, vocabulary).
     """
 
     def __init__(self, token: Tensor, logits: Tensor) -> None:
-        # The largest of a row is NaN or infinite where any logit is NaN or +∞, or all are −∞.
+        # The largest logit of a row is NaN or infinite if any is NaN or +∞, or all are −∞.
         broken = ~logits.amax(-1).isfinite().all()
         self._copy = torch.cat([token, broken.to(token.dtype).unsqueeze(0)]).to("cpu", non_blocking=True)
         self._arrival = torch.cuda.Event() if token.is_cuda else None
@@ -183,11 +185,11 @@ class _Chosen:
             self._arrival.record()
 
     def wait(self) -> Tensor:
-        """The tokens, once they are there. What the device was told to do after them may go on."""
+        """The tokens, once the copy is complete. Does not wait for work that was launched after it."""
         if self._arrival is not None:
             self._arrival.synchronize()
         if self._copy[-1]:
             raise NonFiniteLogitsError(
-                "the model's logits are not numbers: its parameters, or its dtype, do not bear this text"
+                "the model's logits are NaN or infinite: a parameter is, or the model's dtype overflows on this text"
             )
         return self._copy[:-1]

@@ -1,4 +1,4 @@
-"""Text in, text out: a model with its tokenizer, from the folder that training exports."""
+"""`TextModel`: a model with its tokenizer, which prefills text and streams the text that follows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
-from sympow.generation.cache import Memory
-from sympow.generation.prefix import Reading
+from sympow.deprecated import accepts_old_arguments, deprecated_attribute
+from sympow.generation.cache import CachePolicy
+from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
-from sympow.model.gpt import GPT, PIECE
+from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 
-# What a decoder puts in place of bytes that are no character, or not yet.
-BROKEN = "\N{REPLACEMENT CHARACTER}"
-# Tokens after which decoding starts afresh, so that each new token does not decode all before it.
-SETTLED = 64
+# Stands in decoded text for bytes that are no character, or not yet a complete one.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# After so many tokens decoding starts again, so that the cost of a token does not grow with the text.
+RESTART_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class TextModel:
     def load(
         cls, folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> TextModel:
-        """From the `model` folder of a run.
+        """Loads the `model` folder of a training run.
 
         Args:
             dtype: of the parameters; None: as they were saved.
@@ -42,46 +43,55 @@ class TextModel:
         return cls(model if dtype is None else model.to(dtype), load_tokenizer(folder))
 
     def encode(self, text: str) -> Tensor:
-        """Tokens of a text as training saw the beginning of a document: after a boundary, (1, t)."""
+        """Tokens of a text, (1, t), behind the boundary token that begins every document in training."""
         ids = [self.tokenizer.boundary, *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
-    def read(self, text: str, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
-        """Reads a text from its beginning; arguments as in `Reading.start`."""
-        return Reading.start(self.model, self.encode(text), piece=piece, memory=memory)
+    @accepts_old_arguments
+    def prefill(self, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto") -> Prefix:
+        """Prefills a text from its beginning; arguments as in `Prefix.prefill`."""
+        return Prefix.prefill(self.model, self.encode(text), segment_size=segment_size, cache_policy=cache_policy)
 
-    def read_on(self, reading: Reading, text: str, *, piece: int = PIECE, memory: Memory = "auto") -> Reading:
-        """Reads on in the same text; an empty one changes nothing."""
+    @accepts_old_arguments
+    def extend(
+        self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
+    ) -> Prefix:
+        """The prefix with more text of the same document behind it; with an empty text, the prefix itself."""
         tokens = self.encode(text)[:, 1:]
-        return reading.more(self.model, tokens, piece=piece, memory=memory) if tokens.shape[1] else reading
+        if not tokens.shape[1]:
+            return prefix
+        return prefix.extend(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
+    read = deprecated_attribute("prefill")
+    read_on = deprecated_attribute("extend")
+
+    @accepts_old_arguments
     def stream(
         self,
-        reading: Reading,
+        prefix: Prefix,
         tokens: int,
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
         seed: int | None = None,
-        memory: Memory = "auto",
+        cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
     ) -> Iterator[str]:
-        """Yields what follows one text, piece by piece, whole characters only.
+        """Yields the text that follows a prefix as it is generated, in whole characters.
 
         Args:
-            reading: of one text.
-            tokens: to generate at most. The end of a document ends it too.
-            stop: strings that end it; they are not part of it.
-            seed: of the choices.
-            memory: what to keep, as in `generate`.
-            report: called with the number of tokens so far, at each.
+            prefix: of one text.
+            tokens: the most tokens to generate; the boundary token between documents ends the text earlier.
+            stop: strings that end the text and are not part of it.
+            seed: of the samples.
+            cache_policy: as in `generate`.
+            report: called after each token with the number of tokens so far.
         """
-        if reading.batch != 1:
-            raise ValueError(f"reading must be of one text, got {reading.batch}; use continue_all for several")
+        if prefix.batch != 1:
+            raise ValueError(f"prefix must be of one text, got {prefix.batch}; use continue_all for several")
         decoder = TextDecoder(self.tokenizer, stop)
-        ids = generate(
-            self.model, tokens, sampling, reading=reading, stop=self.tokenizer.boundary, seed=seed, memory=memory
-        )
+        boundary = self.tokenizer.boundary
+        ids = generate(self.model, tokens, sampling, prefix=prefix, stop=boundary, seed=seed, cache_policy=cache_policy)
         for number, token in enumerate(ids, 1):
             if report is not None:
                 report(number)
@@ -90,27 +100,27 @@ class TextModel:
                 return
         yield from decoder.finish()
 
+    @accepts_old_arguments
     def continue_all(
         self,
-        readings: Sequence[Reading],
+        prefixes: Sequence[Prefix],
         tokens: int,
         sampling: Sampling | None = None,
         *,
         stop: Sequence[str] = (),
         seed: int | None = None,
-        memory: Memory = "auto",
+        cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
     ) -> list[str]:
-        """What follows each of several texts of any lengths, generated together; arguments as in `stream`.
+        """The texts that follow several prefixes of any lengths, generated as one batch; arguments as in `stream`.
 
-        Ctrl-C ends it; what was generated so far is returned.
+        Ctrl-C ends the generation, and the text so far is returned.
         """
-        joined = Reading.cat(readings)
+        joined = Prefix.cat(prefixes)
         decoders = [TextDecoder(self.tokenizer, stop) for _ in range(joined.batch)]
         texts = [""] * joined.batch
-        ids = generate(
-            self.model, tokens, sampling, reading=joined, stop=self.tokenizer.boundary, seed=seed, memory=memory
-        )
+        boundary = self.tokenizer.boundary
+        ids = generate(self.model, tokens, sampling, prefix=joined, stop=boundary, seed=seed, cache_policy=cache_policy)
         try:
             for count, step in enumerate(ids, 1):
                 for number, token in enumerate(step.tolist()):
@@ -125,7 +135,7 @@ class TextModel:
 
 
 class TextDecoder:
-    """Tokens to text as they come: holds back what may yet become a character or a stop string.
+    """Converts tokens to text as they come. Incomplete characters and possible stop strings are held back.
 
     Args:
         stop: strings that end the text.
@@ -134,40 +144,31 @@ class TextDecoder:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
             raise ValueError("stop must hold no empty string: it would end every text at once")
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._tokens: list[int] = []
-        self._given = 0  # characters of the tokens' text already passed on
+        self._boundary, self._stop = tokenizer.boundary, tuple(stop)
+        self._stream = _LibraryStream(tokenizer) if hasattr(tokenizer, "decode_stream") else _TextStream(tokenizer)
         self._held = ""
         self.stopped = False
 
     def take(self, token: int) -> Iterator[str]:
-        """What a token adds that is sure."""
+        """Yields the text that a token completes."""
         if self.stopped:
             return
-        if token == self._tokenizer.boundary:
+        if token == self._boundary:
             yield from self.finish()
             return
-        self._tokens.append(token)
-        text = self._tokenizer.decode(self._tokens)
-        sure = text.rstrip(BROKEN)
-        new = sure[self._given :]
-        self._given = max(self._given, len(sure))
-        if len(self._tokens) >= SETTLED and sure == text:
-            self._tokens, self._given = [], 0
-        yield from self._pass_on(new)
+        yield from self._release(self._stream.step(token))
 
     def finish(self) -> Iterator[str]:
-        """What is left when no more tokens come."""
+        """Yields the text that was held back, at the end of the tokens."""
         if self.stopped:
             return
-        rest = self._tokenizer.decode(self._tokens)[self._given :] if self._tokens else ""
-        self._tokens = []
-        yield from self._pass_on(rest)
+        yield from self._release(self._stream.flush())
         if not self.stopped and self._held:
             yield self._held
         self.stopped = True
 
-    def _pass_on(self, new: str) -> Iterator[str]:
+    def _release(self, new: str) -> Iterator[str]:
+        """Yields the text up to a stop string, or up to what may become one."""
         self._held += new
         found = [place for place in (self._held.find(text) for text in self._stop) if place >= 0]
         if found:
@@ -180,9 +181,63 @@ class TextDecoder:
             yield sure
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of what is held that begins a stop string."""
+        """Length of the longest end of the held text that begins a stop string."""
         longest = max((len(text) for text in self._stop), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(text.startswith(self._held[-length:]) for text in self._stop):
                 return length
         return 0
+
+
+class _TextStream:
+    """Whole characters from tokens, by any tokenizer's `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._tokens: list[int] = []
+        self._given = 0  # characters of the tokens' text that `step` has returned
+
+    def step(self, token: int) -> str:
+        """The whole characters that a token completes."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        sure = text.rstrip(REPLACEMENT)
+        new = sure[self._given :]
+        self._given = max(self._given, len(sure))
+        if len(self._tokens) >= RESTART_TOKENS and sure == text:
+            self._tokens, self._given = [], 0
+        return new
+
+    def flush(self) -> str:
+        """The rest, with replacements for incomplete characters."""
+        return self._decode(self._tokens)[self._given :] if self._tokens else ""
+
+
+class _LibraryStream(_TextStream):
+    """The same by `tokenizers.decoders.DecodeStream`, which decodes no token twice."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._open: Callable[[], Callable[[int], str | None]] = tokenizer.decode_stream  # type: ignore[attr-defined]
+        self._advance = self._open()
+        self._context: list[int] = []  # the tokens of the text that was returned last
+
+    def step(self, token: int) -> str:
+        self._tokens.append(token)
+        try:
+            new = self._advance(token)
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            # The library raises plain Exception for a token that changes the text of earlier ones, as some decoders do
+            # for invalid UTF-8. That text was returned already, so the stream starts again behind it.
+            new = self.flush()
+            self._advance = self._open()
+        if new is None:
+            return ""
+        self._context, self._tokens = self._tokens, []
+        return new
+
+    def flush(self) -> str:
+        before = self._decode(self._context)
+        return self._decode(self._context + self._tokens)[len(before) :]

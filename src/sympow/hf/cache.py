@@ -1,4 +1,4 @@
-"""`SympowCache`: the state of a model as transformers passes it around."""
+"""`SympowCache`: the model's state, or its keys and values, as `past_key_values` of transformers."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor
 from transformers import Cache
 
 from sympow.checks import check_choice
-from sympow.generation.cache import MEMORIES, Memories, Memory, Model, fold, prepare
-from sympow.layers.mixers import LayerMemory, LayerState
+from sympow.deprecated import accepts_old_arguments, deprecated_attribute
+from sympow.generation.cache import CACHE_POLICIES, CachePolicy, DecodingCache, Model, fold, prefill_state
+from sympow.layers.mixers import LayerCache, LayerState
 from sympow.model.gpt import ModelState
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Inputs of some tokens, and which of them are no padding.
+class Segment:
+    """The inputs of some tokens, and which of them are not padding.
 
     Attributes:
         inputs: embeddings (b, t, width).
-        mask: (b, t) bool.
+        mask: (b, t) bool, False for padding.
     """
 
     inputs: Tensor
@@ -32,19 +33,19 @@ class Stretch:
     def length(self) -> int:
         return self.mask.shape[1]
 
-    def first(self, tokens: int) -> Stretch:
-        return Stretch(self.inputs[:, :tokens], self.mask[:, :tokens])
+    def first(self, tokens: int) -> Segment:
+        return Segment(self.inputs[:, :tokens], self.mask[:, :tokens])
 
-    def then(self, other: Stretch) -> Stretch:
-        return Stretch(torch.cat([self.inputs, other.inputs], 1), torch.cat([self.mask, other.mask], 1))
+    def then(self, other: Segment) -> Segment:
+        return Segment(torch.cat([self.inputs, other.inputs], 1), torch.cat([self.mask, other.mask], 1))
 
-    def select(self, index: Tensor) -> Stretch:
-        return Stretch(self.inputs[index], self.mask[index])
+    def select(self, index: Tensor) -> Segment:
+        return Segment(self.inputs[index], self.mask[index])
 
 
 @dataclass(frozen=True, eq=False)
 class SympowCacheLayer:
-    """What one layer has read, as an entry of `SympowCache.layers`."""
+    """The state of one layer, as an entry of `SympowCache.layers`."""
 
     state: LayerState
     is_compileable = False
@@ -54,126 +55,131 @@ class SympowCacheLayer:
 
 
 class SympowCache(Cache):
-    """What a model has read so far. With the sympow mixer its size is bounded, however much that was.
+    """The past of a model in transformers. With the sympow mixer its size is bounded, however long the text.
 
-    Takes the place of transformers' `DynamicCache` as `past_key_values`. Sequences of the batch can be reordered,
+    It is passed as `past_key_values` in place of transformers' `DynamicCache`. Sequences of a batch can be reordered,
     selected and repeated; `copy.deepcopy` forks it.
 
-    Between single tokens, layers keep memories that every step changes in place: a window behind a state, or keys and
-    values as long as they take less than a state (`sympow.generation.cache`). They become a state where one is asked
-    for.
+    While tokens come one by one, the cache holds a `DecodingCache` that every step updates in place: a window beside a
+    state, or keys and values as long as they take less memory (`sympow.generation.cache`). It is converted to a state
+    when one is asked for.
 
-    A state cannot give tokens back. Assisted generation asks for that, and announces it with `activate_past_recording`:
-    from then on the cache also keeps the state before the tokens in question, and their embeddings. `crop` goes back to
-    that state, and the next call of the model first reads again what was to be kept.
+    Tokens cannot be removed from a state. Assisted generation has to remove some, and calls `activate_past_recording`
+    before: from then on the cache also holds the state before the tokens in question, and their embeddings. `crop`
+    restores that state, and the next call of the model first prefills the tokens that were kept.
 
     Args:
-        memory: "auto": keys and values until they would take more bytes than a state; "state": a state from the first
-            token on; "keys": keys and values, however many.
+        cache_policy: "auto": keys and values until they would take more bytes than a state, then a state; "state": a
+            state from the first token on; "keys": keys and values only.
     """
 
-    def __init__(self, memory: Memory = "auto") -> None:
+    @accepts_old_arguments
+    def __init__(self, cache_policy: CachePolicy = "auto") -> None:
         # Not the base's __init__: it makes a list of layers, which are made here from the state when asked for.
-        check_choice("memory", memory, MEMORIES)
+        check_choice("cache_policy", cache_policy, CACHE_POLICIES)
         self.layer_class_to_replicate = None
         self.offloading = False
-        self.memory = memory
+        self.cache_policy = cache_policy
         self._state: ModelState | None = None
         # In place of the state while tokens come one by one.
-        self._memories: Memories | None = None
+        self._decoding: DecodingCache | None = None
         self._is_user_defined = False
         self._length = 0
         self._batch = -1
         self._recording = False
-        # While recording: the state before `_recorded`, and after a crop what is to be read again.
+        # While recording: the state before `_recorded`, and after a crop the tokens to be prefilled again.
         self._before: ModelState | None = None
-        self._recorded: Stretch | None = None
-        self.unread: Stretch | None = None
+        self._recorded: Segment | None = None
+        self.pending: Segment | None = None
+
+    memory = deprecated_attribute("cache_policy")
 
     @property
     def state(self) -> ModelState | None:
-        """What was read, as `sympow.GPT` takes it: one entry per layer; None before the first token.
+        """The model's state as `sympow.GPT` takes it: one entry for each layer; None before the first token.
 
-        Entries are states, or windows of keys and values while these take less.
+        Entries are states, or windows of keys and values while these take less memory.
         """
-        if self._memories is None:
+        if self._decoding is None:
             return self._state
         return copy.deepcopy(self)._closed()
 
     @property
     def layers(self) -> list[SympowCacheLayer]:  # type: ignore[override]
-        """What each layer has read; none before the first token."""
+        """The state of each layer; empty before the first token."""
         return [SympowCacheLayer(layer) for layer in self.state or ()]
 
     def start(self, model: Model, batch: int, tokens: int) -> ModelState | None:
-        """What reading some more tokens starts from; for the model. What is kept stays as it is."""
+        """The state from which the model prefills more tokens. The cache's own is not modified."""
         state = self._closed()
         if torch.is_grad_enabled():
-            if self.memory == "keys":
-                raise ValueError("memory='keys' is for calls under torch.no_grad(): gradients go through states alone")
+            if self.cache_policy == "keys":
+                raise ValueError(
+                    "cache_policy='keys' is for calls under torch.no_grad(): only states support gradients"
+                )
             return None if state is None else fold(state)
-        return prepare(model, state, batch, tokens, self.memory)
+        return prefill_state(model, state, batch, tokens, self.cache_policy)
 
-    def advance(self, state: ModelState, read: Stretch) -> None:
-        """Takes the state after some more tokens; for the model."""
+    def advance(self, state: ModelState, segment: Segment) -> None:
+        """Takes the state after a segment of tokens that the model has prefilled."""
         if self._recording:
-            self._recorded = read if self._recorded is None else self._recorded.then(read)
-        self._state, self._memories = state, None
-        self._length += read.length
-        self._batch = read.mask.shape[0]
+            self._recorded = segment if self._recorded is None else self._recorded.then(segment)
+        self._state, self._decoding = state, None
+        self._length += segment.length
+        self._batch = segment.mask.shape[0]
 
     def catch_up(self, state: ModelState) -> None:
-        """Takes the state after the tokens that a crop left to be read again; for the model."""
+        """Takes the state after the `pending` tokens, which the model has prefilled again."""
         self._state = self._before = state
-        self.unread = None
+        self.pending = None
 
     @property
     def can_step(self) -> bool:
-        """Whether a token may come by `step`: something was read, and none of it may be wanted back."""
-        return self.is_initialized and not self._recording and self.unread is None
+        """Whether the next token can be decoded by `step`: there is a past, and `crop` may not be asked for."""
+        return self.is_initialized and not self._recording and self.pending is None
 
-    def step(self, model: Model, dtype: torch.dtype) -> list[LayerMemory]:
-        """The memories with which one more token is decoded; for the model, which then changes them.
+    def step(self, model: Model, dtype: torch.dtype) -> list[LayerCache]:
+        """The layers' caches, with which the model decodes one more token and which it updates in place.
 
         Args:
-            dtype: what the model computes in.
+            dtype: of the model's activations.
         """
-        if self._memories is None:
+        if self._decoding is None:
             assert self._state is not None
-            self._memories = Memories(model, self._state, memory=self.memory, dtype=dtype)
+            self._decoding = DecodingCache(model, self._state, cache_policy=self.cache_policy, dtype=dtype)
             self._state = None
-        elif self._memories.layers[0].count.is_inference() and not torch.is_inference_mode_enabled():
-            # Such tensors cannot be changed any more.
-            self._memories = _copied(self._memories)
-        self._memories.make_room()
+        elif self._decoding.layers[0].count.is_inference() and not torch.is_inference_mode_enabled():
+            # Outside of inference mode, tensors that were made in it cannot be updated in place.
+            self._decoding = _copied(self._decoding)
+        self._decoding.ensure_capacity()
         self._length += 1
-        return self._memories.layers
+        return self._decoding.layers
 
     def _closed(self) -> ModelState | None:
-        """The state, into which memories are turned if there are any."""
-        if self._memories is not None:
-            self._state, self._memories = self._memories.close(), None
+        """The state; a decoding cache is converted to one."""
+        if self._decoding is not None:
+            self._state, self._decoding = self._decoding.close(), None
         return self._state
 
     def __deepcopy__(self, seen: dict[int, Any]) -> SympowCache:
-        # Records one by one: a tensor that is part of a graph refuses to be copied otherwise.
+        # Layer by layer with `clone`: `copy.deepcopy` refuses tensors that are part of an autograd graph.
         fork = copy.copy(self)
         seen[id(self)] = fork
         fork._state, fork._before = (
             None if state is None else tuple(layer.clone() for layer in state) for state in (self._state, self._before)
         )
-        fork._memories = None if self._memories is None else _copied(self._memories)
+        fork._decoding = None if self._decoding is None else _copied(self._decoding)
         return fork
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is kept, room for tokens to come included."""
-        if self._memories is not None:
-            return self._memories.nbytes
+        """Bytes allocated, free positions for tokens to come included."""
+        if self._decoding is not None:
+            return self._decoding.nbytes
         return sum(layer.nbytes for layer in self._state or ())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens read, padding included: how far the attention mask reaches."""
+        """The number of tokens so far, padding included: the length of the attention mask."""
         return self._length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -185,13 +191,13 @@ class SympowCache(Cache):
         return -1
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Positions that a mask covers, and where it starts."""
+        """The length that an attention mask covers, and its offset."""
         new = query_length if isinstance(query_length, int) else query_length.shape[0]
         return self._length + new, 0
 
     def reset(self) -> None:
-        """Forgets everything."""
-        self._state = self._memories = self._before = self._recorded = self.unread = None
+        """Empties the cache."""
+        self._state = self._decoding = self._before = self._recorded = self.pending = None
         self._length, self._batch = 0, -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -202,60 +208,60 @@ class SympowCache(Cache):
         """Keeps some sequences of the batch, which may be repeated and reordered."""
         if not self.is_initialized:
             return
-        if self._memories is not None:
-            selected = copy.copy(self._memories)
-            selected.layers = [_select_memory(layer, indices) for layer in self._memories.layers]
-            self._memories = selected
+        if self._decoding is not None:
+            selected = copy.copy(self._decoding)
+            selected.layers = [_select_cache(layer, indices) for layer in self._decoding.layers]
+            self._decoding = selected
         self._state = None if self._state is None else _select(self._state, indices)
         self._before = None if self._before is None else _select(self._before, indices)
         self._recorded = (
             None if self._recorded is None else self._recorded.select(indices.to(self._recorded.mask.device))
         )
-        self.unread = None if self.unread is None else self.unread.select(indices.to(self.unread.mask.device))
+        self.pending = None if self.pending is None else self.pending.select(indices.to(self.pending.mask.device))
         self._batch = len(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence so many times over, copies beside each other."""
+        """Repeats every sequence, copies next to each other."""
         self.batch_select_indices(torch.arange(self._batch).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
-        """From now on, keeps what `crop` needs."""
+        """From now on, holds what `crop` needs."""
         if not self._recording:
             self._recording, self._before = True, self._closed()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Takes back the last tokens, given as a negative number; 0 makes all so far final.
+        """Removes the last tokens, whose number is given as a negative one; 0 makes all tokens so far final.
 
         Raises:
-            ValueError: they were read before `activate_past_recording`, or are final.
+            ValueError: the tokens came before `activate_past_recording`, or are final.
         """
         tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
-                f"tokens_to_remove must not be positive: −n takes back n tokens; got {tokens_to_remove}. Assisted "
-                "generation asks in this way from transformers 5.16 on"
+                f"tokens_to_remove must not be positive: −n removes n tokens; got {tokens_to_remove}. Assisted "
+                "generation calls crop in this way from transformers 5.16 on"
             )
         if tokens_to_remove == 0:
-            if self._recording and self.unread is None:
+            if self._recording and self.pending is None:
                 self._before, self._recorded = self._state, None
             return
         available = 0 if self._recorded is None else self._recorded.length
         if self._recorded is None or -tokens_to_remove > available:
             raise ValueError(
-                f"tokens_to_remove asks for {-tokens_to_remove} tokens back, but {available} were recorded: a state "
-                "cannot give tokens back, unless activate_past_recording was called before they were read"
+                f"tokens_to_remove is {-tokens_to_remove} tokens, but {available} were recorded: tokens can be removed "
+                "only if activate_past_recording was called before them"
             )
         kept = self._recorded.first(available + tokens_to_remove)
         self._state, self._recorded = self._before, None
-        self.unread = kept if kept.length else None
+        self.pending = kept if kept.length else None
         self._length += tokens_to_remove
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a SympowCache holds states, not keys and values: the model itself advances it")
+        raise TypeError("update is not supported: SympowModel itself advances a SympowCache")
 
     @property
     def batch_size(self) -> int:
-        """Sequences, or −1 before the first token."""
+        """The number of sequences, or −1 before the first token."""
         return self._batch
 
     @property
@@ -264,7 +270,7 @@ class SympowCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return self._state is not None or self._memories is not None
+        return self._state is not None or self._decoding is not None
 
     @property
     def is_compileable(self) -> bool:
@@ -272,16 +278,16 @@ class SympowCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Not without recording."""
+        """False: `crop` needs `activate_past_recording`."""
         return False
 
     def is_recording_past(self, layer_idx: int = 0) -> bool:
-        """Whether tokens can be taken back."""
+        """Whether tokens can be removed."""
         return self._recording
 
     def __len__(self) -> int:
-        """Layers; none before the first token."""
-        return len(self._memories.layers if self._memories is not None else self._state or ())
+        """The number of layers; 0 before the first token."""
+        return len(self._decoding.layers if self._decoding is not None else self._state or ())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self._length}, nbytes={self.nbytes})"
@@ -291,14 +297,14 @@ def _select(state: ModelState, indices: Tensor) -> ModelState:
     return tuple(layer.select(indices.to(_device(layer))) for layer in state)
 
 
-def _select_memory(layer: LayerMemory, indices: Tensor) -> LayerMemory:
-    # A workspace is for the kernels, and is made again.
+def _select_cache(layer: LayerCache, indices: Tensor) -> LayerCache:
+    # The kernels' workspace is allocated again.
     return replace(layer, workspace=None).select(indices.to(layer.count.device))
 
 
-def _copied(memories: Memories) -> Memories:
-    copied = copy.copy(memories)
-    copied.layers = [layer.clone() for layer in memories.layers]
+def _copied(cache: DecodingCache) -> DecodingCache:
+    copied = copy.copy(cache)
+    copied.layers = [layer.clone() for layer in cache.layers]
     return copied
 
 

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutputWithPast,
 )
 
-from sympow.hf.cache import Stretch, SympowCache
+from sympow.hf.cache import Segment, SympowCache
 from sympow.hf.config import SympowConfig
 from sympow.hf.packing import packed_offsets
 from sympow.hf.registration import publish
@@ -174,9 +174,9 @@ class SympowModel(SympowPreTrainedModel):
         cache = past_key_values
         if use_cache and cache is None:
             cache = SympowCache()
-        if cache is not None and cache.unread is not None:
-            before = cache.start(self, *cache.unread.mask.shape)
-            _, state, _ = self._read(cache.unread.inputs, cache.unread.mask, before, True, None, False)
+        if cache is not None and cache.pending is not None:
+            before = cache.start(self, *cache.pending.mask.shape)
+            _, state, _ = self._read(cache.pending.inputs, cache.pending.mask, before, True, None, False)
             assert state is not None
             cache.catch_up(state)
         one_more = cache is not None and cache.can_step and shape[1] == 1 and bool(use_cache) and mask is None
@@ -193,7 +193,7 @@ class SympowModel(SympowPreTrainedModel):
         if cache is not None and after is not None:
             if mask is None:
                 mask = torch.ones(shape, dtype=torch.bool, device=inputs_embeds.device)
-            cache.advance(after, Stretch(inputs_embeds.detach(), mask))
+            cache.advance(after, Segment(inputs_embeds.detach(), mask))
         output = BaseModelOutputWithPast(
             last_hidden_state=x,  # type: ignore[arg-type]
             past_key_values=cache if use_cache else None,
@@ -233,9 +233,9 @@ class SympowModel(SympowPreTrainedModel):
             dtype = torch.get_autocast_dtype(inputs.device.type)
         x = self.embedding_norm(inputs)
         hidden = []
-        for block, memory in zip(self.blocks, cache.step(self, dtype), strict=True):
+        for block, layer_cache in zip(self.blocks, cache.step(self, dtype), strict=True):
             hidden.append(x)
-            x, _ = block(x, None, False, None, memory=Sealed(memory))
+            x, _ = block(x, None, False, None, cache=Sealed(layer_cache))
         x = self.final_norm(x)
         return x, (*hidden, x) if return_hidden else None
 

@@ -37,7 +37,7 @@ def gate_and_turn(
     if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
         theta, beta = rotation(x)
         return gate(x), theta, beta
-    from sympow.kernels.decode.gates import step_gates
+    from sympow.kernels.decode.gate_projection import step_gates
 
     found = step_gates(
         x.flatten(0, -2).contiguous(),
@@ -55,7 +55,7 @@ def gate_and_turn(
 # What a layer has read: it is given, and another is returned. A window in it stands for keys and values not folded yet.
 LayerState = State | KeyValueState | Window
 # What a layer decodes with: every step changes it.
-LayerMemory = Window | KeyValueCache
+LayerCache = Window | KeyValueCache
 
 
 class Mixer(nn.Module, ABC):
@@ -150,11 +150,11 @@ class Mixer(nn.Module, ABC):
         )
         return self.out_proj(y.flatten(2)), after
 
-    def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
-        """y of one token, (b, 1, width) to (b, 1, width), without gradients; the memory then holds it."""
+    def step(self, x: Tensor, cache: LayerCache) -> Tensor:
+        """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""
         log_gamma, theta, beta = gate_and_turn(x, self.gate, self.rotation, self.backend)
         q, k, v = self._project(x)
-        y = memory.step(*_in(memory.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
+        y = cache.step(*_in(cache.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
         return self.out_proj(y.to(q.dtype).flatten(2))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,7 +252,7 @@ class SoftmaxAttention(Mixer):
 
 
 def _in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the dtype of the memory, which can differ from theirs, as under autocast."""
+    """Queries, keys and values in the dtype of the cache, which can differ from theirs, as under autocast."""
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

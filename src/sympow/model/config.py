@@ -1,4 +1,4 @@
-"""What a model is: one frozen, checked record, and the ones that have names."""
+"""`GPTConfig`: the hyperparameters of a model, validated, with presets and the paper's variants."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 
 MIXERS = ("sympow", "softmax")
-# Configs come from files, and a typing mistake there should not cost a machine's memory.
+# Configs come from files: a typing mistake there should raise an error instead of exhausting the memory.
 MOST_LAYERS = 4_096
 MOST_WEIGHTS = 10**12
-
-
-# Fields that say how a model computes: they may change from one day to the next, and what it is does not.
-WAYS_TO_COMPUTE = ("form", "backend", "chunk_size")
+# Fields that choose how the same numbers are computed. They may change from run to run of one model.
+EXECUTION_OPTIONS = ("form", "backend", "chunk_size")
 
 
 @dataclass(frozen=True)
@@ -34,16 +32,16 @@ class GPTConfig:
         heads: query heads of a layer.
         key_value_heads: key/value heads of a layer, a divisor of heads; None: as many as heads.
         head_dim: size of a query, key and value; None: width / heads.
-        mlp_ratio: hidden size of the MLP over width; what they give is rounded to a whole number.
+        mlp_ratio: hidden size of the MLP over width; the product is rounded to an integer.
         mixer: "sympow" or "softmax".
         power: p of the sympow mixer; even.
         gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector".
         rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs".
         max_document: N of the rotation rates, the longest document expected.
         bias: whether linear maps have biases, as in GPT-2.
-        form: how the sympow mixer computes, as in `sympow.attention`.
-        backend: what it computes with, as in `sympow.attention`; "torch" also rules out kernels around it, as for the
-            loss in training.
+        form: algorithm of the sympow mixer, as in `sympow.attention`.
+        backend: implementation of the sympow mixer, as in `sympow.attention`; "torch" also rules out other Triton
+            kernels, such as that of the training loss.
         chunk_size: tokens of a chunk of its chunked form; None: chosen by cost.
     """
 
@@ -78,7 +76,7 @@ class GPTConfig:
         check_power(self.power)
         check_chunk_size(self.chunk_size, self.form)
         if self.mixer == "softmax":
-            for name in ("power", *WAYS_TO_COMPUTE):
+            for name in ("power", *EXECUTION_OPTIONS):
                 default = GPTConfig.__dataclass_fields__[name].default
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
@@ -115,7 +113,7 @@ class GPTConfig:
                 f"got {self.mlp_ratio}"
             )
         if self.mlp_ratio == int(self.mlp_ratio):
-            # One way to write a config, whose text tells models apart.
+            # A config has one spelling: its JSON is hashed to tell models apart.
             object.__setattr__(self, "mlp_ratio", int(self.mlp_ratio))
 
     @classmethod
@@ -150,7 +148,7 @@ PAPER_VARIANTS: dict[str, dict[str, Any]] = {
     "gating": {"mixer": "sympow", "gating": "scalar", "rotary": "fixed"},
     "conformal": {"mixer": "sympow", "gating": "scalar", "rotary": "scale"},
 }
-# With them the parts of the ablation (§4.2.1), and what the conclusion leaves open.
+# The paper's curves, its ablations (§4.2.1), and variants that its conclusion leaves to future work.
 VARIANTS: dict[str, dict[str, Any]] = {
     **PAPER_VARIANTS,
     "rotation": {"mixer": "sympow", "gating": "none", "rotary": "scale"},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
 from sympow.layers.gates import LearnedGate
-from sympow.layers.mixers import ConformalAttention, LayerMemory, LayerState, Mixer, SoftmaxAttention
+from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
 from sympow.model.config import GPTConfig
@@ -20,12 +20,12 @@ from sympow.ops.compilation import Sealed
 from sympow.parallel.shards import Shards
 
 ModelState = tuple[LayerState, ...]
-# Tokens of a long text read at a time, unless asked otherwise: memory depends on it, and not on the text.
-PIECE = 8_192
+# Default number of tokens that are prefilled at a time: memory depends on it, and not on the length of a text.
+SEGMENT_SIZE = 8_192
 
 
 class Mlp(nn.Module):
-    """Two linear maps with a GELU between them, GPT-2's tanh approximation of it."""
+    """Two linear layers with the tanh approximation of GELU between them, as in GPT-2."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)). States go in and out sealed, since blocks are what FSDP2 wraps."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)). States are passed as `Sealed`, so that FSDP2 does not cast them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class Block(nn.Module):
         cu_seqlens: Tensor | None,
         mask: Tensor | None = None,
         shards: Shards | None = None,
-        memory: Sealed[LayerMemory] | None = None,
+        cache: Sealed[LayerCache] | None = None,
     ) -> tuple[Tensor, Sealed[LayerState] | None]:
-        """As `Mixer.forward`; with a memory as `step`, in a call that wrappers of modules see."""
-        if memory is not None:
-            return self.step(x, memory.record), None
+        """As `Mixer.forward`; with a cache as `step`, but as a module call, which runs the hooks of the block."""
+        if cache is not None:
+            return self.step(x, cache.record), None
         before = None if state is None else state.record
         mixed, after = self.mixer(
             self.mixer_norm(x), before, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
@@ -66,19 +66,19 @@ class Block(nn.Module):
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), None if after is None else Sealed(after)
 
-    def step(self, x: Tensor, memory: LayerMemory) -> Tensor:
-        """One token, (b, 1, width)."""
-        x = x + self.mixer.step(self.mixer_norm(x), memory)
+    def step(self, x: Tensor, cache: LayerCache) -> Tensor:
+        """One token, (b, 1, width); updates the cache in place."""
+        x = x + self.mixer.step(self.mixer_norm(x), cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """A language model that carries what it has read in an explicit state.
+    """A language model whose past is an explicit state, passed in and returned.
 
     Example:
         >>> model = GPT(GPTConfig.preset("byte-400k"))
         >>> logits, state = model(torch.randint(256, (1, 100)))
-        >>> logits, state = model(torch.randint(256, (1, 1)), state)  # goes on where the first call stopped
+        >>> logits, state = model(torch.randint(256, (1, 1)), state)  # continues the first call
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -93,10 +93,10 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: normal with deviation 0.02, maps into the residual stream smaller by √(2 layers).
+        """GPT-2's initialisation: std 0.02, divided by √(2 layers) for projections into the residual stream.
 
-        Norms, gates and rotations start as they define it themselves. Also for a model made on the meta device, after
-        `to_empty`.
+        Norms, gates and rotations initialise themselves. A model made on the meta device is initialised by `to_empty`
+        and then this.
         """
         nn.init.normal_(self.embedding.weight, std=0.02)
         for name, module in self.named_modules():
@@ -122,17 +122,17 @@ class GPT(nn.Module):
 
         Args:
             tokens: (b, t) integers below vocab_size.
-            state: what came before, one entry per layer, from an earlier call; None: nothing.
-            return_state: whether to return the state after the tokens. In training pass False: making it costs as much
-                as folding every token into it.
+            state: the state that an earlier call returned, one entry for each layer; None: the text begins here.
+            return_state: whether to return the state after the tokens. Pass False in training: computing it takes time
+                and memory for every token.
             cu_seqlens: offsets of packed documents, as in `sympow.attention`; batch 1.
-            mask: (b, t) bool, True for tokens, False for padding, for texts of different lengths in a batch. Logits of
-                tokens and the state are what they would be if the padding were not there.
-            shards: where `tokens` are a part of sequences that lie over several processes, whose tokens are whose
-                (`sympow.parallel.Shards`). Offsets of documents are theirs; states are those of the whole sequence.
+            mask: (b, t) bool, False for padding, for texts of different lengths in a batch. The padding has no
+                influence on the logits of tokens and on the state.
+            shards: for context parallelism, which tokens of the sequences each process has (`sympow.parallel.Shards`).
+                Document offsets are those of the shards; states are those of the whole sequence.
 
         Returns:
-            logits (b, t, vocab_size) and the state, or None in its place.
+            logits (b, t, vocab_size) and the state, or None if it was not asked for.
         """
         x, after = self.features(
             tokens, state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
@@ -149,7 +149,7 @@ class GPT(nn.Module):
         mask: Tensor | None = None,
         shards: Shards | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """As `forward`, with (b, t, width) in place of logits: what the tied embedding turns into them."""
+        """As `forward`, with the output of the final norm, (b, t, width), in place of the logits."""
         self._check(tokens, state)
         x = self.embedding_norm(self.embedding(tokens))
         after: list[LayerState] = []
@@ -160,20 +160,20 @@ class GPT(nn.Module):
                 after.append(sealed.record)
         return self.final_norm(x), tuple(after) if return_state else None
 
-    def step(self, tokens: Tensor, memories: Sequence[LayerMemory]) -> Tensor:
-        """Logits (b, vocab_size) after one more token (b,), without gradients; memories, one a layer, then hold it."""
+    def step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        """Logits (b, vocab_size) after one more token (b,), without gradients; updates the caches, one a layer."""
         self._check(tokens.unsqueeze(1), None)
-        if len(memories) != len(self.blocks):
-            raise ValueError(f"memories must have an entry for each of {len(self.blocks)} layers, got {len(memories)}")
+        if len(caches) != len(self.blocks):
+            raise ValueError(f"caches must have an entry for each of {len(self.blocks)} layers, got {len(caches)}")
         with torch.no_grad():
             x = self.embedding_norm(self.embedding(tokens.unsqueeze(1)))
-            for block, memory in zip(self.blocks, memories, strict=True):
+            for block, cache in zip(self.blocks, caches, strict=True):
                 assert isinstance(block, Block)
-                x = block.step(x, memory)
+                x = block.step(x, cache)
             return _logits(self.final_norm(x.squeeze(1)), self.embedding.weight)
 
     def count_parameters(self) -> int:
-        """Learned numbers, the tied embedding counted once."""
+        """The number of parameters; the tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
 
     def _check(self, tokens: Tensor, state: Sequence[LayerState] | None) -> None:
@@ -199,20 +199,20 @@ class GPT(nn.Module):
 def _logits(features: Tensor, weight: Tensor) -> Tensor:
     """features (b, width) times weightᵀ (width, vocabulary), without gradients.
 
-    In half precision on a GPU into rows that start at multiples of 16 bytes: for others, a product that is all reading
-    of weights gets a kernel that reads them one number at a time.
+    In half precision on a GPU the output's rows are aligned to 16 bytes: without that, cuBLAS takes a kernel that loads
+    the weights one number at a time, and this product is bound by those loads.
     """
     vocabulary = weight.shape[0]
-    beyond = -vocabulary % ALIGNMENT
+    padding = -vocabulary % ALIGNMENT
     half = features.dtype == weight.dtype and features.dtype in (torch.bfloat16, torch.float16)
-    if not (features.is_cuda and beyond and half):
+    if not (features.is_cuda and padding and half):
         return linear(features, weight)
-    room = features.new_empty(len(features), vocabulary + beyond)
-    return torch.mm(features, weight.mT, out=room[:, :vocabulary])
+    padded = features.new_empty(len(features), vocabulary + padding)
+    return torch.mm(features, weight.mT, out=padded[:, :vocabulary])
 
 
 def make_mixer(config: GPTConfig) -> Mixer:
-    """The attention layer a config asks for."""
+    """The attention layer that a config describes."""
     shape: dict[str, Any] = {
         "key_value_heads": config.key_value_heads,
         "head_dim": config.head_dim,

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_choice
+from sympow.deprecated import deprecated_attribute
 from sympow.ops.compilation import register_as_tree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
@@ -150,20 +151,24 @@ class Window(PortableWindow):
         return window
 
     @property
-    def bytes_of_a_token(self) -> int:
-        """What a token takes in the window, for each sequence and key head."""
+    def token_nbytes(self) -> int:
+        """Bytes of one token in the window, for each sequence and key head."""
         return sum(x.element_size() * x[0, 0].numel() // self.capacity for x in (self.keys, self.values, self.decay))
 
     @property
-    def bytes_of_a_state(self) -> int:
-        """What a state takes, or would take, for each sequence and key head."""
+    def state_nbytes(self) -> int:
+        """Bytes of a state, whether there is one or not, for each sequence and key head."""
         features = symmetric_dim(self.key_dim, self.power)
         return features * (self.value_dim + 1) * compute_dtype(self.values.dtype).itemsize
 
     @property
-    def most_tokens(self) -> int:
-        """How many tokens take no more memory as keys and values than as a state."""
-        return self.bytes_of_a_state // self.bytes_of_a_token
+    def break_even_tokens(self) -> int:
+        """The most tokens whose keys and values take no more bytes than a state."""
+        return self.state_nbytes // self.token_nbytes
+
+    bytes_of_a_token = deprecated_attribute("token_nbytes")
+    bytes_of_a_state = deprecated_attribute("state_nbytes")
+    most_tokens = deprecated_attribute("break_even_tokens")
 
     def select(self, index: slice | Tensor) -> Window:
         """Some sequences of the batch, as a window that shares no memory with this one."""

@@ -27,7 +27,7 @@ from sympow.parallel.shards import Shard, Shards
 
 if TYPE_CHECKING:
     from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
-    from sympow.kernels.gates import Gates
+    from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates, FullState
 
 
@@ -148,7 +148,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None) -> Tensor:
         from sympow.kernels.attention import shard
 
-        plan, gates, out = call.plan, shard.running_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
+        plan, gates, out = call.plan, shard.gate_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
         in_flight = []
         for half in call.halves:
             own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
@@ -242,11 +242,10 @@ def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) ->
 
 def _from_tensors(tensors: AnySequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
     """The inverse of `_tensors_of`."""
-    from sympow.kernels.attention.tiles import COLUMNS
-    from sympow.kernels.gates import Gates
+    from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates
 
     kept, *parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
     first = 0 if plan.initial else 1
     states = [None if part[0] is None else ChunkStates(*part, plan.chunk, first) for part in parts]
-    return None if kept[0] is None else Gates(*kept, COLUMNS), states
+    return None if kept[0] is None else Gates(*kept), states

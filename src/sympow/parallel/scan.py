@@ -58,14 +58,14 @@ class Carried:
         return Carried(kv, normalizer, past.log_decay + self.log_decay, self.power)
 
     def pack(self) -> Tensor:
-        """The message to another rank, one axis."""
+        """One message, in the layout that `sympow.kernels.states.message_packing` defines."""
         fields = [self.kv.reshape(-1), self.normalizer.reshape(-1)]
         if self.log_decay is not None:
             fields.append(self.log_decay.contiguous().view(self.kv.dtype).reshape(-1))
         return torch.cat(fields)
 
     def unpack(self, message: Tensor) -> Carried:
-        """From a message of another rank."""
+        """From a message of another rank, in the same layout."""
         sizes = [self.kv.numel(), self.normalizer.numel()]
         kv, normalizer, rest = message.split([*sizes, len(message) - sum(sizes)])
         log_decay = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from sympow.bench.operator import Row, Setting, describe
 from sympow.bench.timing import Timing
 from sympow.evaluate import PasskeyPoint, RecallPoint
-from sympow.evaluate.results import averages_over_ranges
+from sympow.evaluate.evaluation_file import averages_over_ranges
 from sympow.extras import require
 from sympow.report.plotting import (
     Style,

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from sympow.checks import check_at_least
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
-from sympow.evaluate.capture import LayerCapture, capture
-from sympow.generation.prefix import Reading
+from sympow.evaluate.head_statistics import LayerCapture, capture
+from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
-from sympow.model.gpt import PIECE
+from sympow.model.gpt import SEGMENT_SIZE
 from sympow.report.html_page import build_page
 
 TOKENS = 8_192
@@ -47,12 +47,14 @@ class Inspection:
     unit: str
 
 
-def inspect_text(text_model: TextModel, text: str, *, tokens: int = TOKENS, piece: int = PIECE) -> Inspection:
+def inspect_text(
+    text_model: TextModel, text: str, *, tokens: int = TOKENS, segment_size: int = SEGMENT_SIZE
+) -> Inspection:
     """Reads a text and watches gates and rotations.
 
     Args:
         tokens: to read at most.
-        piece: tokens read at a time; memory depends on it.
+        segment_size: tokens prefilled at a time; memory depends on it.
 
     Raises:
         ValueError: the text is empty, or the model has neither a gate nor a rotation that depends on the text.
@@ -63,7 +65,7 @@ def inspect_text(text_model: TextModel, text: str, *, tokens: int = TOKENS, piec
         raise ValueError("the text must not be empty")
     # The boundary before it is not of the text.
     read = all_ids[:, : tokens + 1]
-    layers = capture(text_model.model, lambda: Reading.start(text_model.model, read, piece=piece))
+    layers = capture(text_model.model, lambda: Prefix.prefill(text_model.model, read, segment_size=segment_size))
     if all(layer.log_gamma is None and layer.beta is None for layer in layers):
         config = text_model.model.config
         raise ValueError(

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sympow.evaluate.heads import quantity_labels
+from sympow.evaluate.head_statistics import quantity_labels
 from sympow.extras import require
 from sympow.report.curves import curve, mean_and_range, median_speed, smooth
 from sympow.report.grouping import Group, Spread, by_power, unit_of

@@ -10,18 +10,15 @@ from typing import Any
 
 from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
-from sympow.evaluate.heads import HeadTable, read_heads
-from sympow.evaluate.results import Evaluation, find_evaluations
+from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
+from sympow.evaluate.head_statistics import HeadTable, read_heads
+from sympow.experiments.store import RESULT_FILE, RUNS, StoredRun, is_table, read_table, tables_in
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
 
-RESULT_FILE = "result.json"
-# Results of an experiment: its summary lies in a folder beside that of all experiments' runs.
-SUMMARY_FILE = "summary.json"
-RUNS = "runs"
 SECTIONS: dict[str, type[Any]] = {
     "model": GPTConfig,
     "data": DataConfig,
@@ -37,7 +34,7 @@ class Run:
     """One training run.
 
     Attributes:
-        folder: where it lies.
+        folder: the run's folder; a run of a table has none, and its name there tells it from other runs.
         name: the folder, as far as it tells runs of this report apart.
         settings: every field of its config by its name; no name occurs in two parts.
         metrics: a record per step, in order.
@@ -102,27 +99,25 @@ class Collection:
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Reads run folders, folders of runs however deep, and an experiment's folder of results for the runs it names.
+    """Reads run folders, folders of runs however deep, and tables of experiments or folders of these.
 
     Raises:
         ValueError: a path does not exist, holds no run, or a file in it is damaged.
     """
-    folders = _find_folders(paths)
+    found = _find_runs(paths)
     notes: list[str] = []
-    names = _short_names(folders)
     runs = []
-    for folder, name in zip(folders, names, strict=True):
-        metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
-        metrics = [line for line in metrics if "loss" in line]
-        if not metrics:
+    for (folder, stored), name in zip(found.items(), _short_names(list(found)), strict=True):
+        run = _read_folder(folder, name) if stored is None else _read_stored(stored, folder, name)
+        if run.metrics:
+            runs.append(run)
+        else:
             notes.append(f"{name} has made no step yet, and is left out.")
-            continue
-        settings, result = _read_settings(folder / CONFIG_FILE), _read_fields(folder / RESULT_FILE)
-        runs.append(Run(folder, name, settings, metrics, heads=read_heads(folder), result=result))
     if not runs:
         raise ValueError(f"no run in {_listed(paths)} has made a step yet")
-    evaluations, more_notes = find_evaluations([*paths, *folders], {run.folder: run.name for run in runs})
-    runs = [replace(run, evaluation=evaluations.get(run.folder)) for run in runs]
+    folders = [path for path in (*paths, *found) if path.is_dir()]
+    evaluations, more_notes = find_evaluations(folders, {run.folder: run.name for run in runs})
+    runs = [replace(run, evaluation=_longest(run.evaluation, evaluations.get(run.folder))) for run in runs]
     diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
     if diverged:
         notes.append(f"Ended by a loss that was no number, and left out of final losses: {', '.join(diverged)}.")
@@ -137,38 +132,59 @@ def settings_help() -> dict[str, str]:
     return {name: text for kind in SECTIONS.values() for name, text in field_help(kind).items()}
 
 
-def _find_folders(paths: Sequence[Path]) -> list[Path]:
-    found: dict[Path, Path] = {}
+def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
+    """Runs by their folders, sorted; those of a table with their lines."""
+    found: dict[Path, tuple[Path, StoredRun | None]] = {}
     for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"runs must be folders, and {path} is none")
+        if not path.is_dir() and not is_table(path):
+            raise ValueError(f"runs must be folders or tables of experiments, and {path} is neither")
         here = list(_runs_in(path))
         if not here:
             raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
-        found |= {folder.resolve(): folder for folder in here}
-    return [found[key] for key in sorted(found)]
+        # Of a run that is in a table and in the folder of an earlier version, the table comes first.
+        for folder, stored in here:
+            found.setdefault(folder.resolve(), (folder, stored))
+    return dict(found[key] for key in sorted(found))
 
 
-def _runs_in(path: Path) -> Iterator[Path]:
-    """The folder itself, or the runs below it, or those of an experiment; a run's own folders are not searched."""
-    if (path / SUMMARY_FILE).is_file():
-        yield from _runs_of_experiment(path)
+def _runs_in(path: Path) -> Iterator[tuple[Path, StoredRun | None]]:
+    """The folder itself, or the runs and tables below it; a run's own folders are not searched."""
+    if path.is_file():
+        yield from _runs_of_table(path)
         return
     for folder, subfolders, files in os.walk(path):
         if CONFIG_FILE in files:
             subfolders.clear()
-            yield Path(folder)
+            yield Path(folder), None
+        else:
+            for table in tables_in(Path(folder)):
+                yield from _runs_of_table(table)
 
 
-def _runs_of_experiment(path: Path) -> Iterator[Path]:
-    rows = _read_fields(path / SUMMARY_FILE).get("runs")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "run" in row for row in rows):
-        raise ValueError(f"{path / SUMMARY_FILE} is no summary of an experiment: it must list runs")
-    for row in rows:
-        folder = path.parent / RUNS / row["run"]
-        if not (folder / CONFIG_FILE).is_file():
-            raise ValueError(f"{path / SUMMARY_FILE} names {row['run']}, and there is no such run in {folder.parent}")
-        yield folder
+def _runs_of_table(table: Path) -> Iterator[tuple[Path, StoredRun]]:
+    for run in read_table(table):
+        yield table.parent / RUNS / run.name, run
+
+
+def _read_folder(folder: Path, name: str) -> Run:
+    metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
+    metrics = [line for line in metrics if "loss" in line]
+    settings, result = (
+        _settings(read_yaml(folder / CONFIG_FILE), folder / CONFIG_FILE),
+        _read_fields(folder / RESULT_FILE),
+    )
+    return Run(folder, name, settings, metrics, heads=read_heads(folder), result=result)
+
+
+def _read_stored(stored: StoredRun, folder: Path, name: str) -> Run:
+    metrics = [line for line in stored.metrics if "loss" in line]
+    settings = _settings(stored.row.get("config"), f"the config of {stored.name} in {stored.source}")
+    return Run(folder, name, settings, metrics, stored.evaluation, stored.heads, stored.row)
+
+
+def _longest(one: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
+    known = [evaluation for evaluation in (one, other) if evaluation is not None]
+    return max(known, key=lambda evaluation: evaluation.length, default=None)
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
@@ -180,11 +196,10 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
     return [folder.relative_to(common).as_posix() for folder in resolved]
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
+def _settings(content: Any, source: object) -> dict[str, Any]:
     """Every field, defaults for those a config of another version lacks; its own that are unknown here stay, too."""
-    content = read_yaml(path)
     if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
-        raise ValueError(f"{path} must map the parts {', '.join(SECTIONS)} to fields")
+        raise ValueError(f"{source} must map the parts {', '.join(SECTIONS)} to fields")
     settings: dict[str, Any] = {}
     for part, kind in SECTIONS.items():
         settings |= {f.name: f.default for f in fields(kind) if f.default is not MISSING} | content.get(part, {})

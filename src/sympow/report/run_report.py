@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from sympow.evaluate.heads import held_out_rows, measure_heads, quantity_labels, write_heads
+from sympow.evaluate.head_statistics import held_out_rows, measure_heads, quantity_labels, write_heads
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.model.accounting import count_parameters

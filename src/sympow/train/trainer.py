@@ -22,7 +22,7 @@ from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
 from sympow.model.accounting import check_fits
-from sympow.model.config import WAYS_TO_COMPUTE
+from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
@@ -455,7 +455,7 @@ def _check_extras(config: TrainConfig) -> None:
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     for name, value in wanted.items():
-        if name not in WAYS_TO_COMPUTE and saved.get(name) != value:
+        if name not in EXECUTION_OPTIONS and saved.get(name) != value:
             raise ValueError(f"{name} must be that of {path}, {saved.get(name)!r}; got {value!r}")
 
 

@@ -1,0 +1,483 @@
+"""Accuracy of every kernel on this machine (`sympow check`): outputs and gradients against plain PyTorch in float64.
+
+The tolerance of a tensor is four times the error of plain PyTorch in the kernels' dtype on the same inputs. The test
+suite allows twice that error, on fixed seeds; a check that accepts any seed needs the wider margin. Where kernels
+cannot run, the portable forms are checked instead, in float32.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sympow.model.losses import linear_cross_entropy
+from sympow.ops.dispatch import Backend, Form, triton_available, triton_interpreted
+from sympow.ops.interface import attention
+from sympow.ops.key_value_cache import KeyValueCache
+from sympow.ops.rotary import rotary_rates
+from sympow.ops.symmetric import from_full, symmetric_dim, to_full
+from sympow.ops.torch.softmax import softmax_attention
+from sympow.ops.window import Window
+
+# The largest error that passes, as a multiple of the error of plain PyTorch.
+FACTOR = 4
+# Errors below these pass: they are rounding, even where plain PyTorch happens to have a smaller one.
+FLOORS = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}
+# Tensors by name; Any, since they are passed as keyword arguments of several types.
+Tensors = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is checked, and on which device.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        backend: "triton" for the kernels, "torch" for the portable forms.
+        dtype: dtype of queries, keys and values.
+        length: tokens of a sequence.
+        dim: default head dimension.
+        seed: seed of the random inputs.
+    """
+
+    device: str
+    backend: Backend
+    dtype: torch.dtype
+    length: int
+    dim: int
+    seed: int
+
+    @classmethod
+    def find(cls, device: str, seed: int = 0) -> Machine:
+        """The kernels if they can run on the device, otherwise the portable forms."""
+        if triton_available() and triton_interpreted():
+            # Small, since the interpreter takes milliseconds for an operation on a tile.
+            return cls(device, "triton", torch.float32, length=135, dim=16, seed=seed)
+        if triton_available() and device == "cuda":
+            return cls(device, "triton", torch.bfloat16, length=700, dim=64, seed=seed)
+        return cls(device, "torch", torch.float32, length=300, dim=64, seed=seed)
+
+    @property
+    def on_kernels(self) -> bool:
+        return self.backend == "triton"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked.
+        tensor: the output or gradient with the largest ratio of error to tolerance.
+        error: its relative error, ‖x − exact‖ / ‖exact‖.
+        bar: its tolerance.
+        problem: why nothing was computed: the kernel did not compile, or could not be launched.
+    """
+
+    name: str
+    tensor: str = ""
+    error: float = 0.0
+    bar: float = 0.0
+    problem: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.problem is None and self.error <= self.bar
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outputs and gradients of one computation: by the kernels, in float64, and by plain PyTorch in their dtype."""
+
+    actual: Tensors
+    exact: Tensors
+    plain: Tensors
+
+    def outcome(self, name: str, floor: float) -> Outcome:
+        found = []
+        for tensor, exact in self.exact.items():
+            bar = max(FACTOR * relative_error(self.plain[tensor], exact), floor)
+            found.append(Outcome(name, tensor, relative_error(self.actual[tensor], exact), bar))
+        return max(found, key=lambda outcome: outcome.error / outcome.bar)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """‖x − exact‖ / ‖exact‖; infinite where x is not finite."""
+    if not bool(x.isfinite().all()):
+        return float("inf")
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A call of `sympow.attention`, with its gradients.
+
+    Attributes:
+        form: form that the kernels compute; plain PyTorch always computes the attention form.
+        power: p.
+        dim, value_dim: d and e; None: the machine's d, and e = d.
+        heads, key_heads: h and h_kv.
+        gated: whether each head has a gate.
+        rotation: "none", "fixed", "scale" (β per head) or "pairs" (β per rotated pair).
+        packed: whether the sequence is several packed documents.
+        continued: whether the sequence is computed in two calls, with a state passed between them.
+        times: multiple of the machine's sequence length.
+    """
+
+    form: Form
+    power: int = 2
+    dim: int | None = None
+    value_dim: int | None = None
+    heads: int = 2
+    key_heads: int = 2
+    gated: bool = True
+    rotation: str = "scale"
+    packed: bool = False
+    continued: bool = False
+    times: int = 1
+
+    def compare(self, machine: Machine) -> Comparison:
+        length = self.times * machine.length
+        sizes = (1, length // 3, length // 4)
+        documents = (*sizes, length - sum(sizes)) if self.packed else None
+        inputs = self.inputs(machine, length)
+        seed = torch.randn(1, length, self.heads, inputs["v"].shape[-1], generator=_generator(machine))
+
+        def plain(dtype: torch.dtype) -> Tensors:
+            cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
+            return _with_gradients(cast, lambda x: plain_attention(**x, power=self.power, documents=documents), seed)
+
+        return Comparison(
+            _with_gradients(inputs, lambda x: self._call(machine, x, documents), seed),
+            plain(torch.float64),
+            plain(machine.dtype),
+        )
+
+    def _call(self, machine: Machine, inputs: Tensors, documents: tuple[int, ...] | None) -> Tensor:
+        # Short chunks, so that several states are carried between chunks.
+        options: dict[str, Any] = {"power": self.power, "form": self.form, "backend": machine.backend}
+        if self.form == "chunked":
+            options["chunk_size"] = 128 if machine.on_kernels else 64
+        if documents is not None:
+            options["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(documents)], device=machine.device)
+        if not self.continued:
+            return attention(**inputs, **options)
+        border = machine.length // 3
+        head, tail = _tokens(inputs, 0, border), _tokens(inputs, border, None)
+        first, state = attention(**head, **options, return_state=True)
+        return torch.cat([first, attention(**tail, **options, initial_state=state)], dim=1)
+
+    def inputs(self, machine: Machine, length: int) -> Tensors:
+        """Normal queries, keys and values, gates near γ = 0.98, and the paper's rotation rates."""
+        generator, dim = _generator(machine), self.dim or machine.dim
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(1, length, *shape, generator=generator)
+
+        made = {
+            "q": normal(self.heads, dim),
+            "k": normal(self.key_heads, dim),
+            "v": normal(self.key_heads, self.value_dim or dim),
+        }
+        made = {name: x.to(machine.dtype) for name, x in made.items()}
+        if self.gated:
+            made["log_gamma"] = torch.nn.functional.logsigmoid(normal(self.key_heads) + 4)
+        if self.rotation != "none":
+            made["theta"] = rotary_rates(dim, 65_536).float()
+        if self.rotation in ("scale", "pairs"):
+            pairs = (dim // 2,) if self.rotation == "pairs" else ()
+            made["beta"] = 1 + torch.tanh(normal(self.key_heads, *pairs))
+        return {name: x.to(machine.device) for name, x in made.items()}
+
+
+def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool = False) -> Comparison:
+    """Decoding token by token: from a state alone, or with a window that is folded into the state several times."""
+    operator = Operator("attention", power=power, dim=dim, heads=4)
+    length, prompt = 48, 16
+    inputs = operator.inputs(machine, length)
+    _, state = attention(**_tokens(inputs, 0, prompt), power=power, return_state=True, backend=machine.backend)
+    steps = [_tokens(inputs, i, i + 1) for i in range(prompt, length)]
+    outputs = []
+    if window:
+        held = Window.open(state, capacity=8, dtype=machine.dtype)
+        outputs = [held.step(**token, backend=machine.backend) for token in steps]
+    else:
+        for token in steps:
+            y, state = attention(
+                **token, power=power, initial_state=state, return_state=True, form="recurrent", backend=machine.backend
+            )
+            outputs.append(y)
+    return _compare_rows(torch.cat(outputs, dim=1), inputs, power, prompt, machine)
+
+
+def decode_softmax(machine: Machine) -> Comparison:
+    """Decoding with the softmax baseline and its KV cache."""
+    inputs = Operator("attention", heads=4).inputs(machine, 48)
+    prompt = 16
+    _, state = softmax_attention(**_tokens(inputs, 0, prompt), return_state=True)
+    cache = KeyValueCache.open(state, capacity=48)
+    tokens = [_tokens(inputs, i, i + 1) for i in range(prompt, 48)]
+    y = torch.cat([cache.step(**token, backend=machine.backend) for token in tokens], dim=1)
+    return _compare_rows(y, inputs, None, prompt, machine)
+
+
+def _compare_rows(y: Tensor, inputs: Tensors, power: int | None, first: int, machine: Machine) -> Comparison:
+    """Outputs from position `first` on, without gradients."""
+    rows = []
+    for dtype in (torch.float64, machine.dtype):
+        cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
+        rows.append({"y": plain_attention(**cast, power=power)[:, first:]})
+    return Comparison({"y": y}, *rows)
+
+
+def cross_entropy(machine: Machine) -> Comparison:
+    """The fused linear cross-entropy, and its gradients."""
+    generator = _generator(machine)
+    features, weight = torch.randn(60, 32, generator=generator), torch.randn(1_003, 32, generator=generator)
+    targets = torch.randint(1_003, (60,), generator=generator).to(machine.device)
+    inputs = {"features": features, "weight": weight}
+    inputs = {name: x.to(machine.device, machine.dtype) for name, x in inputs.items()}
+
+    def plain(dtype: torch.dtype) -> Tensors:
+        cast = {name: x.to(dtype) for name, x in inputs.items()}
+        sums = torch.promote_types(dtype, torch.float32)
+
+        def loss(x: Tensors) -> Tensor:
+            return torch.nn.functional.cross_entropy((x["features"] @ x["weight"].mT).to(sums), targets)
+
+        return _with_gradients(cast, loss, None)
+
+    actual = _with_gradients(inputs, lambda x: linear_cross_entropy(x["features"], x["weight"], targets), None)
+    return Comparison(actual, plain(torch.float64), plain(machine.dtype))
+
+
+def cross_entropy_in_place(machine: Machine) -> Comparison:
+    """Cross-entropy that overwrites the logits with their gradient; the last columns pad the vocabulary."""
+    from sympow.kernels.cross_entropy import cross_entropy_in_place as fused
+
+    rows, vocabulary = 20, 1_003
+    generator = _generator(machine)
+    logits = torch.randn(rows, 1_024, generator=generator).to(machine.device, machine.dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator).to(machine.device)
+
+    def plain(dtype: torch.dtype) -> Tensors:
+        sums = torch.promote_types(dtype, torch.float32)
+
+        def loss(x: Tensors) -> Tensor:
+            return torch.nn.functional.cross_entropy(x["logits"][:, :vocabulary].to(sums), targets)
+
+        return _with_gradients({"logits": logits.to(dtype)}, loss, None)
+
+    gradient = logits.clone()
+    losses = fused(gradient, targets, vocabulary, 1 / rows)
+    actual = {"y": losses.mean(), "gradient of logits": gradient}
+    return Comparison(actual, plain(torch.float64), plain(machine.dtype))
+
+
+def gate_sums(machine: Machine) -> Comparison:
+    """Running sums of log γ over more tokens than one program instance adds up."""
+    from sympow.kernels.running_sums import gate_sums as fused
+
+    log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
+    log_gamma = log_gamma.to(machine.device)
+
+    def plain(dtype: torch.dtype) -> Tensors:
+        return {"sums": log_gamma.to(dtype).cumsum(1).transpose(1, 2)}
+
+    return Comparison({"sums": fused(log_gamma).sums}, plain(torch.float64), plain(torch.float32))
+
+
+def step_gates(machine: Machine) -> Comparison:
+    """log γ and β of one token, projected from the layer's input."""
+    from sympow.kernels.decode.gate_projection import step_gates as fused
+
+    generator = _generator(machine)
+    shapes = {"x": (5, 96), "gate_weight": (12, 96), "gate_bias": (12,), "rotation_weight": (12, 96)}
+    made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    made = {name: (0.1 * x if "weight" in name else x).to(machine.device) for name, x in made.items()}
+    made["x"] = made["x"].to(machine.dtype)
+
+    def named(pair: tuple[Tensor, Tensor]) -> Tensors:
+        return {"log_gamma": pair[0], "beta": pair[1]}
+
+    return Comparison(
+        named(fused(**made)),
+        named(plain_gates(**{name: x.double() for name, x in made.items()})),
+        named(plain_gates(**{name: x.float() for name, x in made.items()})),
+    )
+
+
+def state_messages(machine: Machine) -> Comparison:
+    """Message packing of states for context parallelism: from the kernels' layout to a message and back."""
+    from sympow.kernels.states.message_packing import pack, unpack
+    from sympow.kernels.states.quadratic import FullState
+
+    dim, shape = 32, (2, 3, symmetric_dim(32, 2))
+    generator = _generator(machine)
+    kv, normalizer = (
+        torch.randn(size, generator=generator, dtype=torch.float64).to(machine.device)
+        for size in ((*shape, dim), shape)
+    )
+
+    def twice(dtype: torch.dtype) -> Tensors:
+        full = to_full(kv.to(dtype), normalizer.to(dtype), dim, dim)
+        packed = from_full(*full, dim, dim)
+        return {"unpacked": full[0], "message": torch.cat([x.flatten() for x in packed])}
+
+    message = pack(FullState(*to_full(kv.float(), normalizer.float(), dim, dim)))
+    unpacked = unpack(message.unsqueeze(0), (2, 3, dim, dim))
+    return Comparison({"unpacked": unpacked.kv, "message": message}, twice(torch.float64), twice(torch.float32))
+
+
+def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
+    """All checks of a machine, by name."""
+    operators = {
+        "attention form, p = 2": Operator("attention"),
+        "attention form, p = 4": Operator("attention", power=4, dim=machine.dim // 2),
+        "attention form, no gates, RoPE": Operator("attention", gated=False, rotation="fixed"),
+        f"attention form, heads of {3 * machine.dim // 4}, β per pair": Operator(
+            "attention", dim=3 * machine.dim // 4, value_dim=24, rotation="pairs"
+        ),
+        f"attention form, heads of {2 * machine.dim}, grouped": Operator(
+            "attention", dim=2 * machine.dim, heads=4, key_heads=1
+        ),
+        "attention form, packed documents": Operator("attention", packed=True),
+        "chunked form, p = 2": Operator("chunked", heads=4),
+        "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
+        "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
+        "chunked form, p = 2, packed documents": Operator("chunked", packed=True, dim=machine.dim // 2),
+        # Three chunks at least: the gradient of a gate is corrected at each state carried between two of them.
+        "chunked form, p = 4": Operator("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
+    }
+    if machine.device == "cuda":
+        operators |= {
+            "attention form, p = 4, heads of 64": Operator("attention", power=4),
+            # Beyond 4,096 tokens the drift of the gates' gradient is corrected at several positions.
+            "attention form, p = 2, long": Operator("attention", times=7),
+            "chunked form, p = 2, heads of 128, grouped": Operator("chunked", dim=128, heads=4, key_heads=1),
+            "chunked form, p = 4, heads of 32": Operator("chunked", power=4, dim=32),
+        }
+    if not machine.on_kernels:
+        operators["recurrent form, p = 2"] = Operator("recurrent", dim=16)
+    found: dict[str, Callable[[Machine], Comparison]] = {name: case.compare for name, case in operators.items()}
+    found |= {
+        "decoding, p = 2": lambda m: decode(m, power=2),
+        "decoding, p = 4": lambda m: decode(m, power=4, dim=min(16, m.dim // 2)),
+        "decoding with a window, p = 2": lambda m: decode(m, power=2, window=True),
+        "decoding with a window, p = 4": lambda m: decode(m, power=4, dim=min(16, m.dim // 2), window=True),
+        "decoding with softmax and a KV cache": decode_softmax,
+        "cross-entropy of a vocabulary": cross_entropy,
+    }
+    if machine.on_kernels:
+        found |= {
+            "cross-entropy, in place": cross_entropy_in_place,
+            "gates of one token": step_gates,
+            "running sums of gates": gate_sums,
+            "states in messages between ranks": state_messages,
+        }
+    return found
+
+
+def check_accuracy(machine: Machine) -> Iterator[Outcome]:
+    """Runs all cases, one after the other."""
+    failures = _launch_failures(machine)
+    for name, case in cases(machine).items():
+        try:
+            yield case(machine).outcome(name, FLOORS[machine.dtype])
+        except failures as error:
+            yield Outcome(name, problem=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _launch_failures(machine: Machine) -> tuple[type[Exception], ...]:
+    """Exceptions of a kernel that does not compile, needs more resources than the GPU has, or cannot be launched."""
+    if not machine.on_kernels:
+        return (RuntimeError,)
+    from triton.errors import TritonError
+
+    return RuntimeError, TritonError
+
+
+def _with_gradients(inputs: Tensors, call: Callable[[Tensors], Tensor], seed: Tensor | None) -> Tensors:
+    """y, and its vector-Jacobian product with `seed` for each input; seed None: y is a scalar."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    with torch.enable_grad():
+        y = call(leaves)
+        weights = None if seed is None else seed.to(y.device, y.dtype)
+        found = torch.autograd.grad(y, list(leaves.values()), weights)
+    return {"y": y.detach(), **{f"gradient of {name}": x for name, x in zip(leaves, found, strict=True)}}
+
+
+def _tokens(inputs: Tensors, start: int, stop: int | None) -> Tensors:
+    return {name: x if name == "theta" else x[:, start:stop] for name, x in inputs.items()}
+
+
+def _generator(machine: Machine) -> torch.Generator:
+    return torch.Generator().manual_seed(machine.seed)
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    power: int | None,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+    documents: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Y_i = Σ_j B_ij V_j / Σ_j B_ij with B_ij = b_ij (R(c_ij θ) Q_i · K_j)^p (paper §3.3), in the dtype of q.
+
+    It shares no code with `sympow.ops`, so that it cannot inherit a mistake.
+
+    Args:
+        q, k, v, log_gamma, beta, theta: as in `sympow.attention`, with one gate per head.
+        power: p; None: softmax, B_ij = b_ij exp(Q_i · K_j / √d).
+        documents: lengths of packed documents; None: one document.
+    """
+    if documents is not None:
+        inputs = {"q": q, "k": k, "v": v, "log_gamma": log_gamma, "beta": beta}
+        given = {name: x for name, x in inputs.items() if x is not None}
+        by_document: list[dict[str, Any]] = [
+            {name: x[:, start:stop] for name, x in given.items()}
+            for start, stop in itertools.pairwise((0, *itertools.accumulate(documents)))
+        ]
+        return torch.cat([plain_attention(**one, power=power, theta=theta) for one in by_document], dim=1)
+    group, length = q.shape[2] // k.shape[2], q.shape[1]
+    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+    if theta is not None:
+        # One phase per key head and pair: (b, t, h, d/2). In float64, since it grows with the length.
+        scales = torch.ones_like(k[..., :1], dtype=torch.float64)
+        if beta is not None:
+            scales = (beta if beta.ndim == 4 else beta.unsqueeze(-1)).double().repeat_interleave(group, dim=2)
+        phase = (scales * theta.double()).cumsum(1) % (2 * torch.pi)
+        q, k = _rotated(q, phase), _rotated(k, phase)
+    products = torch.einsum("bihd,bjhd->bhij", q, k)
+    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    log_decay = torch.zeros_like(products, dtype=torch.float64)
+    if log_gamma is not None:
+        sums = log_gamma.double().cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)
+        log_decay = sums.unsqueeze(-1) - sums.unsqueeze(-2)
+    log_decay = log_decay.masked_fill(~causal, -torch.inf)
+    if power is None:
+        weights = (products / q.shape[-1] ** 0.5 + log_decay.to(q.dtype)).softmax(-1)
+    else:
+        scores = products**power * log_decay.exp().to(q.dtype)
+        weights = scores / scores.sum(-1, keepdim=True)
+    return torch.einsum("bhij,bjhe->bihe", weights, v)
+
+
+def plain_gates(x: Tensor, gate_weight: Tensor, gate_bias: Tensor, rotation_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """log γ = log σ(W_γ x + b) and β = 1 + tanh(W_β x) (paper §3.1 and §3.2) of rows x (n, width)."""
+    return torch.nn.functional.logsigmoid(x @ gate_weight.mT + gate_bias), 1 + torch.tanh(x @ rotation_weight.mT)
+
+
+def _rotated(x: Tensor, phase: Tensor) -> Tensor:
+    """x (b, t, h, d) with each pair of entries rotated by its angle in phase (b, t, h, d/2)."""
+    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)

@@ -1,0 +1,195 @@
+"""Evaluation of exported models (`sympow evaluate`): choice of held-out documents, losses and probes, progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from sympow.checks import check_at_least, check_choice
+from sympow.data import load_tokenizer, open_dataset
+from sympow.data.tokenizer import token_unit
+from sympow.evaluate.evaluation_file import ModelEvaluation
+from sympow.evaluate.held_out_loss import document_sequences, loss_by_position
+from sympow.evaluate.probes import (
+    DISTANCES,
+    PasskeyPoint,
+    RecallPoint,
+    Vocabulary,
+    associative_recall,
+    passkey_retrieval,
+)
+from sympow.extras import require
+from sympow.model.gpt import GPT, SEGMENT_SIZE
+from sympow.model.storage import load_model
+from sympow.train.provenance import TrainedOn
+
+# Of a model that does not say at which context it was trained.
+UNKNOWN_CONTEXT = 1_024
+PROBES = ("recall", "passkey")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to evaluate on, and how.
+
+    Attributes:
+        data: the dataset, as for training; its held-out documents are read.
+        length: tokens to read of each document.
+        documents: number of documents.
+        probes: any of "recall" and "passkey".
+        pairs: numbers of pairs of the recall probe; None: those that there are enough tokens for.
+        distances: distances of the passkey probe.
+        segment_size: tokens read at a time.
+        device: "cuda" or "cpu".
+        dtype: dtype of autocast; None: no autocast.
+    """
+
+    data: str
+    length: int
+    documents: int
+    probes: tuple[str, ...] = ()
+    pairs: tuple[int, ...] | None = None
+    distances: tuple[int, ...] = DISTANCES
+    segment_size: int = SEGMENT_SIZE
+    device: str = "cpu"
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("length", "documents", "segment_size"):
+            check_at_least(name, getattr(self, name), 1)
+        for probe in self.probes:
+            check_choice("probe", probe, PROBES)
+        for name, values in (("pairs", self.pairs), ("distances", self.distances)):
+            if values is not None and (not values or min(values) < 1):
+                raise ValueError(f"{name} must be numbers of at least 1, got {values}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The held-out documents that models are evaluated on.
+
+    Attributes:
+        data: the dataset, as `open_dataset` takes it.
+        length: tokens to read of each document.
+        title: data and length in words.
+        notes: caveats for the reader of the results.
+    """
+
+    data: str
+    length: int
+    title: str
+    notes: tuple[str, ...]
+
+
+def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: int | None = None) -> Sample:
+    """Chooses what to evaluate models on: by default held-out documents of the data that they were trained on.
+
+    Args:
+        checkpoints: the models' folders.
+        data: another dataset.
+        length: tokens to read of each document. By default 4 times the longest training context; if no document is that
+            long, as many as the longest has.
+
+    Raises:
+        ValueError: a model's folder does not name its training data, the data is gone or has no held-out documents, or
+            the models were trained on different data.
+    """
+    records = {path: TrainedOn.find(path) for path in checkpoints}
+    notes = []
+    if data is None:
+        data = _common_data(records)
+        if any(record is not None and record.changed() for record in records.values()):
+            notes.append(
+                f"{data} has changed since the training: documents that are held out now may have been trained on"
+            )
+    lengths = open_dataset(data, "heldout").lengths
+    if length is None:
+        wanted = 4 * max(UNKNOWN_CONTEXT if record is None else record.context for record in records.values())
+        length = min(wanted, int(lengths.max()))
+        if length < wanted:
+            notes.append(
+                f"no held-out document has {wanted:,} tokens, 4 times the training context: reading {length:,}, all of "
+                "the longest; a smaller --length may find more documents"
+            )
+    bytes_alone = all(record is not None and record.tokenizer == "bytes" for record in records.values())
+    unit = "tokens (which are bytes)" if bytes_alone else "tokens"
+    return Sample(data, length, f"evaluating on held-out documents of {data}, {length:,} {unit} of each", tuple(notes))
+
+
+def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
+    """The dataset that all models were trained on."""
+    found: dict[str, Path] = {}
+    for path, record in records.items():
+        if record is None:
+            raise ValueError(f"{path} does not say what it was trained on; name the data with --data")
+        try:
+            found.setdefault(record.source, path)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; name the data with --data") from error
+    if len(found) > 1:
+        told = ", ".join(f"{path} on {source}" for source, path in found.items())
+        raise ValueError(f"models were trained on different data, {told}; name what to compare them on with --data")
+    return next(iter(found))
+
+
+def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of held-out documents, (1, length) each: `sympow.evaluate.document_sequences`."""
+    return document_sequences(open_dataset(data, "heldout"), length, documents)
+
+
+def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | None = None) -> ModelEvaluation:
+    """Evaluates an exported model on held-out documents, with a progress bar on the terminal.
+
+    Args:
+        checkpoint: the model's folder.
+        setting: what to evaluate on, and how.
+        group: processes that share each document. The first one runs the probes and shows progress.
+    """
+    first = group is None or group.rank() == 0
+    model = load_model(checkpoint, setting.device)
+    vocab_size = open_dataset(setting.data, "heldout").vocab_size
+    if vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
+            f"{checkpoint}: prepare it with the model's tokenizer (--tokenizer {checkpoint})"
+        )
+    rich = require("rich.progress", "cli")
+    console = require("rich.console", "cli").Console(stderr=True)
+    with rich.Progress(console=console, transient=True, disable=not first) as progress:
+        task = progress.add_task(str(checkpoint), total=setting.documents)
+        losses = loss_by_position(
+            model,
+            held_out_documents(setting.data, setting.length, setting.documents),
+            segment_size=setting.segment_size,
+            dtype=setting.dtype,
+            report=lambda done: progress.update(task, completed=done),
+            group=group,
+        )
+        recall, passkey = run_probes(model, checkpoint, setting) if first else ([], [])
+    trained_on = TrainedOn.find(checkpoint)
+    context = None if trained_on is None else trained_on.context
+    return ModelEvaluation(losses, context, recall, passkey, token_unit(checkpoint))
+
+
+def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
+    """Runs the probes of a setting on held-out documents."""
+    how: dict[str, Any] = {"segment_size": setting.segment_size, "dtype": setting.dtype}
+    recall: list[RecallPoint] = []
+    passkey: list[PasskeyPoint] = []
+    if setting.probes:
+        heldout = open_dataset(setting.data, "heldout")
+        trained_for_it = setting.data.partition(":")[0] == "mqar"
+        if "recall" in setting.probes:
+            vocabulary = Vocabulary.of_task(heldout.boundary) if trained_for_it else Vocabulary.of_text(heldout)
+            recall = associative_recall(model, vocabulary, pairs=setting.pairs, **how)
+        if "passkey" in setting.probes:
+            if trained_for_it:
+                raise ValueError("the probe passkey needs documents of text; mqar has none")
+            passkey = passkey_retrieval(model, load_tokenizer(checkpoint), heldout, distances=setting.distances, **how)
+    return recall, passkey
