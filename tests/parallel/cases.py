@@ -250,13 +250,13 @@ def model_logits(group, mixer):
     return differences
 
 
-def evaluation(group, mixer, piece, length):
+def evaluation(group, mixer, segment_size, length):
     """Losses by position of documents that ranks read together, beside one process's."""
     torch.manual_seed(0)
     model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer)).double()
     generator = torch.Generator().manual_seed(1)
     documents = [tuple(torch.randint(13, (2, 1, length), generator=generator)) for _ in range(2)]
-    together = loss_by_position(model, documents, segment_size=piece, group=group)
+    together = loss_by_position(model, documents, segment_size=segment_size, group=group)
     alone = loss_by_position(model, documents)
     return {"mean": _difference(together.mean, alone.mean), "error": _difference(together.error, alone.error)}
 
