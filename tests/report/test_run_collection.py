@@ -50,7 +50,7 @@ def test_an_experiment_has_the_runs_of_its_table(tmp_path):
         ("[", '{"run": "a"}', r"one.jsonl: line 1 is not JSON"),
         ('{"run": "a"}', '{"run": "a"}\n{}', r"one.curves.jsonl: line 2 names no run"),
         ('{"run": "a"}\n{"run": "b"}', '{"run": "a"}', r"one.jsonl has the run b, and one.curves.jsonl has no curves"),
-        ('{"run": "a"}', '{"run": "a", "metrics": {}}', r"config of a in .*one.jsonl must map the parts"),
+        ('{"run": "a"}', '{"run": "a", "metrics": {}}', r"config of a in .*one.jsonl must map the sections"),
     ],
 )
 def test_a_damaged_table_is_named(tmp_path, table, curves, message):
