@@ -247,7 +247,7 @@ def test_memory_does_not_grow_where_the_number_of_tokens_is_known(cache_policy):
 
 @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}], ids=str)
 def test_room_grows_where_it_is_not_known(kind, monkeypatch):
-    monkeypatch.setattr("sympow.generation.cache.LEAST_ROOM", 4)
+    monkeypatch.setattr("sympow.generation.cache.MIN_FREE_TOKENS", 4)
     model, tokens = make(**kind), text(60)
     expected = whole(model, tokens)
     decoder = Decoder(model, Prefix.prefill(model, tokens[:, :3], cache_policy="auto"), cache_policy="keys")
