@@ -114,12 +114,12 @@ def test_numbers_that_are_not_finite_fail():
 
 
 def test_the_extras_are_those_of_the_project():
-    """All but those that name other extras, and wandb, which nothing needs."""
+    """All but those that name other extras, and those that no function of the package needs."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     for extra, packages in installation.EXTRAS.items():
         named = [re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"][extra]]
         assert [name for name in named if name != project["name"]] == list(packages)
-    assert project["optional-dependencies"].keys() - installation.EXTRAS.keys() == {"all", "dev", "wandb"}
+    assert project["optional-dependencies"].keys() - installation.EXTRAS.keys() == {"all", "dev", "docs", "wandb"}
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
