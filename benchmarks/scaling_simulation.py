@@ -236,7 +236,7 @@ def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
 
 def plot(steps: list[Step], path: Path) -> None:
     """Tokens a second of each GPU against their number, a panel per context."""
-    pyplot = require("matplotlib.pyplot", "plot")
+    pyplot = require("matplotlib.pyplot", "report")
     figure, panels = pyplot.subplots(1, len(CONTEXTS), figsize=(15, 4.1), sharey=True, layout="constrained")
     methods = list(dict.fromkeys(step.method for step in steps))
     for panel, context in zip(panels, CONTEXTS, strict=True):

@@ -88,7 +88,7 @@ def _print_installation(facts: dict[str, Any]) -> None:
 def _print_routes(served: list[Any]) -> None:
     reasons = {route.reason for route in served}
     if len(reasons) == 1 and None not in reasons:
-        typer.echo(f"Every call runs in plain PyTorch: {reasons.pop()}.\n")
+        typer.echo(f"Every call runs in plain PyTorch. {reasons.pop()}\n")
         return
     table = require("rich.table", "cli").Table(title='What a call runs on with backend="auto"', title_justify="left")
     for column in ("call", "runs on", "why not on kernels"):
