@@ -131,12 +131,12 @@ import sys
 sys.modules["matplotlib"] = None
 from sympow.extras import require
 try:
-    require("matplotlib.pyplot", "plot")
+    require("matplotlib.pyplot", "report")
 except ModuleNotFoundError as error:
     print(error)
 """
     result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
-    assert "pip install 'conformal-sympow[plot]'" in result.stdout
+    assert "pip install 'conformal-sympow[report]'" in result.stdout
 
 
 def test_the_command_without_its_extra_says_so():
