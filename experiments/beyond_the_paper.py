@@ -1,11 +1,11 @@
-"""What the paper leaves open: when data-dependent rotation pays, other gates and rotations, what the state holds."""
+"""Experiments on what the paper leaves open: when data-dependent rotation pays, other gates, what the state holds."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from sympow.experiment import Run, Scale
+from sympow.experiments import Run, Scale
 
 CURVES = ("softmax", "sympow", "gating", "conformal")
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
@@ -13,15 +13,15 @@ PAIRS = (16, 64, 128)
 
 
 def learning_rate(scale: Scale) -> list[Run]:
-    """The learning rate of a scale, chosen once on the softmax baseline; its best goes into `scales.py`."""
+    """The learning rate of a scale, chosen once on the softmax baseline; `SMALL_LEARNING_RATE` is the best."""
     return [scale.run("softmax", context=scale.contexts[2][1], learning_rate=rate) for rate in RATES]
 
 
 def gates(scale: Scale) -> list[Run]:
     """Gates: none, fixed, learned, data-dependent (the paper's), and one per rotated pair, p = 2.
 
-    Gates per pair have no kernels: they are compared with the paper's at a shorter context, and not compiled, which
-    would take longer than it saves.
+    Gates per pair have no kernels: they are compared with the paper's at a shorter context, without torch.compile,
+    which would take longer than it saves.
     """
     runs = []
     for seed in scale.seeds:
@@ -40,32 +40,33 @@ def rotations(scale: Scale) -> list[Run]:
 
 
 def rotation(scale: Scale) -> list[Run]:
-    """Whether and when data-dependent rotation pays: conformal against gating, one thing changed at a time, p = 2.
+    """Whether and when data-dependent rotation pays: conformal against gating, one setting changed at a time, p = 2.
 
-    At the rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps, so its
-    rate is looked at over training length and context too, and the gradient through β over training length.
+    At the learning rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps.
+    So the grid varies the rate of W_β also with training length and context, and the gradient through β also with
+    training length.
     """
-    # What is particular about a run, and the variants it is made of: what concerns W_β alone leaves gating as it is.
-    both, turning = ("gating", "conformal"), ("conformal",)
+    # Variants, and the settings they change. Settings of W_β alone have no effect on gating.
+    both, rotating = ("gating", "conformal"), ("conformal",)
     longest, longer = {"context": scale.contexts[2][-1]}, {"tokens": 4 * scale.tokens}
     grid: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         (both, {}),
         # Learning rate of W_β.
-        (turning, {"rotation_rate": 0.1}),
-        (turning, {"rotation_rate": 0.01}),
+        (rotating, {"rotation_rate": 0.1}),
+        (rotating, {"rotation_rate": 0.01}),
         # At the longest context.
         (both, longest),
-        (turning, {**longest, "rotation_rate": 0.1}),
+        (rotating, {**longest, "rotation_rate": 0.1}),
         # Training length.
         (both, longer),
-        (turning, {**longer, "rotation_rate": 0.1}),
+        (rotating, {**longer, "rotation_rate": 0.1}),
         # Scale of the gradient through β.
-        (turning, {"rotation_gradient": 0.1}),
-        (turning, {"rotation_gradient": 0.01}),
-        (turning, {**longer, "rotation_gradient": 0.01}),
+        (rotating, {"rotation_gradient": 0.1}),
+        (rotating, {"rotation_gradient": 0.01}),
+        (rotating, {**longer, "rotation_gradient": 0.01}),
         # Initialisation of W_β.
-        (turning, {"rotation_init": 0.02}),
-        # N: how fast the fastest pairs turn does not depend on it, how slow the slowest do.
+        (rotating, {"rotation_init": 0.02}),
+        # N, which sets the rate of the slowest pairs; that of the fastest does not depend on it.
         (both, {"max_document": 1_024}),
         (both, {"max_document": 1_048_576}),
         # Other rotations, and none.
@@ -82,7 +83,7 @@ def rotation(scale: Scale) -> list[Run]:
 
 def recall(scale: Scale) -> list[Run]:
     """What the state holds: models trained on associative recall of more and more pairs, p = 2."""
-    # Heads so small that the state is filled: 16 numbers, 136 features.
+    # Heads of 16 dimensions have 136 features, few enough for the pairs to fill the state.
     size: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4}
     runs = []
     for seed in scale.seeds:

@@ -1,10 +1,10 @@
-"""The figures of the paper (§4 and its appendix) as runs."""
+"""The paper's experiments: the grids of runs behind its figures and its ablation (§4 and appendix)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from sympow.experiment import Run, Scale
+from sympow.experiments import Run, Scale
 
 CURVES = ("softmax", "sympow", "gating", "conformal")
 
@@ -15,7 +15,7 @@ def figure1(scale: Scale) -> list[Run]:
 
 
 def figure2(scale: Scale) -> list[Run]:
-    """Fig. 2: held-out loss by evaluation context, beyond the training context. A part of Fig. 1's runs."""
+    """Fig. 2: held-out loss by evaluation context, beyond the training context. A subset of Fig. 1's runs."""
     return _in_order_of_seeds(
         [
             run
@@ -27,12 +27,12 @@ def figure2(scale: Scale) -> list[Run]:
 
 
 def figure3(scale: Scale) -> list[Run]:
-    """Fig. 3: training curves, p = 4. A part of Fig. 1's runs."""
+    """Fig. 3: training curves, p = 4. A subset of Fig. 1's runs."""
     return _in_order_of_seeds(_panel(scale, 4))
 
 
 def figure4(scale: Scale) -> list[Run]:
-    """Fig. 4: training curves, p = 2. A part of Fig. 1's runs."""
+    """Fig. 4: training curves, p = 2. A subset of Fig. 1's runs."""
     return _in_order_of_seeds(_panel(scale, 2))
 
 
@@ -64,9 +64,10 @@ def full_size(scale: Scale) -> list[Run]:
 
 
 def _panel(scale: Scale, power: int) -> list[Run]:
-    """A curve for every variant over the contexts of a power.
+    """Every variant at every context of a power.
 
-    Several seeds at p = 2 where differences are small: gating and conformal, and everything at the longer contexts.
+    At p = 2 there are several seeds where differences are small: gating and conformal, and all variants at the two
+    longest contexts.
     """
     contexts = scale.contexts[power]
     runs = []
@@ -79,5 +80,5 @@ def _panel(scale: Scale, power: int) -> list[Run]:
 
 
 def _in_order_of_seeds(runs: list[Run]) -> list[Run]:
-    """All points once before any of them twice: of a grid that is cut short, the most is then known."""
+    """All points with the first seed come first, so that a grid that is cut short has as many points as possible."""
     return sorted(runs, key=lambda run: run.config.run.seed)

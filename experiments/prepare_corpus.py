@@ -1,11 +1,11 @@
-"""From an archive of books to prepared shards, for scale `small`.
+"""Prepares the corpus of scale `small`: tokenizes an archive of books into shards, and packs these for other machines.
 
     python experiments/prepare_corpus.py books.tar.xz --out build/data/books --archive build/data/books-tokens.tar.xz
     python experiments/prepare_corpus.py build/data/books-tokens.tar.xz --out build/data/books
 
-The first unpacks `train/*.txt` and `heldout/*.txt`, learns a byte-pair encoding from the training documents and writes
-token shards (minutes on two cores); with --archive it also packs these, at about seven bits a token. The second unpacks
-such an archive (seconds) and compares every shard with its hash: for machines that are given only what they need.
+The first command unpacks `train/*.txt` and `heldout/*.txt`, trains a byte-pair encoding on the training documents and
+writes token shards (minutes on two cores); with --archive it also packs the shards, at about seven bits a token. The
+second command unpacks such an archive (seconds) and verifies the hash of every shard.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pathlib import Path
 
 from sympow.data import prepare
 from sympow.data.manifest import MANIFEST_FILE
-from sympow.data.shard_dataset import ShardDataset
+from sympow.data.token_shards import ShardDataset
 from sympow.data.tokenizer import SETTINGS_FILE
 
-# Small enough for the embedding to be a small part of a small model; a book has more than 65,536 tokens still.
+# Small enough that the embedding is a small part of the model; a book still has more than 65,536 tokens.
 VOCAB_SIZE = 4_096
 SPLITS = ("train", "heldout")
 
 
 def make_shards(archive: Path, out: Path, vocab_size: int, workers: int | None) -> None:
-    """Texts to shards; an interrupted preparation is begun anew, since the texts are unpacked anew."""
+    """Tokenizes texts into shards; an interrupted preparation starts over, since the texts are unpacked again."""
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
@@ -40,7 +40,7 @@ def make_shards(archive: Path, out: Path, vocab_size: int, workers: int | None) 
 
 
 def pack_shards(out: Path, archive: Path) -> None:
-    """All files of a prepared folder: the tokenizer's settings first, to know the archive by, and the manifest last."""
+    """Packs a prepared folder: the tokenizer's settings first, which identify the archive, and the manifest last."""
     files = sorted(
         (path for path in out.iterdir() if path.is_file()),
         key=lambda path: (path.name != SETTINGS_FILE, path.name == MANIFEST_FILE, path.name),
@@ -52,7 +52,7 @@ def pack_shards(out: Path, archive: Path) -> None:
 
 
 def unpack_shards(archive: Path, out: Path) -> bool:
-    """Unpacks what `pack_shards` packed; False: it is another archive."""
+    """Unpacks what `pack_shards` packed; returns False for any other archive."""
     with tarfile.open(archive) as tar:
         first = tar.next()
         if first is None or first.name != SETTINGS_FILE:

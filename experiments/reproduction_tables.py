@@ -1,12 +1,12 @@
-"""Writes what came out into docs/reproduction.md, between its two marks, beside what the authors measured.
+"""Writes the tables of docs/reproduction.md, between its two marks: our results beside the authors'.
 
     python experiments/reproduction_tables.py --results experiments/results/small
 
-Numbers are final training losses unless said otherwise. A difference is that of two runs with the same seed, which see
-the same batches, averaged over the seeds both have, ± the standard error of that mean. An ordering is the authors' at
-the same power and context, and it holds if our difference has the sign of theirs and is more than two standard errors
-away from zero; with one seed only the sign is known. Where theirs is below what can be read off their plots, there is
-no ordering to compare with.
+Numbers are final training losses unless a table says otherwise. A difference is between two runs with the same seed,
+which see the same batches, averaged over the seeds that both have, ± the standard error of that mean. An authors'
+ordering holds if our difference at the same power and context has the sign of theirs and is more than two standard
+errors away from zero; with one seed only the sign is compared. Where their difference is below the precision of numbers
+read off their plots, there is no ordering to compare with.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.experiment.results import all_rows
+from sympow.experiments.store import read_results
 from sympow.files import write_atomically
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -37,14 +37,14 @@ AUTHORS: dict[tuple[int, int], tuple[float, float, float, float]] = {
 }
 # Trained at 16,384, evaluated at 65,536, p = 4.
 AUTHORS_BEYOND = (2.79, 7.12, 2.29, 2.18)
-# Differences of theirs that are smaller than this are none: numbers read off a plot are no more precise.
+# Precision of numbers that are read off a plot: a smaller difference of theirs gives no ordering.
 READING_ERROR = 0.005
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two variants, over seeds.
+    """A difference between two variants, over seeds.
 
     Attributes:
         mean: of the first less the second.
@@ -61,7 +61,7 @@ class Difference:
         return f"{self.mean:+.3f} ({spread})"
 
     def less(self, other: Difference) -> Difference:
-        """Less another, of other runs."""
+        """Subtracts the difference of other runs."""
         known = self.error is not None and other.error is not None
         error = math.hypot(self.error or 0.0, other.error or 0.0) if known else None
         return Difference(self.mean - other.mean, error, min(self.seeds, other.seeds))
@@ -76,10 +76,10 @@ class Difference:
 
 
 class Results:
-    """Rows of finished runs, to be asked for by what they are."""
+    """Rows of finished runs, selected by variant, power, context and changes."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        # Whether a run was compiled is no part of what it was to find out.
+        # torch.compile does not change what a run measures.
         self.rows = [
             {**row, "changes": {name: value for name, value in row["changes"].items() if name != "compile"}}
             for row in rows
@@ -223,7 +223,7 @@ def _beyond(results: Results) -> Iterator[str]:
 
 
 def _variants(results: Results) -> Iterator[str]:
-    """The ablation and other gates and rotations: whatever has no changes at a context that has them."""
+    """The ablation and other gates and rotations, without changed settings."""
     paper = set(CURVES)
     others = [row for row in results.rows if row["variant"] not in paper and not row["changes"]]
     if not others:
@@ -314,7 +314,8 @@ def main() -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{arguments.page} must have the marks {BEGIN} and {END}")
-    written = "\n".join(tables(Results(all_rows(arguments.results))))
+    runs = read_results(arguments.results)
+    written = "\n".join(tables(Results([runs[name].row for name in sorted(runs)])))
     write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
 
 

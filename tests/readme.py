@@ -1,4 +1,4 @@
-"""The commands and code blocks of README.md, in the order in which a reader meets them."""
+"""Extracts code blocks and commands from README.md and other Markdown pages, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Block:
     """A fenced block.
 
     Attributes:
-        language: as the fence names it; "": commands for a shell.
+        language: the language of the fence; "": shell commands.
         text: its lines.
     """
 
@@ -24,7 +24,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """One command a line, without the comments behind them; a backslash continues a line."""
+        """The commands, one per line, without trailing comments; a backslash continues a line."""
         lines = self.text.replace("\\\n", " ").splitlines()
         found = [re.sub(r"\s+#.*$", "", line).strip() for line in lines]
         return [line for line in found if line]
@@ -37,12 +37,12 @@ def blocks(text: str | None = None) -> list[Block]:
 
 
 def shell_commands(text: str | None = None) -> list[str]:
-    """The commands of all blocks that are for a shell."""
+    """The commands of all shell blocks."""
     return [command for block in blocks(text) if not block.language for command in block.commands]
 
 
 def commands_in_sentences(text: str | None = None) -> list[str]:
-    """Whole commands that stand between backticks in running text, without those that leave something out."""
+    """Complete inline commands in running text; those with an ellipsis are left out."""
     text = README.read_text("utf-8") if text is None else text
     without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks))

@@ -180,7 +180,7 @@ def _plain_rows(q: Tensor, k: Tensor, v: Tensor, total: Tensor | None, power: in
 # What rounding to float32 does to outputs and to gradients, in units of eps: at least four times the worst of all that
 # margins.py measured.
 ROUNDINGS = {"y": 60.0, "q": 160.0, "k": 200.0, "v": 60.0, "log_gamma": 160.0, "beta": 160.0}
-# The same for the gradient of rotation rates, for every token: a phase turns with the tokens before it, so that a token
+# The same for the gradient of rotation rates, for every token: a phase grows with the tokens before it, so that a token
 # has a weight in this gradient that grows with its position.
 ROUNDINGS_OF_RATES = 16.0
 

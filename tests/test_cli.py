@@ -194,7 +194,7 @@ def test_bench_reports_progress():
 )
 def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sympow.experiment.runner.run_all", None)
+    monkeypatch.setattr("sympow.experiments.runner.run_all", None)
     (tmp_path / "text.txt").write_text("text")
     if arguments[0] == "experiment":
         arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))
@@ -240,13 +240,22 @@ def test_an_output_of_the_wrong_kind_is_refused(tmp_path):
     assert f"Error: --out must name a file, and {tmp_path} is a folder" in result.output
 
 
-@pytest.mark.parametrize("arguments", [("bench", "--device", "cpu"), ("evaluate", "model"), ("report", "runs")])
-def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, arguments):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("matplotlib", ("bench", "--device", "cpu")),
+        ("matplotlib", ("evaluate", "model")),
+        ("matplotlib", ("report", "runs")),
+        ("plotly", ("report", "runs")),
+        ("plotly", ("inspect", "model", "--text", "a")),
+    ],
+)
+def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, module, arguments):
+    monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr("sympow.bench.operator.run_bench", None)
     result = runner.invoke(app, [*arguments, "--out", str(tmp_path / "out")], prog_name="sympow")
     assert result.exit_code == 1
-    said = "error: matplotlib is not installed; it comes with: pip install 'conformal-sympow[plot]'"
+    said = f"error: {module} is not installed; it comes with: pip install 'conformal-sympow[report]'"
     assert result.stderr == f"sympow {arguments[0]}: {said}\n"
 
 

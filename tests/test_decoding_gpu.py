@@ -116,7 +116,7 @@ def test_steps_wait_for_nothing_and_take_no_memory(kind):
 )
 def test_gates_and_scales_of_a_step_are_exact(gating, rotary):
     from sympow.layers.gates import make_gate
-    from sympow.layers.mixers import gate_and_turn
+    from sympow.layers.mixers import gate_and_rotate
     from sympow.layers.rotations import make_rotation
 
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_gates_and_scales_of_a_step_are_exact(gating, rotary):
         torch.nn.init.normal_(parameter, std=0.05)
     x = torch.randn(16, 1, 768, device="cuda", dtype=torch.bfloat16)
     with torch.no_grad():
-        log_gamma, theta, beta = gate_and_turn(x, gate, rotation)
+        log_gamma, theta, beta = gate_and_rotate(x, gate, rotation)
         expected = (gate.double()(x.double()), *rotation.double()(x.double()))
     for found, precise in zip((log_gamma, theta, beta), expected, strict=True):
         assert (found is None) == (precise is None)

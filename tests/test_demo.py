@@ -27,6 +27,7 @@ UNSET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, str]:
     """The folder of a finished demo, and all that was printed."""
+    pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     out = tmp_path_factory.mktemp("a folder") / "demo"
     environment = {name: value for name, value in os.environ.items() if name not in UNSET}
     done = subprocess.run(

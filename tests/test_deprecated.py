@@ -1,9 +1,11 @@
 """Every earlier name still works: it warns once with the new name, and is the new object."""
 
+import pkgutil
 import subprocess
 import sys
 import warnings
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +54,17 @@ for old, new in {modules!r}.items():
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=300, capture_output=True, text=True)
     said = [f"<string> DeprecationWarning {old} is deprecated; use {new}" for old, new in modules.items()]
     assert done.stdout.splitlines() == said
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_every_name_that_version_0_1_documented_is_found():
+    """public_names.txt lists what README, CHANGELOG, docs and experiment files of that version named."""
+    names = (Path(__file__).parent / "fixtures" / "version_0_1" / "public_names.txt").read_text("utf-8").split()
+    assert len(names) > 50
+    for name in names:
+        if ".kernels." in name and not triton_available():
+            continue
+        assert pkgutil.resolve_name(name) is not None
 
 
 @pytest.mark.parametrize(("module", "old", "new"), NAMES)

@@ -11,20 +11,18 @@ import pytest
 import sympow
 
 SOURCE = Path(sympow.__file__).parent
-# Imports point one way: a part may import those before it. Parts on one line do not import each other.
+# The floors of imports: a part imports only from floors before its own. Parts of one floor do not import each other.
 LAYERS = (
-    ("checks", "deprecated", "extras", "files", "invocation"),
-    ("devices", "parsing", "tensor_file"),
-    ("kernels", "data"),
-    ("ops",),
+    ("checks", "deprecated", "extras", "files", "invocation", "kernels"),
+    ("parsing", "tensor_file"),
+    ("ops", "data"),
     ("parallel",),
     ("layers",),
     ("model",),
-    ("generation",),
-    ("train", "hf"),
-    ("evaluate", "bench"),
+    ("generation", "train"),
+    ("evaluate", "hf", "bench"),
+    ("experiments",),
     ("report",),
-    ("experiment",),
     ("cli",),
     ("__main__",),
 )
@@ -79,6 +77,18 @@ def test_imports_point_one_way(path):
     assert part in RANK, f"{part} has no place in the order of imports"
     for imported in imported_parts(path) - {part}:
         assert RANK[imported] < RANK[part], f"{part} must not import {imported}"
+
+
+def test_there_is_no_floor_too_many():
+    """Each floor has a part that imports from the floor right below: otherwise the two could be one."""
+    highest = {}
+    for path in SOURCES:
+        part = part_of(path)
+        if part != "__init__":
+            below = [RANK[imported] for imported in imported_parts(path) - {part}]
+            highest[part] = max([highest.get(part, -1), *below])
+    for rank, parts in enumerate(LAYERS):
+        assert max(highest[part] for part in parts) == rank - 1, parts
 
 
 def test_the_reference_shares_no_code_with_what_it_checks():

@@ -16,7 +16,7 @@ import sympow
 from support import random_inputs
 from sympow.kernels import cross_entropy
 from sympow.kernels import rotary as rotation_op
-from sympow.kernels.decode import gates as step_gates
+from sympow.kernels.decode import gate_projection
 from sympow.layers import ConformalAttention
 from sympow.model.losses import linear_cross_entropy
 from sympow.ops import dispatch
@@ -37,7 +37,7 @@ def claimed_gpu(monkeypatch):
     def launch(*args, **kwargs):
         raise KernelLaunchedError
 
-    monkeypatch.setattr(step_gates, "step_gates", launch)
+    monkeypatch.setattr(gate_projection, "step_gates", launch)
     monkeypatch.setattr(cross_entropy, "cross_entropy_in_place", launch)
     monkeypatch.setattr(rotation_op, "fused_rotation", launch)
     # As on a GPU, where kernels are not interpreted.

@@ -1,6 +1,6 @@
-"""What README.md tells a reader to type works, in its order: in this checkout, in a clone, and from a wheel.
+"""README.md: its code blocks run, its commands know their flags, and all of them run in a clone and from a wheel.
 
-Sizes are small: `SMALL` adds flags to commands that would take minutes.
+`SMALL` adds flags to commands that would otherwise take minutes.
 """
 
 import os
@@ -20,7 +20,7 @@ from sympow.cli.app import app
 
 ROOT = readme.README.parent
 SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"
-# By how a command begins: what is added to it. The longest beginning counts.
+# What is added to a command, by its first words; the longest match counts.
 SMALL = {
     "make demo": "ARGS=--tiny",
     "make test": "ARGS=tests/ops/test_paper.py",
@@ -64,7 +64,7 @@ def test_code_blocks_run_in_order(tmp_path, monkeypatch):
     [c for c in [*readme.shell_commands(), *readme.commands_in_sentences()] if c.startswith("sympow ")],
 )
 def test_every_command_has_the_flags_it_is_given(command):
-    """Also those between backticks, which only a GPU runs in a reasonable time."""
+    """Also inline commands, some of which would take too long to run without a GPU."""
     name, *arguments = [part for part in shlex.split(command) if part != "--help"]
     found = typer.main.get_command(app)
     while hasattr(found, "commands"):
@@ -96,7 +96,7 @@ def test_every_command_from_a_fresh_clone(tmp_path):
 
 @pytest.mark.slow
 def test_every_command_from_a_wheel_in_an_empty_environment(tmp_path):
-    """Without the repository: what `make` does is left out, and the wheel stands for the folder that pip installs."""
+    """Without the repository: `make` commands are left out, and pip installs the wheel in place of the folder."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("*.whl")

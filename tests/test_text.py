@@ -157,9 +157,7 @@ def test_an_interrupted_batch_leaves_what_was_generated(folder):
 @pytest.mark.parametrize("cache_policy", ["state", "keys"])
 def test_what_is_kept_does_not_change_the_text(folder, cache_policy):
     options = ("--prompt", "def ", "--tokens", 40, "--temperature", 0)
-    assert (
-        run("generate", folder, *options, "--memory", cache_policy).stdout == run("generate", folder, *options).stdout
-    )
+    assert run("generate", folder, *options, "--cache", cache_policy).stdout == run("generate", folder, *options).stdout
 
 
 def test_a_text_read_in_two_parts_is_one_text(folder):
@@ -257,6 +255,7 @@ def test_the_penalty_of_the_command_counts_the_prompt(folder, tmp_path):
 
 
 def test_a_dash_is_standard_input(folder, tmp_path):
+    pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     text, given = tmp_path / "text.txt", "größere Wörter, "
     text.write_text(given)
     options = ("--tokens", 15, "--temperature", 0)
@@ -313,7 +312,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("short")
     for cache_policy, said in (("auto", "keys and values of"), ("keys", "kept as they are"), ("state", "a state of")):
-        made = run("state", folder, short, "--out", tmp_path / "short.prefix", "--memory", cache_policy)
+        made = run("state", folder, short, "--out", tmp_path / "short.prefix", "--cache", cache_policy)
         assert "6 tokens in " in made.stdout
         assert said in made.stdout
     options = ("--tokens", 15, "--temperature", 0)
@@ -324,7 +323,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     state.write_bytes(state.read_bytes()[:100])
     damaged = run("generate", folder, "--state", state)
     assert damaged.exit_code == 2
-    assert "is no prefix, or is damaged" in " ".join(damaged.output.split())
+    assert "is no file of a prefix, or is damaged" in " ".join(damaged.output.split())
 
 
 @pytest.mark.parametrize(
@@ -333,7 +332,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
         ((), "give a --prompt"),
         (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
         (("--file", "nowhere.txt"), "Error: nowhere.txt cannot be read: No such file or directory"),
-        (("--prompt", "a", "--memory", "all"), "Error: --cache must be one of"),
+        (("--prompt", "a", "--cache", "all"), "Error: --cache must be one of"),
     ],
 )
 def test_the_command_names_mistakes(folder, arguments, message):

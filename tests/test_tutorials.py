@@ -51,6 +51,11 @@ def shell(command, environment):
     return done.stdout + done.stderr
 
 
+def test_every_tutorial_has_a_test():
+    source = Path(__file__).read_text("utf-8")
+    assert [path.name for path in TUTORIALS.glob("*.md") if f'follow("{path.name}")' not in source] == []
+
+
 def test_the_layer_in_your_model(follow):
     names = follow("layer_in_your_model.md")
     assert names["losses"][0] > 5
@@ -69,3 +74,15 @@ def test_train_on_your_text(follow, tmp_path):
     assert (tmp_path / "runs/first/evaluation.json").exists()
     assert "The import statement" in names["output"]
     assert (tmp_path / "report/index.html").exists()
+
+
+@pytest.mark.slow
+def test_a_long_book(follow):
+    names = follow("long_book.md")
+    assert names["book"].tokens > 60_000
+    assert names["beginning"].nbytes == names["book"].nbytes
+    smaller, larger = sorted(names["sizes"])
+    assert larger - smaller < 1_000
+    assert names["output"].count("What is a") == 2
+    assert len(names["answers"]) == len(names["together"]) == 2
+    assert len(names["drafts"]) == 3

@@ -1,10 +1,12 @@
-"""Checks of arguments that every part of the package makes: what came, and what was expected."""
+"""Checks of arguments that all packages share. Their messages say what was expected and what came."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+DEVICES = ("cuda", "cpu")
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -14,7 +16,7 @@ def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
 
 
 def check_regular_file(path: Path) -> None:
-    """Refuses a folder, a device or a pipe before it is opened: opening a pipe waits for somebody to write into it."""
+    """Raises a ValueError for a folder, a device or a pipe, since opening a pipe waits for a writer."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file")
 
@@ -28,21 +30,40 @@ def check_at_least(name: str, value: int, smallest: int) -> None:
 
 
 def check_at_most(name: str, value: int, largest: int, why: str) -> None:
-    """Refuses a number that nothing could be done with, before memory or time is spent on it.
+    """Raises a ValueError for a number above a limit, before memory or time is spent on it.
 
     Args:
-        why: what the limit is, as a clause that follows it.
+        why: the reason for the limit, as a clause that follows it in the message.
     """
     if value > largest:
-        # A number of thousands of digits is not worth reading, and Python would not print it.
+        # Python refuses to print a number of thousands of digits.
         got = f"{value:,}" if value < 10**30 else f"a number of {value.bit_length():,} bits"
         raise ValueError(f"{name} must be at most {largest:,}, {why}; got {got}")
 
 
 def check_finite(name: str, value: float) -> None:
-    """A number that is neither infinite nor NaN, which every comparison would let pass."""
+    """Raises unless the value is a finite number. NaN would pass every comparison with a limit."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    # An int beyond every float compares too, where math.isfinite would fail.
+    # math.isfinite would raise for an int beyond the largest float.
     if not -sys.float_info.max <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+def choose_device(device: str | None) -> str:
+    """The device to compute on: the one asked for, or by default a GPU if torch finds one.
+
+    Args:
+        device: "cuda", "cpu" or None.
+
+    Raises:
+        ValueError: it is another name, or there is no GPU.
+    """
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    check_choice("device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be 'cpu' here: torch finds no GPU it can use; got 'cuda'")
+    return device

@@ -19,13 +19,15 @@ from typing import Any, TypeVar, cast
 # Modules, by the names that version 0.1 gave them.
 MODULES = {
     "sympow.decoding": "sympow.generation.decoder",
+    "sympow.experiment": "sympow.experiments",
     "sympow.generate": "sympow.generation.sampling",
     "sympow.kernels.packing": "sympow.kernels.states.message_packing",
     "sympow.kernels.softmax_step": "sympow.kernels.decode.softmax_step",
     "sympow.memory": "sympow.generation.cache",
     "sympow.ops.backend": "sympow.ops.dispatch",
+    "sympow.ops.folding": "sympow.ops.torch.forms",
     "sympow.parallel.fused": "sympow.parallel.fused_attention",
-    "sympow.parallel.softmax": "sympow.parallel.softmax_attention",
+    "sympow.parallel.softmax": "sympow.parallel.context_parallel",
     "sympow.reading": "sympow.generation.prefix",
     "sympow.report.heads": "sympow.evaluate.head_statistics",
     "sympow.text": "sympow.generation.text",

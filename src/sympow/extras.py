@@ -7,7 +7,7 @@ from typing import Any
 
 
 def require(module: str, extra: str) -> Any:
-    """Imports an optional module, or says which extra brings it.
+    """Imports an optional module, or raises an error that names the extra which installs it.
 
     Args:
         module: what to import, such as "matplotlib.pyplot".

@@ -16,17 +16,17 @@ PARTIAL_ENDING = ".partial"
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write to that takes the name `path` when the block ends, and vanishes if the block fails.
+    """Opens a temporary file that is renamed to `path` when the block ends, and deleted if the block fails.
 
-    A link is followed, so that it still leads to what was written.
+    A symbolic link is followed, so that it still points to what was written.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        # A device or a pipe has no content to lose, and must not be replaced by a file. A folder raises.
+        # A device or a pipe must not be replaced by a file, and has no content to lose. A folder raises.
         with target.open("wb") as file:
             yield file
         return
-    # Processes and threads that write the same file do not write into each other's.
+    # Each process and thread that writes this file has a temporary file of its own.
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL_ENDING}")
     try:
         with temporary.open("wb") as file:
@@ -41,7 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def flush(path: Path) -> None:
-    """Writes a file, or the entries of a folder, from the system's memory to the disk: a machine may stop."""
+    """Calls fsync on a file or a folder, so that it survives a crash of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -50,18 +50,18 @@ def flush(path: Path) -> None:
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """All of it under that name, or nothing; folders on the way are made."""
+    """Writes a file atomically, and creates its parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(content)
 
 
 def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> None:
-    """Refuses an output that could not be written, before the work whose result would be lost.
+    """Raises a ValueError for an output that cannot be written, before the work whose result would be lost.
 
     Args:
-        name: of the argument that names it.
-        path: what will be written; what is missing of its folders will be made.
+        name: the argument that gives the path, for the message.
+        path: what will be written. Missing parent folders will be created.
         kind: what it will be.
     """
     if path.exists() and path.is_dir() != (kind == "folder"):
@@ -69,7 +69,7 @@ def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> N
         raise ValueError(f"{name} must name a {kind}, and {path} is {found}")
     there = path if path.is_dir() else next(parent for parent in path.absolute().parents if parent.exists())
     try:
-        # Permissions alone do not tell: a file system may be mounted for reading, or hold no files at all.
+        # Permissions alone do not tell: a file system may be read-only or full.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How this program was started, so that the commands it prints work when they are pasted into the same shell."""
+"""How this process was started: the command to print for `sympow`, and whether torchrun started it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parsers for untrusted JSON and YAML: malformed input raises ValueError within bounded time and memory.
 
-The standard parsers accept input that exhausts a machine: deep nesting overflows Python's stack, and nine lines of YAML
-aliases can describe a billion entries. No file of sympow needs either.
+The standard parsers accept input that exhausts stack or memory: deep nesting, and nine lines of YAML aliases that
+expand to a billion entries. No file of sympow needs either.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEEPEST_YAML = 32
 
 
 def read_json(path: Path) -> Any:
-    """What a file holds.
+    """The parsed content of a file.
 
     Raises:
         ValueError: it is not a file, too large, or not JSON.
@@ -36,7 +36,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """What a file holds.
+    """The parsed content of a file.
 
     Raises:
         ValueError: it is not a file, too large, not YAML, has aliases, or is nested deeply.
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """What a text says.
+    """The parsed content of a text.
 
     Raises:
         ValueError: it is too long, not YAML, has aliases, or is nested deeply.
@@ -58,13 +58,12 @@ def parse_yaml(text: str) -> Any:
     if len(text) > LARGEST_YAML:
         raise ValueError(f"YAML must have at most {LARGEST_YAML:,} characters, got {len(text):,}")
     try:
-        # Looked through before anything is built of it.
+        # Checked event by event before any object is built.
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent):
                 raise ValueError(
-                    f"YAML must say everything where it belongs, but line {event.start_mark.line + 1} has an alias, "
-                    f"*{event.anchor}"
+                    f"YAML must not have aliases, but line {event.start_mark.line + 1} has *{event.anchor}"
                 )
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > DEEPEST_YAML:

@@ -1,9 +1,9 @@
-"""A file of tensors and strings with a checksum, so that damage is detected when it is read.
+"""Files of tensors and strings with a checksum, so that damage is detected when they are loaded.
 
 The layout is that of safetensors: eight bytes with the length of a JSON header, the header, the tensors. The header's
-metadata has a checksum, the BLAKE2b hash of the whole file with zeros in place of the checksum's own digits, so a
-changed bit is found wherever it is. A file is read rather than mapped into memory: with a mapping, a process dies when
-the file is cut off while it is in use.
+metadata has a checksum, the BLAKE2b hash of the whole file with zeros in place of the checksum's own digits, so that
+any changed bit is detected. Files are not mapped into memory: a process with a mapping is killed if the file is
+truncated while it is in use.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ METADATA = "__metadata__"
 CHECKSUM = "checksum"
 NO_CHECKSUM = "0" * 64
 DIGITS = re.compile("[0-9a-f]{64}")
-# The length of the header stands in so many bytes, and is rounded up so that tensors begin at a multiple of it.
+# Bytes of the header's length. The header is padded, so that tensors begin at a multiple of it.
 WORD = 8
 # A header has a hundred bytes per tensor.
 LARGEST_HEADER = 2**24
@@ -51,14 +51,14 @@ MOST_AXES = 16
 
 
 def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> None:
-    """Writes a file that `load` reads; an earlier one of that name is there until this one is complete.
+    """Writes a file that `load` reads. An existing file is replaced once the new one is complete.
 
     Args:
-        form: what the file is, such as "sympow reading 2".
+        form: the format's name and version, such as "sympow state 2".
         tensors: by name.
-        words: texts by name, to be found again beside them.
+        words: strings by name, stored as metadata.
     """
-    # The widest first, which puts each tensor at a multiple of its own element's size.
+    # The widest dtypes first, so that each tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     contents = {name: tensors[name].detach().cpu().contiguous() for name in order}
     header: dict[str, Any] = {METADATA: {**words, "format": form, CHECKSUM: NO_CHECKSUM}}
@@ -72,7 +72,7 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
     digest = _digest(length, text)
     for tensor in contents.values():
         digest.update(_bytes_of(tensor))
-    # The words come first and may hold anything, so the checksum's own entry is the last with these letters.
+    # The words may contain anything, but come before the checksum's own entry, so that is the last match.
     before, found, after = text.rpartition(_checksum_entry(NO_CHECKSUM))
     assert found
     with replacing(path) as file:
@@ -82,14 +82,14 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
 
 
 def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors, on the CPU, and words of a file that `save` wrote.
+    """The tensors, on the CPU, and words of a file that `save` wrote.
 
     Args:
-        form: what the file must be.
-        older: a form from before there were checksums, which is read without one.
+        form: the format that the file must have.
+        older: an earlier format without checksums that is accepted, too.
 
     Raises:
-        ValueError: it is no such file, was cut off, or differs in any bit from what was written.
+        ValueError: the file has another format, is truncated, or differs in any bit from what was written.
     """
     check_regular_file(Path(path))
     with open(path, "rb") as file:
@@ -115,7 +115,7 @@ def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> t
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a tensor is, relative to the end of the header, and what it is."""
+    """A tensor's dtype and shape, and its bytes relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -132,10 +132,10 @@ class _Header:
     """A header, checked against the size of its file.
 
     Attributes:
-        length: the bytes before it.
-        text: as it stands in the file.
+        length: the bytes before the header.
+        text: the bytes of the header.
         words: its metadata.
-        tensors: in the order of their places.
+        tensors: in the order of their offsets.
     """
 
     length: bytes
@@ -173,7 +173,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> _Header:
 
 
 def _entry(name: str, described: Any, path: str | os.PathLike[str]) -> _Entry:
-    """A tensor's entry, if what it says of its size agrees."""
+    """A tensor's entry, checked: its shape must agree with its offsets."""
     if isinstance(described, dict) and described.keys() == {"dtype", "shape", "data_offsets"}:
         dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
         known = isinstance(dtype, str) and dtype in DTYPES
@@ -193,7 +193,7 @@ def _is_axes(value: Any) -> bool:
 
 
 def _zeroed(text: bytes, checksum: str) -> bytes:
-    """A header as it was hashed, with zeros for its checksum; unchanged, which hashes otherwise, if it has none."""
+    """The header as it was hashed, with zeros in place of its checksum; unchanged if it has no checksum."""
     if not DIGITS.fullmatch(checksum):
         return text
     before, found, after = text.rpartition(_checksum_entry(checksum))
@@ -209,5 +209,5 @@ def _digest(length: bytes, text: bytes) -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU; without NumPy, which not everybody has installed."""
+    """The memory of a contiguous tensor on the CPU, without NumPy, which is not a dependency."""
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -119,7 +119,8 @@ def test_the_extras_are_those_of_the_project():
     for extra, packages in installation.EXTRAS.items():
         named = [re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"][extra]]
         assert [name for name in named if name != project["name"]] == list(packages)
-    assert project["optional-dependencies"].keys() - installation.EXTRAS.keys() == {"all", "dev", "docs", "wandb"}
+    others = project["optional-dependencies"].keys() - installation.EXTRAS.keys()
+    assert others == {"all", "dev", "docs", "plot", "wandb"}
 
 
 def test_what_is_not_installed_is_named(monkeypatch):
@@ -150,7 +151,7 @@ def test_what_serves_a_call_on_a_gpu_that_is_no_hopper(monkeypatch):
         served["bfloat16, p = 2, heads of 128"], call="bfloat16, p = 2, heads of 64"
     )
     assert served["bfloat16, p = 2, heads of 64"].served_by == "Triton kernels"
-    assert served["bfloat16, p = 6, heads of 64"].reason.startswith("Powers above 4 run on the kernels only with backend='triton'")
+    assert served["bfloat16, p = 6, heads of 64"].reason.startswith("Powers above 4 run on")
 
 
 COVERAGE = """
@@ -167,8 +168,8 @@ def recording(self, *arguments, **options):
     return launch(self, *arguments, **options)
 GridExecutor.__call__ = recording
 assert all(outcome.passed for outcome in check_accuracy(Machine.find("cpu")))
-for module in pkgutil.iter_modules(sympow.kernels.__path__, "sympow.kernels."):
-    if not module.ispkg:
+for module in pkgutil.walk_packages(sympow.kernels.__path__, "sympow.kernels."):
+    if not module.ispkg and "hopper" not in module.name:
         for name, kernel in vars(importlib.import_module(module.name)).items():
             own = isinstance(kernel, InterpretedFunction) and kernel.fn.__module__ == module.name
             if own and name.endswith("_kernel") and (module.name, name) not in launched:

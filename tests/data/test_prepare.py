@@ -8,8 +8,8 @@ import pytest
 
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
-from sympow.data.manifest import MANIFEST_FILE
-from sympow.data.shard_writing import WORK_FOLDER, write_shards
+from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
+from sympow.data.preparation import write_shards
 from sympow.data.sources import file_ranges, read_documents
 
 
@@ -71,7 +71,7 @@ def test_a_large_file_becomes_several_shards(corpus, tmp_path):
 
 
 def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("sympow.data.shard_dataset.BLOCK_TOKENS", 2500)
+    monkeypatch.setattr("sympow.data.token_shards.BLOCK_TOKENS", 2500)
     prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()

@@ -227,7 +227,7 @@ def test_a_cache_can_be_read_and_left_as_it_is(make, tokens):
         (
             {"cu_seq_lens_q": torch.tensor([0, 12]), "use_cache": True},
             ValueError,
-            "cannot go with packed documents, which are whole; cu_seq_lens_q has some",
+            "are not supported with packed documents; cu_seq_lens_q has some",
         ),
         ({"past_key_values": ()}, TypeError, "past_key_values must be a SympowCache, got tuple"),
     ],

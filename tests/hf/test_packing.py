@@ -65,7 +65,7 @@ def test_positions_of_one_document_change_nothing(make, tokens, positions):
     ("arguments", "error", "message"),
     [
         ({"position_ids": [0, 1, 2, 0, 1, 2], "use_cache": True}, ValueError, "position_ids or seq_idx has some"),
-        ({"position_ids": [0, 1, 2, 5, 6, 7]}, ValueError, "position_ids must go up by 1.*got 5 after 2"),
+        ({"position_ids": [0, 1, 2, 5, 6, 7]}, ValueError, "position_ids must increase by 1.*got 5 after 2"),
         ({"position_ids": [0, 1]}, ValueError, r"position_ids must be \(1, 6\)"),
         ({"seq_idx": [[0, 0], [1, 1]]}, ValueError, r"seq_idx must be \(1, 6\)"),
         (
@@ -84,7 +84,7 @@ def test_what_positions_cannot_say_is_refused(make, tokens, arguments, error, me
 def test_documents_do_not_start_behind_a_cache(make, tokens):
     model, ids = make(), tokens(1, 6)
     cache = model(ids).past_key_values
-    with pytest.raises(ValueError, match="past_key_values cannot go with packed documents"):
+    with pytest.raises(ValueError, match="past_key_values are not supported with packed documents"):
         model(ids, past_key_values=cache, position_ids=torch.tensor([[6, 7, 8, 0, 1, 2]]))
 
 

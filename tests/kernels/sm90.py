@@ -26,14 +26,15 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 from sympow.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention.forward import forward_kernel
-from sympow.kernels.decode.gates import step_gates_kernel
+from sympow.kernels.decode import state_step
+from sympow.kernels.decode.gate_projection import step_gates_kernel
 from sympow.kernels.decode.softmax_step import softmax_step_kernel
 from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
-from sympow.kernels.running_sums import _anchor_kernel, _scan_kernel
+from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
 from sympow.kernels.states.quadratic import FOLD_REGISTERS, fold_kernel, scan_kernel, update_kernel
 from sympow.kernels.states.quartic import scan_kernel as quartic_scan_kernel
@@ -62,7 +63,7 @@ POINTERS = {
             "log_gamma_ptr",
             "past_ptr",
             "rest_ptr",
-            "spans_ptr",
+            "block_terms_ptr",
             "beta_ptr",
             "keys_ptr",
             "vectors_ptr",
@@ -91,7 +92,7 @@ POINTERS = {
     **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
     **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
 }
-# Arguments that are several in one.
+# Arguments that are several in one: a type for each; "constexpr" for one that is None.
 TUPLES = {
     "xs": ("*fp32",) * 3,
     "outs": ("*bf16",) * 3,
@@ -104,15 +105,15 @@ TUPLES = {
 }
 # Counts that are no multiple of 16 in general; every other integer argument is one in the cases that matter.
 UNALIGNED = {
-    "parts",
-    "window_parts",
+    "splits",
+    "window_splits",
     "heads",
     "kv_heads",
-    "slots",
+    "state_count",
     "first_entry",
     "first_boundary",
     "first_chunk",
-    "first_slot",
+    "first_state",
     "first",
     "nearest",
     "count",
@@ -132,9 +133,14 @@ class Report:
 
 
 def compile_kernel(
-    kernel, blocks, constants, warps, stages, registers=None, dtype="bf16", fusion=True, disassemble=False
+    kernel, blocks, constants, warps, stages, registers=None, dtype="bf16", fusion=True, tuples=None, disassemble=False
 ) -> Report:
-    """Compiles for sm_90. `blocks`: shape of each descriptor's block, by argument, None for an absent one."""
+    """Compiles for sm_90.
+
+    Args:
+        blocks: shape of each descriptor's block, by argument; None for an absent one.
+        tuples: types of the arguments that are NamedTuples; None: `TUPLES`.
+    """
     signature, constexprs, attributes = {}, {}, {}
     in_gluon = isinstance(kernel, GluonJITFunction)
     for index, name in enumerate(kernel.arg_names):
@@ -146,9 +152,14 @@ def compile_kernel(
             block = list(blocks[name])
             layout = f",{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}" if in_gluon else ""
             signature[name] = f"tensordesc<{dtype}{block}{layout}>"
-        elif name in TUPLES:
-            signature[name] = TUPLES[name]
-            attributes |= {(index, n): [["tt.divisibility", 16]] for n in range(len(TUPLES[name]))}
+        elif name in (tuples or TUPLES):
+            signature[name] = fields = (tuples or TUPLES)[name]
+            names = getattr(fields, "_fields", (name,) * len(fields))
+            for n, (field, kind) in enumerate(zip(names, fields, strict=True)):
+                if kind == "constexpr":
+                    constexprs[(index, n)] = None
+                elif kind.startswith("*") or field not in UNALIGNED:
+                    attributes[(index, n)] = [["tt.divisibility", 16]]
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
         else:
@@ -173,7 +184,7 @@ def carried(ptx: str) -> int:
     """How many loops go round with a product in flight that reads its left operand from registers.
 
     The registers must not be written before the product is done. A loop that makes the next operand at once has to wait
-    before it goes round (`common.settle`); one that first waits for another product, as in attention, need not.
+    before it goes round (`common.wait_for_mma`); one that first waits for another product, as in attention, need not.
     """
     lines, labels, found = ptx.splitlines(), {}, 0
     for end, line in enumerate(lines):
@@ -201,8 +212,9 @@ def _tile(rows, columns):
 
 
 def attention_case(
-    which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False, spans=False
-):
+    which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False,
+    block_terms=False,
+):  # fmt: skip
     """Arguments of `compile_kernel` for a kernel that visits tiles of scores."""
     own, other = (rows, columns) if which in ("forward", "query") else (columns, rows)
     blocks = {
@@ -218,7 +230,7 @@ def attention_case(
         GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32", ROWS=rows, COLUMNS=columns, STAGES=stages
     )
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
-    optional = {"WITH_STATE": state, "HIGH_COLUMN": 0, "DOCUMENTS": documents, "SPANS": spans}
+    optional = {"WITH_STATE": state, "HIGH_COLUMN": 0, "DOCUMENTS": documents, "BLOCK_TERMS": block_terms}
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
     return kernel, blocks, constants, warps, stages, registers
 
@@ -254,18 +266,44 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
 def step_case(window, group=1, power=2, dim=64, rows=32, warps=4):
     constants = dict(
         GROUP=group, POWER=power, DIM=dim, COLUMNS=dim, GATED=True, ROTATED=True, SCALED=True, PER_PAIR=False,
-        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=32, PARTS=8,
+        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=32, SPLITS=8,
     )  # fmt: skip
-    absent = ["kv_out_ptr", "normalizer_out_ptr"] if window else ["keys_ptr", "values_ptr", "sums_ptr", "count_ptr"]
-    return step_kernel, {}, {**constants, **dict.fromkeys(absent)}, warps, 1
+    absent = ["constexpr"] * 4
+    tuples = {
+        **decode_tuples(gated=True, scaled=True),
+        "state": state_step.StateArguments("*fp32", "*fp32", "*i32", "*fp32"),
+        "window": state_step.RecentTokens(*(["*fp32", "*bf16", "*fp64", "*i32"] if window else absent)),
+        "exchange": state_step.Exchange("*i32", "*fp32", "*fp32", "*fp32"),
+        "out": state_step.Outputs("*bf16", "*fp64", *(absent[:2] if window else ["*fp32", "*fp32"])),
+    }
+    return step_kernel, {}, constants, warps, 1, None, "bf16", True, tuples
+
+
+def decode_tuples(*, gated, scaled):
+    """What both steps have in common."""
+    return {
+        "token": state_step.Token(
+            "*bf16", "*bf16", "*bf16", "*fp32" if gated else "constexpr", "*fp32" if scaled else "constexpr", "*fp64",
+            "*fp64",
+        ),
+        "sizes": state_step.Sizes(*["i32"] * 5),
+        "splits": state_step.SplitArguments(*["i32"] * 4),
+        "strides": state_step.Strides(*["i32"] * 6),
+    }  # fmt: skip
 
 
 def softmax_step_case(group=1, gated=False):
     constants = dict(
         GROUP=group, DIM=64, COLUMNS=64, GATED=gated, ROTATED=True, SCALED=False, PER_PAIR=False, SCALE=0.125, KEYS=64,
-        PARTS=8, beta_ptr=None,
+        SPLITS=8,
     )  # fmt: skip
-    return softmax_step_kernel, {}, constants | ({} if gated else {"log_gamma_ptr": None, "sums_ptr": None}), 4, 1
+    tuples = {
+        **decode_tuples(gated=gated, scaled=False),
+        "cache": state_step.RecentTokens("*bf16", "*bf16", "*fp64" if gated else "constexpr", "*i32"),
+        "exchange": state_step.Exchange("*i32", "constexpr", "*fp32", "*fp32"),
+        "out": state_step.Outputs("*bf16", *["constexpr"] * 3),
+    }
+    return softmax_step_kernel, {}, constants, 4, 1, None, "bf16", True, tuples
 
 
 # Of the kernels for p = 4.
@@ -319,7 +357,7 @@ CASES = {
     "chunked forward, documents": attention_case("forward", 128, 64, 4, 3, state=True, documents=True),
     "query gradient, documents": attention_case("query", 128, 64, 8, 3, 128, documents=True),
     "key gradient, documents": attention_case("key", 64, 64, 4, 3, documents=True),
-    "key gradient, spans": attention_case("key", 64, 64, 4, 3, spans=True),
+    "key gradient, query blocks": attention_case("key", 64, 64, 4, 3, block_terms=True),
     "chunked forward, wide": attention_case("forward", 128, 64, 8, 2, state=True, d=128, e=128),
     "query gradient, chunked, wide": attention_case("query", 64, 64, 4, 2, state=True, d=128, e=128),
     "key gradient, chunked, wide": attention_case("key", 64, 64, 8, 2, state=True, d=128, e=128),
@@ -360,7 +398,7 @@ CASES = {
     "quartic update, denominator": quartic_case("update", 64, 1, columns=64, warps=4),
     "scan, quartic": (quartic_scan_kernel, {}, dict(E=32, GATED=True, REVERSE=False, BLOCK=2048), 4, 3),
     "scan, sums": (_scan_kernel, {}, dict(BLOCK=1024, REVERSE=True, TOTALS_ONLY=False), 4, 3),
-    "scan, anchors": (_anchor_kernel, {}, dict(DOCUMENTS=True, BLOCK=256), 4, 3),
+    "scan, drift": (_correct_drift_kernel, {}, dict(DOCUMENTS=True, BLOCK=256), 4, 3),
     "rotation": (_rotate_kernel, {}, ROTATION, 4, 3),
     "rotation, backward": (_rotate_backward_kernel, {}, ROTATION, 4, 3),
     "decode": step_case(False, rows=16),
@@ -369,7 +407,7 @@ CASES = {
     "decode, window, GQA": step_case(True, group=4, rows=16),
     "decode, softmax": softmax_step_case(),
     "decode, softmax, gated, GQA": softmax_step_case(group=4, gated=True),
-    "decode, gates": (step_gates_kernel, {}, dict(GATED=True, TURNED=True, OUTPUTS=16, INPUTS=256), 4, 1),
+    "decode, gates": (step_gates_kernel, {}, dict(GATED=True, ROTATED=True, OUTPUTS=16, INPUTS=256), 4, 1),
     "window fold": (fold_window_kernel, {}, dict(POWER=2, COLUMNS=64, ROWS=64, TOKENS=32), 4, 1),
 }  # fmt: skip
 

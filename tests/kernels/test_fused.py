@@ -245,10 +245,10 @@ def test_packed_documents_in_one_call(power, form, options, gate, rotation):
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gates_far_from_the_end(monkeypatch, group, packed):
-    """Their gradient is put right once per span; here spans are short."""
+    """The drift of their gradient is corrected after every block of queries; here blocks are short."""
     from sympow.kernels.attention import op as attention_op
 
-    monkeypatch.setattr(attention_op, "SPAN", 128)
+    monkeypatch.setattr(attention_op, "DRIFT_SPACING", 128)
     inputs = random_inputs(12, length=460, heads=group, key_heads=1, dim=8, value_dim=8, rotation="none",
                            dtype=torch.float32)  # fmt: skip
     offsets = torch.tensor([0, 100, 110, 400, 460]) if packed else None

@@ -1,6 +1,6 @@
-"""Launches whose number of programs grows with batch, heads and pairs stay within what CUDA takes.
+"""Launches whose number of CTAs grows with batch, heads and pairs stay within the limits of a CUDA grid.
 
-A grid has up to 2³¹ − 1 programs along its first axis and 65,535 along the second. Triton's interpreter has no such
+A grid has up to 2³¹ − 1 CTAs along its first axis and 65,535 along the second. Triton's interpreter has no such
 limit, so these tests look at the grids.
 """
 
@@ -12,10 +12,9 @@ pytest.importorskip("triton", reason="needs Triton")
 import sympow
 from support import interpreted
 from sympow.kernels import rotary as rotation
-from sympow.kernels import running_sums as anchoring
-from sympow.kernels import running_sums as scan
+from sympow.kernels import running_sums
 from sympow.kernels.rotary import fused_rotation
-from sympow.kernels.running_sums import anchored, running_sum
+from sympow.kernels.running_sums import correct_drift, running_sum
 from sympow.ops.rotary import rotary_rates
 
 MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
@@ -24,7 +23,7 @@ BATCH, HEADS, PAIRS = 256, 12, 32
 
 
 class Recorder:
-    """Stands in for a kernel: keeps the grids it is launched with, and computes nothing."""
+    """Replaces a kernel: keeps the grids it is launched with, and computes nothing."""
 
     def __init__(self):
         self.grids = []
@@ -38,8 +37,8 @@ class Recorder:
 def recorders(monkeypatch):
     """All kernels that launch over columns of β, or over sequences and heads without a limit on them."""
     kernels = {
-        "scan": (scan, "_scan_kernel"),
-        "anchor": (anchoring, "_anchor_kernel"),
+        "scan": (running_sums, "_scan_kernel"),
+        "drift": (running_sums, "_correct_drift_kernel"),
         "rotate": (rotation, "_rotate_kernel"),
         "rotate backward": (rotation, "_rotate_backward_kernel"),
     }
@@ -62,9 +61,9 @@ def test_running_sums_of_any_number_of_columns(recorders, reverse):
     assert_launchable(recorders["scan"].grids)
 
 
-def test_anchored_sums_of_any_number_of_columns(recorders):
-    anchored(torch.empty(BATCH, HEADS * PAIRS, 1, dtype=torch.float64), None, 1)
-    assert_launchable(recorders["anchor"].grids)
+def test_drift_correction_of_any_number_of_columns(recorders):
+    correct_drift(torch.empty(BATCH, HEADS * PAIRS, 1, dtype=torch.float64), None, 1)
+    assert_launchable(recorders["drift"].grids)
 
 
 def test_rotation_of_any_number_of_sequences(recorders):
@@ -88,8 +87,8 @@ def test_programs_find_their_tokens_and_columns():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("per_pair", [True, False])
-def test_the_last_of_many_sequences_are_turned_as_if_alone(per_pair):
-    """More columns of β, and more sequences times heads, than a second axis has programs."""
+def test_the_last_of_many_sequences_are_rotated_as_if_alone(per_pair):
+    """More columns of β, and more sequences times heads, than CTAs fit along a second axis."""
     batch, heads, dim = (BATCH, HEADS, 2 * PAIRS) if per_pair else (BATCH * PAIRS, HEADS, 2)
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (batch, 3, heads, dim)
@@ -100,9 +99,9 @@ def test_the_last_of_many_sequences_are_turned_as_if_alone(per_pair):
 
     def turn(part):
         scales = beta[part].clone().requires_grad_()
-        turned_q, turned_k = fused_rotation(q[part], k[part], scales, theta, None, relative=True)
-        (turned_q.float().sum() + turned_k.float().sum()).backward()
-        return turned_q, turned_k, scales.grad
+        rotated_q, rotated_k = fused_rotation(q[part], k[part], scales, theta, None, relative=True)
+        (rotated_q.float().sum() + rotated_k.float().sum()).backward()
+        return rotated_q, rotated_k, scales.grad
 
     last = slice(batch - 2, batch)
     for together, alone in zip(turn(slice(None)), turn(last), strict=True):

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from support import assert_close, interpreted, within
-from sympow.ops.symmetric import from_full, symmetric_dim, to_full
+from sympow.ops.symmetric import symmetric_dim
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow.kernels.states.message_packing import pack, pack_nothing, unpack
 from sympow.kernels.states.quadratic import FullState
+from sympow.kernels.states.reference import pack_reference, unpack_reference
 from sympow.parallel.scan import Carried
 
 pytestmark = interpreted
@@ -28,23 +29,15 @@ def carried(shape, log_decay=None, seed=0):
     return Carried(random(*features, value_dim, seed=seed), random(*features, seed=seed), log_decay, 2)
 
 
-def full_of(kv, normalizer, dim, value_dim):
-    """All products of a packed state; keys and values are of one dimension in `to_full`."""
-    full_kv, full_normalizer = to_full(kv, normalizer, dim, max(dim, value_dim))
-    return full_kv[:, :, :dim, :value_dim, :dim], full_normalizer[:, :, :dim, :dim]
-
-
 @pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (16, 32), (64, 16)])
 def test_packing_and_unpacking(dim, value_dim):
     shape = (2, 3, dim, value_dim)
     # Not symmetric, as states are not to the last bit, nor their gradients.
     full = FullState(random(2, 3, dim, value_dim, dim), random(2, 3, dim, dim))
     packed = carried(shape)
-    got = packed.unpack(pack(full))
-    for mine, expected in zip((got.kv, got.normalizer), from_full(*full, dim, value_dim), strict=True):
-        assert_close(mine, expected, 1e-6, "packed")
+    assert_close(pack(full), pack_reference(*full), 1e-6, "packed")
     found = unpack(packed.pack().unsqueeze(0), shape)
-    expected = full_of(packed.kv, packed.normalizer, dim, value_dim)
+    expected = unpack_reference(packed.pack(), shape)
     assert_close(found.kv, expected[0], 1e-6, "kv")
     assert_close(found.normalizer, expected[1], 1e-6, "normalizer")
 
@@ -90,7 +83,7 @@ def test_several_messages_leave_what_a_scan_over_them_does(count, decays, revers
         passing = (2 * log_decays[rank]).exp() if decays else torch.ones(1, dtype=torch.float64)
         kv = states[rank].kv.double() + passing.unsqueeze(-1) * kv
         normalizer = states[rank].normalizer.double() + passing * normalizer
-    expected = full_of(kv, normalizer, 16, 32)
+    expected = unpack_reference(torch.cat([kv.flatten(), normalizer.flatten()]), shape)
     assert_close(found.kv, expected[0], 1e-6, "kv")
     assert_close(found.normalizer, expected[1], 1e-6, "normalizer")
 

@@ -9,21 +9,9 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from sympow.kernels.states import quartic_op
 from sympow.kernels.states.quartic_op import past_attention
+from sympow.kernels.states.reference import past_attention_reference
 
 NAMES = ("numerator", "denominator", "dq", "dk", "dv", "d log_gamma")
-
-
-def naive(q, k, v, log_gamma, chunk, power=4):
-    """The sums, whole matrices in the dtype of the inputs; decays from running sums in float64."""
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) ** power
-    if log_gamma is not None:
-        sums = log_gamma.double().clamp(min=-110).cumsum(1).repeat_interleave(group, 2).transpose(1, 2)
-        scores = scores * (sums.unsqueeze(-1) - sums.unsqueeze(-2)).tril().exp().to(scores.dtype)
-    tokens = torch.arange(q.shape[1], device=q.device) // chunk
-    scores = scores * (tokens[:, None] > tokens[None, :])
-    return torch.einsum("bhij,bjhe->bihe", scores, v), scores.sum(-1)
 
 
 def make_inputs(length, gate, *, batch=1, heads=1, key_heads=1, dim=16, value_dim=16, seed=0, device="cpu"):
@@ -73,7 +61,7 @@ def error(x, reference):
 def test_sums_and_gradients(gate, batch, heads, key_heads, dim, value_dim, length, chunk):
     inputs = make_inputs(length, gate, batch=batch, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim)
     exact = [None if x is None else x.double() for x in inputs]
-    wanted = results(exact, lambda *x: naive(*x, chunk))
+    wanted = results(exact, lambda *x: past_attention_reference(*x, 4, chunk))
     found = results(inputs, lambda *x: past_attention(*x, 4, chunk))
     for name, got, want in zip(NAMES, found, wanted, strict=False):
         assert got.isfinite().all(), name
@@ -82,25 +70,25 @@ def test_sums_and_gradients(gate, batch, heads, key_heads, dim, value_dim, lengt
 
 
 @interpreted
-def test_pieces_change_nothing(monkeypatch):
+def test_blocks_of_heads_change_nothing(monkeypatch):
     inputs = make_inputs(129, "weak", heads=2, key_heads=2)
     whole = results(inputs, lambda *x: past_attention(*x, 4, 128))
-    monkeypatch.setattr(quartic_op, "PIECE_BYTES", 1)
-    pieces = results(inputs, lambda *x: past_attention(*x, 4, 128))
-    assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
+    monkeypatch.setattr(quartic_op, "SCRATCH_BYTES", 1)
+    blocks = results(inputs, lambda *x: past_attention(*x, 4, 128))
+    assert all(torch.equal(a, b) for a, b in zip(whole, blocks, strict=True))
 
 
 @pytest.mark.parametrize("sequences", [0, 1, 2, 3, 6, 100])
-def test_pieces_cover_every_head_once(monkeypatch, sequences):
+def test_blocks_of_heads_cover_every_head_once(monkeypatch, sequences):
     q, k, v, _ = make_inputs(129, "none", batch=5, heads=6, key_heads=3)
-    monkeypatch.setattr(quartic_op, "PIECE_BYTES", 10**20)
-    (whole,) = quartic_op._pieces(q, k, v, 128, tensors=1)
+    monkeypatch.setattr(quartic_op, "SCRATCH_BYTES", 10**20)
+    (whole,) = quartic_op._head_blocks(q, k, v, 128, tensors=1)
     assert whole.queries(q).shape == q.shape
-    monkeypatch.setattr(quartic_op, "PIECE_BYTES", sequences * quartic_op._sequence_bytes(q, v, 128))
+    monkeypatch.setattr(quartic_op, "SCRATCH_BYTES", sequences * quartic_op._sequence_bytes(q, v, 128))
     seen = torch.zeros(5, 3, dtype=torch.int64)
-    for piece in quartic_op._pieces(q, k, v, 128, tensors=1):
-        seen[piece.batch, piece.heads] += 1
-        assert piece.keys(k).shape[0] * piece.kv_heads <= max(1, sequences)
+    for block in quartic_op._head_blocks(q, k, v, 128, tensors=1):
+        seen[block.batch, block.heads] += 1
+        assert block.keys(k).shape[0] * block.kv_heads <= max(1, sequences)
     assert (seen == 1).all()
 
 
@@ -168,8 +156,8 @@ def test_errors_are_within_twice_those_of_plain_pytorch(gate, batch, heads, key_
                          device="cuda")  # fmt: skip
     inputs = [*(x.bfloat16() for x in inputs[:3]), inputs[3]]
     exact = [None if x is None else x.double() for x in inputs]
-    wanted = results(exact, lambda *x: naive(*x, chunk))
-    plain = results(inputs, lambda *x: naive(*x, chunk))
+    wanted = results(exact, lambda *x: past_attention_reference(*x, 4, chunk))
+    plain = results(inputs, lambda *x: past_attention_reference(*x, 4, chunk))
     found = results(inputs, lambda *x: past_attention(*x, 4, chunk))
     for name, got, same, want in zip(NAMES, found, plain, wanted, strict=False):
         assert got.isfinite().all(), name

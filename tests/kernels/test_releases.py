@@ -34,23 +34,23 @@ def hopper_with(monkeypatch):
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0"])
 def test_releases_that_compile_the_hopper_kernels_use_them(hopper_with, version):
-    assert hopper_with(version).serves(HALF, HALF, HALF)
+    assert hopper_with(version).supports(HALF, HALF, HALF)
 
 
 def test_other_releases_are_told_once_what_they_lose(hopper_with):
     hopper = hopper_with("9.9.0")
     with pytest.warns(UserWarning, match=r"not used with Triton 9\.9\.0.*3\.6\.x.*8 to 15 % longer"):
-        assert not hopper.serves(HALF, HALF, HALF)
+        assert not hopper.supports(HALF, HALF, HALF)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not hopper.serves(HALF, HALF, HALF)
+        assert not hopper.supports(HALF, HALF, HALF)
 
 
 def test_calls_that_the_hopper_kernels_never_take_bring_no_warning(hopper_with):
     hopper = hopper_with("9.9.0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not hopper.serves(HALF.float(), HALF.float(), HALF.float())
+        assert not hopper.supports(HALF.float(), HALF.float(), HALF.float())
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused():

@@ -21,7 +21,7 @@ def to_other(end):
 
 
 class TwoShards(torch.autograd.Function):
-    """Attention to turned keys in two shards: a state goes from the first to the second, its gradient back."""
+    """Attention to rotated keys in two shards: a state goes from the first to the second, its gradient back."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_gamma, border, chunk):
@@ -30,7 +30,7 @@ class TwoShards(torch.autograd.Function):
             [None if x is None else x[:, part] for x in (q, k, v, log_gamma)]
             for part in (slice(0, border), slice(border, None))
         ]
-        ctx.gates = [shard.running_sums(part[3]) for part in ctx.parts]
+        ctx.gates = [shard.gate_sums(part[3]) for part in ctx.parts]
         folded = [shard.fold(*part[1:3], *rest) for part, *rest in zip(ctx.parts, ctx.gates, ctx.plans, strict=True)]
         ctx.outputs, ctx.states = [], []
         for part, gates, plan, state, (chunks, _) in zip(

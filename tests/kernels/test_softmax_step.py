@@ -53,7 +53,7 @@ def test_the_kernel_equals_the_whole(rotation, gate, group):
     pytest.importorskip("triton", reason="needs Triton")
     inputs = inputs_of(rotation, gate, group, torch.float32)
     expected, after = softmax_attention(**inputs.map(torch.Tensor.double).arguments(), return_state=True)
-    cache = cache_of(inputs, PROMPT, 300)  # two programs a head
+    cache = cache_of(inputs, PROMPT, 300)  # two CTAs per head
     assert_close(step_through(cache, inputs, PROMPT, "triton"), expected[:, PROMPT:], 4e-6, "y")
     assert cache.count.eq(LENGTH).all()
     assert not cache.arrivals.any()

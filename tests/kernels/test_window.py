@@ -66,9 +66,9 @@ def test_steps_without_a_state_until_the_first_fold(power):
 def test_several_programs_share_a_state_and_a_window(monkeypatch):
     from sympow.kernels.decode import window_step as kernels
 
-    monkeypatch.setattr(kernels, "LEAST_KEYS_PER_PART", 32)
-    division = kernels.divide_window(1, 528, 8, 1, 50, has_state=True)
-    assert (division.state_parts, division.window_parts) == (3, 2)
+    monkeypatch.setattr(kernels, "MIN_KEYS_PER_SPLIT", 32)
+    splits = kernels.split_window(1, 528, 8, 1, 50, has_state=True)
+    assert (splits.state_splits, splits.window_splits) == (3, 2)
     inputs = random_inputs(2, length=50, heads=1, dim=32, value_dim=8, dtype=torch.float32)
     expected, _ = exact(inputs, 2)
     for start, window in (

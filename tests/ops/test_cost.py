@@ -5,7 +5,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import sympow
-from sympow.ops import dispatch as portable
 from sympow.ops.cost import (
     CPU,
     GPU,
@@ -18,6 +17,7 @@ from sympow.ops.cost import (
     chunked_cost,
     crossover_length,
 )
+from sympow.ops.torch import forms as portable
 from sympow.ops.torch import products as blocks
 
 

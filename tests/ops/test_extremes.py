@@ -17,7 +17,7 @@ def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float
 
 
 def nearly_parallel(inputs: Inputs) -> Inputs:
-    """Queries and keys with positive entries that hardly turn.
+    """Queries and keys with positive entries that hardly rotate.
 
     All terms of φ(q)·φ(k) are then positive. Where they are not, a score is a small difference of large terms, the more
     so the higher the power, and a state in float32 has no correct digit of it.

@@ -120,8 +120,8 @@ def test_the_softmax_baseline_turns_queries_and_keys_with_the_kernel():
 
     def plainly(q, k, v, beta):
         angles = sympow.accumulate_phase(theta, beta)
-        turned = (x.transpose(1, 2) for x in (sympow.rotate(q, angles), sympow.rotate(k, angles), v))
-        return torch.nn.functional.scaled_dot_product_attention(*turned, is_causal=True).transpose(1, 2)
+        rotated = (x.transpose(1, 2) for x in (sympow.rotate(q, angles), sympow.rotate(k, angles), v))
+        return torch.nn.functional.scaled_dot_product_attention(*rotated, is_causal=True).transpose(1, 2)
 
     def results(call, dtype):
         leaves = [x.detach().to(dtype or x.dtype).requires_grad_() for x in (q, k, v, beta)]

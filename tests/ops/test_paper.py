@@ -45,8 +45,8 @@ def test_proposition_3_a_rotation_of_keys_is_a_rotation_of_features(dim, power):
     rotation = random_rotation(dim, seed=dim + power)
     bar = sympow.symmetric_power_of_matrix(rotation, power)
     k = torch.randn(20, dim, dtype=torch.float64)
-    turned = sympow.symmetric_power(k @ rotation.T, power)
-    torch.testing.assert_close(turned, sympow.symmetric_power(k, power) @ bar.T, rtol=1e-10, atol=1e-10)
+    rotated = sympow.symmetric_power(k @ rotation.T, power)
+    torch.testing.assert_close(rotated, sympow.symmetric_power(k, power) @ bar.T, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(bar.T @ bar, torch.eye(len(bar), dtype=torch.float64), rtol=0, atol=1e-10)
     torch.testing.assert_close(torch.linalg.det(bar), torch.ones((), dtype=torch.float64), rtol=0, atol=1e-10)
 

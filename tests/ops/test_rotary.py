@@ -47,23 +47,23 @@ UNITS = 2**60
 
 
 def exact_phase(beta: torch.Tensor, theta: float) -> float:
-    """Σ β_i θ modulo a turn, in rational arithmetic, as a float within half a turn of zero."""
-    # 2π to 60 digits: its double is off by 2.4e-16, which a million turns would make visible.
-    turn = Fraction("6.28318530717958647692528676655900576839433879875021164194988918461563")
+    """Σ β_i θ modulo 2π, in rational arithmetic, as a float in [−π, π]."""
+    # 2π to 60 digits: its double is off by 2.4e-16, which a million revolutions would make visible.
+    revolution = Fraction("6.28318530717958647692528676655900576839433879875021164194988918461563")
     # As whole numbers of a common unit, which are far faster to add up than fractions, and as exact.
     scaled = (beta.double() * UNITS).tolist()
     assert all(value.is_integer() for value in scaled)
     phase = Fraction(sum(map(int, scaled)), UNITS) * Fraction(theta)
-    return float(phase - turn * round(phase / turn))
+    return float(phase - revolution * round(phase / revolution))
 
 
-@pytest.mark.parametrize("pieces", [1, 7])
-def test_phase_after_a_million_tokens_is_within_a_ten_thousandth_of_a_radian(pieces):
+@pytest.mark.parametrize("chunks", [1, 7])
+def test_phase_after_a_million_tokens_is_within_a_ten_thousandth_of_a_radian(chunks):
     length = 1_000_000
     beta = 2 * torch.rand(1, length, 1, generator=torch.Generator().manual_seed(0))
     theta = sympow.rotary_rates(4, max_document=1_000_000, dtype=torch.float32)
     phase = None
-    for part in beta.chunk(pieces, dim=1):
+    for part in beta.chunk(chunks, dim=1):
         phase = sympow.accumulate_phase(theta, part, phase)[:, -1]
     for pair in range(2):
         error = abs(phase[0, 0, pair].item() - exact_phase(beta.flatten(), theta[pair].item()))
@@ -88,14 +88,14 @@ def test_fixed_rotary_after_a_million_tokens_is_a_whole_number_of_turns():
 
 
 def test_the_operator_keeps_the_phase_bar_through_its_state():
-    """A million tokens turned by an irrational angle, in pieces: the last score still has the right phase."""
+    """A million tokens rotated by an irrational angle, in chunks: the last score still has the right phase."""
     length, theta = 1_000_000, torch.tensor([2.0])
     state = sympow.State.zeros(1, 1, 2, 1, 2, rotated=True)
-    piece = torch.zeros(1, length // 10, 1, 2)
+    chunk = torch.zeros(1, length // 10, 1, 2)
     beta = torch.full((1, length // 10, 1), 1.1)
     for _ in range(10):
         _, state = sympow.attention(
-            piece, piece, piece[..., :1], 2, beta=beta, theta=theta, initial_state=state, return_state=True
+            chunk, chunk, chunk[..., :1], 2, beta=beta, theta=theta, initial_state=state, return_state=True
         )
     expected = exact_phase(beta.flatten().repeat(10), 2.0)
     assert abs(state.phase.item() - expected) <= 1e-4

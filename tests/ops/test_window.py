@@ -276,8 +276,8 @@ def test_many_tokens_are_read_at_once(gate, power, prompt):
     inputs = random_inputs(19, batch=2, length=LENGTH, heads=4, key_heads=2, gate=gate)
     expected, after = run(inputs, power, "attention", return_state=True)
     window = open_window(inputs, power, prompt, capacity=64) if prompt else empty_window(inputs, power, capacity=64)
-    pieces = [window.read(**inputs.time(i, i + 4).arguments()) for i in range(prompt, LENGTH, 4)]
-    assert_close(torch.cat(pieces, dim=1), expected[:, prompt:], 1e-9, "y")
+    segments = [window.read(**inputs.time(i, i + 4).arguments()) for i in range(prompt, LENGTH, 4)]
+    assert_close(torch.cat(segments, dim=1), expected[:, prompt:], 1e-9, "y")
     assert window.tokens == LENGTH - prompt
     before = window.clone()
     assert_states_close(window.folded(), after, 1e-9)

@@ -1,4 +1,4 @@
-"""What the ranks of a pool run: an operator on shards, beside one call on the whole sequence."""
+"""Functions that the ranks of a pool run: an operator on shards, compared with one call on the whole sequence."""
 
 import random
 
@@ -14,13 +14,12 @@ import sympow.parallel.context_parallel as sharded
 from support import Inputs, random_inputs
 from sympow.evaluate import loss_by_position
 from sympow.ops.torch.softmax import softmax_attention as whole_softmax_attention
-from sympow.parallel import Shards, attention
+from sympow.parallel import Shards, attention, softmax_attention
 from sympow.parallel.fused_attention import fused_shard_attention
-from sympow.parallel.softmax_attention import softmax_attention
 
 
 def random_lengths(choose, total, ranks):
-    """A split into any parts, empty ones included."""
+    """Random lengths of shards, 0 included."""
     cuts = sorted(choose.choices(range(total + 1), k=ranks - 1))
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
@@ -251,13 +250,13 @@ def model_logits(group, mixer):
     return differences
 
 
-def evaluation(group, mixer, piece, length):
+def evaluation(group, mixer, segment_size, length):
     """Losses by position of documents that ranks read together, beside one process's."""
     torch.manual_seed(0)
     model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer)).double()
     generator = torch.Generator().manual_seed(1)
     documents = [tuple(torch.randint(13, (2, 1, length), generator=generator)) for _ in range(2)]
-    together = loss_by_position(model, documents, segment_size=piece, group=group)
+    together = loss_by_position(model, documents, segment_size=segment_size, group=group)
     alone = loss_by_position(model, documents)
     return {"mean": _difference(together.mean, alone.mean), "error": _difference(together.error, alone.error)}
 

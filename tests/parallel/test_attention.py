@@ -87,9 +87,11 @@ def test_a_model_on_shards_equals_one_process(pool, mixer):
     assert_small(pool.run(cases.model_logits, 3, mixer=mixer))
 
 
-@pytest.mark.parametrize(("mixer", "piece", "length"), [("sympow", 3, 29), ("sympow", 40, 29), ("softmax", 10, 29)])
-def test_ranks_evaluate_a_document_together(pool, mixer, piece, length):
-    assert_small(pool.run(cases.evaluation, 3, mixer=mixer, piece=piece, length=length))
+@pytest.mark.parametrize(
+    ("mixer", "segment_size", "length"), [("sympow", 3, 29), ("sympow", 40, 29), ("softmax", 10, 29)]
+)
+def test_ranks_evaluate_a_document_together(pool, mixer, segment_size, length):
+    assert_small(pool.run(cases.evaluation, 3, mixer=mixer, segment_size=segment_size, length=length))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_ranks_evaluate_a_document_together(pool, mixer, piece, length):
         ("offsets", "ValueError: cu_seqlens must end at the length, 8; got 7"),
         ("softmax", "ValueError: return_state cannot go with shards in softmax attention"),
         ("take", "ValueError: x must have the whole sequence, 8 tokens, along dim 1; got 4"),
-        ("evaluation", "ValueError: piece must be at least 10 for a softmax model in 2 processes"),
+        ("evaluation", "ValueError: segment_size must be at least 10 for a softmax model in 2 processes"),
     ],
 )
 def test_mistakes_are_named(pool, what, message):

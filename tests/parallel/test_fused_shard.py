@@ -16,7 +16,7 @@ LONGEST = 290  # tokens of a case below
     [
         ([140, 30, 9], {}, None, [True, True, True], {}),
         ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [True, False, True], {}),
-        # The rank with one piece of a document goes through here, those with several around it in other ways.
+        # Ranks with one slice of a document run the fused kernels, those with several do not.
         ([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}),
         # Several chunks a rank; gates closed at a rank's first token and at a chunk's.
         pytest.param(

@@ -1,4 +1,4 @@
-"""Bytes on the wire: counted, independent of the context for a state, and as the formulas of docs/scaling.md say."""
+"""Communication volume: counted, independent of the context for a state, and as the formulas of docs/scaling.md say."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ KINDS = {"scalar": 1, "vector": 2, "none": 0}
 @pytest.mark.parametrize(("gate", "rotation"), [("scalar", "scale"), ("vector", "pairs"), ("none", "fixed")])
 def test_what_a_rank_sends_does_not_depend_on_the_context(pool, exchange, gate, rotation):
     kind = {"gate": gate, "rotation": rotation}
-    shape = LayerShape(heads=2, key_dim=4, value_dim=3, power=2, pairs=KINDS[gate], turned=rotation != "fixed")
+    shape = LayerShape(heads=2, key_dim=4, value_dim=3, power=2, pairs=KINDS[gate], rotated=rotation != "fixed")
     for ranks in (2, 3, 4):
         short = pool.run(cases.traffic, ranks, length=8, exchange=exchange, kind=kind)
         long = pool.run(cases.traffic, ranks, length=800, exchange=exchange, kind=kind)

@@ -4,9 +4,9 @@ import shutil
 import pytest
 from report.made_up import VARIANTS, write_run
 
-# The first of these that there is.
+# The first of these that is installed is used.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-# As root there is no sandbox, and no test needs the network.
+# Chromium has no sandbox when run as root, and no test needs the network.
 BROWSER_FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -26,14 +26,14 @@ PASSKEY = [{"distance": distance, "accuracy": 0.5, "loss": 3.0, "control": 5.0} 
 
 @pytest.fixture(scope="session")
 def experiment(tmp_path_factory):
-    """Runs as the paper's figures need them: two powers, two contexts, four variants, two seeds; losses made up."""
+    """Runs for the paper's figures, with made-up losses: two powers, two contexts, four variants, two seeds."""
     folder = tmp_path_factory.mktemp("experiment")
     for place, (name, variant) in enumerate(VARIANTS.items()):
         for context in (64, 256):
             for power in (2,) if name == "softmax" else (2, 4):
                 for seed in (0, 1):
                     base = 3 - 0.1 * place - 0.05 * power + 0.02 * seed
-                    # A jagged fall.
+                    # A noisy decrease.
                     losses = [base + 3 / step + 0.05 * (-1) ** step for step in range(1, 41)]
                     speeds = {step: {"tokens_per_second": 1000.0 * (place + 1)} for step in (10, 20, 30, 40)}
                     layers = {"half_life/layer_0": 500.0, "half_life/layer_1": 20.0, "beta_mean/layer_0": 0.7}
@@ -63,7 +63,7 @@ def experiment(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser():
-    """A headless Chromium; of a module, since the library's event loop must not outlive its tests."""
+    """A headless Chromium. Its scope is a module, since playwright's event loop must not outlive its tests."""
     pytest.importorskip("playwright.sync_api", reason="needs playwright, which comes with the extra dev")
     from playwright.sync_api import sync_playwright
 

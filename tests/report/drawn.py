@@ -1,4 +1,4 @@
-"""What tests ask of any matplotlib figure: nothing is cut off, no text covers another, no two series look alike."""
+"""Checks of matplotlib figures: nothing is cut off, no text covers another, no two series look alike."""
 
 from itertools import combinations
 
@@ -6,12 +6,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-# Pixels by which boxes may touch: they include the empty line around letters.
+# Pixels by which boxes can overlap: they include the empty border around letters.
 SLACK = 1.5
 
 
 def record_figures(monkeypatch):
-    """A list that fills with every figure that is saved from here on; writing files would take too long."""
+    """A list that collects every figure that is saved from now on; no files are written, which would take too long."""
     saved = []
 
     def save(figure, *arguments, **options):
@@ -23,8 +23,8 @@ def record_figures(monkeypatch):
 
 
 def layout_problems(figure):
-    """Descriptions of texts and legends that leave the figure, cover each other, or lie over a panel."""
-    # A closed figure has lost its canvas.
+    """Descriptions of texts and legends that leave the figure, overlap, or cover a panel."""
+    # A closed figure has no canvas any more.
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw_without_rendering()
     boxes = []
@@ -43,13 +43,13 @@ def layout_problems(figure):
     found += [f"{one} covers {other}" for (one, a), (other, b) in combinations(boxes, 2) if covers(a, b)]
     for axes in figure.axes:
         if axes.get_visible():
-            assert axes.get_legend() is None, "legends stand below the panels, where they hide no curve"
+            assert axes.get_legend() is None, "the legend must be below the panels, where it hides no curve"
             found += ["legend covers a panel" for box in legends if covers(box, axes.get_window_extent(renderer))]
     return found
 
 
 def texts_of(axes):
-    """Title, axis labels and the tick labels within the axis' range, as far as they say anything."""
+    """Title, axis labels and the tick labels within the axis' range, without empty ones."""
     texts = [axes.title, axes.xaxis.label, axes.yaxis.label]
     for axis, limits in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
         low, high = sorted(limits)

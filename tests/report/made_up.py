@@ -13,7 +13,7 @@ VARIANTS = {
 
 
 def write_run(folder, losses, *, lines=None, evaluation=None, probes=None, head_table=None, **changes):
-    """A run folder as training leaves it, from numbers.
+    """Writes a run folder as training does, from given numbers.
 
     Args:
         losses: of every step made.

@@ -1,13 +1,13 @@
-"""What tests in a browser ask of any page."""
+"""Opening pages in a browser, and checks of their layout."""
 
 from contextlib import contextmanager
 
 import matplotlib.image
 import numpy as np
 
-# Boxes that are laid out beside each other, by what contains them.
+# Boxes that must not overlap, by what contains them.
 SIBLINGS = (
-    "main > section", "main > *", "section > *", ".panels > *", ".legend > *", ".controls > *", ".bar > *", "nav > *",
+    "main > section", "main > *", "section > *", ".panels > *", ".controls > *", ".bar > *", "nav > *",
     "header > *", ".overview > *", "figure > *",
 )  # fmt: skip
 
@@ -28,18 +28,20 @@ FIND_OVERLAPS = """
     }));
   };
   for (const selector of selectors) compare(document.querySelectorAll(selector));
-  for (const svg of document.querySelectorAll("svg[role=img]")) {
-    const texts = [...svg.querySelectorAll("text")];
-    compare(texts);
+  for (const plot of document.querySelectorAll(".plot")) {
+    const texts = [...plot.querySelectorAll("text")].filter((text) => text.textContent.trim() && box(text).width);
+    texts.forEach((one, n) => texts.slice(n + 1).forEach((other) => {
+      if (cross(box(one), box(other))) found.push(`${name(one)} over ${name(other)}`);
+    }));
     for (const text of texts) {
-      const [inner, outer] = [box(text), box(svg)];
+      const [inner, outer] = [box(text), box(plot)];
       if (inner.left < outer.left - 1 || inner.right > outer.right + 1 || inner.bottom > outer.bottom + 1) {
-        found.push(`${name(text)} leaves its picture`);
+        found.push(`${name(text)} leaves its plot`);
       }
     }
   }
   for (const element of document.querySelectorAll("body *")) {
-    // What scrolls within itself may be wider.
+    // Elements that scroll can be wider.
     if (element.closest(".scroll, svg, #tooltip, select, script, style") || !box(element).width) continue;
     if (box(element).right > document.documentElement.clientWidth + 1) found.push(`${name(element)} leaves the page`);
   }
@@ -50,7 +52,7 @@ FIND_OVERLAPS = """
 
 @contextmanager
 def open_page(browser, path, width=1280, height=900, scheme="light"):
-    """A page from disk. Anything it complains of, or asks for beyond itself, fails the test."""
+    """Opens a page from disk. Console messages, errors and requests for other files fail the test."""
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
     page = context.new_page()
     complaints = []
@@ -63,8 +65,21 @@ def open_page(browser, path, width=1280, height=900, scheme="light"):
     assert complaints == []
 
 
+def drawn(plot):
+    """Scrolls to a plot and waits until it is drawn."""
+    plot.scroll_into_view_if_needed()
+    plot.page.wait_for_function("host => host.on && !host.stale", arg=plot.element_handle())
+    return plot
+
+
+def draw_all(page):
+    for plot in page.locator(".plot").all():
+        drawn(plot)
+    page.evaluate("scrollTo(0, 0)")
+
+
 def overlaps(page):
-    """Elements that lie over each other or leave the page, described."""
+    """Descriptions of elements that overlap or leave the page."""
     return page.evaluate(FIND_OVERLAPS, list(SIBLINGS))
 
 
@@ -75,6 +90,6 @@ def picture_of(page, path):
 
 
 def share_of(picture, colour):
-    """Which part of a picture has about a colour, "#rrggbb"."""
+    """Share of a picture's pixels that have about this colour, "#rrggbb"."""
     wanted = np.array([int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)])
     return float((np.abs(picture - wanted).max(-1) < 0.06).mean())

@@ -1,4 +1,4 @@
-"""Curves against numbers computed the long way."""
+"""Curves against numbers computed directly."""
 
 import json
 
@@ -25,7 +25,7 @@ def test_a_long_run_is_thinned_to_means_that_lose_nothing(tmp_path):
     found = curve(run_of(tmp_path, losses), "loss", points=100)
     assert len(found.steps) <= 100
     assert found.steps[-1] == 2000
-    # For a logarithmic axis the first steps stay single.
+    # The first steps stay single points, for a logarithmic axis.
     assert found.steps[:4] == [1, 2, 3, 4]
     start = 0
     for stop, value, count in zip(found.steps, found.values, found.counts, strict=True):
@@ -55,7 +55,7 @@ def test_points_of_seeds_agree_though_one_is_under_way(tmp_path):
     write_run(tmp_path / "a", [1.0] * 1500, steps=1500)
     write_run(tmp_path / "b", [1.0] * 700, steps=1500, seed=1)
     done, under_way = (set(curve(run, "loss").steps) for run in collect([tmp_path]).runs)
-    # All but the last point, which may have fewer steps, end where the other's do.
+    # All points but the last, which can have fewer steps, end at the same steps.
     assert under_way < done
 
 

@@ -1,4 +1,4 @@
-"""Every kind of figure, with one panel and with several: nothing is cut off or covered, no two series look alike."""
+"""Layout of every kind of figure, with one panel and with several, and distinct looks of its series."""
 
 import importlib.util
 import json
@@ -45,7 +45,7 @@ def check(figures):
 
 
 def write_runs(folder, powers, contexts, rates, **changes):
-    """Runs that differ in all that figures tell apart, with numbers as large as they become."""
+    """Runs that differ in everything that figures distinguish, with numbers as large as they get."""
     first = (contexts[0], rates[0])
     for place, (name, variant) in enumerate(VARIANTS.items()):
         for context in contexts:

@@ -1,4 +1,4 @@
-"""Runs of one config as one thing, and names that tell them apart."""
+"""Grouping of runs by config, and names that distinguish the groups."""
 
 import pytest
 from report.made_up import VARIANTS, write_run
@@ -32,7 +32,7 @@ def test_variants_have_the_papers_names(tmp_path, changes, name):
 
 def test_seeds_are_one_group_with_mean_and_range(tmp_path):
     for seed, loss in ((0, 2.0), (1, 2.5), (2, 3.0)):
-        # How a run keeps its books does not make it another.
+        # How a run logs does not make it another config.
         write_run(tmp_path / f"seed{seed}", [9.0, loss], seed=seed, log_every=seed + 1, save_every=seed)
     write_run(tmp_path / "unfinished", [9.0], seed=3, steps=2)
     (group,) = groups_of(tmp_path)
@@ -68,7 +68,7 @@ def test_a_setting_that_one_config_lacks_has_its_default_there(tmp_path):
 @pytest.mark.parametrize("loss", [0.1, 3.3, 1 / 3, 2.0517, 5e-324])
 @pytest.mark.parametrize("count", [3, 5, 7, 10])
 def test_a_mean_lies_within_its_range(loss, count):
-    # A sum of equal numbers rounds, so that its quotient may fall a unit short of each, or beyond.
+    # The mean of equal numbers can round to a number below or above them.
     spread = Spread.of([loss] * count)
     assert spread.low <= spread.mean <= spread.high
 
@@ -88,7 +88,7 @@ def test_panels_are_by_power_with_softmax_where_it_belongs(tmp_path):
     panels = by_power(groups_of(tmp_path))
     described = {title: [(g.variant, g.context) for g in members] for title, members in panels.items()}
     assert list(described) == ["p = 4", "p = 2"]
-    # At 32 no power was trained; it stands in the first.
+    # No power was trained at context 32: softmax at 32 is in the first panel.
     assert described["p = 4"] == [("softmax", 32), ("softmax", 128), ("conformal", 128)]
     assert described["p = 2"] == [("softmax", 64), ("conformal", 64)]
 

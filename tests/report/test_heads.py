@@ -1,4 +1,4 @@
-"""What gates and rotations did, against the same numbers computed layer by layer without watching anything."""
+"""Captured gates and rotations against the same numbers computed layer by layer, without capture."""
 
 import math
 import os
@@ -28,7 +28,7 @@ TOKENS = 50
 
 
 def lively_model(**changes):
-    """A small model whose gates and rotations depend on what it reads."""
+    """A small model whose gates and rotations depend on its input."""
     settings = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "head_dim": 8}
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**settings, **changes}))

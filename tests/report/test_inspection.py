@@ -1,4 +1,4 @@
-"""A text with what a head did at each token."""
+"""`sympow inspect`: numbers of every token in the page's data, and the command."""
 
 import base64
 import json
@@ -70,7 +70,7 @@ def test_tokens_say_what_they_add(kind):
     assert texts[0] == "start of document"
     assert "".join(texts[1:]) == TEXT
     if kind == "bytes":
-        # Of a character's bytes the last one says it.
+        # The last byte of a character has its text.
         at = 1 + len(b"na")
         assert texts[at : at + 2] == ["", "ï"]
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_shown_is_refused(text_model):
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         inspect_text(text_model, "a", tokens=0)
     plain = TextModel(lively_model(gating="none", rotary="fixed"), ByteTokenizer())
-    with pytest.raises(ValueError, match="nothing to show: it neither forgets nor turns"):
+    with pytest.raises(ValueError, match="nothing to show: neither its decay nor its rotation"):
         inspect_text(plain, "a")
 
 
@@ -111,6 +111,7 @@ def checkpoint(tmp_path_factory):
 
 
 def inspect(*arguments, stdin=None):
+    pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     return CliRunner().invoke(app, ["inspect", *map(str, arguments), "--device", "cpu"], input=stdin)
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from report.pages import open_page, overlaps, picture_of
+from report.pages import draw_all, drawn, open_page, overlaps, picture_of
 from report.test_heads import layer_by_layer, lively_model
 
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
@@ -13,6 +13,8 @@ from sympow.report.inspection import build_inspection_page, inspect_text
 
 LINE = "A state <b>that</b> forgets, naïvely;\n\tand turns.\n"
 TEXT = LINE * 120
+
+pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def page(browser, path):
 
 
 def colours(page, count=40):
-    """How the first tokens look."""
+    """Background colours of the first tokens."""
     return page.locator(".token").evaluate_all(
         f"tokens => tokens.slice(0, {count}).map((token) => getComputedStyle(token).backgroundColor)"
     )
@@ -51,10 +53,10 @@ def test_it_shows_the_text_and_says_what_is_left_out(page):
     assert TEXT.startswith(shown)
     assert len(shown) > 100
     left_out = len(TEXT.encode()) - 5000
-    assert f"goes on for {left_out:,} bytes that are not shown" in page.locator("#notes").text_content()
+    assert f"continues for {left_out:,} bytes that are not shown" in page.locator("#notes").text_content()
 
 
-# Pairs of neighbouring tokens of one word that stand on different lines.
+# Adjacent tokens of one word that are on different lines.
 FIND_BROKEN_WORDS = """
 () => {
   const tokens = [...document.querySelectorAll(".token")];
@@ -69,9 +71,9 @@ FIND_BROKEN_WORDS = """
 """
 
 
-@pytest.mark.parametrize("width", [1280, 700, 390])
+@pytest.mark.parametrize("width", [1280, pytest.param(700, marks=pytest.mark.slow), 390])
 def test_no_line_breaks_inside_a_word(browser, text_model, tmp_path, width):
-    # One long line, in which blocks of tokens have to begin somewhere, and letters of two bytes each.
+    # One long line, so that blocks of tokens begin within it, with letters of two bytes.
     text = "Naïve café owners repeated señor Müller's incomprehensible circumlocutions about coöperation. " * 40
     path = tmp_path / "page.html"
     path.write_text(build_inspection_page(inspect_text(text_model, text), "Prose"), encoding="utf-8")
@@ -116,7 +118,7 @@ def test_layer_head_and_quantity_change_the_colours(page):
     seen.append(colours(page))
     page.locator("#layer").select_option("1")
     seen.append(colours(page))
-    page.locator("#quantity").select_option("turning")
+    page.locator("#quantity").select_option("rotation")
     seen.append(colours(page))
     assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
     page.locator("#quantity").select_option("forgetting")
@@ -138,18 +140,22 @@ def test_the_most_forgetful_token_is_the_strongest(page, text_model):
 
 def test_the_map_has_every_heads_median(page, text_model):
     def cells():
-        return page.locator("#map rect.cell").evaluate_all("cells => cells.map((cell) => Number(cell.dataset.value))")
+        """Half-lives are coloured by their logarithms."""
+        colours = drawn(page.locator("#map")).evaluate("host => host.data[0].z.flat()")
+        return colours if page.locator("#quantity").input_value() == "rotation" else [10**x for x in colours]
 
     read = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :5001])
-    # Of the text: the boundary before it does not count.
+    # The boundary before the text does not count.
     half_lives = [math.log(2) / -log_gamma[1:].median(0).values for log_gamma, _ in read]
     assert cells() == pytest.approx(torch.cat(half_lives).tolist(), rel=5e-3)
-    page.locator("#quantity").select_option("turning")
+    page.locator("#quantity").select_option("rotation")
     assert cells() == pytest.approx(torch.cat([beta[1:].mean(0) for _, beta in read]).tolist(), abs=1e-3)
 
 
 def test_a_head_can_be_chosen_on_the_map(page):
-    page.locator('#map rect.cell[data-row="1"][data-column="1"]').click()
+    box = drawn(page.locator("#map")).locator(".nsewdrag").bounding_box()
+    page.mouse.click(box["x"] + 3 * box["width"] / 4, box["y"] + 3 * box["height"] / 4)
+    page.wait_for_function("document.getElementById('head').value === '1'")
     assert page.locator("#layer").input_value() == "1"
     assert page.locator("#head").input_value() == "1"
     assert "Layer 1, head 1" in page.locator("#profile-title").text_content()
@@ -159,14 +165,14 @@ def test_a_long_text_is_made_as_it_comes_into_view(page):
     there = page.locator(".token").count()
     assert 400 <= there < 3000
     assert page.locator('[data-token="5000"]').count() == 0
-    profile = page.locator("#profile svg")
+    profile = drawn(page.locator("#profile")).locator(".nsewdrag")
     box = profile.bounding_box()
-    # The end of the text, from above.
-    profile.click(position={"x": box["width"] - 8, "y": 40})
+    # A click on the end of the curve leads to the end of the text.
+    profile.click(position={"x": box["width"] - 2, "y": 40})
     page.locator(".token.here").wait_for()
     assert int(page.locator(".token.here").get_attribute("data-token")) > 4900
     assert page.locator(".token.here").is_visible()
-    # What comes into view has the colours of the head that was chosen meanwhile.
+    # Tokens that come into view have the colours of the head chosen meanwhile.
     page.locator("#head").select_option("1")
     page.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
     page.wait_for_function("document.querySelectorAll('.token').length > 2000")
@@ -183,11 +189,18 @@ def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
         assert "β" not in page.locator("#tooltip").text_content()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "dark"),
+        (390, "light"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1280, "light"), (390, "dark"))),
+    ],
+)
 def test_it_looks_right(browser, path, tmp_path, width, scheme):
     with open_page(browser, path, width=width, scheme=scheme) as page:
         page.locator(".token").first.wait_for()
+        draw_all(page)
         assert overlaps(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         picture = picture_of(page, tmp_path / "page.png")[:900]

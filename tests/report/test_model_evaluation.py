@@ -211,7 +211,7 @@ def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
     assert {point["pairs"] for point in found["recall"]} == {2, 4}
     assert [point["distance"] for point in found["passkey"]] == [40]
-    # What it has not learned, it can only guess.
+    # An untrained model can only guess.
     assert all(point["loss"] == pytest.approx(5.5, abs=0.5) for point in found["recall"])
     assert (tmp_path / "probes.png").stat().st_size > 0
     assert (tmp_path / "loss_by_context.png").stat().st_size > 0

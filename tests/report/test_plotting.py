@@ -1,4 +1,4 @@
-"""Colours keep apart: from the page, and from each other for every kind of colour vision."""
+"""Contrast of series colours with the page and with each other, for every kind of colour vision."""
 
 from itertools import combinations
 

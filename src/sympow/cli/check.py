@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from sympow.bench import SIZES
+from sympow.checks import choose_device
 from sympow.cli.common import Device, print_json
-from sympow.devices import choose_device
 from sympow.extras import require
 
 

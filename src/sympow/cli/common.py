@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, choose_device
 from sympow.cli.errors import Reported
 from sympow.deprecated import FLAGS
-from sympow.devices import choose_device
 
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel

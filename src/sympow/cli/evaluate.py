@@ -59,7 +59,7 @@ def evaluate(
     device, dtype = device_and_dtype(device, dtype)
     if out is not None:
         check_can_write("out", out, "folder")
-        require("matplotlib", "plot")
+        require("matplotlib", "report")
     sample = choose_sample(checkpoints, data, length)
     given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
     setting = Setting(

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.checks import check_at_least, check_choice
+from sympow.checks import DEVICES, check_at_least, check_choice, choose_device
 from sympow.cli.common import Device
-from sympow.devices import DEVICES, choose_device
 from sympow.files import check_can_write
 from sympow.parsing import parse_yaml
 
@@ -44,12 +43,10 @@ def experiment(
 
     Runs that are done are skipped, and interrupted runs are resumed.
     """
-    from sympow.experiment.display import Display
-    from sympow.experiment.finding import describe, find_experiments, runs_of
-    from sympow.experiment.results import write_summary
-    from sympow.experiment.runner import Setting, run_all
-    from sympow.experiment.scales import SCALES
-    from sympow.experiment.tables import print_plan, print_rows
+    from sympow.experiments.console import Display, print_plan, print_rows
+    from sympow.experiments.grid import SCALES, describe, find_experiments, runs_of
+    from sympow.experiments.runner import RunnerConfig, run_all
+    from sympow.experiments.store import Store
 
     check_choice("scale", scale, SCALES)
     check_at_least("jobs", jobs, 1)
@@ -72,32 +69,33 @@ def experiment(
     except TypeError as error:
         # What --set names and its type are the user's choice, not this program's.
         raise ValueError(str(error)) from error
-    runs = _chosen(runs_of(found[name], size), only)
+    all_runs = runs_of(found[name], size)
+    runs = _chosen(all_runs, only)
     out, results = out or OUT / scale, results or RESULTS / scale
+    store = Store(results, out)
     if plan:
-        print_plan(name, runs, size, out, results, jobs, minutes, device)
+        print_plan(name, runs, size, store, jobs, minutes, device)
         return
     # Not for a plan, which may be for another machine.
     choose_device(device)
     check_can_write("out", out, "folder")
     check_can_write("results", results, "folder")
     extra = _extra_flags(set_, data, folder)
-    setting = Setting(
+    config = RunnerConfig(
         out,
-        results,
         jobs,
         None if minutes is None else 60 * minutes,
         device,
         lambda run: f"sympow experiment {name} --scale {scale} --only {run}{extra}",
+        # The table has all finished runs of the experiment, also those that --only leaves out.
+        lambda: store.write(name, all_runs),
     )
     with Display() as display:
-        outcome = run_all(runs, size, setting, display)
+        outcome = run_all(runs, size, config, store, display)
     rows = [outcome.done[run.name] for run in runs if run.name in outcome.done]
     if rows:
         print_rows(rows)
-        # Of all runs of the experiment, also those that were not asked for this time.
-        written = write_summary(name, _all_of(runs_of(found[name], size), results), results)
-        typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
+        typer.echo(f"wrote {', '.join(map(str, store.write(name, all_runs)))}", err=True)
     left = len(outcome.stopped) + len(outcome.not_started)
     if left:
         typer.echo(f"{left} of {len(runs)} runs are left; run the same command to resume", err=True)
@@ -105,12 +103,6 @@ def experiment(
         typer.echo(f"{run} failed; see {log}", err=True)
     if outcome.failed or outcome.interrupted:
         raise typer.Exit(130 if outcome.interrupted else 1)
-
-
-def _all_of(runs: Sequence[Any], results: Path) -> list[dict[str, Any]]:
-    from sympow.experiment.results import result_of
-
-    return [row for run in runs if (row := result_of(run, results)) is not None]
 
 
 def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:

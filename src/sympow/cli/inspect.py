@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
+from sympow.extras import require
 from sympow.files import check_can_write, write_atomically
 
 
@@ -36,6 +37,7 @@ def inspect(
     else:
         raise ValueError("give either a file (- for standard input) or a --text")
     check_can_write("out", out, "file")
+    require("plotly", "report")
     text_model = load_text_model(checkpoint, device, dtype)
     inspection = inspect_text(text_model, content, tokens=tokens, segment_size=segment_size)
     named = "a text" if file is None or str(file) == "-" else file.name

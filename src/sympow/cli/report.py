@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sympow.devices import choose_device
+from sympow.checks import choose_device
 from sympow.extras import require
 from sympow.files import check_can_write
 
@@ -30,6 +30,7 @@ def report(
 
     device = choose_device(device)
     check_can_write("out", out, "folder")
-    require("matplotlib", "plot")
+    require("matplotlib", "report")
+    require("plotly", "report")
     written = write_report(runs, out, title=title, heads=heads, device=device)
     typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)

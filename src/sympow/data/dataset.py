@@ -78,10 +78,9 @@ def open_dataset(
     # Imported here: each of these modules imports this one.
     from sympow.data.associative_recall import AssociativeRecall, RecallTask
     from sympow.data.longcrawl64 import LongCrawl64
-    from sympow.data.manifest import MANIFEST_FILE
-    from sympow.data.shard_dataset import ShardDataset
-    from sympow.data.shard_writing import WORK_FOLDER
+    from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
     from sympow.data.standard_library import StandardLibrary
+    from sympow.data.token_shards import ShardDataset
 
     if source == STANDARD_LIBRARY:
         return StandardLibrary(split)

@@ -10,7 +10,7 @@ import numpy as np
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS, TokenDataset, open_dataset
 from sympow.data.manifest import MANIFEST_FILE, Manifest
-from sympow.data.shard_dataset import ShardDataset
+from sympow.data.token_shards import ShardDataset
 from sympow.extras import require
 
 SHOWN_DOCUMENTS = 3

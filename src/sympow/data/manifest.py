@@ -30,6 +30,8 @@ from sympow.files import sha256_of, write_atomically
 from sympow.parsing import read_json
 
 MANIFEST_FILE = "manifest.json"
+# Of an unfinished preparation.
+WORK_FOLDER = ".prepare"
 TOKENS_ENDING = ".tokens.npy"
 INDEX_ENDING = ".index.npy"
 FORMAT = "sympow-tokens"

@@ -15,26 +15,35 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS, check_fraction
-from sympow.data.manifest import INDEX_ENDING, MANIFEST_FILE, TOKENS_ENDING, VERIFIED_FILE, Manifest
-from sympow.data.rows import permutation
-from sympow.data.shard_writing import (
-    RECORDS,
+from sympow.data.manifest import (
+    INDEX_ENDING,
+    MANIFEST_FILE,
+    TOKENS_ENDING,
+    VERIFIED_FILE,
     WORK_FOLDER,
-    Job,
-    Record,
-    documents_of,
-    id_dtype,
-    record_path,
-    split_documents,
-    write_shards,
+    Manifest,
+    Shard,
 )
-from sympow.data.sources import BY_HASH, FileRange, HeldoutRule, file_ranges, find_files, group_ranges
+from sympow.data.plain_text import check_text
+from sympow.data.rows import permutation
+from sympow.data.sources import (
+    BY_HASH,
+    Document,
+    FileRange,
+    HeldoutRule,
+    describe_position,
+    file_ranges,
+    find_files,
+    group_ranges,
+    read_documents,
+)
+from sympow.data.token_shards import ShardWriter, id_dtype
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
 from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.parsing import read_json
@@ -46,6 +55,7 @@ HELDOUT = 0.02
 # More text than this changes a vocabulary of usual size very little.
 BPE_TRAINING_BYTES = 2**28
 REQUEST_FILE = "request.json"
+RECORDS = "portion-*.json"
 
 
 @dataclass(frozen=True)
@@ -209,7 +219,7 @@ def _list_sources(
 def _contents(listing: Iterable[FileRange], field: str) -> Iterator[bytes]:
     """Of all documents that will be written, in order."""
     for file_range in listing:
-        yield from (document.text.encode() for document in documents_of(file_range, field) if document.text)
+        yield from (document.text.encode() for document in _documents_of(file_range, field) if document.text)
 
 
 def _digest(groups: Iterable[tuple[FileRange, ...]]) -> str:
@@ -293,7 +303,7 @@ def _training_texts(
     read = 0
     for index in permutation(len(groups), 0).tolist():
         for file_range in groups[index]:
-            yield from (document.text for split, document in split_documents(file_range, job) if split == "train")
+            yield from (document.text for split, document in _split_documents(file_range, job) if split == "train")
             read += file_range.size
             on_progress(Progress("learning the tokenizer", min(read, total), total))
             if read >= total:
@@ -307,7 +317,7 @@ def _write_all(
     records: dict[int, Record] = {}
     missing = []
     for number in range(len(groups)):
-        path = record_path(job.out, number)
+        path = _record_path(job.out, number)
         if path.is_file():
             records[number] = Record.load(path)
         else:
@@ -359,3 +369,81 @@ def _start_worker(job: Job) -> None:
 def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record:
     assert _worker is not None
     return write_shards(group, number, *_worker)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings that are the same for all groups."""
+
+    out: Path
+    field: str
+    rule: HeldoutRule
+    skip_empty: bool
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of a finished group, from which an interrupted preparation resumes."""
+
+    splits: dict[str, Shard]
+    source_bytes: int
+    empty_documents_skipped: int
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        content = read_json(path)
+        try:
+            splits = {name: Shard.from_dict(shard) for name, shard in content.pop("splits").items()}
+            return cls(**content, splits=splits)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
+
+
+def _split_documents(file_range: FileRange, job: Job) -> Iterator[tuple[str, Document]]:
+    """The documents of a file range, each with its split; a single document may be cut in two."""
+    for document in _documents_of(file_range, job.field):
+        if file_range.split != BY_HASH:
+            yield file_range.split, document
+            continue
+        for split, text in job.rule.split(document.text):
+            yield split, replace(document, text=text)
+
+
+def _documents_of(file_range: FileRange, field: str) -> Iterator[Document]:
+    """The documents of a file range. Text without a UTF-8 encoding (lone surrogates in JSON) is refused."""
+    for document in read_documents(file_range, field):
+        check_text(describe_position(file_range.file, document.position), document.text)
+        yield document
+
+
+def write_shards(group: tuple[FileRange, ...], number: int, job: Job, tokenizer: Tokenizer) -> Record:
+    """Tokenizes a group of file ranges and writes its shards, then its record."""
+    writers: dict[str, ShardWriter] = {}
+    skipped = 0
+    for file_range in group:
+        for split, document in _split_documents(file_range, job):
+            where = describe_position(file_range.file, document.position)
+            if not document.text:
+                if not job.skip_empty:
+                    raise ValueError(f"{where}: the document is empty; skip_empty leaves such documents out")
+                skipped += 1
+                continue
+            ids = tokenizer.encode(document.text)
+            if len(ids) and ids.max() >= tokenizer.vocab_size:
+                raise ValueError(
+                    f"{where}: token id {ids.max()} is beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
+                )
+            if split not in writers:
+                writers[split] = ShardWriter(id_dtype(tokenizer.vocab_size), tokenizer.boundary)
+            writers[split].add(ids, file_range.file, document.position)
+    shards = {split: writer.save(job.out, f"{split}-{number:05d}") for split, writer in writers.items()}
+    record = Record(shards, sum(file_range.size for file_range in group), skipped)
+    record.save(_record_path(job.out, number))
+    return record
+
+
+def _record_path(out: Path, number: int) -> Path:
+    return out / WORK_FOLDER / RECORDS.replace("*", f"{number:05d}")

@@ -1,7 +1,7 @@
-"""sympow models in transformers: config, model, cache, tokenizer, and conversion to and from native models.
+"""sympow models in transformers: config, models, cache, and conversion to and from native models.
 
-`import sympow` is enough for transformers' Auto classes to know them. Names are loaded when they are first asked for,
-so that importing this package does not import transformers.
+`import sympow` registers them with transformers' Auto classes. Names are loaded when they are first asked for, so that
+importing this package does not import transformers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sympow.hf.cache import SympowCache
     from sympow.hf.config import SympowConfig
-    from sympow.hf.conversion import convert_to_native, convert_to_transformers, from_native, to_native
+    from sympow.hf.conversion import (
+        convert_to_native,
+        convert_to_transformers,
+        from_native,
+        to_fast_tokenizer,
+        to_native,
+    )
     from sympow.hf.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
-    from sympow.hf.tokenizer import to_fast_tokenizer
 
 _HOMES = {
     "SympowCache": "cache",
@@ -25,7 +30,7 @@ _HOMES = {
     "convert_to_native": "conversion",
     "convert_to_transformers": "conversion",
     "from_native": "conversion",
-    "to_fast_tokenizer": "tokenizer",
+    "to_fast_tokenizer": "conversion",
     "to_native": "conversion",
 }
 

@@ -1,4 +1,4 @@
-"""`python -m sympow.hf`: converts a model's folder, or runs a program that loads models by transformers' Auto classes.
+"""`python -m sympow.hf`: converts model folders, or runs a program with sympow models registered in transformers.
 
 python -m sympow.hf to-transformers FOLDER OUT
 python -m sympow.hf to-native FOLDER OUT
@@ -22,13 +22,13 @@ def main(arguments: list[str] | None = None) -> None:
     for name, what in (("to-transformers", "native model's"), ("to-native", "transformers model's")):
         command = commands.add_parser(name, help=f"convert a {what} folder")
         command.add_argument("folder", help="the model, with its tokenizer if it has one")
-        command.add_argument("out", help="where to write the other")
-    run = commands.add_parser("run", help="run a module, such as lm_eval, that is to know sympow's models")
+        command.add_argument("out", help="folder to write")
+    run = commands.add_parser("run", help="run a module, such as lm_eval, with sympow's models registered")
     run.add_argument("module")
     run.add_argument("arguments", nargs=argparse.REMAINDER)
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
-        # sympow is imported by now, which is all that its models need to be known.
+        # sympow is imported by now, which registers its models.
         sys.argv = [chosen.module, *chosen.arguments]
         runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
         return

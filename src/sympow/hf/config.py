@@ -1,4 +1,4 @@
-"""`SympowConfig`: a model's config under transformers' names."""
+"""`SympowConfig`: the config of a model in transformers, and its mapping to `GPTConfig`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_version(version: str) -> None:
 
 check_version(transformers.__version__)
 
-# Where `GPTConfig` says it in other words. The MLP's size stands apart: there it is a ratio.
+# Fields of `GPTConfig` → those of `SympowConfig`. The size of the MLP is missing: `GPTConfig` has a ratio.
 TRANSFORMERS_NAMES = {
     "vocab_size": "vocab_size",
     "layers": "num_hidden_layers",
@@ -43,7 +43,7 @@ TRANSFORMERS_NAMES = {
 }
 
 
-# Where transformers finds the classes if sympow is installed but not imported, and trust_remote_code=True allows it.
+# Where transformers finds the classes if sympow is installed but not imported, with trust_remote_code=True.
 AUTO_MODULE = "modeling_sympow"
 AUTO_MAP = {
     auto_class: f"{AUTO_MODULE}.{name}"
@@ -61,24 +61,24 @@ from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassifi
 
 
 class SympowConfig(PreTrainedConfig):
-    """What `GPTConfig` is, as transformers keeps it: plain values, some under other names, saved as config.json.
+    """The config of a model in transformers: the values of `GPTConfig` under transformers' names, saved as config.json.
 
     Args:
         vocab_size: number of tokens.
         hidden_size: size of the residual stream.
         num_hidden_layers: number of blocks.
         num_attention_heads: query heads of a layer.
-        num_key_value_heads: key/value heads of a layer, a divisor of num_attention_heads; None: as many, which the
-            config then has, where tools look for it.
-        head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which the config then has.
+        num_key_value_heads: key/value heads of a layer, a divisor of num_attention_heads; None: as many, which is
+            filled in.
+        head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which is filled in.
         intermediate_size: hidden size of the MLP; None: 4 times hidden_size.
         mixer, power, gating, rotary, form, backend, chunk_size: as in `GPTConfig`.
-        max_position_embeddings: N of the rotation rates, the longest document expected; no limit on what can be read.
+        max_position_embeddings: N of the rotation rates, the longest document expected; not a limit.
         use_bias: whether linear maps and norms have biases.
-        initializer_range: deviation of fresh weights.
+        initializer_range: standard deviation of initial weights.
         use_cache: whether calls outside training return the state.
-        bos_token_id, eos_token_id, pad_token_id: as everywhere.
-        tie_word_embeddings: whether logits come from the embedding. Native models always are so.
+        bos_token_id, eos_token_id, pad_token_id: as in `PreTrainedConfig`.
+        tie_word_embeddings: whether logits come from the embedding, as in all native models.
         others: as in `PreTrainedConfig`.
 
     Example:
@@ -136,7 +136,7 @@ class SympowConfig(PreTrainedConfig):
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
         self.tie_word_embeddings = tie_word_embeddings
-        # As loaded, it may name the repository that a model came from.
+        # A loaded auto_map may name the repository that a model came from.
         super().__init__(**{**others, "auto_map": dict(AUTO_MAP)})
         shape = self.to_native().head_shape  # which checks all values
         self.num_key_value_heads, self.head_dim = shape.key_value_heads, shape.head_dim
@@ -150,19 +150,19 @@ class SympowConfig(PreTrainedConfig):
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: transformers would copy this package's source into every saved folder."""
+        """Does nothing: transformers would copy this package's source into every saved folder."""
 
     @classmethod
     def from_native(cls, config: GPTConfig, **others: Any) -> SympowConfig:
-        """The same model's config, with what only transformers has: token ids, `use_cache` and so on."""
+        """Converts a native config; `others` are fields that only transformers has, such as token ids."""
         values = {name: getattr(config, native) for native, name in TRANSFORMERS_NAMES.items()}
         return cls(**values, intermediate_size=config.mlp_width, **others)
 
     def to_native(self) -> GPTConfig:
-        """The same model's native config, with defaults where they say the same.
+        """Converts to a native config, with None for fields that have their default.
 
         Raises:
-            ValueError, TypeError: where a value does not fit; the message has the name it has here.
+            ValueError, TypeError: a value is invalid; the message names the field as it is called here.
         """
         for name in ("hidden_size", "intermediate_size"):
             check_at_least(name, getattr(self, name), 1)

@@ -1,19 +1,28 @@
-"""Models both ways: `sympow.GPT` and `SympowForCausalLM`, in memory and as folders. Weights are copied, not changed."""
+"""Conversion of models and tokenizers between native and transformers, in memory and as folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import tokenizers
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from sympow.data.tokenizer import SETTINGS_FILE, Tokenizer, load_tokenizer
+from sympow.data.tokenizer import (
+    END_OF_TEXT,
+    MODEL_FILE,
+    SETTINGS_FILE,
+    ByteTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
 from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.hf.config import SympowConfig
 from sympow.hf.modeling import SympowForCausalLM
-from sympow.hf.tokenizer import from_fast_tokenizer, to_fast_tokenizer
 from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE, load_model, save_model
 
@@ -22,11 +31,11 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 def from_native(source: GPT | Path | str) -> SympowForCausalLM:
-    """The transformers model with the weights of a native one.
+    """Converts a native model to transformers; the weights are copied.
 
     Args:
-        source: a model, or the folder of one, such as `model` in that of a training run. A tokenizer in the folder says
-            which tokens begin, end and pad.
+        source: a model, or a folder with one, such as `model` in that of a training run. The config gets its BOS, EOS
+            and padding tokens from the folder's tokenizer.
 
     Example:
         >>> from_native("runs/first/model").save_pretrained("first")  # doctest: +SKIP
@@ -49,7 +58,7 @@ def from_native(source: GPT | Path | str) -> SympowForCausalLM:
 
 
 def to_native(source: SympowForCausalLM | Path | str) -> GPT:
-    """The native model with the weights of a transformers one.
+    """Converts a model of transformers to a native one; the weights are copied.
 
     Args:
         source: a model, or a folder that `save_pretrained` wrote.
@@ -65,7 +74,7 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
 
 
 def convert_to_transformers(folder: Path | str, out: Path | str) -> None:
-    """Writes a native model's folder, tokenizer included, as one that `from_pretrained` of the Auto classes reads."""
+    """Converts the folder of a native model and its tokenizer to one that the Auto classes' `from_pretrained` reads."""
     _check_out(folder, out)
     from_native(folder).save_pretrained(out)
     tokenizer = _native_tokenizer(Path(folder))
@@ -74,7 +83,7 @@ def convert_to_transformers(folder: Path | str, out: Path | str) -> None:
 
 
 def convert_to_native(folder: Path | str, out: Path | str) -> None:
-    """Writes a folder of transformers, tokenizer included, as one that `load_model` and `load_tokenizer` read."""
+    """Converts a folder of transformers, with its tokenizer, to one that `load_model` and `load_tokenizer` read."""
     _check_out(folder, out)
     model = to_native(folder)
     save_model(out, model.config, model.state_dict())
@@ -82,19 +91,69 @@ def convert_to_native(folder: Path | str, out: Path | str) -> None:
         from_fast_tokenizer(AutoTokenizer.from_pretrained(folder)).save(out)
 
 
+def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Converts a tokenizer of `sympow.data` to one of transformers with the same ids.
+
+    The token between documents is the BOS, EOS and padding token, and padding is on the left. As natively, nothing is
+    added to a text, and a text that spells a special token is encoded as text; with `split_special_tokens=False` it
+    becomes the token.
+
+    Args:
+        tokenizer: such as `sympow.data.tokenizer.load_tokenizer(folder)`.
+    """
+    if isinstance(tokenizer, ByteTokenizer):
+        backend, boundary = _byte_level(), END_OF_TEXT
+    elif isinstance(tokenizer, JsonTokenizer):
+        with TemporaryDirectory() as folder:
+            tokenizer.save(folder)
+            backend = tokenizers.Tokenizer.from_file(str(Path(folder) / MODEL_FILE))
+        boundary = tokenizer.boundary_token
+        # Native tokenizers add no tokens to a text.
+        backend.post_processor = None
+    else:
+        raise TypeError(f"tokenizer must be a tokenizer of sympow.data, got {type(tokenizer).__name__}")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=boundary,
+        eos_token=boundary,
+        pad_token=boundary,
+        padding_side="left",
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        # Saved in tokenizer_config.json, for `from_fast_tokenizer`.
+        sympow_kind=tokenizer.kind,
+    )
+    assert fast.eos_token_id == tokenizer.boundary
+    return fast
+
+
+def from_fast_tokenizer(fast: Any) -> Tokenizer:
+    """Converts a fast tokenizer to a native one with the same ids; its EOS token becomes the one between documents."""
+    backend = getattr(fast, "backend_tokenizer", None)
+    if backend is None:
+        raise TypeError(f"fast must be a tokenizer with a tokenizer.json, got {type(fast).__name__}")
+    kind = fast.init_kwargs.get("sympow_kind", "file")
+    if kind == ByteTokenizer.kind:
+        return ByteTokenizer()
+    # A copy, since JsonTokenizer changes how special tokens are treated.
+    model = tokenizers.Tokenizer.from_str(backend.to_str())
+    return JsonTokenizer(model, kind, fast.eos_token, name=type(fast).__name__)
+
+
 def _native_tokenizer(folder: Path) -> Tokenizer | None:
     return load_tokenizer(folder) if (folder / SETTINGS_FILE).is_file() else None
 
 
 def _load_whole(folder: Path) -> SympowForCausalLM:
-    """The model of a folder, if its tensors are those of its config: transformers fills in random ones, with a warning.
+    """Loads a model whose tensors must be those of its config: transformers would initialise missing ones randomly.
 
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape.
     """
     damage = require("safetensors", "hf").SafetensorError
     try:
-        # Shapes that differ are told rather than raised, as the others are.
+        # Wrong shapes are then reported with the missing and unknown tensors, rather than raised.
         loaded: Any = SympowForCausalLM.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
     except damage as error:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
@@ -112,7 +171,7 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
 
 
 def _existing(folder: Path | str) -> Path:
-    """The folder, if there is a model in it: transformers would take another name for one on the Hub."""
+    """The folder, if there is a model in it: transformers would look for any other name on the Hub."""
     folder = Path(folder)
     if not (folder / TRANSFORMERS_CONFIG_FILE).is_file():
         hint = ", but a native model" if (folder / CONFIG_FILE).is_file() else ""
@@ -122,6 +181,22 @@ def _existing(folder: Path | str) -> Path:
 
 def _check_out(folder: Path | str, out: Path | str) -> None:
     if Path(folder).resolve() == Path(out).resolve():
-        # Both kinds have a model.safetensors with different names in it.
+        # Both formats have a model.safetensors, with different names of tensors.
         raise ValueError(f"out must be another folder than the model's, got {out}")
     check_can_write("out", Path(out), "folder")
+
+
+def _byte_level() -> Any:
+    """The tokenizer whose ids are bytes: byte-level BPE without merges."""
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({char: byte for byte, char in enumerate(_byte_names())}, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens([END_OF_TEXT])
+    return model
+
+
+def _byte_names() -> list[str]:
+    """The characters that stand for bytes in byte-level BPE: a printable byte's own, else the next one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

@@ -1,6 +1,6 @@
-"""`sympow.GPT` as transformers has its models: `SympowModel`, and with a head for language modelling or classification.
+"""The models of transformers: `SympowModel`, `SympowForCausalLM` and `SympowForSequenceClassification`.
 
-Modules and parameters have the native model's names, so that a checkpoint of one is a checkpoint of the other with
+Modules and parameters have the names of `sympow.GPT`, so that a checkpoint of one is a checkpoint of the other with
 "model." in front.
 """
 
@@ -38,22 +38,22 @@ from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
 from sympow.ops.compilation import Sealed
 
-# Marks maps into the residual stream, which start smaller.
+# Marks projections into the residual stream, whose initial weights are smaller.
 INTO_RESIDUAL = "_into_residual"
 
 
 class SympowBlock(GradientCheckpointingLayer, Block):
-    """A block that can keep only its input for the backward pass."""
+    """A block with gradient checkpointing."""
 
     def __init__(self, config: GPTConfig) -> None:
         Block.__init__(self, config)
-        # transformers asks for the initial weights of a map without saying where it stands.
+        # transformers initialises a module without telling its name.
         for into_residual in (self.mixer.out_proj, self.mlp.out_proj):
             setattr(into_residual, INTO_RESIDUAL, True)
 
 
 class SympowPreTrainedModel(PreTrainedModel):
-    """What models of this kind have in common."""
+    """The base class of the models, with their initialisation."""
 
     config_class = SympowConfig
     config: SympowConfig
@@ -61,16 +61,16 @@ class SympowPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["SympowBlock"]  # noqa: RUF012 - as transformers declares them
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    # Gates and rotations are summed over whole sequences; they are small, so that full precision costs nothing.
+    # Errors of gates and rotations accumulate over a sequence; in float32 these small modules cost nothing.
     _keep_in_fp32_modules_strict = ["gate", "rotation"]  # noqa: RUF012
-    # Quantisers go by this list, and transformers wants no name in both.
+    # Quantisers use this list. transformers requires that no name is in both.
     _keep_in_fp32_modules = ["gamma_proj", "beta_proj"]  # noqa: RUF012
-    # transformers refuses assisted generation for stateful models since they cannot take tokens back; our cache can.
+    # transformers refuses assisted generation for stateful models since they cannot remove tokens; SympowCache can.
     _is_stateful = False
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Nothing: transformers would copy this package's source into every saved folder."""
+        """Does nothing: transformers would copy this package's source into every saved folder."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -91,7 +91,7 @@ class SympowPreTrainedModel(PreTrainedModel):
 
 
 class SympowModel(SympowPreTrainedModel):
-    """Blocks between an embedding and a final norm: `GPT` without its logits."""
+    """Embedding, blocks and final norm: `GPT` without the logits."""
 
     _input_embed_layer = "embedding"
 
@@ -123,22 +123,22 @@ class SympowModel(SympowPreTrainedModel):
 
         Args:
             input_ids: (b, t) integers below vocab_size.
-            attention_mask: (b, t), or (b, what was read before and t); 0 for padding, wherever it stands. Padding
-                enters neither state nor normaliser nor phase; what comes out for it means nothing.
-            position_ids: (b, t) or (1, t). Positions follow from what was read, so these say only where a packed
-                document starts: where they do not go up. Positions that leave some out are refused.
-            past_key_values: what came before; read, and advanced unless use_cache is False.
+            attention_mask: (b, t), or (b, past length + t); 0 for padding, at any place. Padding enters neither state
+                nor normaliser nor phase; its outputs are meaningless.
+            position_ids: (b, t) or (1, t). The model counts positions itself and uses these only to find packed
+                documents, which start where they do not increase. Positions with gaps are refused.
+            past_key_values: the past; updated in place unless use_cache is False.
             inputs_embeds: (b, t, hidden_size), in place of input_ids.
-            use_cache: whether to return the state; None: as the config says, but never in training.
+            use_cache: whether to return the cache; None: as in the config, but never in training.
             output_hidden_states: whether to return the input of every block, and the output of the last.
-            return_dict: whether to return an output by names, not a tuple.
-            cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without states.
-                `position_ids` and `seq_idx` are then not looked at, which saves waiting for a GPU.
-            seq_idx: (b, t) or (1, t), numbers of packed documents; they are another way to say where one starts.
-            ignored: what other models take.
+            return_dict: whether to return a ModelOutput, not a tuple.
+            cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without a cache.
+                The values of `position_ids` and `seq_idx` are then not used, which saves a synchronization with a GPU.
+            seq_idx: (b, t) or (1, t), numbers of packed documents, as an alternative to `position_ids`.
+            ignored: arguments of other models.
         """
         if ignored.get("output_attentions"):
-            raise ValueError("output_attentions must not be set: attention weights are never formed here")
+            raise ValueError("output_attentions must not be set: attention weights are never materialised")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if past_key_values is not None and not isinstance(past_key_values, SympowCache):
@@ -153,17 +153,17 @@ class SympowModel(SympowPreTrainedModel):
             offsets, packed_by = packed_offsets(position_ids, seq_idx, mask, shape), "position_ids or seq_idx"
         if offsets is not None and (use_cache or past_key_values is not None):
             raise ValueError(
-                f"use_cache and past_key_values cannot go with packed documents, which are whole; {packed_by} has some"
+                f"use_cache and past_key_values are not supported with packed documents; {packed_by} has some"
             )
         if inputs_embeds is None:
             assert input_ids is not None
-            # The id that stands for padding need not be one of the model's.
+            # The id of padding need not be in the vocabulary.
             inputs_embeds = self.embedding(input_ids if mask is None else input_ids.masked_fill(~mask, 0))
         if mask is not None:
-            # What comes out for padding, too, is then the same from ids and from their embeddings.
+            # So that the outputs for padding, too, are the same from ids and from their embeddings.
             inputs_embeds = inputs_embeds.masked_fill(~mask.unsqueeze(-1), 0.0)
         if offsets is not None and cu_seq_lens_q is None:
-            # Rows end to end, in which padding stands outside of all documents.
+            # All rows as one sequence of documents; padding tokens are documents of their own.
             inputs_embeds, mask = inputs_embeds.flatten(0, 1).unsqueeze(0), None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and offsets is None
@@ -176,7 +176,7 @@ class SympowModel(SympowPreTrainedModel):
             cache = SympowCache()
         if cache is not None and cache.pending is not None:
             before = cache.start(self, *cache.pending.mask.shape)
-            _, state, _ = self._read(cache.pending.inputs, cache.pending.mask, before, True, None, False)
+            _, state, _ = self._prefill(cache.pending.inputs, cache.pending.mask, before, True, None, False)
             assert state is not None
             cache.catch_up(state)
         one_more = cache is not None and cache.can_step and shape[1] == 1 and bool(use_cache) and mask is None
@@ -185,7 +185,7 @@ class SympowModel(SympowPreTrainedModel):
             after = None
         else:
             before = None if cache is None else cache.start(self, *shape)
-            x, after, hidden = self._read(
+            x, after, hidden = self._prefill(
                 inputs_embeds, mask, before, bool(use_cache), offsets, bool(output_hidden_states)
             )
         if offsets is not None:
@@ -202,7 +202,7 @@ class SympowModel(SympowPreTrainedModel):
         by_name = self.config.return_dict if return_dict is None else return_dict
         return output if by_name else output.to_tuple()
 
-    def _read(
+    def _prefill(
         self,
         inputs: Tensor,
         mask: Tensor | None,
@@ -211,7 +211,7 @@ class SympowModel(SympowPreTrainedModel):
         cu_seqlens: Tensor | None,
         return_hidden: bool,
     ) -> tuple[Tensor, ModelState | None, tuple[Tensor, ...] | None]:
-        """Features, the state after the inputs, and what went into every block."""
+        """Features, the state after the inputs, and the input of every block."""
         x = self.embedding_norm(inputs)
         after: list[LayerState] = []
         hidden = []
@@ -227,7 +227,7 @@ class SympowModel(SympowPreTrainedModel):
     def _step(
         self, inputs: Tensor, cache: SympowCache, return_hidden: bool
     ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The same for one token a sequence, without gradients, by what the cache decodes with."""
+        """The same for one token of each sequence, without gradients, with the caches of the layers."""
         dtype = inputs.dtype
         if torch.is_autocast_enabled(inputs.device.type):
             dtype = torch.get_autocast_dtype(inputs.device.type)
@@ -278,9 +278,9 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
 
         Args:
             labels: (b, t), usually the input_ids: the loss compares the logits of each token with the next label.
-                Labels of −100 do not count, nor does what padding predicts.
-            use_cache: as in `SympowModel`; None with labels: no, since a loss is all that is wanted.
-            logits_to_keep: of how many of the last tokens to form logits, or of which; 0: all.
+                Labels of −100 are ignored, and so are predictions from padding.
+            use_cache: as in `SympowModel`; None with labels: False.
+            logits_to_keep: the number of last tokens to compute logits for, or their indices; 0: all.
             others: for the loss, such as `num_items_in_batch`.
             the rest: as in `SympowModel`.
         """
@@ -305,7 +305,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             if attention_mask is not None:
-                # A token after padding is the first of its text: there is nothing to predict it from.
+                # The first token after padding is the first of its text, which nothing predicts.
                 after_padding = attention_mask[:, -labels.shape[1] : -1] == 0
                 labels = labels.masked_fill(torch.nn.functional.pad(after_padding, (1, 0)), -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **others)
@@ -337,7 +337,7 @@ class SympowForCausalLM(SympowPreTrainedModel, GenerationMixin):
 
 
 class SympowForSequenceClassification(SympowPreTrainedModel):
-    """A score of a text for each of `config.num_labels` labels: a classifier, or with one label a reward model."""
+    """Scores of a text for `config.num_labels` labels: a classifier, or with one label a reward model."""
 
     _input_embed_layer = "embedding"
 
@@ -367,13 +367,13 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         Args:
             attention_mask: 0 for padding; None: texts end where only the config's pad_token_id follows.
             labels: (b,) classes, numbers or, for several labels at once, (b, num_labels); see `config.problem_type`.
-            use_cache: whether to return the state; None: no.
-            the rest: as in `SympowModel`. Packed documents have no place for their scores, and are refused.
+            use_cache: whether to return the cache; None: False.
+            the rest: as in `SympowModel`. Packed documents are refused.
         """
         shape = torch.Size((input_ids if inputs_embeds is None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
         offsets = others.get("cu_seq_lens_q")
         if offsets is not None or packed_offsets(position_ids, others.get("seq_idx"), None, shape) is not None:
-            raise ValueError("input_ids must be one text a row: packed documents have no place for their scores")
+            raise ValueError("input_ids must have one text in each row: scores of packed documents are not supported")
         features = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -404,11 +404,11 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
 
 
 def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: int) -> Tensor | None:
-    """Which of the new tokens are no padding, (b, t) bool; None: all."""
+    """Which of the new tokens are not padding, (b, t) bool; None: all."""
     if attention_mask is None:
         return None
     batch, length = shape
-    # No set: lengths that torch.compile leaves open have no hash.
+    # Not a set: symbolic lengths under torch.compile cannot be hashed.
     expected = [(batch, length), *([(batch, past_length + length)] if past_length else [])]
     if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) not in expected:
         came = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__

@@ -1,7 +1,7 @@
-"""Packed documents as transformers' collators mark them: positions that start again, or a number for each document.
+"""Finds packed documents in `position_ids` that restart or in `seq_idx`, as transformers' collators pass them.
 
-`cu_seq_lens_q` says the same by offsets, which a model takes without looking at values. The other two have to be read:
-a model that ignored them would let a document see the ones before it.
+`cu_seq_lens_q` has the offsets themselves, which need no look at values. The values of the other two have to be looked
+at: if they were ignored, a document would attend to the ones before it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ def packed_offsets(
     """Offsets of documents in the rows of a batch laid end to end, (n + 1,) int32; None if every row is one document.
 
     Args:
-        position_ids: (b, t) or (1, t). A position that does not go up starts a document. Padding inside a document may
-            count as a step or not.
-        seq_idx: (b, t) or (1, t); another number than the token before starts a document.
+        position_ids: (b, t) or (1, t). A position that does not increase starts a document. Padding inside a document
+            may be counted or not.
+        seq_idx: (b, t) or (1, t), the number of each token's document.
         mask: (b, t) bool, False for padding; None: no padding.
         shape: (b, t).
 
     Raises:
-        ValueError: positions leave some out, or padding stands inside a document of a packed batch.
+        ValueError: positions have gaps, or there is padding inside a document of a packed batch.
     """
     length = shape[1]
     marks = {"position_ids": position_ids, "seq_idx": seq_idx}
@@ -33,7 +33,7 @@ def packed_offsets(
     device = next(iter(given.values())).device
     real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
     places = torch.arange(length, device=device)
-    # The place of the last token before each that is no padding, or −1.
+    # The place of the last token before each that is not padding, or −1.
     before = places.where(real, -1).cummax(1).values.roll(1, 1)
     before[:, 0] = -1
     follows = real & (before >= 0)
@@ -46,24 +46,22 @@ def packed_offsets(
             starts |= follows & (step <= 0)
             jumps = follows & (step > 1) & (step != places - before)
     if torch.compiler.is_compiling():
-        # How many documents there are would decide about shapes in the graph.
-        message = (
-            "position_ids start again or leave some out; in a compiled model, pass packed documents' cu_seq_lens_q"
-        )
+        # The number of documents would be a data-dependent shape in the graph.
+        message = "position_ids restart or have gaps; in a compiled model, pass packed documents' cu_seq_lens_q"
         torch._assert_async(~(starts | jumps).any(), message)
         return None
     if jumps.any():
         row, place = jumps.nonzero()[0].tolist()
         came = given["position_ids"][row, place - 1 : place + 1].tolist()
         raise ValueError(
-            "position_ids must go up by 1 from token to token, or start again for the next document: positions "
-            f"follow from what was read; got {came[1]} after {came[0]}"
+            "position_ids must increase by 1 from token to token, or restart for the next document: the model counts "
+            f"positions itself; got {came[1]} after {came[0]}"
         )
     if not starts.any():
         return None
     if bool((follows & ~starts & (places - before > 1)).any()):
         raise ValueError("attention_mask must not have padding inside of packed documents, only between them")
-    # Documents end with their row, and each padding token becomes a document of its own.
+    # Rows end documents, and each padding token becomes a document of its own.
     starts |= ~real | ~follows
     offsets = starts.flatten().nonzero().flatten()
     return torch.cat([offsets, offsets.new_tensor([starts.numel()])]).to(torch.int32)

@@ -1,7 +1,7 @@
-"""Makes transformers' Auto classes know sympow's once both packages are imported, in either order.
+"""Registers sympow's models with transformers' Auto classes once both packages are imported, in either order.
 
 Importing sympow must not import transformers, which takes seconds. So an import hook waits for the two modules of
-transformers that hold the Auto classes; importing ours then registers them, which they do themselves.
+transformers that define the Auto classes, and then imports those of sympow.hf that register themselves.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Module of transformers → ours, which registers what it defines.
+# Module of transformers → the module here that registers its classes with it.
 REGISTRARS = {
     "transformers.models.auto.configuration_auto": "sympow.hf.config",
     "transformers.models.auto.modeling_auto": "sympow.hf.modeling",
@@ -22,7 +22,7 @@ REGISTRARS = {
 
 
 def register_with_transformers() -> None:
-    """Registers now what can be, and the rest as soon as transformers imports its Auto classes."""
+    """Registers the models now if the Auto classes are imported, else as soon as they are."""
     for awaited in REGISTRARS:
         if awaited in sys.modules:
             _register(awaited)
@@ -31,10 +31,10 @@ def register_with_transformers() -> None:
 
 
 def publish(*classes: type) -> None:
-    """Makes classes attributes of transformers, where trl and `transformers serve` look for what a checkpoint names.
+    """Makes classes attributes of transformers, where trl and `transformers serve` look up a checkpoint's class.
 
-    There may be two modules of that name: transformers runs its own `__init__` again, and so replaces the module that
-    others have imported before.
+    There may be two modules of that name: transformers executes its own `__init__` again, which replaces the module
+    that others have imported before.
     """
     holders = [sys.modules, *(vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType))]
     held = (holder.get("transformers") for holder in holders)
@@ -45,7 +45,7 @@ def publish(*classes: type) -> None:
 
 
 class _AutoClassesFinder(MetaPathFinder):
-    """Finds what the other finders find, and has the awaited modules followed by ours."""
+    """Finds the awaited modules by the other finders, and registers our models after their execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -61,7 +61,7 @@ class _AutoClassesFinder(MetaPathFinder):
 
 
 def _follow(spec: ModuleSpec) -> None:
-    """Has the loader of a module register ours after it."""
+    """Makes the loader of a module register our models after its execution."""
     loader = spec.loader
     if loader is None:
         return
@@ -71,14 +71,14 @@ def _follow(spec: ModuleSpec) -> None:
         execute(module)
         _register(spec.name)
 
-    # On the loader found rather than a wrapper around it: it stays what inspection expects.
+    # Patched rather than wrapped: `inspect` expects the loader's own type.
     loader.exec_module = exec_module  # type: ignore[method-assign]
 
 
 def _register(awaited: str) -> None:
     try:
-        # If it is just being imported, and this is why, it registers at its end.
+        # If our module is being imported, which imported the awaited one, it registers at its end.
         import_module(REGISTRARS[awaited])
     except ImportError as error:
-        # transformers works without sympow; that it does not know sympow's models is worth a word.
+        # transformers itself works without sympow's models, so this is a warning.
         warnings.warn(f"sympow could not register its models with transformers: {error}", stacklevel=2)

@@ -1,1 +1,4 @@
-"""Fused kernels in Triton and the operators made of them. Importing any of this needs Triton."""
+"""Fused Triton kernels and the PyTorch operators made of them, each with its plain PyTorch twin (`reference`).
+
+Importing any module but the twins needs Triton.
+"""

@@ -1,4 +1,4 @@
-"""What every kernel shares: powers, decays, and descriptors of head-major views."""
+"""What the kernels share: @triton.jit helpers (powers, decays, query scales), tensor descriptors, packed documents."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
-# What a state returns is nothing but rounding below so much of Σ |φ(q)_i Z_i|: the eps of float32, as in
-# `sympow.ops.torch.products.drop_rounding`. States of chunks are in bfloat16 on a GPU: each entry is off by up to
-# 2^-9 of itself, and a sum of many by less.
-# Constants are written to the right of a tensor: Triton's interpreter takes `EPSILON * tensor` for a constant, which
-# since 3.7 it refuses as an operand.
+# φ(q) Z is indistinguishable from rounding where it is less than this fraction of Σ |φ(q)_i Z_i|: the eps of float32,
+# as in `sympow.ops.torch.products.drop_rounding`. States of chunks are bfloat16 on a GPU, where each entry has a
+# relative error of up to 2^-9, and a sum of many entries less. Write these constants to the right of a tensor: Triton's
+# interpreter treats `EPSILON * tensor` as a constant, which it rejects as an operand since 3.7.
 EPSILON = tl.constexpr(2.0**-23)
 STATE_EPSILON = tl.constexpr(2.0**-10)
 
 
 @triton.jit
-def place_on_one_axis(inner):
-    """The place of a program on two axes that are launched as one: of `inner` programs, int32, and outside it, int64.
+def split_program_id(inner):
+    """The indices of a CTA along two logical axes that are launched as one: the inner (below `inner`, int32) and the
+    outer (int64).
 
-    CUDA takes 2³¹ − 1 programs along the first axis of a grid, and 65,535 along the second: too few for an axis that
+    A CUDA grid has up to 2³¹ − 1 CTAs along its first axis but only 65,535 along the second: too few for an axis that
     grows with sequences, heads and pairs.
     """
     program = tl.program_id(0)
@@ -58,8 +58,11 @@ def odd_power(s, EXPONENT: tl.constexpr):
 
 @triton.jit
 def split_sum(sums, reference):
-    """(sums − reference) / log 2 as an integer part and a remainder, both float32: differences of two such pairs are
-    exact where the differences of two float32 sums would not be (strong gates make the sums of a tile large)."""
+    """(sums − reference) / log 2 as an integer and a fractional part, both float32.
+
+    Strong gates make the sums of a tile large; differences of two such pairs are then exact where those of two float32
+    sums are not.
+    """
     relative = (sums - reference) * LOG2_E
     whole = tl.floor(relative)
     return whole.to(tl.float32), (relative - whole).to(tl.float32)
@@ -73,11 +76,14 @@ def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal):
 
 
 @triton.jit
-def settle(acc):
-    """acc, finished. Costs no instruction, but is a use that the compiler has to wait for.
+def wait_for_mma(acc):
+    """acc, after the matrix product (wgmma) that computes it has finished.
 
-    Needed in loops whose products take a left operand just made in registers: Triton (3.6) leaves such products in
-    flight into the next iteration, where the next operand overwrites the registers that they still read.
+    Prevents a miscompilation seen with Triton 3.6 on sm_90: in a pipelined loop whose product takes a left operand that
+    was just computed in registers, Triton leaves the asynchronous product in flight into the next iteration, where the
+    next operand overwrites the registers it still reads. Results are wrong and differ from run to run, without a
+    warning. The move below costs no instruction, but uses `acc`, so the compiler has to wait before it. After several
+    products, waiting for the last is enough. `tests/kernels/test_sm90.py` checks every loop of every kernel for it.
     """
     if INTERPRETED:
         return acc
@@ -86,8 +92,16 @@ def settle(acc):
 
 
 @triton.jit
+def partial_row_sums(weights, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Four partial sums of each row, each over the columns that one thread holds in the layout of a matrix product, so
+    that threads exchange nothing. The Gluon kernels in `hopper` call this, too."""
+    return tl.sum(tl.sum(tl.reshape(weights, (ROWS, COLUMNS // 8, 4, 2)), axis=3), axis=1)
+
+
+@triton.jit
 def divide_steps(step, tiles, GROUP: tl.constexpr):
-    """step // tiles and step % tiles, for steps over GROUP heads of `tiles` tiles each; one head needs no division."""
+    """step // tiles and step % tiles, for a loop over GROUP query heads of `tiles` tiles each; one head needs no
+    division."""
     if GROUP == 1:
         return 0, step
     else:
@@ -96,9 +110,9 @@ def divide_steps(step, tiles, GROUP: tl.constexpr):
 
 @triton.jit
 def round_to(x, dtype: tl.constexpr):
-    """x ≥ 0 in float32, rounded to what `dtype` can hold; for bfloat16 by integer arithmetic, which is faster here."""
+    """x ≥ 0, float32, rounded to the precision of `dtype`; for bfloat16 by integer arithmetic, which is faster here."""
     if dtype == tl.bfloat16:
-        # The NaN of the arithmetic units, all ones, would overflow to zero.
+        # The GPU's canonical NaN, 0x7FFFFFFF, would overflow to zero.
         bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFF7FFF)
         return ((bits + 0x8000) & -0x10000).to(tl.float32, bitcast=True)
     else:
@@ -112,13 +126,14 @@ def or_one(x):
 
 
 def head_major(x: Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); outside it there are zeros."""
+    """A TMA descriptor of x (b, t, h, d) as (b, h, t, d), read in blocks of (rows, columns); out of bounds reads are
+    0."""
     view = aligned(x).transpose(1, 2)
     return TensorDescriptor(view, list(view.shape), list(view.stride()), [1, 1, *block])
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy of it where the copy engine could not read x: it needs strides and base in units of 16 bytes."""
+    """x, or a copy of it where TMA could not read x: it needs a base and strides that are multiples of 16 bytes."""
     item = x.element_size()
     if x.stride(-1) != 1 or x.data_ptr() % 16 or any(s * item % 16 for s in x.stride()[:-1]):
         return empty_aligned(x, *x.shape).copy_(x)
@@ -126,7 +141,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor whose rows start at multiples of 16 bytes, as the copy engine wants them."""
+    """An uninitialised tensor whose rows start at multiples of 16 bytes, as TMA requires."""
     dtype = dtype or like.dtype
     unit = 16 // dtype.itemsize
     columns = triton.cdiv(shape[-1], unit) * unit
@@ -134,12 +149,12 @@ def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -
 
 
 def block_dim(dim: int) -> int:
-    """The power of two, at least 16, that holds a head dimension."""
+    """The head dimension rounded up to a power of two, at least 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How float32 operands are multiplied: in full. Half precision operands know only one way."""
+    """`input_precision` of tl.dot: full float32 for float32 operands; without effect for half precision ones."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
@@ -149,21 +164,24 @@ def rows_contiguous(x: Tensor) -> Tensor:
 
 
 class Documents(NamedTuple):
-    """start and end (one past the last) of each token's document, (t,) int32."""
+    """The first position of each token's document and the one past its last, (t,) int32 each."""
 
     start: Tensor
     end: Tensor
 
 
 def locate(cu_seqlens: Tensor, length: int) -> Documents:
-    """From the offsets (n + 1,) of documents packed into `length` tokens; without waiting for the device."""
+    """The bounds of each token's document, from the offsets (n + 1,) of documents packed into `length` tokens.
+
+    Does not synchronise with the device.
+    """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     after = torch.searchsorted(cu_seqlens, positions, right=True)
     return Documents(cu_seqlens[after - 1].to(torch.int32), cu_seqlens[after].to(torch.int32))
 
 
 def close_gates(log_gamma: Tensor | None, documents: Documents, heads: int) -> Tensor:
-    """log γ (1, t, heads) with −inf at the first token of each document, which forgets all before it."""
+    """log γ (1, t, heads) with −inf at the first token of each document, so that nothing before it is seen."""
     first = documents.start == torch.arange(len(documents.start), device=documents.start.device)
     if log_gamma is None:
         log_gamma = first.new_zeros(1, len(first), heads, dtype=torch.float32)
@@ -171,18 +189,23 @@ def close_gates(log_gamma: Tensor | None, documents: Documents, heads: int) -> T
 
 
 def sums_to_end(suffix_sums: Tensor, end: Tensor) -> Tensor:
-    """Σ over the rest of each token's own document, from sums over all later tokens (…, t)."""
+    """Σ over the rest of each token's own document, from reverse cumulative sums over all tokens (…, t)."""
     return suffix_sums - torch.nn.functional.pad(suffix_sums, (0, 1))[..., end]
 
 
 def sums_from_start(prefix_sums: Tensor, start: Tensor) -> Tensor:
-    """Σ over each token's own document so far, from sums over all earlier tokens (…, t)."""
+    """Σ over each token's own document so far, from cumulative sums over all tokens (…, t)."""
     return prefix_sums - torch.nn.functional.pad(prefix_sums, (1, 0))[..., start]
 
 
 @triton.jit
 def power_of_two_scale(x):
-    """The power of two that brings the largest entry of each row into [1, 2), or 1: (rows, d) → (rows,) float32."""
+    """The power of two that scales the largest entry of each row into [1, 2), 1 for a row of zeros: (rows, d) → (rows,)
+    float32.
+
+    Outputs do not depend on the scale of a query, so each query is multiplied by such a power of two: exact, and no
+    score overflows. The Gluon kernels in `hopper` call this, too.
+    """
     largest = tl.max(tl.abs(x.to(tl.float32)), axis=1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
     scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
@@ -191,7 +214,7 @@ def power_of_two_scale(x):
 
 @triton.jit
 def scale_kernel(q_desc, scaled_desc, scale_ptr, length, heads, D: tl.constexpr, ROWS: tl.constexpr):
-    """Each row of q times its scale, and the scales."""
+    """Each row of q times its `power_of_two_scale`, and the scales."""
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
@@ -204,7 +227,7 @@ def scale_kernel(q_desc, scaled_desc, scale_ptr, length, heads, D: tl.constexpr,
 
 
 def scale_queries(q: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
-    """q times a power of two per row, (b, t, h, d), and those powers, (b, h, t) float32."""
+    """q with each row times its `power_of_two_scale`, (b, t, h, d), and the scales, (b, h, t) float32."""
     batch, length, heads, dim = q.shape
     block = (rows, block_dim(dim))
     scaled = empty_aligned(q, *q.shape)

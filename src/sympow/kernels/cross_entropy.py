@@ -1,4 +1,7 @@
-"""Cross-entropy of logits and its gradient, which takes their place: they are read twice and written once."""
+"""Cross-entropy loss of logits, fused with its gradient, which overwrites the logits: two reads and one write.
+
+`sympow.kernels.reference.cross_entropy_reference` is the plain PyTorch twin.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ WARPS = 16
 def _cross_entropy_kernel(
     logits_ptr, target_ptr, loss_ptr, row_stride, columns, vocabulary, scale, BLOCK: tl.constexpr
 ):
-    """One row: log Σ exp x − x_target, and in place of x scale · (softmax(x) − 1 at the target)."""
+    """One row: the loss log Σ exp x − x_target; x is overwritten by scale · (softmax(x) − 1 at the target)."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * row_stride
     target = tl.load(target_ptr + row)
-    # A target that is none makes the loss NaN, which is seen, instead of one read from elsewhere.
+    # A target outside the vocabulary makes the loss NaN, rather than reading another row.
     known = (target >= 0) & (target < vocabulary)
     chosen = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     offsets = tl.arange(0, BLOCK)
-    # A maximum for every lane: one for all would make the warps wait for each other at every step.
+    # One running maximum per lane: a shared one would synchronise the warps at every step.
     largest = tl.zeros((BLOCK,), tl.float32) + tl.where(known, chosen * LOG2_E, 0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -58,8 +61,8 @@ def cross_entropy_in_place(
     Args:
         logits: (rows, columns), rows contiguous; overwritten.
         targets: (rows,) integers below the vocabulary.
-        vocabulary: the columns that count; those beyond get no gradient.
-        scale: what each row's loss counts.
+        vocabulary: how many columns are tokens; the padding after them gets gradient 0.
+        scale: the factor of the gradient, such as 1 / rows for a mean.
     """
     rows, columns = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)

@@ -1,7 +1,8 @@
-"""Queries and keys turned by the accumulated phase, in one pass over each, and the gradient of that.
+"""Rotation of queries and keys by the accumulated phase (data-dependent RoPE), fused in one pass, and its gradients.
 
 The phase of pair m after token i is μ_im = μ_0m + c_i θ_m with c_i the running sum of β (or c_im, if every pair has its
-own β). It is formed in float64, in turns; what float32 sees is at most an eighth of a turn.
+own β; paper §3.2). It is computed in float64, in revolutions; only an angle of at most an eighth of a revolution is
+rounded to float32. `sympow.kernels.reference.rotation_reference` is the plain PyTorch twin.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import Documents, place_on_one_axis, rows_contiguous, sums_from_start, sums_to_end
+from sympow.kernels.common import Documents, rows_contiguous, split_program_id, sums_from_start, sums_to_end
+from sympow.kernels.running_sums import correct_drift, running_sum
 
-# No `from __future__ import annotations`: the schemas are read off the annotations.
-from sympow.kernels.running_sums import anchored, running_sum
-
-TURN = tl.constexpr(2 * math.pi)
+TWO_PI = tl.constexpr(2 * math.pi)
+# Tokens of one CTA.
+TOKENS = 32
 
 
 @triton.jit
-def cos_sin(turns):
-    """Cosine and sine of an angle in turns, float64 → float32, to about 1e-7.
+def cos_sin(revolutions):
+    """Cosine and sine of an angle in revolutions, float64 → float32, to about 1e-7.
 
-    The quarter turn is split off in float64; what is left, at most an eighth, takes short Taylor series. The library's
-    functions would carry a slow path for large angles, and registers for it.
+    The nearest quarter is split off in float64; for the rest, at most an eighth of a revolution, short Taylor series
+    suffice. The library's functions have a slow path for large angles, which costs registers.
     """
-    quarters = tl.floor(turns * 4 + 0.5)
-    x = ((turns - quarters * 0.25) * TURN).to(tl.float32)
+    quarters = tl.floor(revolutions * 4 + 0.5)
+    x = ((revolutions - quarters * 0.25) * TWO_PI).to(tl.float32)
     square = x * x
     sine = x * (1 + square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880)))))
     cosine = 1 + square * (-1 / 2 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320))))
@@ -43,7 +44,7 @@ def cos_sin(turns):
 @triton.jit
 def _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, mask, PER_PAIR: tl.constexpr,
            PAIRS: tl.constexpr, FIXED: tl.constexpr, STARTED: tl.constexpr):  # fmt: skip
-    """c_i (or c_im), and the phase in turns: (tokens, pairs) float64."""
+    """c_i (or c_im), and the phase in revolutions: (tokens, pairs) float64."""
     rates = tl.load(theta_ptr + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float64)
     if FIXED:
         sums = (tokens[:, None] + 1).to(tl.float64) + tl.zeros_like(rates)[None, :]
@@ -53,11 +54,11 @@ def _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, mask
     else:
         offsets = sequence * length + tokens
         sums = tl.load(sums_ptr + offsets, mask=tokens < length, other=0.0)[:, None] + tl.zeros_like(rates)[None, :]
-    turns = sums * (rates * (1 / TURN))[None, :]
+    revolutions = sums * (rates * (1 / TWO_PI))[None, :]
     if STARTED:
         start = tl.load(start_ptr + sequence * PAIRS + pairs, mask=pairs < PAIRS, other=0.0)
-        turns += (start * (1 / TURN))[None, :]
-    return sums, turns
+        revolutions += (start * (1 / TWO_PI))[None, :]
+    return sums, revolutions
 
 
 @triton.jit
@@ -68,10 +69,10 @@ def _load_pairs(pointers, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr)
 
 
 @triton.jit
-def _store_turned(pointers, even, odd, cos, sin, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    turned = tl.reshape(turned, (TOKENS, 2 * BLOCK_PAIRS))
-    tl.store(pointers, turned.to(pointers.dtype.element_ty), mask=mask)
+def _store_rotated(pointers, even, odd, cos, sin, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
+    rotated = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    rotated = tl.reshape(rotated, (TOKENS, 2 * BLOCK_PAIRS))
+    tl.store(pointers, rotated.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -81,35 +82,37 @@ def _rotate_kernel(
     GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PER_PAIR: tl.constexpr,
     FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Turns one key head and the query heads that read it. Outputs are contiguous."""
-    block, sequence = place_on_one_axis(tl.cdiv(length, TOKENS))
+    """Rotates a block of tokens of one key head and of the query heads that read it. Outputs are contiguous."""
+    block, sequence = split_program_id(tl.cdiv(length, TOKENS))
     batch, head = sequence // heads, sequence % heads
     tokens = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
     inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
     mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
-    _, turns = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
+    _, revolutions = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
                       PER_PAIR, PAIRS, FIXED, STARTED)  # fmt: skip
-    cos, sin = cos_sin(turns)
+    cos, sin = cos_sin(revolutions)
 
     source = batch * k_batch + head * k_head + tokens[:, None] * k_time + entries[None, :]
     target = ((batch * length + tokens[:, None]) * heads + head) * (2 * PAIRS) + entries[None, :]
     even, odd = _load_pairs(k_ptr + source, mask, TOKENS, BLOCK_PAIRS)
-    _store_turned(k_out_ptr + target, even, odd, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+    _store_rotated(k_out_ptr + target, even, odd, cos, sin, mask, TOKENS, BLOCK_PAIRS)
     for member in range(GROUP):
         query_head = head * GROUP + member
         source = batch * q_batch + query_head * q_head + tokens[:, None] * q_time + entries[None, :]
         target = ((batch * length + tokens[:, None]) * heads * GROUP + query_head) * (2 * PAIRS) + entries[None, :]
         even, odd = _load_pairs(q_ptr + source, mask, TOKENS, BLOCK_PAIRS)
-        _store_turned(q_out_ptr + target, even, odd, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+        _store_rotated(q_out_ptr + target, even, odd, cos, sin, mask, TOKENS, BLOCK_PAIRS)
 
 
 @triton.jit
-def _turn_back(x_ptr, dx_ptr, out_ptr, source, target, cos, sin, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr):
-    """Writes the gradient of an input from that of the turned one, and returns the gradient of the angle."""
+def _rotate_back(
+    x_ptr, dx_ptr, out_ptr, source, target, cos, sin, mask, TOKENS: tl.constexpr, BLOCK_PAIRS: tl.constexpr
+):
+    """Writes the gradient of an input from that of the rotated vector, and returns the gradient of the angle."""
     even, odd = _load_pairs(x_ptr + target, mask, TOKENS, BLOCK_PAIRS)
     d_even, d_odd = _load_pairs(dx_ptr + source, mask, TOKENS, BLOCK_PAIRS)
-    _store_turned(out_ptr + target, d_even, d_odd, cos, -sin, mask, TOKENS, BLOCK_PAIRS)
+    _store_rotated(out_ptr + target, d_even, d_odd, cos, -sin, mask, TOKENS, BLOCK_PAIRS)
     return even * d_odd - odd * d_even
 
 
@@ -121,29 +124,30 @@ def _rotate_backward_kernel(
     GROUP: tl.constexpr, PAIRS: tl.constexpr, BLOCK_PAIRS: tl.constexpr, PER_PAIR: tl.constexpr,
     FIXED: tl.constexpr, STARTED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """From turned queries and keys and their gradients: gradients of the inputs, of c, and parts of those of θ and μ_0.
+    """From rotated queries and keys and their gradients: the gradients of the inputs and of c, and partial sums of
+    those of θ and μ_0.
 
-    Turned vectors are contiguous, their gradients need not be. Each program leaves its own part of the sums over time,
-    so that adding them up is the same in every run.
+    Rotated vectors are contiguous, their gradients need not be. Each CTA writes its own partial sum over time, so that
+    their total is the same in every run.
     """
-    block, sequence = place_on_one_axis(blocks)
+    block, sequence = split_program_id(blocks)
     batch, head = sequence // heads, sequence % heads
     tokens = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     pairs, entries = tl.arange(0, BLOCK_PAIRS), tl.arange(0, 2 * BLOCK_PAIRS)
     inside = (tokens < length)[:, None] & (pairs < PAIRS)[None, :]
     mask = (tokens < length)[:, None] & (entries < 2 * PAIRS)[None, :]
-    sums, turns = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
+    sums, revolutions = _phase(sums_ptr, theta_ptr, start_ptr, sequence, tokens, pairs, length, inside,
                          PER_PAIR, PAIRS, FIXED, STARTED)  # fmt: skip
-    cos, sin = cos_sin(turns)
+    cos, sin = cos_sin(revolutions)
 
     source = batch * k_batch + head * k_head + tokens[:, None] * k_time + entries[None, :]
     target = ((batch * length + tokens[:, None]) * heads + head) * (2 * PAIRS) + entries[None, :]
-    d_angle = _turn_back(k_ptr, dk_ptr, k_out_ptr, source, target, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+    d_angle = _rotate_back(k_ptr, dk_ptr, k_out_ptr, source, target, cos, sin, mask, TOKENS, BLOCK_PAIRS)
     for member in range(GROUP):
         query_head = head * GROUP + member
         source = batch * q_batch + query_head * q_head + tokens[:, None] * q_time + entries[None, :]
         target = ((batch * length + tokens[:, None]) * heads * GROUP + query_head) * (2 * PAIRS) + entries[None, :]
-        d_angle += _turn_back(q_ptr, dq_ptr, q_out_ptr, source, target, cos, sin, mask, TOKENS, BLOCK_PAIRS)
+        d_angle += _rotate_back(q_ptr, dq_ptr, q_out_ptr, source, target, cos, sin, mask, TOKENS, BLOCK_PAIRS)
 
     rates = tl.load(theta_ptr + pairs, mask=pairs < PAIRS, other=0.0).to(tl.float64)
     d_angle = d_angle.to(tl.float64)
@@ -153,14 +157,11 @@ def _rotate_backward_kernel(
     elif not FIXED:
         offsets = (batch * length + tokens) * heads + head
         tl.store(d_sums_ptr + offsets, tl.sum(d_angle * rates[None, :], axis=1), mask=tokens < length)
-    part = (sequence * blocks + block) * PAIRS + pairs
+    partial = (sequence * blocks + block) * PAIRS + pairs
     if d_theta_ptr is not None:
-        tl.store(d_theta_ptr + part, tl.sum(d_angle * sums, axis=0), mask=pairs < PAIRS)
+        tl.store(d_theta_ptr + partial, tl.sum(d_angle * sums, axis=0), mask=pairs < PAIRS)
     if STARTED:
-        tl.store(d_start_ptr + part, tl.sum(d_angle, axis=0), mask=pairs < PAIRS)
-
-
-TOKENS = 32
+        tl.store(d_start_ptr + partial, tl.sum(d_angle, axis=0), mask=pairs < PAIRS)
 
 
 def _launch_options(q: Tensor, k: Tensor, sums: Tensor | None, start: Tensor | None) -> dict[str, int]:
@@ -179,7 +180,7 @@ def _launch_options(q: Tensor, k: Tensor, sums: Tensor | None, start: Tensor | N
 def rotate_forward(
     q: Tensor, k: Tensor, sums: Tensor | None, theta: Tensor, start: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by μ, contiguous.
+    """q and k rotated by μ, contiguous.
 
     Args:
         q: (b, t, h, d), any strides with a contiguous last axis.
@@ -210,11 +211,11 @@ def rotate_backward(
     start: Tensor | None,
     want_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of q, k, the running sums of β (b, t, h_kv or h_kv · d/2; None without), θ (None if not wanted) and μ_0
-    (None without).
+    """Gradients of q, k, the running sums of β (b, t, h_kv or h_kv · d/2), θ and μ_0; None for what is not there or,
+    for θ, not wanted.
 
     Args:
-        q, k: the turned ones, contiguous.
+        q, k: the rotated ones, contiguous.
         dq, dk: their gradients.
         sums, theta, start: as in `rotate_forward`.
     """
@@ -245,9 +246,10 @@ def _rotate(
     document_end: Tensor | None,
     relative: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q and k turned by the phase, and the running sums of β (empty for β = 1 without documents).
+    """q and k rotated by the phase, and the running sums of β (empty for β = 1 without documents).
 
-    `relative`: what follows depends on differences of phases alone: to turn all tokens together changes nothing.
+    `relative`: the result is used only through differences of phases, so that rotating all tokens alike changes
+    nothing.
     """
     sums = None if beta is None else running_sum(beta.flatten(2))
     if document_start is not None:
@@ -255,8 +257,8 @@ def _rotate(
             tokens = torch.arange(1, k.shape[1] + 1, dtype=torch.float64, device=k.device)
             sums = tokens.expand(1, k.shape[2], -1)
         sums = sums_from_start(sums, document_start).contiguous()
-    turned_q, turned_k = rotate_forward(q, k, sums, theta, start)
-    return turned_q, turned_k, q.new_empty(0, dtype=torch.float64) if sums is None else sums
+    rotated_q, rotated_k = rotate_forward(q, k, sums, theta, start)
+    return rotated_q, rotated_k, q.new_empty(0, dtype=torch.float64) if sums is None else sums
 
 
 @_rotate.register_fake
@@ -297,7 +299,7 @@ def _rotate_backward(
     want_theta: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, β (b, t, columns; empty for β = 1), θ (empty if not wanted) and μ_0 (empty without), from the
-    turned q and k."""
+    rotated q and k."""
     d_q, d_k, d_sums, d_theta, d_start = rotate_backward(
         q, k, rows_contiguous(dq), rows_contiguous(dk), sums if sums.numel() else None, theta, start, want_theta
     )
@@ -305,8 +307,8 @@ def _rotate_backward(
     if d_sums is not None:
         later = running_sum(d_sums, reverse=True)
         if relative:
-            # The first β turns all tokens, and so nothing; the rounding in its place is spread over the others.
-            d_beta = anchored(later, None, later.shape[2], document_end, dtype=torch.float64)
+            # The first β rotates all tokens alike, so that its gradient is exactly 0.
+            d_beta = correct_drift(later, None, later.shape[2], document_end, dtype=torch.float64)
         else:
             later = later if document_end is None else sums_to_end(later, document_end)
             d_beta = later.transpose(1, 2).contiguous()
@@ -370,14 +372,14 @@ def fused_rotation(
     *,
     relative: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """q and k turned by μ_i = μ_0 + Σ_{j≤i} β_j θ; with documents, summed over each document alone.
+    """q and k rotated by μ_i = μ_0 + Σ_{j≤i} β_j θ; with documents, summed over each document alone.
 
     Args:
-        relative: no state comes before or after, so that only differences of phases matter.
+        relative: there is no state before or after the tokens, so that only differences of phases matter.
     """
     begin, end = documents or (None, None)
     start = None if start is None else start.contiguous()
-    turned_q, turned_k, _ = _rotate(
+    rotated_q, rotated_k, _ = _rotate(
         rows_contiguous(q), rows_contiguous(k), beta, theta.contiguous(), start, begin, end, relative
     )
-    return turned_q, turned_k
+    return rotated_q, rotated_k

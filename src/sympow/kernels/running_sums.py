@@ -1,6 +1,21 @@
-"""Running sums over time in float64, for quantities whose sums outgrow float32: phases and logarithms of decays."""
+"""Running sums over time in float64: of log gates, of rotation scales, and of their gradients.
+
+The decay from token j to token i is b_ij = exp(G_i − G_j), with G the running sum of log γ. G grows with the length
+while only its differences matter: at 65,536 tokens float32 would already lose three digits of each decay. A closed
+gate, log γ = −inf, becomes a finite number so negative that no decay across it survives in float32.
+
+The gradients of gates and rotation scales are reverse cumulative sums over all later tokens, and accumulate the
+rounding errors of all of them. `correct_drift` removes this drift: where the exact value of the sum is known, at chunk
+boundaries and at both ends, it replaces the sum by that value, and between two such positions it interpolates the
+correction.
+
+Every sum over a sequence takes two launches: the first writes the totals of blocks of `SCAN_BLOCK` tokens, so that in
+the second no block has to wait for another.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -8,9 +23,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import place_on_one_axis
+from sympow.kernels.common import split_program_id
 
+# exp(−110) is 0 in float32, subnormals included.
+CLOSED_GATE = tl.constexpr(-110.0)
 SCAN_BLOCK = 1024
+DRIFT_BLOCK = 256
+# Tokens per tile of keys in every kernel that reads gates.
+KEY_TILE = 64
 
 
 @triton.jit
@@ -18,11 +38,8 @@ def _scan_kernel(
     x_ptr, totals_ptr, out_ptr, length, columns, blocks, stride_batch, stride_time, stride_column,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, TOTALS_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Sums within a block of tokens, plus the totals of all blocks before it (REVERSE: after it).
-
-    A first launch (TOTALS_ONLY) leaves the blocks' totals, so that the second needs no block to wait for another.
-    """
-    block, sequence = place_on_one_axis(blocks)
+    """Cumulative sums within a block of tokens, plus the totals of all blocks before it (REVERSE: after it)."""
+    block, sequence = split_program_id(blocks)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     x_ptr += (sequence // columns) * stride_batch + (sequence % columns) * stride_column
     x = tl.load(x_ptr + tokens.to(tl.int64) * stride_time, mask=tokens < length, other=0.0).to(tl.float64)
@@ -55,78 +72,256 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     return out
 
 
-DRIFT_BLOCK = 256
+# Gates --------------------------------------------------------------------------------------------------------------
 
 
-def boundary_anchors(crossing: Tensor, boundaries: tuple[int, int], length: int, chunk: int) -> Tensor:
-    """Anchors a chunk apart, from what crosses the boundaries that have states, (b, h, boundaries).
+@triton.jit
+def _load_gates(log_gamma_ptr, batch, head, rows, length, stride_b, stride_t, stride_h):
+    pointers = log_gamma_ptr + batch.to(tl.int64) * stride_b + rows.to(tl.int64) * stride_t + head * stride_h
+    gates = tl.load(pointers, mask=rows < length, other=0.0)
+    return tl.maximum(gates.to(tl.float32), CLOSED_GATE).to(tl.float64)
 
-    Pairs across a boundary meet in its state. Where there is none, no pair lies across.
+
+@triton.jit
+def _block_totals_kernel(
+    log_gamma_ptr, totals_ptr, length, heads, blocks, stride_b, stride_t, stride_h, BLOCK: tl.constexpr
+):
+    """Sum of log γ over each block of BLOCK tokens: (b, h, blocks)."""
+    block, sequence = tl.program_id(0), tl.program_id(1)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    gates = _load_gates(log_gamma_ptr, sequence // heads, sequence % heads, rows, length, stride_b, stride_t, stride_h)
+    tl.store(totals_ptr + sequence * blocks + block, tl.sum(gates, axis=0))
+
+
+@triton.jit
+def _running_sums_kernel(
+    log_gamma_ptr,
+    totals_ptr,
+    sums_ptr,
+    to_end_ptr,
+    from_start_ptr,
+    length,
+    heads,
+    blocks,
+    stride_b,
+    stride_t,
+    stride_h,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """G_j, (b, h, t), and the decays from j to the end of its tile of TILE tokens and from the tile's start to j,
+    exp(G_end − G_j) and exp(G_j − G_start), padded to whole blocks."""
+    block, sequence = tl.program_id(0), tl.program_id(1)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    before = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, block, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        before += tl.load(totals_ptr + sequence * blocks + index, mask=index < block, other=0.0)
+    gates = _load_gates(log_gamma_ptr, sequence // heads, sequence % heads, rows, length, stride_b, stride_t, stride_h)
+    sums = tl.cumsum(gates, axis=0) + tl.sum(before, axis=0)
+    in_tiles = tl.reshape(sums, (BLOCK // TILE, TILE))
+    # log γ ≤ 0, so the first sum of a tile is its largest and the last its smallest.
+    to_end = tl.exp((tl.min(in_tiles, axis=1)[:, None] - in_tiles).to(tl.float32))
+    from_start = tl.exp((in_tiles - tl.max(in_tiles, axis=1)[:, None]).to(tl.float32))
+    tl.store(sums_ptr + sequence.to(tl.int64) * length + rows, sums, mask=rows < length)
+    padded = sequence.to(tl.int64) * (blocks * BLOCK) + rows
+    tl.store(to_end_ptr + padded, tl.reshape(to_end, (BLOCK,)))
+    tl.store(from_start_ptr + padded, tl.reshape(from_start, (BLOCK,)))
+
+
+@triton.jit
+def _gate_gradient_kernel(
+    row_ptr,
+    column_ptr,
+    totals_ptr,
+    out_ptr,
+    length,
+    blocks,
+    GROUP: tl.constexpr,
+    POWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOTALS_ONLY: tl.constexpr,
+):
+    """Σ_{i≥m} dG_i with dG_i = (q_i · dq_i − k_i · dk_i) / p, summed over the query heads of a key head.
+
+    B_ij is homogeneous of degree p in q_i and in k_j, so Σ_j B_ij dB_ij = q_i · dq_i / p, and likewise for columns.
+    Analytically q_i · dq_i = 0 (rows are normalised); kept, it cancels the rounding of the columns' terms.
+    """
+    block, sequence = tl.program_id(0), tl.program_id(1)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < length
+    terms = -tl.load(column_ptr + sequence.to(tl.int64) * length + rows, mask=mask, other=0.0).to(tl.float64)
+    for member in range(GROUP):
+        offset = (sequence * GROUP + member).to(tl.int64) * length
+        terms += tl.load(row_ptr + offset + rows, mask=mask, other=0.0).to(tl.float64)
+    terms = terms / POWER
+    if TOTALS_ONLY:
+        tl.store(totals_ptr + sequence * blocks + block, tl.sum(terms, axis=0))
+    else:
+        after = tl.zeros((BLOCK,), tl.float64)
+        for start in range(block + 1, blocks, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            after += tl.load(totals_ptr + sequence * blocks + index, mask=index < blocks, other=0.0)
+        # Reverse cumulative sums from forward ones: Σ_{i≥m} = total − Σ_{i<m}.
+        suffix = tl.sum(terms, axis=0) - tl.cumsum(terms, axis=0) + terms + tl.sum(after, axis=0)
+        tl.store(out_ptr + sequence.to(tl.int64) * length + rows, suffix, mask=mask)
+
+
+@dataclass(frozen=True)
+class Gates:
+    """What the kernels read of the gates.
+
+    Attributes:
+        sums: G, (b, h_kv, t) float64.
+        to_end: exp(G_end − G_j) for the tile of `tile` tokens that holds j, (b, h_kv, ≥ t) float32. Its length is a
+            multiple of `SCAN_BLOCK`, so that kernels can read past the last token.
+        from_start: exp(G_j − G_start), likewise.
+        tile: tokens per tile of keys.
+    """
+
+    sums: Tensor
+    to_end: Tensor
+    from_start: Tensor
+    tile: int = KEY_TILE
+
+
+def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:
+    """G and the decays within tiles, from log γ (b, t, h_kv)."""
+    batch, length, heads = log_gamma.shape
+    blocks = triton.cdiv(length, SCAN_BLOCK)
+    totals = log_gamma.new_empty(batch, heads, blocks, dtype=torch.float64)
+    sums = log_gamma.new_empty(batch, heads, length, dtype=torch.float64)
+    to_end = log_gamma.new_empty(batch, heads, blocks * SCAN_BLOCK, dtype=torch.float32)
+    from_start = torch.empty_like(to_end)
+    grid = (blocks, batch * heads)
+    if blocks > 1:
+        _block_totals_kernel[grid](
+            log_gamma, totals, length, heads, blocks, *log_gamma.stride(), BLOCK=SCAN_BLOCK, enable_fp_fusion=True
+        )
+    _running_sums_kernel[grid](
+        log_gamma, totals, sums, to_end, from_start, length, heads, blocks, *log_gamma.stride(),
+        BLOCK=SCAN_BLOCK, TILE=tile, enable_fp_fusion=True,
+    )  # fmt: skip
+    return Gates(sums, to_end, from_start, tile)
+
+
+def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor:
+    """d log γ_m = Σ_{i≥m} dG_i, (b, h_kv, t) float64, before its drift is corrected (`correct_drift`).
+
+    Args:
+        row_terms: q_i · dq_i, (b, h, t).
+        column_terms: k_j · dk_j, (b, h_kv, t).
+        power: p.
+    """
+    batch, heads, length = column_terms.shape
+    blocks = triton.cdiv(length, SCAN_BLOCK)
+    totals = column_terms.new_empty(batch, heads, blocks, dtype=torch.float64)
+    out = column_terms.new_empty(batch, heads, length, dtype=torch.float64)
+    grid = (blocks, batch * heads)
+    for totals_only in (True, False):
+        _gate_gradient_kernel[grid](
+            row_terms, column_terms, totals, out, length, blocks, GROUP=row_terms.shape[1] // heads, POWER=power,
+            BLOCK=SCAN_BLOCK, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+# Drift correction ---------------------------------------------------------------------------------------------------
+
+
+def exact_sums_at_boundaries(crossing: Tensor, boundaries: tuple[int, int], length: int, chunk: int) -> Tensor:
+    """d log γ at every chunk boundary, (b, h, ⌈t / chunk⌉ + 1), from its values at the boundaries that have a state.
+
+    There it is the inner product of the state and its gradient, since every pair (i, j) across a boundary is in both.
+    At a boundary without a state it is 0: no pair lies across.
+
+    Args:
+        crossing: these inner products, (b, h, boundaries with states) float64.
+        boundaries: the first and the last boundary that have a state.
     """
     first, last = boundaries
     missing = (first, -(-length // chunk) - last)
     return pad(crossing, missing) if any(missing) else crossing
 
 
+def exact_sums_at_blocks(block_terms: Tensor, to_end: Tensor, block: int) -> Tensor:
+    """d log γ at 0, block, 2 block, … and t: Σ B_ij dB_ij over the pairs across, (b, h, ⌈t / block⌉ + 1) float64.
+
+    Args:
+        block_terms: the sums over the queries of each block, key by key, with decays counted from the end of the key's
+            tile, (b, h, ⌈t / block⌉, t) float32.
+        to_end: decays from a key to the end of its tile, (b, h, ≥ t) float32.
+        block: queries per block.
+    """
+    count, length = block_terms.shape[2:]
+    by_key = block_terms * to_end[:, :, None, :length]
+    padded = pad(by_key, (0, count * block - length)).unflatten(-1, (count, block))
+    pairs = padded.sum(-1, dtype=torch.float64)  # (b, h, blocks of queries, blocks of keys)
+    later = pad(pairs.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
+    return pad(later.cumsum(3), (1, 0)).diagonal(dim1=2, dim2=3)
+
+
 @triton.jit
-def _at(sums_ptr, anchors_ptr, positions, mask, length, spacing):
-    """The sums at `positions`, put right; 0 where `mask` is False."""
+def _corrected(sums_ptr, exact_ptr, positions, mask, length, spacing):
+    """The sums at `positions` without their drift; 0 where `mask` is False."""
     before = positions // spacing
     left = before * spacing
     right = tl.minimum(left + spacing, length)
-    missing_left = -tl.load(sums_ptr + left, mask=mask, other=0.0)
-    # Nothing comes after the last token.
-    missing_right = -tl.load(sums_ptr + right, mask=mask & (right < length), other=0.0)
-    if anchors_ptr is not None:
-        missing_left += tl.load(anchors_ptr + before, mask=mask, other=0.0)
-        missing_right += tl.load(anchors_ptr + before + 1, mask=mask, other=0.0)
-    passed = (positions - left).to(tl.float64) / tl.maximum(right - left, 1).to(tl.float64)
-    moved = missing_left + passed * (missing_right - missing_left)
-    return tl.where(mask, tl.load(sums_ptr + positions, mask=mask, other=0.0) + moved, 0.0)
+    drift_left = -tl.load(sums_ptr + left, mask=mask, other=0.0)
+    # Past the last token the sum is 0.
+    drift_right = -tl.load(sums_ptr + right, mask=mask & (right < length), other=0.0)
+    if exact_ptr is not None:
+        drift_left += tl.load(exact_ptr + before, mask=mask, other=0.0)
+        drift_right += tl.load(exact_ptr + before + 1, mask=mask, other=0.0)
+    fraction = (positions - left).to(tl.float64) / tl.maximum(right - left, 1).to(tl.float64)
+    correction = drift_left + fraction * (drift_right - drift_left)
+    return tl.where(mask, tl.load(sums_ptr + positions, mask=mask, other=0.0) + correction, 0.0)
 
 
 @triton.jit
-def _anchor_kernel(
-    sums_ptr, anchors_ptr, document_end_ptr, out_ptr, length, heads, spacing, anchors,
+def _correct_drift_kernel(
+    sums_ptr, exact_ptr, document_end_ptr, out_ptr, length, heads, spacing, exact_count,
     DOCUMENTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, sequence = place_on_one_axis(tl.cdiv(length, BLOCK))
+    block, sequence = split_program_id(tl.cdiv(length, BLOCK))
     positions = block * BLOCK + tl.arange(0, BLOCK)
     mask = positions < length
     sums_ptr += sequence * length
-    if anchors_ptr is not None:
-        anchors_ptr += sequence * anchors
-    value = _at(sums_ptr, anchors_ptr, positions, mask, length, spacing)
+    if exact_ptr is not None:
+        exact_ptr += sequence * exact_count
+    value = _corrected(sums_ptr, exact_ptr, positions, mask, length, spacing)
     if DOCUMENTS:
         end = tl.load(document_end_ptr + positions, mask=mask, other=0)
-        value -= _at(sums_ptr, anchors_ptr, end, mask & (end < length), length, spacing)
+        value -= _corrected(sums_ptr, exact_ptr, end, mask & (end < length), length, spacing)
     out = ((sequence // heads) * length + positions) * heads + sequence % heads
     tl.store(out_ptr + out, value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def anchored(
-    suffix: Tensor,
-    anchors: Tensor | None,
+def correct_drift(
+    sums: Tensor,
+    exact: Tensor | None,
     spacing: int,
     document_end: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Suffix sums brought to the values they are known to have, time before heads: (b, t, h).
+    """Reverse cumulative sums without the rounding errors they accumulated, time before heads: (b, t, h).
+
+    At every `spacing`-th position the sum is replaced by its exact value; in between, the correction is interpolated.
 
     Args:
-        suffix: Σ_{i≥m}, (b, h, t) float64.
-        anchors: what the sums are at the positions 0, spacing, 2 spacing, … and t, (b, h, ⌈t / spacing⌉ + 1) float64;
-            None: 0 everywhere.
-        spacing: between two anchors.
-        document_end: one past the last token of each token's document, (t,): sums then reach no further; or None.
+        sums: Σ_{i≥m}, (b, h, t) float64.
+        exact: exact values at the positions 0, spacing, 2 spacing, … and t, (b, h, ⌈t / spacing⌉ + 1) float64; None: 0
+            at all of them.
+        spacing: distance of these positions.
+        document_end: one past the last token of each token's document, (t,): sums then end there; None: one document.
         dtype: of the result.
     """
-    batch, heads, length = suffix.shape
-    out = suffix.new_empty(batch, length, heads, dtype=dtype)
-    anchors = None if anchors is None else anchors.contiguous()
-    _anchor_kernel[(triton.cdiv(length, DRIFT_BLOCK) * batch * heads,)](
-        suffix.contiguous(), anchors, document_end, out, length, heads, spacing,
-        0 if anchors is None else anchors.shape[-1], DOCUMENTS=document_end is not None, BLOCK=DRIFT_BLOCK,
+    batch, heads, length = sums.shape
+    out = sums.new_empty(batch, length, heads, dtype=dtype)
+    exact = None if exact is None else exact.contiguous()
+    _correct_drift_kernel[(triton.cdiv(length, DRIFT_BLOCK) * batch * heads,)](
+        sums.contiguous(), exact, document_end, out, length, heads, spacing,
+        0 if exact is None else exact.shape[-1], DOCUMENTS=document_end is not None, BLOCK=DRIFT_BLOCK,
         enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Attention layers, and the gates and rotations they are built from."""
+"""Attention layers as PyTorch modules, and the gates and rotations they are built from."""
 
 from sympow.layers.gates import GATES, make_gate
 from sympow.layers.mixers import ConformalAttention, Mixer, SoftmaxAttention

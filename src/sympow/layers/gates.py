@@ -1,7 +1,7 @@
-"""Gates: from a layer's input to log γ, how much of the state each step keeps (paper §3.1 and its conclusion).
+"""Gates of a layer: γ = σ(W_γ x), the factor by which the state decays at each step (paper §3.1 and its conclusion).
 
 Every gate maps x (b, t, width) to log γ (b, t, h_kv), or (b, t, h_kv, d/2) for a gate per rotated pair, in float32 or
-better, or to None for no gating. A gate that projects x says so in `projection`, and takes the result if it is there
+better, or to None for no gating. A gate that projects x has a `projection`, and accepts its result if that is computed
 already.
 """
 
@@ -18,16 +18,16 @@ from torch.nn.functional import logsigmoid
 from sympow.checks import check_choice
 from sympow.layers.precision import ConstantTable, FloatLinear, project
 
-# σ(6.906768) ≈ 0.999: where the authors' gates start. A state then half forgets in about 700 tokens.
+# σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
 
 
 class Gate(nn.Module, ABC):
-    """What all gates have in common: x (b, t, width) → log γ, or None."""
+    """Base class of gates: x (b, t, width) → log γ, or None."""
 
     @property
     def projection(self) -> nn.Module | None:
-        """What x goes through first."""
+        """The projection of x, or None."""
         return None
 
     @abstractmethod
@@ -42,13 +42,13 @@ class NoGate(Gate):
 
 
 class FixedGate(Gate):
-    """One constant γ per head, log γ = −m, with slopes m in geometric steps: short memories beside long ones.
+    """One constant γ per head, log γ = −m, with slopes m in a geometric sequence from fast to slow decay.
 
     By default m = 2^(−8 i / heads), i = 1 … heads: ALiBi's slopes, from 2^(−8/heads) down to 2^(−8).
 
     Args:
         heads: h_kv.
-        steepest: largest slope, of the head that forgets fastest.
+        steepest: largest slope, of the head that decays fastest.
         flattest: smallest slope.
     """
 
@@ -74,7 +74,7 @@ class LearnedGate(Gate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Starts at γ ≈ 0.999."""
+        """Initialises γ to about 0.999."""
         nn.init.constant_(self.logit, INITIAL_LOGIT)
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
@@ -83,7 +83,7 @@ class LearnedGate(Gate):
 
 
 class DataDependentGate(Gate):
-    """γ_i = σ(W_γ x_i): what the paper's gate and the one per pair have in common."""
+    """γ_i = σ(W_γ x_i): base class of the paper's gate and of the one per pair."""
 
     def __init__(self, width: int, outputs: int) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Gate and rotation of one token, as decoding wants them: on a GPU both in one kernel."""
+"""The attention layers: `ConformalAttention` and the softmax baseline, `SoftmaxAttention`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor, nn
 
 from sympow.checks import check_choice
 from sympow.layers.gates import DataDependentGate, Gate, make_gate
-from sympow.layers.heads import HeadShape, acts_on_pairs
-from sympow.layers.precision import project_together, weights_say_all
+from sympow.layers.precision import is_plain_projection, project_together
 from sympow.layers.rotations import DataDependentRotation, Rotation, make_rotation
 from sympow.ops.dispatch import Backend, Form, step_gates_unsupported_reason
 from sympow.ops.interface import attention
@@ -22,44 +22,58 @@ from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_posit
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
 
-
-def gate_and_turn(
-    x: Tensor, gate: Gate, rotation: Rotation, backend: Backend = "auto"
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """log γ, θ and β of one token of each sequence, x (b, 1, width), without gradients; None where there are none.
-
-    Args:
-        backend: "torch": no kernel. With "auto" and "triton", the kernel where it can serve.
-    """
-    of_gate, of_rotation = gate.projection, rotation.projection
-    present = [projection for projection in (of_gate, of_rotation) if projection is not None]
-    plain = [projection for projection in present if weights_say_all(projection, x.device)]
-    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
-        theta, beta = rotation(x)
-        return gate(x), theta, beta
-    from sympow.kernels.decode.gates import step_gates
-
-    found = step_gates(
-        x.flatten(0, -2).contiguous(),
-        None if of_gate is None else of_gate.weight,
-        None if of_gate is None else of_gate.bias,
-        None if of_rotation is None else of_rotation.weight,
-    )
-    log_gamma, beta = (flat.unflatten(0, x.shape[:-1]) for flat in found)
-    log_gamma = gate.by_heads(log_gamma) if isinstance(gate, DataDependentGate) else gate(x)
-    if isinstance(rotation, DataDependentRotation):
-        return log_gamma, rotation.rates(x.device), rotation.by_heads(beta)
-    return log_gamma, *rotation(x)
-
-
-# What a layer has read: it is given, and another is returned. A window in it stands for keys and values not folded yet.
+# The state after a prefix, which `forward` takes and returns. A `Window` holds keys and values not yet folded.
 LayerState = State | KeyValueState | Window
-# What a layer decodes with: every step changes it.
+# What `step` decodes with, and changes in place.
 LayerCache = Window | KeyValueCache
 
 
+@dataclass(frozen=True)
+class HeadShape:
+    """The heads of a layer with all defaults filled in: h, h_kv and d."""
+
+    heads: int
+    key_value_heads: int
+    head_dim: int
+
+    @classmethod
+    def resolve(
+        cls, width: int, heads: int, key_value_heads: int | None, head_dim: int | None, *, in_pairs: bool
+    ) -> HeadShape:
+        """Fills in what is None, and raises a ValueError where sizes do not fit.
+
+        Args:
+            width: size of the residual stream.
+            heads: query heads.
+            key_value_heads: None: as many as heads.
+            head_dim: None: width / heads.
+            in_pairs: whether gate or rotation act on pairs of entries, so that head_dim must be even.
+        """
+        for name, value in (("width", width), ("heads", heads)):
+            check_positive(name, value)
+        for name, optional in (("key_value_heads", key_value_heads), ("head_dim", head_dim)):
+            if optional is not None:
+                check_positive(name, optional)
+        if head_dim is None:
+            if width % heads:
+                raise ValueError(f"width must be a multiple of heads unless head_dim is given; got {width} and {heads}")
+            head_dim = width // heads
+        if key_value_heads is None:
+            key_value_heads = heads
+        if heads % key_value_heads:
+            raise ValueError(f"heads must be a multiple of key_value_heads; got {heads} and {key_value_heads}")
+        if in_pairs and head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary or vector gating, which act on pairs; got {head_dim}")
+        return cls(heads, key_value_heads, head_dim)
+
+
+def acts_on_pairs(gating: str, rotary: str) -> bool:
+    """Whether a gate or rotation of these kinds acts on pairs of entries of a head."""
+    return rotary != "none" or gating == "vector"
+
+
 class Mixer(nn.Module, ABC):
-    """Projections, gate and rotation around an attention operator that subclasses supply.
+    """Base class of attention layers: projections, gate and rotation around an operator that subclasses supply.
 
     Args:
         width: size of x and y.
@@ -105,18 +119,18 @@ class Mixer(nn.Module, ABC):
         mask: Tensor | None = None,
         shards: Shards | None = None,
     ) -> tuple[Tensor, LayerState | None]:
-        """Mixes x along time.
+        """Attends along time.
 
         Args:
             x: (b, t, width).
-            state: what came before, from an earlier call; None: nothing.
+            state: the state after the tokens before x, from an earlier call; None: there are none.
             return_state: whether to return the state after x. In training pass False: making it costs as much as
                 folding every token into it.
             cu_seqlens: offsets of packed documents, as in `sympow.attention`.
-            mask: (b, t) bool, True for tokens, False for padding, wherever it stands. Tokens give what they would give
-                if the padding were not there, and so does the state. y of padding means nothing, but is finite.
-            shards: where x is a part of a sequence that lies over several processes (`sympow.parallel`): whose tokens
-                are whose. Offsets of documents are theirs, and states are those of the whole sequence.
+            mask: (b, t) bool, True for tokens, False for padding at any position. y of tokens and the state are what
+                they would be without the padding. y of padding is finite, but has no meaning.
+            shards: for context parallelism (`sympow.parallel`), which rank holds which tokens of the sequence that x is
+                a shard of. It has the offsets of documents, and states are those of the whole sequence.
 
         Returns:
             y (b, t, width) and the state, or None in its place.
@@ -130,9 +144,7 @@ class Mixer(nn.Module, ABC):
         log_gamma = self.gate(x, for_gate)
         theta, beta = self.rotation(x, for_rotation)
         if shards is not None and cu_seqlens is not None:
-            raise ValueError(
-                "cu_seqlens cannot go with shards, which have offsets of the whole sequence: pass them there"
-            )
+            raise ValueError("cu_seqlens cannot go with shards: pass the offsets of the whole sequence there")
         if mask is not None:
             _check_mask(mask, x, cu_seqlens)
             k, v, log_gamma, beta = _without_padding(mask, k, v, log_gamma, beta, rotated=theta is not None)
@@ -152,7 +164,7 @@ class Mixer(nn.Module, ABC):
 
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""
-        log_gamma, theta, beta = gate_and_turn(x, self.gate, self.rotation, self.backend)
+        log_gamma, theta, beta = gate_and_rotate(x, self.gate, self.rotation, self.backend)
         q, k, v = self._project(x)
         y = cache.step(*_in(cache.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
         return self.out_proj(y.to(q.dtype).flatten(2))
@@ -205,9 +217,9 @@ class ConformalAttention(Mixer):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
-        # A key of zero has no score, so that there is nothing left to mask.
+        # Keys of padding are zero and so have no score: no mask is needed.
         if isinstance(options["initial_state"], Window) and "shards" not in options:
-            return self._read_on(q, k, v, return_state=return_state, **options)
+            return self._extend(q, k, v, return_state=return_state, **options)
         how: dict[str, Any] = {"form": self.form, "backend": self.backend, "chunk_size": self.chunk_size}
         operator: Any = attention
         if "shards" in options:
@@ -216,7 +228,7 @@ class ConformalAttention(Mixer):
             return operator(q, k, v, self.power, return_state=True, **how, **options)
         return operator(q, k, v, self.power, **how, **options), None
 
-    def _read_on(
+    def _extend(
         self,
         q: Tensor,
         k: Tensor,
@@ -227,10 +239,10 @@ class ConformalAttention(Mixer):
         cu_seqlens: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, LayerState | None]:
-        """The same behind keys and values in place of a state: keys and values again."""
+        """Continues after a window of keys and values instead of a state, and returns a longer one."""
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens cannot go with a state of keys and values: fold it first")
-        # A copy: what is given belongs to the caller.
+        # A copy, since the given window belongs to the caller.
         window = initial_state.resized(initial_state.tokens + q.shape[1])
         y = window.read(*_in(window.values.dtype, q, k, v), backend=self.backend, **options)
         return y.to(q.dtype), window if return_state else None
@@ -243,12 +255,41 @@ class SoftmaxAttention(Mixer):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, return_state: bool, **options: Any
     ) -> tuple[Tensor, LayerState | None]:
         if "shards" in options:
-            from sympow.parallel.softmax_attention import softmax_attention as sharded
+            from sympow.parallel.context_parallel import softmax_attention as sharded
 
             return sharded(q, k, v, mask=mask, return_state=return_state, **options), None
         if return_state:
             return softmax_attention(q, k, v, mask=mask, return_state=True, **options)
         return softmax_attention(q, k, v, mask=mask, **options), None
+
+
+def gate_and_rotate(
+    x: Tensor, gate: Gate, rotation: Rotation, backend: Backend = "auto"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log γ, θ and β of one token per sequence, x (b, 1, width), without gradients; None where a layer has none.
+
+    Args:
+        backend: "torch": no kernel; "auto" or "triton": one kernel for both, where it supports x and the weights.
+    """
+    of_gate, of_rotation = gate.projection, rotation.projection
+    present = [projection for projection in (of_gate, of_rotation) if projection is not None]
+    plain = [projection for projection in present if is_plain_projection(projection, x.device)]
+    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
+        theta, beta = rotation(x)
+        return gate(x), theta, beta
+    from sympow.kernels.decode.gate_projection import step_gates
+
+    found = step_gates(
+        x.flatten(0, -2).contiguous(),
+        None if of_gate is None else of_gate.weight,
+        None if of_gate is None else of_gate.bias,
+        None if of_rotation is None else of_rotation.weight,
+    )
+    log_gamma, beta = (flat.unflatten(0, x.shape[:-1]) for flat in found)
+    log_gamma = gate.by_heads(log_gamma) if isinstance(gate, DataDependentGate) else gate(x)
+    if isinstance(rotation, DataDependentRotation):
+        return log_gamma, rotation.rates(x.device), rotation.by_heads(beta)
+    return log_gamma, *rotation(x)
 
 
 def _in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,11 +311,11 @@ def _check_mask(mask: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> None:
 def _without_padding(
     mask: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, beta: Tensor | None, *, rotated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Keys, values, gates and rotation scales with which padding adds nothing, forgets nothing and turns nothing."""
+    """Keys, values, gates and rotation scales with which padding neither adds to a state nor decays or rotates it."""
     padding = ~mask[:, :, None]
     k, v = (x.masked_fill(padding.unsqueeze(-1), 0.0) for x in (k, v))
     if rotated and beta is None:
-        # A fixed rotation would count padding as steps.
+        # A fixed rotation would advance at padding.
         beta = mask.to(torch.promote_types(k.dtype, torch.float32)).unsqueeze(-1).expand(-1, -1, k.shape[2])
     gates_and_scales = (
         None if x is None else x.masked_fill(padding if x.ndim == 3 else padding.unsqueeze(-1), 0.0)

@@ -1,5 +1,4 @@
-"""The small projections behind gates and rotations."""
-
+"""Float32 projections and float64 constants of gates and rotations. `FloatLinear` initialises W_γ and W_β to zero."""
 
 # No `from __future__ import annotations`: the operator's schema is read off the annotations.
 
@@ -17,9 +16,9 @@ class FloatLinear(nn.Linear):
     """x Wᵀ + b in float32 or better, whatever the dtype of x and with or without autocast.
 
     Gates and rotation scales are summed over the whole sequence; near γ = 1 a bfloat16 logit would leave three
-    significant bits of log γ. W starts at zero, so that a layer starts from what the bias says for every input.
+    significant bits of log γ. W is initialised to zero, so that at first the result is the bias for every input.
 
-    It is an `nn.Linear` to tools such as peft, which put adapters around those.
+    A subclass of `nn.Linear`, so that tools such as peft wrap it with adapters.
 
     Args:
         inputs: width of x.
@@ -28,12 +27,12 @@ class FloatLinear(nn.Linear):
     """
 
     def __init__(self, inputs: int, outputs: int, bias: float | None = None) -> None:
-        # Read by reset_parameters, which this calls.
+        # Set first: super().__init__ calls reset_parameters, which reads it.
         self.initial_bias = bias
         super().__init__(inputs, outputs, bias=bias is not None)
 
     def reset_parameters(self) -> None:
-        """W = 0, and the bias where it was asked to start."""
+        """W = 0, and every bias at its initial value."""
         nn.init.zeros_(self.weight)
         if self.initial_bias is not None:
             nn.init.constant_(self.bias, self.initial_bias)
@@ -46,31 +45,31 @@ class FloatLinear(nn.Linear):
 
 
 def project(x: Tensor, projection: nn.Module) -> Tensor:
-    """What a projection makes of x (…, width), with whatever a tool has put around it, in float32 or better."""
+    """Projects x (…, width) in float32 or better, through any adapter around the projection."""
     # An adapter computes in the dtype of its input, or of autocast.
     with without_autocast(x.device):
         return projection(x.to(torch.promote_types(x.dtype, torch.float32)))
 
 
-def weights_say_all(projection: nn.Module, device: torch.device) -> TypeGuard[FloatLinear]:
-    """Whether its weight and bias give what calling it gives, so that a kernel on a device may take them.
+def is_plain_projection(projection: nn.Module, device: torch.device) -> TypeGuard[FloatLinear]:
+    """Whether a kernel can use the weight and bias of a projection instead of calling it.
 
-    With an adapter around it they do not, nor where an offloaded weight comes to the device only for a call.
+    It cannot with an adapter around the projection, or where an offloaded weight is on the device only during a call.
     """
     return type(projection) is FloatLinear and projection.weight.device == device
 
 
 def project_together(x: Tensor, projections: list[nn.Module | None], dtype: torch.dtype) -> list[Tensor | None]:
-    """What each projection makes of x (b, t, width); None where there is none.
+    """Projects x (b, t, width) through each projection; None where there is none.
 
-    On a GPU that computes in bfloat16, x is rounded to it, as for queries, keys and values, and read once for all. The
-    weights are not, and neither are the results.
+    On a GPU and in bfloat16, x is rounded, as for queries, keys and values, and one product computes all projections.
+    Weights and results are not rounded.
 
     Args:
         dtype: what the layer computes in.
     """
     present = [projection for projection in projections if projection is not None]
-    plain = [projection for projection in present if weights_say_all(projection, x.device)]
+    plain = [projection for projection in present if is_plain_projection(projection, x.device)]
     if not (plain and len(plain) == len(present) and x.is_cuda and dtype == torch.bfloat16):
         return [None if projection is None else project(x, projection) for projection in projections]
     weight = torch.cat([projection.weight for projection in plain])
@@ -80,7 +79,7 @@ def project_together(x: Tensor, projections: list[nn.Module | None], dtype: torc
 
 
 def multiply_precisely(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ in float32 for x (…, width) in bfloat16 and W (outputs, width), of which sixteen bits count."""
+    """x Wᵀ in float32 for x (…, width) in bfloat16 and W (outputs, width), sixteen bits of whose mantissa are used."""
     with torch.no_grad():
         high = weight.to(x.dtype)
         low = (weight - high.to(weight.dtype)).to(x.dtype)
@@ -92,7 +91,7 @@ def multiply_precisely(x: Tensor, weight: Tensor) -> Tensor:
 
 @torch.library.custom_op("sympow::multiply_terms", mutates_args=())
 def _multiply_terms(x: Tensor, terms: Tensor, weight: Tensor) -> Tensor:
-    """x (n, width) times both terms of W, (n, 2 outputs) float32; W itself is there to be differentiated."""
+    """x (n, width) times both terms of W, (n, 2 outputs) float32; W itself is an input for its gradient."""
     if x.is_cuda:
         return torch.mm(x, terms.mT, out_dtype=torch.float32)
     return x.to(torch.float32) @ terms.to(torch.float32).mT
@@ -110,7 +109,7 @@ def _save_factors(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _differentiate_product(ctx: Any, d_product: Tensor) -> tuple[Tensor, None, Tensor]:
-    # Both terms are added up, so that their gradients are the same. Products in the dtype of x, as autocast has them.
+    # Both terms are added, so their gradients are the same. Products are in the dtype of x, as under autocast.
     x, terms = ctx.saved_tensors
     outputs = len(terms) // 2
     d_result = d_product[:, :outputs].to(x.dtype)
@@ -121,11 +120,11 @@ _multiply_terms.register_autograd(_differentiate_product, setup_context=_save_fa
 
 
 class ConstantTable(nn.Module):
-    """A float64 tensor, known from the configuration, on whatever device it is asked for.
+    """A constant float64 tensor on the device it is asked for.
 
-    Not a buffer: `module.to(torch.bfloat16)` would round a buffer, and a rotation rate's rounding is multiplied by the
-    position; and a module made on the meta device would find it uninitialised. The tensor follows the module from
-    device to device, and is made again from plain numbers when it is wanted on yet another.
+    Not a buffer: `module.to(torch.bfloat16)` would round a buffer, and the rounding of a rotation rate is multiplied by
+    the position; and on the meta device a buffer would be uninitialised. The tensor moves with the module, and is made
+    again from Python numbers on any other device.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -139,20 +138,20 @@ class ConstantTable(nn.Module):
         if self._table.device == device:
             return self._table
         table = self._on(device)
-        # Not while a compiler traces: what it makes must not outlive the trace, and a compiled module would be compiled
-        # anew because of the change.
+        # Not while torch.compile traces: its tensors must not outlive the trace, and the change of the module would
+        # trigger a recompilation.
         if type(table) is Tensor and not torch.compiler.is_compiling():
             self._table = table
         return table
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # What `module.to` does to parameters, as far as the device is concerned.
+        # Follows `module.to` to another device, but not to another dtype.
         device = fn(torch.empty(0, device=self._table.device)).device
         if device.type != "meta" and device != self._table.device:
             self._table = self._on(device)
         return super()._apply(fn, recurse)
 
     def _on(self, device: torch.device) -> Tensor:
-        # A tensor made in inference mode could not take part in a later backward pass.
+        # An inference tensor could not be used in a later backward pass.
         with torch.inference_mode(False):
             return torch.tensor(self.values, dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
-"""Rotations: from a layer's input to the rates θ and scales β that turn queries and keys (paper §2.2 and §3.2).
+"""Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialised to zero (paper §2.2 and §3.2).
 
 Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
-not apply, in float32 or better. One that projects x says so in `projection`, and takes the result if it is there
-already.
+not apply, in float32 or better. A rotation that projects x has a `projection`, and accepts its result if that is
+computed already.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ RatesAndScales = tuple[Tensor | None, Tensor | None]
 
 
 class Rotation(nn.Module, ABC):
-    """What all rotations have in common: x (b, t, width) → (θ, β)."""
+    """Base class of rotations: x (b, t, width) → (θ, β)."""
 
     @property
     def projection(self) -> nn.Module | None:
-        """What x goes through first."""
+        """The projection of x, or None."""
         return None
 
     @abstractmethod
@@ -33,14 +33,14 @@ class Rotation(nn.Module, ABC):
 
 
 class NoRotation(Rotation):
-    """Nothing turns."""
+    """No rotation."""
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         return None, None
 
 
 class FixedRotation(Rotation):
-    """θ_i = 2π / N^(2(i-1)/d) at every step: rotary embeddings (§2.2)."""
+    """θ_i = 2π / N^(2(i-1)/d) at every step: RoPE (§2.2)."""
 
     def __init__(self, head_dim: int, max_document: int) -> None:
         super().__init__()
@@ -70,12 +70,13 @@ class LearnedRotation(Rotation):
 
 
 class DataDependentRotation(Rotation):
-    """β_i = 1 + tanh(W_β x_i): what the paper's rotation and the one per pair have in common.
+    """β_i = 1 + tanh(W_β x_i): base class of the paper's rotation and of the one per pair.
 
     Attributes:
         gradient_scale: factor on the gradient that comes back through β, to W_β and to x alike; the output is the same.
-            A β turns all that is read after it, so its gradient sums over every later position. Adam does not mind the
-            size of a parameter's gradient; x and a common clipping do. Set for training, and no part of a model.
+            Each β rotates all later queries and keys, so its gradient is a sum over all later positions. Adam is
+            invariant to the scale of a parameter's gradient; the gradient of x and gradient clipping are not. Set by
+            training, and not saved with a model.
     """
 
     def __init__(self, width: int, outputs: int, head_dim: int, max_document: int) -> None:
@@ -100,7 +101,7 @@ class DataDependentRotation(Rotation):
         beta = 1 + (project(x, self.beta_proj) if projected is None else projected).tanh()
         if self.gradient_scale == 1:
             return beta
-        # What is added is exactly zero.
+        # The term added is exactly zero; only its gradient is not.
         return beta.detach() + self.gradient_scale * (beta - beta.detach())
 
 

@@ -1,4 +1,4 @@
-"""The language model."""
+"""The language model: `GPT`, its config and presets, the loss, its file format, and its costs."""
 
 from sympow.model.config import PRESETS, GPTConfig
 from sympow.model.gpt import GPT

@@ -1,4 +1,4 @@
-"""What a model weighs and computes: parameters, state, operations. Counted from its config, taking no memory."""
+"""Parameters, state size and FLOPs of a model, counted from its config without allocating it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class ParameterCount:
 
     @property
     def gating_overhead(self) -> float:
-        """What gating adds, as a fraction of base."""
+        """The parameters of gating, as a fraction of base."""
         return self.gated / self.base - 1
 
     @property
     def total_overhead(self) -> float:
-        """What gating and rotary add together, as a fraction of base."""
+        """The parameters of gating and rotary together, as a fraction of base."""
         return self.total / self.base - 1
 
 
 def count_parameters(config: GPTConfig) -> ParameterCount:
-    """Counts on the meta device, so that no memory is taken."""
+    """Counts the parameters of a model on the meta device."""
     plain_rotary = replace(config, rotary="none" if config.rotary == "none" else "fixed")
     variants = (replace(plain_rotary, gating="none"), plain_rotary, config)
     with torch.device("meta"):
@@ -47,14 +47,14 @@ def count_parameters(config: GPTConfig) -> ParameterCount:
 
 
 def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> None:
-    """Refuses to train a model whose weights have no room, before they take the memory of everything else.
+    """Raises ValueError if a model is too large to be trained, before it exhausts the memory.
 
     Args:
-        processes: that share parameters, gradients and optimizer out among them; 1: this one has all.
+        processes: over which parameters, gradients and optimizer states are sharded.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine
-    # Built on the host as a whole; trained with as many gradients and two moments of Adam, all in float32.
+    # The host builds the whole model; training adds gradients and two moments of Adam, all in float32.
     for what, needed, there in (
         ("build", 4 * config.weights, machine),
         ("train", 16 * config.weights // processes, room),
@@ -69,21 +69,21 @@ def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> N
 def state_elements(config: GPTConfig) -> int:
     """Numbers in the state of one sequence, all layers: D (d + 1) per head, as the paper counts (§4.1).
 
-    The paper gives sizes in bfloat16. States here are float32, in which sums over long contexts stay exact enough.
+    The paper gives sizes in bfloat16. States here are float32, so that sums over long contexts stay precise.
     """
     shape = config.head_shape
     return config.layers * shape.key_value_heads * symmetric_dim(shape.head_dim, config.power) * (shape.head_dim + 1)
 
 
 def key_value_elements(config: GPTConfig, context: int) -> int:
-    """Numbers in a key/value cache of one sequence at a context, all layers."""
+    """Numbers in the key/value cache of one sequence of `context` tokens, all layers."""
     shape = config.head_shape
     return config.layers * shape.key_value_heads * context * 2 * shape.head_dim
 
 
 @dataclass(frozen=True)
 class MixingOperations:
-    """Operations per token of all attention layers, forward, averaged over a sequence of `context` tokens."""
+    """FLOPs per token of all attention layers, forward, averaged over a sequence of `context` tokens."""
 
     context: int
     attention: float
@@ -93,7 +93,7 @@ class MixingOperations:
 
 
 def mixing_operations(config: GPTConfig, context: int) -> MixingOperations:
-    """Operations of each form at a context; a multiplication and an addition count two.
+    """FLOPs of each form at a context; a multiplication and an addition count as two.
 
     The chunk size is the config's, or the one the cost model chooses for a GPU; it never exceeds the context.
     """
@@ -107,7 +107,7 @@ def mixing_operations(config: GPTConfig, context: int) -> MixingOperations:
         parallel=shape.key_value_heads,
     )
     chunk_size = min(context, config.chunk_size or best_chunk_size(work, GPU))
-    # A recurrence queries and folds every token, in chunks of one.
+    # The recurrent form queries the state and folds a token into it at every step: chunks of one token.
     recurrent = replace(work, initial_state=True, return_state=True)
     per_token = config.layers * shape.key_value_heads / context
     return MixingOperations(
@@ -120,13 +120,13 @@ def mixing_operations(config: GPTConfig, context: int) -> MixingOperations:
 
 
 def other_operations(config: GPTConfig) -> int:
-    """Operations per token outside the attention operator, forward: two for every weight a token is multiplied with."""
+    """FLOPs per token outside the attention operator, forward: two for every entry of a weight matrix."""
     with torch.device("meta"):
         model = GPT(config)
     return 2 * sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
 def crossover(config: GPTConfig) -> int:
-    """The context from which a state takes fewer operations per token than attention does."""
+    """The context from which the recurrent form takes fewer FLOPs per token than the attention form."""
     shape = config.head_shape
     return crossover_length(shape.head_dim, shape.head_dim, config.power, shape.heads // shape.key_value_heads)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from sympow.checks import check_at_most, check_choice
 from sympow.layers.gates import GATES
-from sympow.layers.heads import HeadShape, acts_on_pairs
+from sympow.layers.mixers import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS
 from sympow.ops.dispatch import Backend, Form
 from sympow.ops.symmetric import check_features

@@ -1,7 +1,7 @@
-"""Cross-entropy of a vocabulary without ever holding the logits of all tokens.
+"""Cross-entropy over a vocabulary without materialising the logits of all tokens.
 
-The loss of a stretch of tokens is computed together with its gradients, while its logits exist: three products, none
-of them repeated, and memory for `tokens` rows of logits instead of all of them.
+The loss of a block of rows is computed together with its gradients while its logits are in memory: three matrix
+products, none of them recomputed, and memory for `tokens` rows of logits instead of all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sympow.checks import check_choice
 from sympow.ops.dispatch import Backend, cross_entropy_unsupported_reason
 from sympow.ops.validation import BACKENDS
 
-# Matrix units want a multiple of this many columns; GPT-2's 50,257 is not one.
+# Tensor cores need the number of columns to be a multiple of this; GPT-2's 50,257 is not.
 ALIGNMENT = 64
 
 
@@ -37,9 +37,9 @@ def linear_cross_entropy(
         features: (…, width).
         weight: (vocabulary, width).
         targets: (…,) integers below the vocabulary.
-        tokens: rows of logits that may exist at once.
+        tokens: rows of logits in memory at a time.
         dtype: of the products; None: that of the weight.
-        backend: "torch": no kernel for the gradient of the logits. With "auto" and "triton", one on a GPU.
+        backend: "torch": plain PyTorch; "auto" and "triton": a Triton kernel for the gradient of the logits on a GPU.
     """
     _check(features, weight, targets, tokens)
     check_choice("backend", backend, BACKENDS)
@@ -57,11 +57,11 @@ def token_losses(
     with torch.no_grad():
         rows = features.reshape(-1, features.shape[-1])
         table = _aligned(weight, dtype or weight.dtype)
-        parts = [
-            _losses(part.to(table.dtype), table, of, weight.shape[0])
-            for part, of, _ in _stretches(rows, targets.reshape(-1), tokens)
+        losses = [
+            _losses(block.to(table.dtype), table, of, weight.shape[0])
+            for block, of, _ in _row_blocks(rows, targets.reshape(-1), tokens)
         ]
-        return torch.cat(parts).view(targets.shape)
+        return torch.cat(losses).view(targets.shape)
 
 
 def _check(features: Tensor, weight: Tensor, targets: Tensor, tokens: int) -> None:
@@ -71,7 +71,7 @@ def _check(features: Tensor, weight: Tensor, targets: Tensor, tokens: int) -> No
             f"got {tuple(features.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
         )
     if targets.numel() == 0:
-        raise ValueError("targets must not be empty: a mean over nothing is no loss")
+        raise ValueError("targets must not be empty: the mean over no tokens is not defined")
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
 
@@ -93,8 +93,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = features.new_zeros((), dtype=torch.promote_types(features.dtype, torch.float32))
         fused = backend != "torch" and cross_entropy_unsupported_reason(features, table.dtype) is None
         step = _fused_step if fused else _step
-        for part, of, rows in _stretches(features, targets, tokens):
-            operand = part.to(dtype)
+        for block, of, rows in _row_blocks(features, targets, tokens):
+            operand = block.to(dtype)
             loss, d_logits = step(operand @ table.mT, of, weight.shape[0], 1 / len(targets))
             total += loss
             d_features[rows] = d_logits @ table
@@ -121,7 +121,7 @@ def _step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tup
 
 
 def _fused_step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) -> tuple[Tensor, Tensor]:
-    """As `_step`, in one kernel; the gradient takes the place of the logits."""
+    """As `_step`, in one kernel, which overwrites the logits by their gradient."""
     from sympow.kernels.cross_entropy import cross_entropy_in_place
 
     return cross_entropy_in_place(logits, targets, vocabulary, scale).sum() * scale, logits
@@ -134,13 +134,14 @@ def _losses(features: Tensor, table: Tensor, targets: Tensor, vocabulary: int) -
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight in a dtype, with rows of zeros up to a multiple that products are fast for."""
+    """The weight in a dtype; on a GPU padded by rows of zeros to a multiple of ALIGNMENT."""
     weight = weight.detach().to(dtype)
-    beyond = -weight.shape[0] % ALIGNMENT
-    return pad(weight, (0, 0, 0, beyond)) if weight.is_cuda and beyond else weight
+    padding = -weight.shape[0] % ALIGNMENT
+    return pad(weight, (0, 0, 0, padding)) if weight.is_cuda and padding else weight
 
 
-def _stretches(features: Tensor, targets: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+def _row_blocks(features: Tensor, targets: Tensor, tokens: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
+    """Blocks of `tokens` rows: features, targets and which rows they are."""
     for start in range(0, len(targets), tokens):
         rows = slice(start, start + tokens)
         yield features[rows], targets[rows], rows

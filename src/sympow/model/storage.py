@@ -1,4 +1,4 @@
-"""A model in a folder: its config as JSON, its parameters as safetensors."""
+"""Saves and loads a model as a folder: its config as JSON, its parameters as safetensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tensor]) -> None:
-    """Writes a model into a folder. Each file is replaced as a whole, so an interrupted writing leaves the earlier one.
+    """Writes a model into a folder. Each file is replaced once it is complete: an interruption leaves the earlier one.
 
     Args:
         weights: as `GPT.state_dict` names them.

@@ -1,4 +1,4 @@
-"""What states of any kind have in common: some tensors, a batch axis in front, nothing computed."""
+"""What torch.compile, torch.func and FSDP2 need to know: states as pytrees, and sizes left symbolic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Record = TypeVar("Record")
 
 
 class TensorRecord:
-    """A base for frozen dataclasses whose members are tensors (or None) with the batch first, and plain values."""
+    """Base class of states: dataclasses of tensors (or None) with the batch on the first axis, and of plain values."""
 
     @property
     def nbytes(self) -> int:
@@ -27,7 +27,7 @@ class TensorRecord:
         return any(tensor.requires_grad for tensor in self._tensors().values())
 
     def detach(self) -> Self:
-        """The same, cut from the graph that made it."""
+        """The same tensors, detached from the autograd graph."""
         return self._map(Tensor.detach)
 
     def clone(self) -> Self:
@@ -51,23 +51,26 @@ class TensorRecord:
 
 
 class Sealed(Generic[Record]):
-    """A record on its way into or out of a module, which nothing in between takes apart.
+    """A wrapper that hides a state from FSDP2 where a module takes or returns it.
 
-    FSDP2 casts every floating-point tensor that it finds among a module's inputs and outputs to the dtype it computes
-    in, and it looks into dataclasses: states would be rounded at every call. It does not look into this.
+    FSDP2 casts every floating-point tensor among a module's inputs and outputs to the dtype it computes in, even inside
+    dataclasses, so states would be rounded at every call. It does not look into this class.
 
     Attributes:
-        record: what is inside.
+        record: the state.
     """
 
     def __init__(self, record: Record) -> None:
         self.record = record
 
 
-def register_as_tree(cls: type[TensorRecord], *values: str) -> None:
-    """Lets torch.compile, checkpointing and torch.func see the tensors inside a record; `values` names the others.
+def register_as_pytree(cls: type[TensorRecord], *values: str) -> None:
+    """Registers a class as a pytree, so that torch.compile, checkpointing and torch.func see the tensors inside.
 
-    Rebuilding skips __init__: a tree may hold anything in place of the tensors, which checks would refuse.
+    Unflattening skips __init__, whose checks would refuse what torch puts in place of the tensors.
+
+    Args:
+        values: names of the members that are no tensors.
     """
 
     def flatten(record: TensorRecord) -> tuple[list[Any], tuple[Any, ...]]:
@@ -85,7 +88,7 @@ def register_as_tree(cls: type[TensorRecord], *values: str) -> None:
 
 
 def check_tensor_member(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Refuses a member that is no tensor, or of another dtype than those allowed."""
+    """Raises a TypeError for a member that is not a tensor of one of the dtypes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
@@ -93,17 +96,17 @@ def check_tensor_member(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) 
 
 
 def is_known(size: int) -> bool:
-    """Whether a size is a number, and not one that a compiler leaves open."""
+    """Whether a size is a number, and not symbolic in a graph that torch.compile or torch.export traces."""
     if not torch.compiler.is_compiling():
         return True
-    # Imported here, since it takes longer to import than all of this package.
+    # Imported here, since it takes longer to import than all of sympow.
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
     return has_static_value(size)
 
 
-def stretches(length: int, size: int | None) -> list[slice]:
-    """Slices that together have all of an axis, each of at most `size`; one for None, or for a length left open."""
+def slices(length: int, size: int | None) -> list[slice]:
+    """Consecutive slices of at most `size` that cover an axis; one slice if `size` is None or the length symbolic."""
     if size is None or not (is_known(length) and is_known(size)):
         return [slice(None)]
     return [slice(start, start + size) for start in range(0, length, size)]

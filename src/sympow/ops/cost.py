@@ -1,4 +1,4 @@
-"""What each form costs, and the choices that follow from it.
+"""Cost model of the forms in plain PyTorch, from which the cheaper form and the chunk size are chosen.
 
 Counted for one sequence of t tokens and one key/value head with g query heads of dim d, value dim e, D features:
 
@@ -6,13 +6,13 @@ Counted for one sequence of t tokens and one key/value head with g query heads o
     query a state with one token        g · 2D(e + 1)
     fold one token into a state             2D(e + 1)
 
-The attention form is one chunk of t tokens; it touches a state only where one is given or asked for. The chunked form
-queries in every chunk but the first, and folds in every chunk but the last (a state given or asked for adds those).
+The attention form is one chunk of t tokens; it queries or updates a state only where one is given or asked for. The
+chunked form queries in every chunk but the first, and folds in every chunk but the last (a state given or asked for
+adds those).
 
-Operations alone would favour tiny chunks. What speaks for larger ones is the rest of a machine's time, which `Machine`
-expresses in operations too: scores and features pass through memory several times (made, multiplied, weighted, used),
-every chunk reads and writes the state it carries twice (decay, sum), and every chunk is some hundred calls, shared by
-all sequences and heads of the batch.
+Operations alone would favour tiny chunks. Larger chunks save memory traffic and launches, which `Machine` expresses in
+operations: scores and features are read or written several times, the state is read and written twice in every chunk
+(decay, sum), and every chunk has about a hundred launches, shared by all sequences and heads of the batch.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ LARGEST_CHUNK = 1 << 16
 
 @dataclass(frozen=True)
 class Machine:
-    """How many operations of a matrix product take as long as moving one element, and as issuing one chunk's calls."""
+    """How many operations of a matrix product take as long as moving one element, and as the launches of one chunk."""
 
     per_element: float
     per_chunk: float
 
 
-# Two Arm server cores: 60 GFLOP/s in float32, 4 billion elements a second, 2 ms for the calls of a chunk.
+# Two Arm server cores: 60 GFLOP/s in float32, 4 billion elements per second, 2 ms for the launches of a chunk.
 CPU = Machine(per_element=16, per_chunk=1e8)
-# A large GPU, float32: 40 TFLOP/s, 800 billion elements a second, 0.5 ms.
+# A large GPU, float32: 40 TFLOP/s, 800 billion elements per second, 0.5 ms.
 GPU = Machine(per_element=50, per_chunk=2e10)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations in matrix products (a multiplication and an addition count two), elements moved, chunks issued."""
+    """Operations of matrix products (a multiply-add counts as two), elements moved, and chunks."""
 
     operations: float = 0.0
     elements: float = 0.0
@@ -58,13 +58,13 @@ class Cost:
         return Cost(self.operations * factor, self.elements * factor, self.chunks * factor)
 
     def on(self, machine: Machine) -> float:
-        """All of it in operations."""
+        """The whole cost in operations of matrix products."""
         return self.operations + machine.per_element * self.elements + machine.per_chunk * self.chunks
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One sequence and one key/value head, as far as cost is concerned; `parallel` of them share a call."""
+    """What the cost of one sequence and one key/value head depends on; `parallel` of them share a call."""
 
     length: int
     key_dim: int
@@ -132,7 +132,7 @@ def cheaper_form(work: Workload, machine: Machine) -> Literal["attention", "chun
 
 
 def crossover_length(key_dim: int, value_dim: int, power: int, group: int = 1) -> int:
-    """The context at which query and fold of a state take as many operations a token as attending does.
+    """The context at which querying and updating a state takes as many operations per token as attending.
 
     Operations alone, for long sequences: g t (d + e + 1) = (g + 1) 2D(e + 1).
     """

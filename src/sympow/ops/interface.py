@@ -26,8 +26,7 @@ from sympow.ops.sequence import Sequence, divide, run_documents
 from sympow.ops.state import State
 from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights, to_full
 from sympow.ops.torch.dynamic_length import run_open_length
-from sympow.ops.torch.forms import run_portable
-from sympow.ops.torch.late_queries import run_late_queries
+from sympow.ops.torch.forms import run_late_queries, run_portable
 from sympow.ops.torch.products import query_state, update_state
 from sympow.ops.validation import (
     BACKENDS,
@@ -106,25 +105,25 @@ def attention(
     equals one call over both, whatever their forms, gradients included.
 
     Args:
-        q: queries (b, t, h, d), float64, float32, bfloat16 or float16. There may be fewer of them than keys: then they
-            are those of the last tokens, and y is of these alone.
-        k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i reads key head i // (h / h_kv).
+        q: queries (b, t, h, d), float64, float32, bfloat16 or float16. If there are fewer of them than keys, they
+            are those of the last tokens, and y has only these.
+        k: keys (b, t, h_kv, d); h is a multiple of h_kv, and query head i attends to key head i // (h / h_kv).
         v: values (b, t, h_kv, e).
         power: p, even and at least 2.
         log_gamma: log of the gates γ, none positive, −inf allowed; float32 or float64. (b, t, h_kv), or
-            (b, t, h_kv, d/2) for a gate per rotated pair, each scaling its pair of every key by γ^(1/p) a step.
+            (b, t, h_kv, d/2) for a gate per rotated pair, each scaling its pair of every key by γ^(1/p) per step.
             None: no gating.
         beta: scales of the rotation, (b, t, h_kv) or (b, t, h_kv, d/2), float32 or float64. Needs `theta`.
-        theta: rotation rates (d/2,) in radians a token, float32 or float64 (`rotary_rates`). Alone: fixed rotary.
+        theta: rotation rates (d/2,) in radians per token, float32 or float64 (`rotary_rates`). Without beta: RoPE.
             None: no rotation.
         cu_seqlens: offsets of packed documents, (n + 1,) int32 or int64 from 0 to t, for batch 1. Neither attention,
             state nor phase crosses from one document to the next; states then have one batch entry per document.
-        initial_state: what came before; None: nothing.
+        initial_state: the state after the tokens before; None: there are none.
         return_state: whether to return (y, state) instead of y.
         form: "attention" (quadratic in t), "chunked" (linear in t), "recurrent" (token by token), or "auto": the
             cheaper of the first two (`sympow.ops.cost`). All give the same numbers.
-        backend: "torch" (anywhere), "triton" (fused kernels; raises where they cannot serve the call), or "auto": the
-            kernels on a GPU wherever they can.
+        backend: "torch" (anywhere), "triton" (fused kernels; raises where they do not support the call), or "auto":
+            the kernels on a GPU wherever they support the call.
         chunk_size: tokens per chunk of the chunked form; None: chosen by cost.
 
     Returns:
@@ -133,7 +132,7 @@ def attention(
         the same tile of a kernel (docs/mathematics.md).
 
     Raises:
-        ValueError, TypeError: where an argument does not fit; the message names it.
+        ValueError, TypeError: an argument is invalid; the message names it.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 100, 2, 16)
@@ -158,7 +157,7 @@ def attention(
         documents = None if cu_seqlens is None else len(cu_seqlens) - 1
         check_state(initial_state, q, k, v, power, theta is not None, documents)
     sequence = Sequence(q, k, v, log_gamma, beta, theta, power)
-    # Under autocast the products below would silently run in half precision, states included.
+    # Autocast would run the products below in half precision, those of states included.
     with without_autocast(q.device):
         run = partial(_run, return_state=return_state, form=form, chunk_size=chunk_size, backend=backend)
         with_states = initial_state is not None or return_state
@@ -276,8 +275,8 @@ def _state_after(sequence: Sequence, kv: Tensor, normalizer: Tensor, phase: Tens
 
 
 def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: bool) -> tuple[Tensor, State | None]:
-    """No tokens: an empty output, and the state as it was."""
-    # Made from q rather than anew, so that a graph through it does not break.
+    """An empty output for no tokens, and the unchanged state."""
+    # From q, so that the output stays connected to the autograd graph.
     y = sequence.q[..., :1].expand(*sequence.q.shape[:3], sequence.value_dim).clone()
     if not return_state:
         return y, None

@@ -1,6 +1,6 @@
-"""Softmax decoding with a cache of fixed room: tokens are written behind those it holds, nothing is copied.
+"""`KeyValueCache`: softmax decoding with a cache of fixed capacity, updated in place.
 
-What `Window` is to symmetric power attention, this is to softmax, so that the two are compared at their best.
+It is to softmax attention what `Window` is to symmetric power attention, so that the two are compared at their best.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_choice
-from sympow.ops.compilation import TensorRecord, register_as_tree
+from sympow.ops.compilation import TensorRecord, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
 from sympow.ops.sequence import Sequence, rotate_sequence
@@ -22,20 +22,20 @@ from sympow.ops.validation import BACKENDS, check_positive, check_tensors
 
 @dataclass(eq=False)
 class KeyValueCache(TensorRecord):
-    """The keys and values of a batch of sequences, with room for more. Steps change it in place.
+    """The keys and values of a batch of sequences, with free positions for more. Steps update it in place.
 
-    As with `Window`, a step waits for nothing on the host, so that one captured CUDA graph can be replayed at any
-    filling. A step for which there is no room returns NaN and leaves the cache as it is.
+    As with `Window`, a step does not synchronize with the device, so that one captured CUDA graph can be replayed
+    however full the cache is. A step into a full cache returns NaN and does not modify the cache.
 
     Attributes:
-        keys: turned keys, (b, h_kv, W, d).
+        keys: rotated keys, (b, h_kv, W, d).
         values: (b, h_kv, W, e).
         decay: running sums of log γ, (b, h_kv, W) float64; None without gates.
-        count: tokens held, (b, h_kv) int32. Sequences may have read different numbers of them.
+        count: tokens held, (b, h_kv) int32; sequences may hold different numbers.
         arrivals: for the kernel, zero between calls, (b, h_kv) int32.
         phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
-        tokens: the largest `count` as the host knows it; what is replayed from a graph is for the caller to count.
-        workspace: for the kernel, made by the first step that uses it.
+        tokens: the largest `count` as the host knows it; the caller counts the steps that are replayed from a graph.
+        workspace: for the kernel, allocated by the first step that uses it.
     """
 
     keys: Tensor
@@ -49,7 +49,7 @@ class KeyValueCache(TensorRecord):
 
     @classmethod
     def open(cls, state: KeyValueState, *, capacity: int) -> KeyValueCache:
-        """A copy of what was read, with room for `capacity` tokens in all."""
+        """A copy of a state's keys and values, with a capacity of `capacity` tokens in all."""
         check_positive("capacity", capacity)
         if not isinstance(state, KeyValueState):
             raise TypeError(f"state must be a KeyValueState, got {type(state).__name__}")
@@ -59,7 +59,7 @@ class KeyValueCache(TensorRecord):
         counts = torch.full((batch,), length, device=state.k.device)
         order = None
         if isinstance(state, PaddedKeyValueState):
-            # Tokens to the front, in order.
+            # Tokens before padding, in order.
             order = (~state.mask).to(torch.int8).argsort(dim=1, stable=True)
             counts = state.mask.sum(1)
 
@@ -86,21 +86,21 @@ class KeyValueCache(TensorRecord):
         return self.keys.shape[2]
 
     def resized(self, capacity: int) -> KeyValueCache:
-        """A copy with room for another number of tokens, at least as many as it holds."""
+        """A copy with another capacity, at least the number of tokens held."""
         return KeyValueCache.open(self.close(), capacity=capacity)
 
     def close(self) -> KeyValueState:
-        """What was read, as a state of its own; sequences that have read less are filled up on the left."""
+        """The keys and values as a state of its own; shorter sequences are padded on the left."""
         counts = self.count[:, :1].long()  # (b, 1)
         length = self.tokens
-        # Slot s − (length − count) of what was counted from the front comes to place s.
-        slots = torch.arange(length, device=counts.device) - (length - counts)
-        mask = slots >= 0
-        slots = slots.clamp(min=0)
+        # Position s of the state is position s − (length − count) of the cache.
+        positions = torch.arange(length, device=counts.device) - (length - counts)
+        mask = positions >= 0
+        positions = positions.clamp(min=0)
 
         def taken(x: Tensor) -> Tensor:
             x = x.transpose(1, 2)
-            return x.gather(1, slots.reshape(*slots.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+            return x.gather(1, positions.reshape(*positions.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
         decay = None if self.decay is None else taken(self.decay)
         phase = None if self.phase is None else self.phase.clone()
@@ -118,7 +118,7 @@ class KeyValueCache(TensorRecord):
         theta: Tensor | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """y (b, 1, h, e) of one token, which the cache then holds; arguments as in `softmax_attention`.
+        """y (b, 1, h, e) of one token, which is added to the cache; arguments as in `softmax_attention`.
 
         Args:
             backend: "torch", "triton", or "auto": the kernel on a GPU for bfloat16.
@@ -195,14 +195,14 @@ class KeyValueCache(TensorRecord):
             attn_mask=bias.unsqueeze(2),
             enable_gqa=sequence.group > 1,
         )
-        # A token for which there is no room must not go unseen.
+        # A token beyond the capacity must not go unnoticed.
         full = full.repeat_interleave(sequence.group, dim=1).unsqueeze(-1)
         return y.masked_fill(full, float("nan")).transpose(1, 2)
 
 
 def _write(held: Tensor, place: Tensor, new: Tensor, full: Tensor) -> None:
-    """Puts new numbers at a place of the third axis; where a sequence is full, what is there stays."""
+    """Writes to a position of the third axis; full sequences are not modified."""
     held.scatter_(2, place, torch.where(full, held.gather(2, place), new))
 
 
-register_as_tree(KeyValueCache, "tokens")
+register_as_pytree(KeyValueCache, "tokens")

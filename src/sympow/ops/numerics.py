@@ -1,12 +1,11 @@
-"""Scales that leave the output unchanged and keep every score within range.
+"""Scaling of queries and keys that keeps every score within range and leaves the output unchanged; decays in log space.
 
-The output does not change when a query is scaled, nor when all keys of a head are scaled together with its state
-(by s, and by s^p). So a query is brought to unit length, and a key is divided by a power of two no less than the length
-of any key so far, each as short as gates have made it since; then no score exceeds 2^p, whatever the keys, and no row
-depends on what comes after it. Where a longer key raises that power of two, what came before shrinks by the same
-factor, exactly as under a gate, and is treated as one (`Prepared.decay`); where gates lower it, what came before has
-decayed by as much. The scales are constants to autograd: for a function that does not depend on the scale of its
-argument, the gradient is exact without them.
+The output does not change when a query is scaled, nor when all keys of a head are scaled by s and its state by s^p. So
+queries are normalised to unit length, and each key is divided by a power of two that bounds the length of every key so
+far, decayed to this token. Then no score exceeds 2^p, and no row depends on later tokens. Where a longer key raises the
+power of two, earlier keys shrink by the same factor as under a gate, and are treated so (`Prepared.decay`); where gates
+lower it, earlier keys have decayed by as much. The scales are constants to autograd, and the gradient is still exact,
+since the output does not depend on them.
 """
 
 from __future__ import annotations
@@ -22,22 +21,22 @@ from sympow.ops.symmetric import monomial_rows
 
 
 def least_exponent(dtype: torch.dtype) -> int:
-    """Where a head starts before its first key other than zero; keys are not scaled up further than this."""
+    """The exponent of a head before its first nonzero key, and the lower bound of all exponents."""
     return -1000 if dtype == torch.float64 else -120
 
 
 def unit_length(q: Tensor) -> Tensor:
     """q / |q| along the last axis, zero staying zero, with |q| constant to autograd."""
-    # In two steps, since |q|² may leave the range of float32 where |q| does not.
+    # In two steps, since |q|² can overflow float32 where |q| does not.
     largest = _or_one(q.detach().abs().amax(-1, keepdim=True))
     reduced = q / largest
     return reduced / _or_one(reduced.detach().norm(dim=-1, keepdim=True))
 
 
 def running_key_exponents(k: Tensor, start: Tensor, decay: Tensor | None = None) -> Tensor:
-    """For each token a power of two that bounds its key and what is left of all before it: (b, t, h_kv) int32.
+    """Exponents of powers of two that bound the key of each token and all earlier, decayed ones: (b, t, h_kv) int32.
 
-    It is the least one, or half of it: decays count in whole powers of two.
+    Each is the smallest such exponent or one less, since decays are rounded to powers of two.
 
     Args:
         k: (b, t, h_kv, d).
@@ -49,16 +48,16 @@ def running_key_exponents(k: Tensor, start: Tensor, decay: Tensor | None = None)
     exponents = torch.where(largest == 0, least_exponent(k.dtype), torch.frexp(largest).exponent + root)
     if decay is None:
         return torch.maximum(exponents.cummax(dim=1).values, start.unsqueeze(1))
-    # Whatever was recorded at token j has shrunk by faded_i − faded_j since; without gates both are zero.
+    # At token i the bound from token j has decayed by faded_i − faded_j; without gates both are zero.
     faded = _binary_digits(decay.detach())
-    record = torch.maximum((exponents - faded).cummax(dim=1).values, start.unsqueeze(1))
-    return (record + faded).to(torch.int32)
+    running = torch.maximum((exponents - faded).cummax(dim=1).values, start.unsqueeze(1))
+    return (running + faded).to(torch.int32)
 
 
 def _binary_digits(decay: Tensor) -> Tensor:
     """Running sums of log γ^(1/p) in whole powers of two, rounded up: (b, h_kv, t, 1 or d/2) → (b, t, h_kv) int64.
 
-    Where pairs have gates of their own, that of the pair which decays least at each step: a bound for all.
+    With a gate per pair, the sum over steps of the pair that decays least: a bound for all pairs.
     """
     if decay.shape[-1] == 1:
         least = decay.squeeze(-1)
@@ -68,10 +67,10 @@ def _binary_digits(decay: Tensor) -> Tensor:
 
 
 def state_exponents(normalizer: Tensor, power: int) -> Tensor:
-    """The exponents at which a state of unscaled keys stands: (b, h_kv, D) → (b, h_kv) int32.
+    """The exponents by which to scale a state of unscaled keys: (b, h_kv, D) → (b, h_kv) int32.
 
-    The largest entry of a normaliser is about the p-th power of the longest key. The result is such that scaling the
-    state by 2^(−power · exponent) takes a finite factor.
+    The largest entry of a normalizer is about the p-th power of the longest key. The factor 2^(−power · exponent) of
+    the state is always finite.
     """
     bound = torch.linalg.vector_norm(normalizer.detach(), ord=math.inf, dim=-1).pow(1 / power)
     least = least_exponent(normalizer.dtype)
@@ -80,8 +79,8 @@ def state_exponents(normalizer: Tensor, power: int) -> Tensor:
 
 
 def power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^exponent, exactly; 0 or infinity out of range."""
-    # Not `torch.ldexp` of whatever is scaled: its gradient is wrong for negative exponents.
+    """2^exponent, exact; 0 or infinity out of range."""
+    # torch.ldexp is not applied to the scaled tensor: its gradient is wrong for negative exponents.
     return torch.ldexp(torch.ones_like(exponent, dtype=dtype), exponent)
 
 
@@ -89,8 +88,8 @@ def _or_one(x: Tensor) -> Tensor:
     return torch.where(x == 0, 1.0, x)
 
 
-# So closed that γ = 0, while differences of running sums stay finite (log γ = −inf would give inf − inf): between the
-# longest and the shortest key of float64 lie 2^2098, and exp(−2500) times that is still 0.
+# log γ^(1/p) for γ = 0, finite so that differences of running sums are (log γ = −inf would give inf − inf). The longest
+# key of float64 is 2^2098 times the shortest, and exp(−2500) times that is still 0.
 CLOSED_GATE_LOG_ROOT = -2500.0
 
 
@@ -109,7 +108,7 @@ def apply_decay(x: Tensor, log_root: Tensor) -> Tensor:
 
 
 def feature_decay(log_root: Tensor, power: int, dtype: torch.dtype) -> Tensor:
-    """What a decay of the keys does to their features: (..., 1 or d/2) → (..., 1 or D).
+    """The factors of the features for a decay of the keys: (..., 1 or d/2) → (..., 1 or D).
 
     The diagonal of P̄ for P = diag(exp(log_root)), each pair sharing a factor: scaling keys by P scales a state by it.
     """
@@ -119,12 +118,12 @@ def feature_decay(log_root: Tensor, power: int, dtype: torch.dtype) -> Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which autocast leaves dtypes alone; on the meta device, which has no autocast, none at all."""
+    """A context that disables autocast; it does nothing on the meta device, which has no autocast."""
     if device.type == "meta":
         return nullcontext()
     return torch.autocast(device_type=device.type, enabled=False)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What the portable paths compute and keep states in, by the dtype of their inputs."""
+    """The dtype in which plain PyTorch computes and keeps states, for inputs of a dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,10 +1,10 @@
-"""The paper's equations, written out: slow, small, and sharing no code with what they check.
+"""Reference implementation: the paper's equations written out, slow, and without code of what they check.
 
 Every function takes q (b, t, h, d), k (b, t, h, d), v (b, t, h, e), log_gamma (b, t, h) or (b, t, h, d/2) or None,
 beta (b, t, h) or (b, t, h, d/2) or None, theta (d/2,) or None, all in one dtype (float64, to be worth comparing with),
 as many key as query heads, and returns y (b, t, h, e). Memory and time are those of the formulas.
 
-Slips of the paper put right here: b_ij = ∏ γ_k (printed γ_m), c_ij = Σ β_k (printed β_i), and the transpose on
+Misprints of the paper corrected here: b_ij = ∏ γ_k (printed γ_m), c_ij = Σ β_k (printed β_i), and the transpose on
 R(c_ij θ) that §2.2 has and §3.2 lacks.
 """
 
@@ -104,7 +104,7 @@ def recurrent(
     outputs = []
     for i in range(length):
         if theta is not None:
-            mu = mu + _turn(beta, theta, i, batch, heads)
+            mu = mu + _step_angles(beta, theta, i, batch, heads)
         rotation = rotation_matrix(mu) if theta is not None else torch.eye(dim, dtype=k.dtype)
         query = phi((rotation @ q[:, i].unsqueeze(-1)).squeeze(-1), power)
         key = phi((rotation @ k[:, i].unsqueeze(-1)).squeeze(-1), power)
@@ -132,10 +132,10 @@ def conformal(
     s, z, _ = _zero_triple(k, v, power)
     outputs = []
     for i in range(length):
-        turn = torch.zeros(batch, heads, dim // 2, dtype=k.dtype)
+        angles = torch.zeros(batch, heads, dim // 2, dtype=k.dtype)
         if theta is not None:
-            turn = _turn(beta, theta, i, batch, heads).expand(batch, heads, -1)
-        rotations = rotation_matrix(turn) if theta is not None else torch.eye(dim, dtype=k.dtype)
+            angles = _step_angles(beta, theta, i, batch, heads).expand(batch, heads, -1)
+        rotations = rotation_matrix(angles) if theta is not None else torch.eye(dim, dtype=k.dtype)
         rotations = rotations.expand(batch, heads, dim, dim)
         bars = torch.stack(
             [torch.stack([power_of_matrix(rotations[b, h], power) for h in range(heads)]) for b in range(batch)]
@@ -163,7 +163,7 @@ def _score(
     key = k[:, j]
     if theta is not None:
         relative_phase = sum(
-            (_turn(beta, theta, m, k.shape[0], k.shape[2]) for m in range(j + 1, i + 1)),
+            (_step_angles(beta, theta, m, k.shape[0], k.shape[2]) for m in range(j + 1, i + 1)),
             torch.zeros(k.shape[0], k.shape[2], k.shape[3] // 2, dtype=k.dtype),
         )
         key = (rotation_matrix(relative_phase).mT @ key.unsqueeze(-1)).squeeze(-1)
@@ -176,7 +176,7 @@ def _score(
     return decay * (q[:, i] * key).sum(-1) ** power
 
 
-def _turn(beta: Tensor | None, theta: Tensor, i: int, batch: int, heads: int) -> Tensor:
+def _step_angles(beta: Tensor | None, theta: Tensor, i: int, batch: int, heads: int) -> Tensor:
     """β_i θ: (b, h, d/2)."""
     if beta is None:
         return theta.expand(batch, heads, -1)

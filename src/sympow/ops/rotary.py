@@ -1,8 +1,7 @@
-"""Rotary embeddings with an accumulated, possibly data-dependent, phase (paper §2.2 and §3.2).
+"""Rotary embeddings (RoPE) with an accumulated, possibly data-dependent, phase (paper §2.2 and §3.2).
 
-Phases accumulate in float64: θ_1 = 2π radians a token, so in float32 one rounding step of the running sum is already
-0.05 rad after 65,536 tokens. What leaves this module is an angle reduced to within half a turn of zero, which any
-dtype can hold.
+Phases are accumulated in float64: θ_1 = 2π radians per token, so in float32 one rounding step of the running sum is
+already 0.05 rad after 65,536 tokens. The functions return angles in [−π, π], which any dtype represents well.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def rotary_rates(
         dtype: float64 unless asked otherwise: a rate is multiplied by the position, and so is its rounding.
     """
     if dim < 2 or dim % 2:
-        raise ValueError(f"dim must be even and positive: rotation turns pairs of entries; got {dim}")
+        raise ValueError(f"dim must be even and positive: rotation acts on pairs of entries; got {dim}")
     if max_document < 1:
         raise ValueError(f"max_document must be at least 1, got {max_document}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
@@ -36,9 +35,9 @@ def rotary_rates(
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """R(angles) x: turns the pair (x[2j], x[2j+1]) by angles[j] (paper §2.2): (..., d), (..., d/2) → (..., d).
+    """R(angles) x: rotates the pair (x[2j], x[2j+1]) by angles[j] (paper §2.2): (..., d), (..., d/2) → (..., d).
 
-    Angles are taken as given: reduce large ones in float64 first (`wrap_angle`), since float32 cannot hold them.
+    Reduce large angles in float64 first (`wrap_angle`), since float32 cannot represent them accurately.
     """
     if not x.is_floating_point():
         raise TypeError(f"x must be floating point, got {x.dtype}")
@@ -51,14 +50,14 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     angles = angles.to(x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32)
     cos, sin = angles.cos(), angles.sin()
     even, odd = x[..., 0::2], x[..., 1::2]
-    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
-    return turned.flatten(-2).to(x.dtype)
+    rotated = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
+    return rotated.flatten(-2).to(x.dtype)
 
 
 def wrap_angle(angle: Tensor) -> Tensor:
-    """The same angle within half a turn of zero; its gradient passes through unchanged."""
-    turns = (angle.detach() / (2 * math.pi)).round()
-    return angle - turns * (2 * math.pi)
+    """The same angle in [−π, π]; its gradient is that of the identity."""
+    revolutions = (angle.detach() / (2 * math.pi)).round()
+    return angle - revolutions * (2 * math.pi)
 
 
 def accumulate_phase(
@@ -74,10 +73,10 @@ def accumulate_phase(
         theta: (d/2,) rates.
         beta: (b, t, h_kv) or (b, t, h_kv, d/2); None means β = 1 throughout, fixed rotary.
         initial_phase: μ_0, (b, h_kv, d/2); None means zero.
-        length: t; needed without beta, which otherwise says it.
+        length: t; needed only without beta.
 
     Returns:
-        (b, t, h_kv, d/2); axes b and h_kv are 1 where nothing distinguishes batch entries or heads.
+        (b, t, h_kv, d/2); axes b and h_kv are 1 where all batch entries or heads have the same phase.
     """
     if theta.ndim != 1:
         raise ValueError(f"theta must have one axis, a rate per pair of entries; got shape {tuple(theta.shape)}")
@@ -107,13 +106,13 @@ def accumulate_phase(
 def phase_after(
     theta: Tensor, beta: Tensor | None, initial_phase: Tensor | None, length: int, batch: int, heads: int
 ) -> Tensor:
-    """μ after `length` tokens, without those in between: (b, h_kv, d/2) float64; arguments as in `accumulate_phase`."""
+    """μ after `length` tokens, without those in between, (b, h_kv, d/2) float64; arguments as in `accumulate_phase`."""
     phase = wrap_angle(unwrapped_phase_after(theta, beta, initial_phase, length))
     return phase.expand(batch, heads, -1).clone(memory_format=torch.contiguous_format)
 
 
 def unwrapped_phase_after(theta: Tensor, beta: Tensor | None, initial_phase: Tensor | None, length: int) -> Tensor:
-    """`phase_after` with whole turns left in, (b, h_kv, d/2), or (d/2,) where nothing distinguishes sequences."""
+    """`phase_after` without wrapping: (b, h_kv, d/2), or (d/2,) where all sequences have the same phase."""
     rates = theta.to(torch.float64)
     if beta is None:
         phase = length * rates
@@ -126,7 +125,7 @@ def unwrapped_phase_after(theta: Tensor, beta: Tensor | None, initial_phase: Ten
 def last_phase(phases: Tensor, initial_phase: Tensor | None, batch: int, heads: int) -> Tensor:
     """μ after the last of the phases from `accumulate_phase`, for every sequence and head: (b, h_kv, d/2)."""
     if phases.shape[1]:
-        # A copy: a view would keep the phases of all tokens alive for as long as the state lives.
+        # A copy, since a view would keep the phases of all tokens in memory.
         return phases[:, -1].expand(batch, heads, -1).clone(memory_format=torch.contiguous_format)
     if initial_phase is not None:
         return initial_phase

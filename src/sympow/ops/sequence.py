@@ -1,4 +1,4 @@
-"""The inputs of one call as one thing, and their way from the public layout to what the blocks compute with."""
+"""`Sequence`, the checked inputs of one call, and their preparation for plain PyTorch: rotated, scaled, head-major."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Sequence:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What the portable paths compute and keep states in."""
+        """The dtype in which plain PyTorch computes and keeps states."""
         return compute_dtype(self.q.dtype)
 
     @property
@@ -79,7 +79,7 @@ class Sequence:
         )
 
     def one_token(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """q (b, h, d), k, v, log γ, β and θ of a sequence of one token, without the axis of time."""
+        """q (b, h, d), k, v, log γ, β and θ of a sequence of one token, without the time axis."""
         q, k, v, log_gamma, beta = (
             None if x is None else x.squeeze(1) for x in (self.q, self.k, self.v, self.log_gamma, self.beta)
         )
@@ -91,16 +91,17 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A stretch of a sequence, rotated, scaled and head-major, as `sympow.ops.torch.products` takes it.
+    """A chunk of a sequence, rotated, scaled and head-major, as `sympow.ops.torch.products` takes it.
 
     Attributes:
         q: (b, h_kv, g, t, d), unit length.
         k: (b, h_kv, t, d), at most about unit length.
         v: (b, h_kv, t, e).
-        decay: running sum since the stretch began of log γ^(1/p), and of what scaling has changed earlier keys by
-            (`sympow.ops.numerics`), (b, h_kv, t, 1 or d/2) float64. No entry exceeds an earlier one by more than log 2.
-        phase: μ after the stretch, (b, h_kv, d/2) float64, or None.
-        exponent: keys of a state after the stretch are divided by 2^exponent, (b, h_kv).
+        decay: running sum over the chunk of log γ^(1/p) and of the logs of the factors by which earlier keys were
+            rescaled (`sympow.ops.numerics`), (b, h_kv, t, 1 or d/2) float64. No entry exceeds an earlier one by more
+            than log 2.
+        phase: μ after the chunk, (b, h_kv, d/2) float64, or None.
+        exponent: keys of a state after the chunk are divided by 2^exponent, (b, h_kv).
     """
 
     q: Tensor
@@ -111,31 +112,31 @@ class Prepared:
     exponent: Tensor
 
 
-def prepare(part: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
-    """Brings a stretch of inputs into the form the blocks need.
+def prepare(chunk: Sequence, phase: Tensor | None, exponent: Tensor) -> Prepared:
+    """Rotates and scales the inputs of a chunk, and brings them into head-major layout.
 
     Args:
-        part: the stretch.
+        chunk: the inputs.
         phase: μ before it, (b, h_kv, d/2), or None for zero.
         exponent: keys before it are divided by 2^exponent, (b, h_kv).
     """
-    dtype = part.compute_dtype
-    q = unit_length(part.q.to(dtype)).unflatten(2, (part.key_heads, part.group))
-    k = part.k.to(dtype)
-    gates = None if part.log_gamma is None else log_gate_root(part.log_gamma, part.power).cumsum(2)
+    dtype = chunk.compute_dtype
+    q = unit_length(chunk.q.to(dtype)).unflatten(2, (chunk.key_heads, chunk.group))
+    k = chunk.k.to(dtype)
+    gates = None if chunk.log_gamma is None else log_gate_root(chunk.log_gamma, chunk.power).cumsum(2)
     exponents = running_key_exponents(k, exponent, gates)
     k = k * power_of_two(-exponents, dtype).unsqueeze(-1)
-    if part.theta is not None:
-        angles = accumulate_phase(part.theta, part.beta, phase, length=part.length)
+    if chunk.theta is not None:
+        angles = accumulate_phase(chunk.theta, chunk.beta, phase, length=chunk.length)
         q, k = rotate(q, angles.unsqueeze(3)), rotate(k, angles)
-        phase = last_phase(angles, phase, part.batch, part.key_heads)
+        phase = last_phase(angles, phase, chunk.batch, chunk.key_heads)
     decay = (exponent.unsqueeze(1) - exponents).to(torch.float64).mul(math.log(2)).transpose(1, 2).unsqueeze(-1)
     if gates is not None:
         decay = decay + gates
     return Prepared(
         q=q.permute(0, 2, 3, 1, 4),
         k=k.transpose(1, 2),
-        v=part.v.to(dtype).transpose(1, 2),
+        v=chunk.v.to(dtype).transpose(1, 2),
         decay=decay,
         phase=phase,
         exponent=exponents[:, -1],
@@ -172,7 +173,7 @@ def divide(numerator: Tensor, denominator: Tensor, dtype: torch.dtype) -> Tensor
         numerator: (b, h_kv, g, t, e).
         denominator: (b, h_kv, g, t).
     """
-    weightless = denominator == 0  # and not `<= 0`, which would also turn NaN into 0
+    weightless = denominator == 0  # not `<= 0`, which would let NaN become 0
     y = torch.where(weightless.unsqueeze(-1), 0.0, numerator) / torch.where(weightless, 1.0, denominator).unsqueeze(-1)
     return y.permute(0, 3, 1, 2, 4).flatten(2, 3).to(dtype)
 
@@ -183,11 +184,11 @@ def run_documents(
     initial_state: State | None,
     run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
 ) -> tuple[Tensor, State | None]:
-    """Applies `run` to each document with its own initial state, and joins what comes out.
+    """Applies `run` to each document with its own initial state, and concatenates the results.
 
     Args:
         sequence: batch 1, all documents along time.
-        offsets: where documents begin and, last, where they end.
+        offsets: the first token of each document, and the end of the last one.
         initial_state: one batch entry per document, or None.
         run: takes a document and its initial state, returns y and, if it makes one, the final state.
     """

@@ -1,4 +1,4 @@
-"""The recurrent state: all that a sequence leaves behind for what follows it (paper eq. conformal_in_practice)."""
+"""`State`: the recurrent state S, Z and μ after some tokens (paper eq. conformal_in_practice), saved and loaded."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from sympow import tensor_file
 from sympow.checks import check_at_least
-from sympow.ops.compilation import TensorRecord, check_tensor_member, register_as_tree
+from sympow.ops.compilation import TensorRecord, check_tensor_member, register_as_pytree
 from sympow.ops.symmetric import check_features, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMAT = "sympow state 2"
 _ZIP_FORMAT = "sympow-state-1"
-# What zipfile and torch.load raise on damaged files; they say more than that it is damaged.
+# What zipfile and torch.load raise on damaged files.
 _ZIP_DAMAGE = (
     zipfile.BadZipFile,
     pickle.UnpicklingError,
@@ -40,16 +40,16 @@ _ZIP_DAMAGE = (
 class State(TensorRecord):
     """S, Z and μ after some tokens, for every sequence of a batch and every key/value head.
 
-    The same state serves every form and backend. With packed documents the batch axis counts documents.
+    A state can be passed to every form and backend. With packed documents the batch axis is that of documents.
 
-    Entries are p-th powers of keys, so keys must stay where those have room: within about 1e±4 for p = 8 in float32,
-    more widely for lower powers. Beyond, a state overflows to infinity or fades to zero; calls without states do not
-    have this limit.
+    Entries are p-th powers of keys, so those must stay in the range of the dtype: entries of keys within about 1e±4 for
+    p = 8 in float32, a wider range for lower powers. Beyond it a state overflows to infinity or underflows to zero;
+    calls without states do not have this limit.
 
     Attributes:
         kv: Sᵀ = Σ_j b_j φ(k_j) v_jᵀ, (b, h_kv, D, e); float32, or float64 from float64 inputs.
         normalizer: Z = Σ_j b_j φ(k_j), (b, h_kv, D).
-        phase: μ in radians within half a turn of zero, (b, h_kv, d/2), float64; None if nothing is rotated.
+        phase: μ in radians, within ±π, (b, h_kv, d/2), float64; None without rotation.
         power: p.
         key_dim: d.
     """
@@ -120,14 +120,14 @@ class State(TensorRecord):
         return self.kv.shape[3]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
-        """The state on another device or in another dtype; `phase` stays float64, since it must not be rounded."""
+        """The state on another device or in another dtype; `phase` stays in float64, since it must not be rounded."""
         phase = None if self.phase is None else self.phase.to(device=device)
         kv, normalizer = (x.to(device=device, dtype=dtype) for x in (self.kv, self.normalizer))
         return replace(self, kv=kv, normalizer=normalizer, phase=phase)
 
     @classmethod
     def cat(cls, states: Sequence[State]) -> State:
-        """Several states as one batch."""
+        """Joins states into one batch."""
         if not states:
             raise ValueError("states must hold at least one state, got none")
         kinds = sorted({(s.power, s.key_dim, s.heads, s.value_dim, s.phase is not None) for s in states})
@@ -144,7 +144,7 @@ class State(TensorRecord):
         )
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the state to a file that `State.load` reads; an earlier file is replaced once this one is complete."""
+        """Writes a file that `State.load` reads. An existing file is replaced once the new one is complete."""
         words = {"power": str(self.power), "key_dim": str(self.key_dim)}
         tensor_file.save(path, _FORMAT, self._tensors(), words)
 
@@ -153,7 +153,7 @@ class State(TensorRecord):
         """Reads a state written by `save`.
 
         Args:
-            device: where to put it; by default on the CPU.
+            device: of the state; by default the CPU.
 
         Raises:
             ValueError: the file is something else, or is damaged: its checksum covers every bit.
@@ -178,12 +178,12 @@ def _is_zip(path: str | PathLike[str]) -> bool:
 
 
 def _read_zip(path: str | PathLike[str]) -> dict[str, Any]:
-    """Members of a state that an earlier version wrote by torch.save, a zip file with a checksum for each of them."""
+    """The fields of a state that an earlier version wrote by torch.save: a zip file with a checksum for each."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch compresses nothing and writes no folders, of which its reader would leave the memory as it was.
+            # torch writes no compressed members and no folders; for those its reader returns uninitialised memory.
             plain = all(m.compress_type == zipfile.ZIP_STORED and not m.external_attr for m in archive.infolist())
-            # It does not compare the checksums.
+            # torch.load does not compare the checksums.
             if not plain or archive.testzip() is not None:
                 raise ValueError(f"{path} is damaged")
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -199,4 +199,4 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     return {"phase": None, **tensors, **{name: int(words.get(name, "0")) for name in ("power", "key_dim")}}
 
 
-register_as_tree(State, "power", "key_dim")
+register_as_pytree(State, "power", "key_dim")

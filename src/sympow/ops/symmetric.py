@@ -1,7 +1,7 @@
 """The symmetric power φ^p: the feature map whose inner products are p-th powers (paper §2.1).
 
 φ^p(x) lists every distinct monomial of degree p in the entries of x, each weighted by the square root of its
-multinomial coefficient, so that φ^p(x) · φ^p(y) = (x · y)^p. Monomials x_{i1} ⋯ x_{ip} with i1 ≤ … ≤ ip stand in
+multinomial coefficient, so that φ^p(x) · φ^p(y) = (x · y)^p. Monomials x_{i1} ⋯ x_{ip} with i1 ≤ … ≤ ip are in
 lexicographic order of (i1, …, ip): the order of `itertools.combinations_with_replacement`, and of the second-to-last
 axis of `State.kv`.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from sympow.checks import check_at_most
 
 Table = TypeVar("Table")
-# Beyond, a score at three quarters of the largest weighs less than float32 can add to it: 0.75^64 < 2^-24.
+# Beyond it, a score of three quarters of the largest is lost in float32 when the two are added: 0.75^64 < 2^-24.
 LARGEST_POWER = 64
 # Kernels and tables count features in 32 bits.
 MOST_FEATURES = 2**31 - 1
@@ -63,7 +63,7 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
     if x.ndim < 1:
         raise ValueError("x must have at least one axis, got a scalar tensor")
     if not x.is_floating_point():
-        raise TypeError(f"x must be floating point, since features carry square roots; got {x.dtype}")
+        raise TypeError(f"x must be floating point, since features have square roots as weights; got {x.dtype}")
     check_features(x.shape[-1], power)
     if x.ndim == 1:
         return symmetric_power_rows(x.unsqueeze(-1), power).squeeze(-1)
@@ -71,7 +71,7 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
 
 
 def symmetric_power_rows(x: Tensor, power: int) -> Tensor:
-    """φ^p of vectors that stand in columns: (..., d, t) → (..., D, t).
+    """φ^p of column vectors: (..., d, t) → (..., D, t).
 
     Along this axis every feature is a row, so the products below run over contiguous memory.
     """
@@ -89,7 +89,7 @@ def monomial_rows(x: Tensor, power: int) -> Tensor:
 
 def multinomial_weights(dim: int, power: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """√(p! / ∏ n_i!) for each feature, n_i being how often index i occurs in it: (D,)."""
-    # Kept in the two dtypes that states have: converting at each call would cost a decoding step a launch.
+    # Cached in both dtypes of states, since a conversion would cost each decoding step a launch.
     make = _multinomial_weights if dtype == torch.float64 else _single_weights
     return _cached(make, dim, power, device).to(dtype)
 
@@ -178,7 +178,7 @@ def _check_power(power: int) -> None:
 
 
 def check_features(dim: int, power: int) -> None:
-    """Refuses a feature map of so many dimensions that its tables alone would fill the memory."""
+    """Raises a ValueError for a feature map whose tables alone would fill the memory."""
     _check_power(power)
     check_at_most("dim", dim, MOST_FEATURES, "the most that 32 bits count")
     check_at_most(
@@ -212,8 +212,8 @@ def _multinomial_weights(dim: int, power: int, device: torch.device | None) -> T
     # The position of each index within its run of equals: their product over a tuple is ∏ n_i!.
     position = torch.ones(len(indices), dtype=torch.float64, device=device)
     repeats = position.clone()
-    for slot in range(1, power):
-        same = indices[:, slot] == indices[:, slot - 1]
+    for column in range(1, power):
+        same = indices[:, column] == indices[:, column - 1]
         position = torch.where(same, position + 1, 1.0)
         repeats = repeats * position
     return (float(math.factorial(power)) / repeats).sqrt()
@@ -223,9 +223,9 @@ _tables: dict[tuple[str, int, int, torch.device], Any] = {}
 
 
 def _cached(make: Callable[[int, int, torch.device], Table], dim: int, power: int, device: torch.device) -> Table:
-    """A table made once per device; made anew while torch.compile traces, where it becomes a constant of the graph.
+    """A table computed once per device. While torch.compile traces, it is computed as a constant of the graph.
 
-    Nor is one kept that is made while a CUDA graph is captured: it has no content before the graph's first replay.
+    A table computed while a CUDA graph is captured is not cached: it has no content before the first replay.
     """
     if torch.compiler.is_compiling():
         return make(dim, power, device)
@@ -233,7 +233,7 @@ def _cached(make: Callable[[int, int, torch.device], Table], dim: int, power: in
     if key not in _tables and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return make(dim, power, device)
     if key not in _tables:
-        # A tensor made in inference mode could not take part in a later backward pass.
+        # An inference tensor could not be used in a later backward pass.
         with torch.inference_mode(False):
             _tables[key] = make(dim, power, device)
     return _tables[key]

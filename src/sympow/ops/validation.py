@@ -1,7 +1,7 @@
-"""Checks of what a caller passes, with messages that say what came and what was expected.
+"""Checks of the operator's arguments. Their messages say what was expected and what came.
 
-Shapes, dtypes and devices are always checked. The values of log_gamma are checked on the CPU; on a GPU each look would
-wait for the device, so there it happens only with the environment variable SYMPOW_CHECK_VALUES=1.
+Shapes, dtypes and devices are always checked. The values of log_gamma are checked on the CPU; on a GPU this would
+synchronize with the device, so there it needs the environment variable SYMPOW_CHECK_VALUES=1.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def check_tensors(
     *,
     late_queries: bool = False,
 ) -> None:
-    """Refuses what does not fit together.
+    """Raises a ValueError or TypeError where tensors do not fit together.
 
     Args:
         late_queries: whether there may be fewer queries than keys.
@@ -162,7 +162,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
             raise ValueError(f"q, k and v must share a device; q is on {q.device}, but {name} is on {tensor.device}")
         late = late_queries and tensor.shape[0] == q.shape[0] and q.shape[1] < k.shape[1] == v.shape[1]
         if tensor.shape[:2] != q.shape[:2] and not late:
-            besides = ", but that q may be of the last tokens alone" if late_queries else ""
+            besides = ", except that q can be of the last tokens alone" if late_queries else ""
             raise ValueError(
                 f"q, k and v must share batch and time{besides}; q has {tuple(q.shape[:2])}, but {name} has "
                 f"{tuple(tensor.shape[:2])}"
@@ -175,7 +175,7 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, late_queries: bool) -> None:
         raise ValueError(f"q and k must have the same head dim; got {q.shape[3]} and {k.shape[3]}")
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"the heads of q must be a multiple of those of k, each key head serving as many query heads; "
+            f"the heads of q must be a multiple of those of k, each key head having as many query heads; "
             f"got {q.shape[2]} and {k.shape[2]}"
         )
 

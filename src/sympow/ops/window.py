@@ -1,15 +1,16 @@
-"""Decoding with a window: the last tokens as keys and values, folded into the state in blocks.
+"""`Window`: decoding from a state with the recent tokens as keys and values, which are folded into it in blocks.
 
-A recurrent step reads and writes the whole state for one token. With a window of W tokens it only reads it: tokens
-since the last fold answer by their scores, as in the attention form, and every W tokens all of them are folded into the
-state at once, as at the end of a chunk. Before the first fold there may be no state at all: then a window is a cache of
-keys and values, which is smaller than a state until it has grown to about D tokens.
+A recurrent step reads and writes the whole state for one token. With a window of W tokens, a step only reads it: the
+recent tokens, those not yet folded into the state, contribute by their scores, as in the attention form. After every W
+tokens all of them are folded into the state at once, as at the end of a chunk. Before the first fold there may be no
+state at all: then a window is a cache of keys and values, which takes less memory than a state for up to about D
+tokens.
 
-    y, state = sympow.attention(q, k, v, ..., return_state=True)     # read the prompt
+    y, state = sympow.attention(q, k, v, ..., return_state=True)     # prefill
     window = Window.open(state, dtype=q.dtype)
     for ...:
         y = window.step(q, k, v, log_gamma, beta, theta)             # one token each, (b, 1, h, d)
-    state = window.close()                                           # good in every form, as any state
+    state = window.close()                                           # a state like any other
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.deprecated import deprecated_attribute
-from sympow.ops.compilation import register_as_tree
+from sympow.ops.compilation import register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
@@ -33,25 +34,25 @@ from sympow.ops.symmetric import feature_indices, multinomial_weights, symmetric
 from sympow.ops.torch.window_steps import PortableWindow
 from sympow.ops.validation import BACKENDS, check_positive, check_power, check_tensors
 
-# Tokens between two folds. More make folds rarer, and steps score more keys: beside a state of thousands of features
-# both are small.
+# Tokens between two folds. With more tokens folds are rarer, but steps score more keys; both cost little next to
+# reading a state of thousands of features.
 CAPACITY = 64
 
 
 @dataclass(eq=False)
 class Window(PortableWindow):
-    """The last tokens of a batch of sequences, beside the state of all earlier ones. Steps change it in place.
+    """The recent tokens of a batch of sequences, and the state of all earlier ones. Steps update it in place.
 
-    Made by `open` from a state, or by `empty` without one. A step waits for nothing on the host: how many tokens the
-    window holds stands in `count`, on the device, so that one captured CUDA graph of a step, and one of a fold, can be
-    replayed at any filling. Eager steps fold by themselves when the window is full. Inside a capture or torch.compile
-    a step is the device's work alone: there the caller replays a fold after every `capacity` steps. A step for which
-    there is no room returns NaN.
+    It is made by `open` from a state, or by `empty` without one. A step does not synchronize with the device: the
+    number of tokens that the window holds is the tensor `count`, so that one captured CUDA graph of a step, and one of
+    a fold, can be replayed however full the window is. Eager steps fold a full window by themselves. Steps in a graph
+    or under torch.compile do not: the caller replays a fold after every `capacity` steps. A step into a full window
+    returns NaN.
 
     Attributes, beside those of `PortableWindow`:
         arrivals: for the kernels, zero between calls, (b, h_kv) int32.
-        tokens: the largest `count` as the host knows it; what is replayed from a graph is for the caller to count.
-        workspace: for the kernels, made by the first step that uses them.
+        tokens: the largest `count` as the host knows it; the caller counts the steps that are replayed from a graph.
+        workspace: for the kernels, allocated by the first step that uses them.
     """
 
     arrivals: Tensor
@@ -82,10 +83,10 @@ class Window(PortableWindow):
             rotated: whether steps will rotate.
             capacity: W, tokens between two folds.
             dtype: of the queries, keys and values to come.
-            key_dtype: what turned keys are kept in. None: float32, or float64 from float64 inputs, so that they are as
-                exact as in a state; half precision makes long windows smaller.
+            key_dtype: of the rotated keys. None: float32, or float64 from float64 inputs, so that they are as precise
+                as in a state; half precision makes long windows smaller.
             gate_per_pair: whether gates will be one per rotated pair.
-            device: where.
+            device: of the tensors.
         """
         check_power(power)
         check_positive("capacity", capacity)
@@ -96,7 +97,7 @@ class Window(PortableWindow):
             raise ValueError(f"key_dim must be even for pairs of entries to be rotated or gated, got {key_dim}")
         key_dtype = key_dtype or compute_dtype(dtype)
         gates = key_dim // 2 if gate_per_pair else 1
-        # Zeros, not whatever is there: masked rows still take part in products, where NaN would spread.
+        # Zeros, not uninitialised memory: masked rows still take part in products, where NaN would spread.
         return cls(
             keys=torch.zeros(batch, heads, key_dim, capacity, dtype=key_dtype, device=device),
             values=torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device),
@@ -123,9 +124,9 @@ class Window(PortableWindow):
         """An empty window behind a state.
 
         Args:
-            state: what came before.
+            state: of all tokens before.
             capacity, dtype, key_dtype, gate_per_pair: as in `empty`.
-            copy: whether to copy the state; otherwise folds change it, for states too large to have twice.
+            copy: whether to copy the state; otherwise folds overwrite it, for states too large to hold twice.
         """
         if not isinstance(state, State):
             raise TypeError(f"state must be a sympow.State, got {type(state).__name__}")
@@ -175,10 +176,10 @@ class Window(PortableWindow):
         return self._map(lambda tensor: tensor[index].clone(memory_format=torch.contiguous_format))
 
     def resized(self, capacity: int) -> Window:
-        """A copy with room for another number of tokens.
+        """A copy with another capacity.
 
         Args:
-            capacity: at least as many as the window holds.
+            capacity: at least the number of tokens that the window holds.
         """
         check_positive("capacity", capacity)
         if capacity < self.tokens:
@@ -205,7 +206,7 @@ class Window(PortableWindow):
 
     @classmethod
     def cat(cls, windows: abc.Sequence[Window]) -> Window:
-        """Several windows as one batch, with just enough room for what they hold; they may hold different numbers."""
+        """Joins windows, of any numbers of tokens, into one batch with just the capacity for the longest."""
         if not windows:
             raise ValueError("windows must hold at least one window, got none")
         kinds = {
@@ -237,7 +238,7 @@ class Window(PortableWindow):
         theta: Tensor | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """y (b, 1, h, e) of one token, which the window then holds.
+        """y (b, 1, h, e) of one token, which is added to the window.
 
         Args:
             q, k, v, log_gamma, beta, theta: as in `sympow.attention`, one token long; without gradients.
@@ -268,12 +269,12 @@ class Window(PortableWindow):
         theta: Tensor | None = None,
         backend: str = "auto",
     ) -> Tensor:
-        """y (b, t, h, e) of any number of tokens for which there is room; the window then holds them.
+        """y (b, t, h, e) of any number of tokens within the capacity, which are added to the window.
 
         Args:
             q, k, v, log_gamma, beta, theta: as in `sympow.attention`, without gradients.
-            backend: as in `sympow.attention`, for the tokens among themselves; what the window holds is queried in
-                plain PyTorch.
+            backend: as in `sympow.attention`, for attention among the new tokens; attention to those in the window runs
+                in plain PyTorch.
         """
         sequence = self._check(q, k, v, log_gamma, beta, theta)
         check_choice("backend", backend, BACKENDS)
@@ -296,10 +297,10 @@ class Window(PortableWindow):
         beta: Tensor | None = None,
         theta: Tensor | None = None,
     ) -> None:
-        """Puts tokens into the window without asking anything: a prompt, where there is to be no state yet.
+        """Adds tokens to the window without computing outputs.
 
         Args:
-            k, v, log_gamma, beta, theta: as in `sympow.attention`, any number of tokens for which there is room.
+            k, v, log_gamma, beta, theta: as in `sympow.attention`, any number of tokens within the capacity.
         """
         sequence = self._check(k, k, v, log_gamma, beta, theta)
         self._check_room(sequence.length)
@@ -310,7 +311,7 @@ class Window(PortableWindow):
         self.tokens += sequence.length
 
     def fold(self, backend: str = "auto") -> None:
-        """Folds the window's tokens into the state, and empties it. Makes a state where there was none.
+        """Folds the window's tokens into the state, which is made if there was none, and empties the window.
 
         Args:
             backend: as in `sympow.attention`.
@@ -325,7 +326,7 @@ class Window(PortableWindow):
             self.tokens = 0
 
     def close(self, backend: str = "auto") -> State:
-        """The exact state after the last token. It takes over the window's memory; to go on with both, `clone` first.
+        """The exact state after the last token. It shares the window's memory; to continue with both, `clone` first.
 
         Args:
             backend: as in `sympow.attention`.
@@ -336,7 +337,7 @@ class Window(PortableWindow):
         return State(self.kv, self.normalizer, self.phase, power=self.power, key_dim=self.key_dim)
 
     def folded(self, backend: str = "auto") -> State:
-        """The same, and the window stays as it is.
+        """As `close`, without modifying the window.
 
         Args:
             backend: as in `sympow.attention`.
@@ -344,7 +345,7 @@ class Window(PortableWindow):
         return replace(self, **self._copies_of_what_folds_change()).close(backend)
 
     def _copies_of_what_folds_change(self) -> dict[str, Any]:
-        """By field: all but keys, values and their decays, which a fold only reads."""
+        """Copies, by name, of all tensors but keys, values and decays, which a fold only reads."""
         return {
             name: None if x is None else x.clone(memory_format=torch.contiguous_format)
             for name in ("count", "arrivals", "phase", "kv", "normalizer")
@@ -470,11 +471,11 @@ class Window(PortableWindow):
         return index, multinomial_weights(self.key_dim, self.power, torch.float32, device)
 
 
-register_as_tree(Window, "power", "tokens")
+register_as_pytree(Window, "power", "tokens")
 
 
 def _on_host() -> bool:
-    """Whether a call runs now, rather than being traced or captured to run later and again."""
+    """Whether a call runs eagerly, and is not traced by torch.compile or captured into a CUDA graph."""
     if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

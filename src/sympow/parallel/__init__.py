@@ -1,6 +1,7 @@
-"""One sequence over several processes: each has a part of the tokens, and gets what the parts before it leave behind.
+"""Context parallelism: one sequence sharded over several processes, which pass states of fixed size to each other.
 
-`Shards` says which tokens are whose, `attention` is `sympow.attention` on them.
+`Shards` describes which rank has which tokens; `attention` is `sympow.attention` on them, and `softmax_attention` the
+baseline.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -8,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from sympow.parallel.shards import Shards
 
 if TYPE_CHECKING:
-    from sympow.parallel.context_parallel import attention
+    from sympow.parallel.context_parallel import attention, softmax_attention
 
-__all__ = ["Shards", "attention"]
+__all__ = ["Shards", "attention", "softmax_attention"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: to keep a function from being compiled brings in torch's compiler, which takes seconds.
-    if name == "attention":
-        from sympow.parallel.context_parallel import attention
+    # Imported lazily: torch.compiler.disable imports torch's compiler, which takes seconds.
+    if name in __all__:
+        from sympow.parallel import context_parallel
 
-        return attention
+        return getattr(context_parallel, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Collectives of tensors of equal size, and those that gradients flow through."""
+"""Collectives on tensors of equal size, and differentiable ones along the sequence."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from sympow.parallel.shards import Shards
 
 
 def start_gather(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
-    """Begins to collect everyone's tensor: (ranks, *x.shape), to be read after the second value's `wait()`.
+    """Starts an all-gather; returns (ranks, *x.shape) and a handle, whose `wait()` must come before reading it.
 
     x must stay alive and unchanged until then.
     """
-    everyone = x.new_empty(group.size() * x.numel())
+    gathered = x.new_empty(group.size() * x.numel())
     # torch 2.13 renamed it, and warns about the old name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work = gather(everyone, x.reshape(-1), group=group, async_op=True)
-    return everyone.view(group.size(), *x.shape), work
+    work = gather(gathered, x.reshape(-1), group=group, async_op=True)
+    return gathered.view(group.size(), *x.shape), work
 
 
 def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Everyone's tensor: (ranks, *x.shape)."""
+    """All-gathers: (ranks, *x.shape)."""
     x = x.contiguous()
-    everyone, work = start_gather(x, group)
+    gathered, work = start_gather(x, group)
     work.wait()
-    return everyone
+    return gathered
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks of their entries for this one: (ranks, …) → (…)."""
+    """Reduce-scatters: (ranks, …) → (…), the sum over ranks of their entries for this rank."""
     own = x.new_empty(x[0].numel())
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(own, x.reshape(-1), group=group)
@@ -41,7 +41,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Attach(torch.autograd.Function):
-    """y as it is, but seen to depend on other tensors: so that their backward pass takes place on every rank."""
+    """y unchanged, with other tensors as inputs in its graph, so that their backward pass runs on every rank."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
@@ -55,17 +55,17 @@ class _Attach(torch.autograd.Function):
 
 
 def attach(y: Tensor, *others: Tensor) -> Tensor:
-    """y, with others in its graph that it does not depend on."""
+    """y, with others added as inputs to its graph; their gradients through y are zero."""
     return _Attach.apply(y, *others)
 
 
 def sum_before(anchor: Tensor, x: Tensor, shards: Shards, *, preceded: bool) -> Tensor:
-    """Σ x over the ranks that have earlier tokens of the document at this rank's first one; zero if none do.
+    """Σ x over the ranks with earlier tokens of the document of this rank's first token; zero if there are none.
 
     Args:
         anchor: as in `StateScan`.
         x: the same shape on every rank.
-        preceded: as in `Shards.portion`.
+        preceded: as in `Shards.shard`.
     """
     return _SumBefore.apply(anchor, x, shards, preceded)
 
@@ -74,7 +74,7 @@ class _SumBefore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, shards: Shards, preceded: bool) -> Tensor:
         ctx.shards, ctx.preceded = shards, preceded
-        sources = shards.portion(preceded=preceded).sources
+        sources = shards.shard(preceded=preceded).sources
         return gather(x, shards.group)[sources.start : sources.stop].sum(0)
 
     @staticmethod
@@ -82,14 +82,14 @@ class _SumBefore(torch.autograd.Function):
     def backward(ctx: Any, d_sum: Tensor) -> tuple[Tensor | None, ...]:
         shards: Shards = ctx.shards
         first = shards.rank + 1
-        portions = (shards.portion(rank, preceded=ctx.preceded) for rank in range(first, shards.size))
-        # Readers are the next ranks up to some one. A slice: a list of them would have the host wait for the device.
-        readers = sum(shards.rank in portion.sources for portion in portions)
+        later = (shards.shard(rank, preceded=ctx.preceded) for rank in range(first, shards.size))
+        # The ranks that use x are consecutive. A slice, since indexing by a list would synchronize with the device.
+        readers = sum(shards.rank in shard.sources for shard in later)
         return None, gather(d_sum, shards.group)[first : first + readers].sum(0), None, None
 
 
 def from_last(x: Tensor, shards: Shards) -> Tensor:
-    """The last rank's tensor, on every rank."""
+    """Broadcasts the last rank's tensor."""
     return _FromLast.apply(x, shards)
 
 
@@ -111,7 +111,7 @@ class _FromLast(torch.autograd.Function):
 
 
 def along_time(x: Tensor, shards: Shards) -> Tensor:
-    """The whole sequence along the second axis, from every rank's part: (b, t, …)."""
+    """All-gathers a sequence along its second axis from the shards of all ranks: (b, t, …)."""
     return _AlongTime.apply(x, shards)
 
 
@@ -120,21 +120,21 @@ class _AlongTime(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shards: Shards) -> Tensor:
         ctx.shards = shards
         longest = max(shards.lengths)
-        # Ranks send equally much; what pads the shorter ones is cut off again.
-        parts = gather(_padded(x, longest), shards.group).unbind(0)
-        return torch.cat([part[:, :length] for part, length in zip(parts, shards.lengths, strict=True)], dim=1)
+        # Shorter shards are padded to equal size, and the padding is removed again.
+        gathered = gather(_padded(x, longest), shards.group).unbind(0)
+        return torch.cat([shard[:, :length] for shard, length in zip(gathered, shards.lengths, strict=True)], dim=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
         shards: Shards = ctx.shards
         longest = max(shards.lengths)
-        parts = torch.stack([_padded(part, longest) for part in d_x.split(shards.lengths, dim=1)])
-        return reduce_scatter(parts, shards.group)[:, : shards.length], None
+        padded = torch.stack([_padded(shard, longest) for shard in d_x.split(shards.lengths, dim=1)])
+        return reduce_scatter(padded, shards.group)[:, : shards.length], None
 
 
 def _padded(x: Tensor, length: int) -> Tensor:
-    """With zeros up to a length along the second axis."""
+    """Pads the second axis with zeros."""
     padded = x.new_zeros(x.shape[0], length, *x.shape[2:])
     padded[:, : x.shape[1]] = x
     return padded

@@ -1,15 +1,21 @@
-"""`sympow.attention` on a sequence whose tokens lie on several ranks.
+"""Context parallelism: `sympow.attention`, and the softmax baseline, on a sequence sharded over several ranks.
 
 Every rank
-1. learns the phase at its first token: the sum of what earlier ranks turn (one exchange of d/2 numbers a head; none
-   where the rotation is fixed, since then it follows from the position);
-2. folds its own tokens into a state, starting from nothing;
-3. passes it on: an exclusive scan of (decay, S, Z) over the ranks (`sympow.parallel.scan`);
-4. attends to its own tokens and to the state that came, as any call that continues a sequence does.
-Sequences go through 2 to 4 in two halves (`sympow.parallel.overlap`), so that states of one are on their way while the
-other is folded or attended to.
-What is sent does not depend on the number of tokens. In the backward pass gradients of states go the other way, again
-behind the work on the other half: autograd runs what was recorded last first.
+1. learns the phase at its first token, the sum of the rotations of earlier ranks (one collective of d/2 numbers per
+   head; none with a fixed rotation, whose phase follows from the position);
+2. folds its own tokens into a state, starting from zero;
+3. sends it on: an exclusive scan of (decay, S, Z) over the ranks (`sympow.parallel.scan`);
+4. attends to its own tokens and to the received state, as any call with an `initial_state` does.
+Steps 2 to 4 are done for each half of the batch, or of the heads (`sympow.parallel.overlap`), so that communication of
+one half overlaps with compute of the other. The size of messages does not depend on the number of tokens. In the
+backward pass gradients of states travel in the opposite direction, again overlapped: autograd runs the half that came
+last in the forward pass first.
+
+Softmax has no state of fixed size: every rank gathers keys, values and gates of all ranks, and attends to them with its
+own queries. Communication grows with the context, and later ranks have more keys: this is for comparison. torch's own
+context parallelism (`torch.distributed.tensor.experimental`) replaces only the CUDA kernels of
+`scaled_dot_product_attention`, for one document in equal shards without gates; this supports every backend, packed
+documents, uneven shards and gates.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Literal, overload
 
 import torch
@@ -28,16 +35,18 @@ from sympow.ops import interface as operator
 from sympow.ops.dispatch import Backend, Form
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
-from sympow.ops.sequence import Sequence
+from sympow.ops.sequence import Sequence, rotate_sequence
 from sympow.ops.state import State
 from sympow.ops.symmetric import symmetric_dim
+from sympow.ops.torch import softmax
 from sympow.ops.torch.forms import fold
+from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState
 from sympow.ops.validation import check_bool, check_power, check_state, check_tensors
-from sympow.parallel.collectives import attach, from_last, sum_before
-from sympow.parallel.fused_attention import fused_shard_attention, fused_shard_serves, turn
+from sympow.parallel.collectives import along_time, attach, from_last, sum_before
+from sympow.parallel.fused_attention import fused_shard_attention, rotate_shard, runs_fused
 from sympow.parallel.overlap import Half, halves_of, split
 from sympow.parallel.scan import StateScan, passing_decay
-from sympow.parallel.shards import Portion, Shards, as_shards
+from sympow.parallel.shards import Shard, Shards, as_shards
 
 
 @overload
@@ -94,18 +103,18 @@ def attention(
     backend: Backend = "auto",
     chunk_size: int | None = None,
 ) -> Tensor | tuple[Tensor, State]:
-    """`sympow.attention` of a whole sequence, of which every rank gives and gets its own tokens.
+    """`sympow.attention` of a sharded sequence: every rank passes and gets its own tokens.
 
-    All ranks of the group make the call together, and run its backward pass together. Outputs and gradients are those
-    of one call on the whole sequence, where the loss is the sum of the ranks' losses. What ranks have in common
-    (`theta`, `initial_state`) gets a share of its gradient on each, as parameters do in data-parallel training.
+    A collective: all ranks of the group make the call, and run its backward pass. Outputs and gradients are those of
+    one call on the whole sequence, where the loss is the sum of the ranks' losses. Tensors that ranks have in common
+    (`theta`, `initial_state`) get a partial gradient on each rank, to be summed, as parameters do in data parallelism.
 
     Args:
         q, k, v, power, log_gamma, beta, theta, form, backend, chunk_size: as in `sympow.attention`, this rank's tokens
             along the second axis.
-        shards: which tokens and documents are whose; or a process group or mesh whose ranks tell each other how many
-            tokens they have.
-        initial_state: what came before the whole sequence, the same on every rank; not with packed documents.
+        shards: which rank has which tokens and documents; or a process group or mesh, whose ranks then exchange their
+            numbers of tokens.
+        initial_state: before the whole sequence, the same on every rank; not with packed documents.
         return_state: whether to return (y, state), with the state after the whole sequence on every rank; not with
             packed documents.
 
@@ -117,12 +126,12 @@ def attention(
         >>> y = attention(q, k, v, log_gamma=log_gamma, shards=shards)  # doctest: +SKIP
     """
     states: dict[str, Any] = {"initial_state": initial_state, "return_state": return_state}
-    how: dict[str, Any] = {"form": form, "backend": backend, "chunk_size": chunk_size}
-    # One rank should not pay for what several need. A compiler that traces this has no business with process groups.
+    execution: dict[str, Any] = {"form": form, "backend": backend, "chunk_size": chunk_size}
+    # A single rank calls the operator directly. Not under torch.compile, which does not trace process groups.
     alone = isinstance(shards, Shards) and shards.size == 1 and shards.cu_seqlens is None
     if alone and not torch.compiler.is_compiling():
-        return operator.attention(q, k, v, power, log_gamma, beta, theta, None, **states, **how)
-    return _attention_on_shards(Sequence(q, k, v, log_gamma, beta, theta, power), shards, states, how)
+        return operator.attention(q, k, v, power, log_gamma, beta, theta, None, **states, **execution)
+    return _attention_on_shards(Sequence(q, k, v, log_gamma, beta, theta, power), shards, states, execution)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -130,7 +139,7 @@ def _attention_on_shards(
     sequence: Sequence,
     shards: Shards | dist.ProcessGroup | DeviceMesh,
     states: dict[str, Any],
-    how: dict[str, Any],
+    execution: dict[str, Any],
 ) -> Tensor | tuple[Tensor, State]:
     """`attention`, its arguments not yet checked."""
     q, k, v, power, theta = sequence.q, sequence.k, sequence.v, sequence.power, sequence.theta
@@ -140,7 +149,7 @@ def _attention_on_shards(
         raise ValueError("initial_state and return_state cannot go with shards of packed documents")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
-        return operator.attention(**_arguments(sequence), cu_seqlens=documents, **states, **how)
+        return operator.attention(**_arguments(sequence), cu_seqlens=documents, **states, **execution)
     check_power(power)
     check_bool("return_state", return_state)
     check_tensors(q, k, v, sequence.log_gamma, sequence.beta, theta)
@@ -150,7 +159,7 @@ def _attention_on_shards(
     if initial_state is not None:
         check_state(initial_state, q, k, v, power, theta is not None, None)
     with without_autocast(q.device):
-        y, state = _Call(sequence, shards, initial_state, return_state, how).run()
+        y, state = _Call(sequence, shards, initial_state, return_state, execution).run()
     if not return_state:
         return y
     assert state is not None
@@ -165,15 +174,15 @@ class _Call:
     shards: Shards
     initial_state: State | None
     return_state: bool
-    how: dict[str, Any]
+    execution: dict[str, Any]
 
     @cached_property
-    def portion(self) -> Portion:
-        return self.shards.portion(preceded=self.initial_state is not None, followed=self.return_state)
+    def shard(self) -> Shard:
+        return self.shards.shard(preceded=self.initial_state is not None, followed=self.return_state)
 
     @property
     def own_start(self) -> State | None:
-        """What came before the whole sequence, where it is this rank's to begin with."""
+        """The initial state of the whole sequence, on the first rank."""
         return self.initial_state if self.shards.rank == 0 else None
 
     @cached_property
@@ -181,16 +190,16 @@ class _Call:
         return halves_of(self.sequence.batch, self.sequence.key_heads)
 
     def run(self) -> tuple[Tensor, State | None]:
-        """y of this rank's tokens, and the state after all ranks' if asked for."""
+        """y of this rank's tokens, and the state after the whole sequence if `return_state`."""
         phase = self._phase()
         plain = self.initial_state is None and not self.return_state
-        if plain and fused_shard_serves(self.sequence, self.portion, **self.how):
-            # Kernels leave whole turns out themselves.
-            turned, size = turn(self.sequence, phase), self.how["chunk_size"]
-            return fused_shard_attention(turned, self.portion, self.shards, self.halves, size), None
+        if plain and runs_fused(self.sequence, self.shard, **self.execution):
+            # Kernels wrap angles themselves.
+            rotated, size = rotate_shard(self.sequence, phase), self.execution["chunk_size"]
+            return fused_shard_attention(rotated, self.shard, self.shards, self.halves, size), None
         phase = None if phase is None else wrap_angle(phase)
         outputs, states = zip(*(end() for end in self._start(phase)), strict=True)
-        # Whether its outputs depend on it or not, every rank must take part in the backward pass of the phase.
+        # Every rank must take part in the backward pass of the phase, even if its outputs do not depend on it.
         y = torch.cat(outputs, dim=self.halves[0].token_dim)
         if phase is not None:
             y = attach(y, phase)
@@ -200,79 +209,83 @@ class _Call:
         return attach(y, after.kv, after.normalizer, *([] if after.phase is None else [after.phase])), after
 
     def _phase(self) -> Tensor | None:
-        """μ before this rank's first token, whole turns included, (b, h_kv, d/2) float64; None without rotation."""
-        sequence, theta, portion = self.sequence, self.sequence.theta, self.portion
+        """μ before this rank's first token, not wrapped, (b, h_kv, d/2) float64; None without rotation."""
+        sequence, theta, shard = self.sequence, self.sequence.theta, self.shard
         if theta is None:
             return None
         if sequence.beta is None:
             before = None if self.initial_state is None else self.initial_state.phase
-            phase = unwrapped_phase_after(theta, None, before, portion.before)
+            phase = unwrapped_phase_after(theta, None, before, shard.before)
             return phase.expand(sequence.batch, sequence.key_heads, -1)
-        beta = sequence.beta[:, portion.last]
+        beta = sequence.beta[:, shard.last]
         own = None if self.own_start is None else self.own_start.phase
-        turned = unwrapped_phase_after(theta, beta, own, beta.shape[1])
-        phase = sum_before(_anchor(sequence), turned, self.shards, preceded=self.initial_state is not None)
+        advanced = unwrapped_phase_after(theta, beta, own, beta.shape[1])
+        phase = sum_before(_anchor(sequence), advanced, self.shards, preceded=self.initial_state is not None)
         return phase if own is None else attach(own, phase)
 
     def _start(self, phase: Tensor | None) -> list[Callable[[], tuple[Tensor, State | None]]]:
-        """Folds the last piece of this rank's tokens and passes it on, half by half.
+        """Folds the last slice of this rank's tokens and starts the scan, for each half.
 
         Returns:
-            for each half what waits for the state that comes, and gives outputs.
+            for each half a function that waits for the received state and returns outputs.
         """
         return [
-            self._start_half(part, half, None if phase is None else half.heads(phase))
-            for part, half in zip(split(self.sequence, self.halves), self.halves, strict=True)
+            self._start_half(inputs, half, None if phase is None else half.heads(phase))
+            for inputs, half in zip(split(self.sequence, self.halves), self.halves, strict=True)
         ]
 
     def _start_half(
-        self, part: Sequence, half: Half, phase: Tensor | None
+        self, inputs: Sequence, half: Half, phase: Tensor | None
     ) -> Callable[[], tuple[Tensor, State | None]]:
-        scan = self._fold(part, half, phase)
-        return lambda: self._finish(part, half, phase, scan)
+        scan = self._fold(inputs, half, phase)
+        return lambda: self._finish(inputs, half, phase, scan)
 
-    def _fold(self, part: Sequence, half: Half, phase: Tensor | None) -> StateScan:
-        portion, state = self.portion, half.state(self.own_start)
-        last = part[portion.last]
-        if not portion.goes_on or (last.length == 0 and state is None):
-            state = _nothing(part)
+    def _fold(self, inputs: Sequence, half: Half, phase: Tensor | None) -> StateScan:
+        shard, state = self.shard, half.state(self.own_start)
+        last = inputs[shard.last]
+        if not shard.continues_later or (last.length == 0 and state is None):
+            state = _zero_state(inputs)
         elif last.length:
-            whole = len(portion.offsets) == 2
+            whole = len(shard.offsets) == 2
             state = fold(last, state, phase if whole else None)
         assert state is not None
-        log_decay = passing_decay(part, portion, self.shards)
-        return StateScan(_anchor(self.sequence), state.kv, state.normalizer, log_decay, part.power, self.shards)
+        log_decay = passing_decay(inputs, shard, self.shards)
+        return StateScan(_anchor(self.sequence), state.kv, state.normalizer, log_decay, inputs.power, self.shards)
 
-    def _finish(self, part: Sequence, half: Half, phase: Tensor | None, scan: StateScan) -> tuple[Tensor, State | None]:
-        """Outputs of this rank's tokens; if a state is asked for, the one they leave, which counts on the last rank."""
+    def _finish(
+        self, inputs: Sequence, half: Half, phase: Tensor | None, scan: StateScan
+    ) -> tuple[Tensor, State | None]:
+        """Outputs of this rank's tokens; with `return_state` also the state after them, used only on the last rank."""
         kv, normalizer = scan.wait()
-        incoming = State(kv, normalizer, phase, power=part.power, key_dim=part.key_dim)
-        state = incoming if self.portion.continues else half.state(self.own_start)
+        incoming = State(kv, normalizer, phase, power=inputs.power, key_dim=inputs.key_dim)
+        state = incoming if self.shard.continues else half.state(self.own_start)
         after: State | None = incoming
         if self.return_state and self.shards.rank == self.shards.size - 1:
-            y, after = operator.attention(**_arguments(part), initial_state=state, return_state=True, **self.how)
+            y, after = operator.attention(
+                **_arguments(inputs), initial_state=state, return_state=True, **self.execution
+            )
         else:
             outputs = [
-                operator.attention(**_arguments(part[stretch]), **options, **self.how)
-                for stretch, options in self._stretches(state)
+                operator.attention(**_arguments(inputs[tokens]), **options, **self.execution)
+                for tokens, options in self._calls(state)
             ]
             y = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
-        # As for the phase: the first rank, for one, has no use for what came.
+        # As for the phase: the first rank does not use the received state.
         return attach(y, kv, normalizer), after
 
-    def _stretches(self, state: State | None) -> list[tuple[slice, dict[str, Any]]]:
-        """The first piece, which may go on from a state, and the others, which share a call."""
-        first, *others = self.portion.offsets[1:]
+    def _calls(self, state: State | None) -> list[tuple[slice, dict[str, Any]]]:
+        """Tokens and arguments of each call: the first slice, perhaps with an initial state, and the others, packed."""
+        first, *others = self.shard.offsets[1:]
         if not others:
             return [(slice(0, first), {"initial_state": state})]
         start = first if state is not None else 0
         offsets = [x - start for x in ((first, *others) if state is not None else (0, first, *others))]
-        # On the host: where documents run one by one, that is where their offsets are read.
+        # On the host, where offsets are read if documents are computed one by one.
         packed = (slice(start, None), {"cu_seqlens": torch.tensor(offsets, dtype=torch.int32)})
         return [packed] if state is None else [(slice(0, first), {"initial_state": state}), packed]
 
     def _from_last(self, states: Iterable[State | None]) -> State:
-        """The last rank's state on every rank, from those of the halves; on other ranks only their shapes count."""
+        """Broadcasts the last rank's state, from the states of its halves; on other ranks only their shapes matter."""
         known, dim = [state for state in states if state is not None], self.halves[0].state_dim
         kv, normalizer = (
             from_last(torch.cat([getattr(state, name) for state in known], dim=dim), self.shards)
@@ -283,18 +296,78 @@ class _Call:
         return State(kv, normalizer, phase, power=self.sequence.power, key_dim=self.sequence.key_dim)
 
 
-def _nothing(sequence: Sequence) -> State:
-    """What no tokens leave; without a phase, which nobody reads."""
+def _zero_state(sequence: Sequence) -> State:
+    """The state of no tokens; without a phase, which is not used."""
     shape = (sequence.batch, sequence.key_heads, symmetric_dim(sequence.key_dim, sequence.power))
     kv = sequence.k.new_zeros(*shape, sequence.value_dim, dtype=sequence.compute_dtype)
     return State(kv, kv.new_zeros(shape), None, power=sequence.power, key_dim=sequence.key_dim)
 
 
 def _anchor(sequence: Sequence) -> Tensor:
-    """A tensor that requires a gradient if any of them does."""
+    """A tensor that requires a gradient if any tensor of the sequence does."""
     tensors = [x for x in (getattr(sequence, field.name) for field in fields(sequence)) if isinstance(x, Tensor)]
     return next((x for x in tensors if x.requires_grad), sequence.k)
 
 
 def _arguments(sequence: Sequence) -> dict[str, Any]:
     return {field.name: getattr(sequence, field.name) for field in fields(sequence)}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+    *,
+    shards: Shards | dist.ProcessGroup | DeviceMesh,
+    initial_state: KeyValueState | None = None,
+    return_state: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention of a whole sequence; arguments and shapes as in `sympow.parallel.attention`.
+
+    Without states and masks: a cache of keys and values of the whole sequence would have to be on every rank.
+    """
+    shards = as_shards(shards, q.shape[1])
+    for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
+        if given:
+            raise ValueError(
+                f"{name} cannot go with shards in softmax attention: its state would be keys and values of all ranks"
+            )
+    if mask is not None:
+        raise ValueError("mask cannot go with shards in softmax attention")
+    if shards.size == 1:
+        documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
+        return softmax.softmax_attention(q, k, v, log_gamma, beta, theta, documents)
+    check_tensors(q, k, v, log_gamma, beta, theta)
+    shards.check_length("q", q.shape[1])
+    if log_gamma is not None and log_gamma.ndim == 4:
+        log_gamma = log_gamma.mean(-1)
+    k, v = along_time(k, shards), along_time(v, shards)
+    log_gamma, beta = (None if x is None else along_time(x, shards) for x in (log_gamma, beta))
+    # Keys in place of queries, of which a rank needs only its own.
+    everything = Sequence(k, k, v, log_gamma, beta, theta, power=1)
+    shard, outputs = shards.shard(), []
+    for number, (begin, end) in enumerate(pairwise(shard.offsets)):
+        start, stop = shards.start + begin, shards.start + end
+        past = None
+        if number == 0 and shard.continues:
+            past = _cache(everything[start - shard.before : start])
+        own = everything[start:stop]
+        outputs.append(
+            softmax.softmax_attention(q[:, begin:end], own.k, own.v, own.log_gamma, own.beta, theta, initial_state=past)
+        )
+    gathered = [x for x in (k, v, log_gamma, beta) if x is not None]
+    return attach(torch.cat(outputs, dim=1), *gathered)
+
+
+def _cache(past: Sequence) -> KeyValueState:
+    """The key-value cache of these tokens."""
+    _, k, phase = rotate_sequence(past, None)
+    decay = None
+    if past.log_gamma is not None:
+        decay = past.log_gamma.to(torch.float64).clamp(min=CLOSED_GATE).cumsum(1)
+    return KeyValueState(k, past.v, decay, phase)

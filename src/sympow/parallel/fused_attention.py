@@ -1,9 +1,9 @@
-"""A shard on the fused kernels, p = 2: states pass between ranks in the middle of the kernels' work.
+"""A shard on the fused kernels, p = 2: the exchange of states takes place between the kernels of one autograd node.
 
-The portable way folds in one call and attends in another, and autograd differentiates both. Here the sums over each
-chunk's tokens serve the fold and the attention alike, and those of the backward pass likewise. To launch kernels costs
-the host as much as they take where shards are short, so both halves of the sequences go through one node of autograd:
-what need not wait for a message is done for both at once, and each half writes to its part of the results.
+In plain PyTorch the fold and the attention are two calls, and autograd differentiates each. Here they share the sums
+over each chunk's tokens, and so do their backward passes. Where shards are short, launching kernels takes the host as
+long as they run, so both halves of the call (`sympow.parallel.overlap`) are in one autograd node: what does not depend
+on a message is computed for both at once, and each half writes to its slice of the results.
 """
 
 from __future__ import annotations
@@ -23,28 +23,26 @@ from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.collectives import start_gather
 from sympow.parallel.overlap import Half
 from sympow.parallel.scan import Carried, RoundsScan, chosen_exchange
-from sympow.parallel.shards import Portion, Shards
+from sympow.parallel.shards import Shard, Shards
 
 if TYPE_CHECKING:
     from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows
-    from sympow.kernels.gates import Gates
+    from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates, FullState
 
 
-def fused_shard_serves(
-    sequence: Sequence, portion: Portion, form: Form, backend: Backend, chunk_size: int | None
-) -> bool:
-    """Whether a shard can be computed here: one piece of one document, for which "auto" would take the kernels."""
-    if len(portion.offsets) != 2 or shard_unsupported_reason(sequence, form) is not None:
+def runs_fused(sequence: Sequence, own: Shard, form: Form, backend: Backend, chunk_size: int | None) -> bool:
+    """Whether the fused kernels compute a shard: it is one slice of one document, and they support the call."""
+    if len(own.offsets) != 2 or shard_unsupported_reason(sequence, form) is not None:
         return False
     return backend_for(sequence, False, form, chunk_size, backend) == "triton"
 
 
-def turn(sequence: Sequence, phase: Tensor | None) -> Sequence:
-    """With queries and keys turned, and no rotation left.
+def rotate_shard(sequence: Sequence, phase: Tensor | None) -> Sequence:
+    """The sequence with queries and keys rotated, and without beta and theta.
 
     Args:
-        phase: μ before the first token, (b, h_kv, d/2) float64, of any size; None without rotation.
+        phase: μ before the first token, (b, h_kv, d/2) float64, not wrapped; None without rotation.
     """
     from sympow.kernels.rotary import fused_rotation
 
@@ -55,26 +53,26 @@ def turn(sequence: Sequence, phase: Tensor | None) -> Sequence:
 
 
 def fused_shard_attention(
-    sequence: Sequence, portion: Portion, shards: Shards, halves: list[Half], chunk_size: int | None
+    sequence: Sequence, own: Shard, shards: Shards, halves: list[Half], chunk_size: int | None
 ) -> Tensor:
-    """y (b, t, h, e) of this rank's tokens, which are turned."""
+    """y (b, t, h, e) of this rank's tokens, whose queries and keys are rotated."""
     from sympow.kernels.attention.shard import Plan
 
     log_gamma = None if sequence.log_gamma is None else sequence.log_gamma.to(torch.float32)
     chunk = quadratic_chunk(sequence.length, chunk_size)
-    plan = Plan(chunk, initial=portion.continues, final=portion.goes_on)
-    call = _Call(plan, portion.passes, shards, halves, sequence.group, sequence.needs_grad)
+    plan = Plan(chunk, initial=own.continues, final=own.continues_later)
+    call = _Call(plan, own.passes, shards, halves, sequence.group, sequence.needs_grad)
     return _Attend.apply(call, sequence.q, sequence.k, sequence.v, log_gamma)
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What both passes know of a call.
+    """The arguments of a call that forward and backward pass have in common.
 
     Attributes:
-        passes: whether a state that comes passes through this rank.
+        passes: whether the state of earlier ranks passes through this one to later ranks.
         group: query heads per key head.
-        train: whether the backward pass will be run.
+        train: whether there will be a backward pass.
     """
 
     plan: Plan
@@ -85,7 +83,7 @@ class _Call:
     train: bool
 
     def send(self, end: FullState | None, k: Tensor, v: Tensor, gates: Gates | None, *, reverse: bool) -> _Exchange:
-        """Passes on what this rank leaves, or in reverse wants; k and v of one half."""
+        """Starts the exchange of this rank's state, or in reverse of its gradient; k and v of one half."""
         from sympow.kernels.states.message_packing import pack, pack_nothing
 
         shape = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
@@ -102,12 +100,12 @@ class _Call:
 
 
 class _Exchange:
-    """The scan of states of one half over the ranks (`sympow.parallel.scan`), under way.
+    """The asynchronous scan of one half's states over the ranks (`sympow.parallel.scan`).
 
     Args:
-        message: what this rank leaves, as `sympow.kernels.states.message_packing` writes it.
+        message: this rank's state, packed by `sympow.kernels.states.message_packing`.
         shape: b, h_kv, d and e.
-        decays: whether messages have some.
+        decays: whether messages contain log decays.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class _Exchange:
         self._rounds = RoundsScan(own, shards, reverse)
 
     def receive(self, wanted: bool) -> FullState | None:
-        """What ranks before this one leave together, or in reverse those after it want; None if not wanted."""
+        """The combined state of the ranks before this one, or in reverse the gradient of those after it, if wanted."""
         from sympow.kernels.states.message_packing import unpack
 
         if self._rounds is not None:
@@ -150,18 +148,18 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None) -> Tensor:
         from sympow.kernels.attention import shard
 
-        plan, gates, out = call.plan, shard.running_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
-        under_way = []
+        plan, gates, out = call.plan, shard.gate_sums(log_gamma), shard.Outputs.new(q, v, call.plan)
+        in_flight = []
         for half in call.halves:
             own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
             folded = shard.fold(*own, plan)
-            under_way.append((half, own, folded.chunks, call.send(folded.end, *own, reverse=False)))
+            in_flight.append((half, own, folded.chunks, call.send(folded.end, *own, reverse=False)))
         kept = []
-        while under_way:  # off the list, since a half's sums of chunks take much memory
-            half, own, chunks, exchange = under_way.pop(0)
+        while in_flight:  # popped, since the chunk sums of a half take much memory
+            half, own, chunks, exchange = in_flight.pop(0)
             initial = exchange.receive(plan.initial)
-            part = _outputs_of(out, half, call.group)
-            states = shard.attend(half.tokens(q, call.group), *own, chunks, initial, part)
+            half_out = _outputs_of(out, half, call.group)
+            states = shard.attend(half.tokens(q, call.group), *own, chunks, initial, half_out)
             if call.train:
                 kept.append(states)
         if call.train:
@@ -180,22 +178,22 @@ class _Attend(torch.autograd.Function):
         out = shard.Outputs(*saved[:3])
         gates, states = _from_tensors(saved[3:], plan)
         rows, gradients = shard.prepare_gradient(dy.contiguous(), q, out), shard.Gradients.new(q, k, v)
-        under_way = []
-        # The last one first, as autograd has it on ranks whose shards go another way.
+        in_flight = []
+        # The last half first, in the order of autograd on ranks that do not run the fused kernels.
         for half, half_states in reversed(list(zip(call.halves, states, strict=True))):
             own = half.tokens(k), half.tokens(v), _gates_of(gates, half)
             half_rows, past = _rows_of(rows, half, group), half.heads(out.past, group)
             folded = shard.fold_gradient(half_rows, own[0], own[2], past, plan)
             exchange = call.send(folded.end, *own, reverse=True)
-            under_way.append((half, (half_rows, *own, half_states), past, folded.chunks, exchange))
+            in_flight.append((half, (half_rows, *own, half_states), past, folded.chunks, exchange))
         crossings = []
-        while under_way:
-            half, known, past, chunks, exchange = under_way.pop(0)
-            part = _gradients_of(gradients, half, group)
-            # While messages are on their way.
-            shard.query_gradient(*known, past, part)
+        while in_flight:
+            half, known, past, chunks, exchange = in_flight.pop(0)
+            half_gradients = _gradients_of(gradients, half, group)
+            # While messages are in flight.
+            shard.query_gradient(*known, past, half_gradients)
             d_final = exchange.receive(plan.final)
-            crossings.append(shard.key_gradient(*known, chunks, d_final, part))
+            crossings.append(shard.key_gradient(*known, chunks, d_final, half_gradients))
         d_log_gamma = None
         if gates is not None:
             found = [crossing for crossing in reversed(crossings) if crossing is not None]
@@ -236,7 +234,7 @@ def _gradients_of(gradients: Gradients, half: Half, group: int) -> Gradients:
 
 
 def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) -> tuple[Tensor | None, ...]:
-    """For autograd to keep, three of the gates and three of each half's states."""
+    """Flattened for save_for_backward: three tensors of the gates, and three of each half's states."""
     none = (None,) * 3
     kept = none if gates is None else (gates.sums, gates.to_end, gates.from_start)
     return sum((none if x is None else (x.low, x.high, x.normalizer) for x in states), kept)
@@ -244,11 +242,10 @@ def _tensors_of(gates: Gates | None, states: AnySequence[ChunkStates | None]) ->
 
 def _from_tensors(tensors: AnySequence[Any], plan: Plan) -> tuple[Gates | None, list[ChunkStates | None]]:
     """The inverse of `_tensors_of`."""
-    from sympow.kernels.attention.tiles import COLUMNS
-    from sympow.kernels.gates import Gates
+    from sympow.kernels.running_sums import Gates
     from sympow.kernels.states.quadratic import ChunkStates
 
     kept, *parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
     first = 0 if plan.initial else 1
     states = [None if part[0] is None else ChunkStates(*part, plan.chunk, first) for part in parts]
-    return None if kept[0] is None else Gates(*kept, COLUMNS), states
+    return None if kept[0] is None else Gates(*kept), states

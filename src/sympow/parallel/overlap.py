@@ -1,7 +1,7 @@
-"""The sequences of a call in two halves: states of one are on their way while the other is worked on.
+"""Overlap of communication and compute: a call in two halves, one of which computes while states of the other travel.
 
-Halves of the batch, or of the key heads where the batch is one. Either way the heads of all sequences, taken in order,
-are cut once: what kernels leave of them, (b, h, …), is contiguous in each half, as they want it.
+The batch is split in two, or the key heads of a batch of one. Either way tensors (b, h, …) are cut once along their
+flattened first two axes, so that each half is contiguous, as kernels require.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from sympow.ops.state import State
 
 @dataclass(frozen=True)
 class Half:
-    """Some of the batch, or of the key heads of a batch of one.
+    """One half of a call: a range of batch rows, or of key heads of a batch of one.
 
     Attributes:
-        by_batch: which of the two.
-        start, count: those it has.
+        by_batch: whether batch rows are split, rather than key heads.
+        start, count: the range.
     """
 
     by_batch: bool
@@ -29,21 +29,21 @@ class Half:
 
     @property
     def state_dim(self) -> int:
-        """The axis of states that is cut."""
+        """The axis of states that is split."""
         return 0 if self.by_batch else 1
 
     @property
     def token_dim(self) -> int:
-        """The axis of inputs and outputs that is cut."""
+        """The axis of inputs and outputs that is split."""
         return 0 if self.by_batch else 2
 
     def tokens(self, x: Tensor, group: int = 1) -> Tensor:
-        """Of x (b, t, h, …), with `group` heads to a key head."""
-        return self._part(x, self.token_dim, group)
+        """The half of x (b, t, h, …), which has `group` heads per key head."""
+        return self._narrow(x, self.token_dim, group)
 
     def heads(self, x: Tensor, group: int = 1) -> Tensor:
-        """Of x (b, h, …), likewise."""
-        return self._part(x, self.state_dim, group)
+        """The half of x (b, h, …), which has `group` heads per key head."""
+        return self._narrow(x, self.state_dim, group)
 
     def state(self, state: State | None) -> State | None:
         if state is None:
@@ -52,13 +52,13 @@ class Half:
         kv, normalizer = self.heads(state.kv), self.heads(state.normalizer)
         return State(kv, normalizer, phase, power=state.power, key_dim=state.key_dim)
 
-    def _part(self, x: Tensor, dim: int, group: int) -> Tensor:
+    def _narrow(self, x: Tensor, dim: int, group: int) -> Tensor:
         group = 1 if self.by_batch else group
         return x.narrow(dim, group * self.start, group * self.count)
 
 
 def halves_of(batch: int, key_heads: int) -> list[Half]:
-    """Two, or one if there is but one sequence of one key head."""
+    """Two halves, or a single one for one sequence with one key head."""
     by_batch = batch > 1
     count = batch if by_batch else key_heads
     middle = count // 2
@@ -68,17 +68,17 @@ def halves_of(batch: int, key_heads: int) -> list[Half]:
 def split(sequence: Sequence, halves: list[Half]) -> list[Sequence]:
     """The inputs of each half.
 
-    Split rather than sliced: gradients of the parts are then put together in one pass.
+    By `Tensor.split` rather than slicing, so that autograd concatenates the gradients in one pass.
     """
     sizes, dim, by_batch = [half.count for half in halves], halves[0].token_dim, halves[0].by_batch
 
-    def parts(x: Tensor | None, group: int = 1) -> tuple[Tensor | None, ...]:
+    def split_tensor(x: Tensor | None, group: int = 1) -> tuple[Tensor | None, ...]:
         group = 1 if by_batch else group
         return (None,) * len(sizes) if x is None else x.split([group * size for size in sizes], dim=dim)
 
     columns = (
-        parts(sequence.q, sequence.group),
-        *(parts(x) for x in (sequence.k, sequence.v, sequence.log_gamma, sequence.beta)),
+        split_tensor(sequence.q, sequence.group),
+        *(split_tensor(x) for x in (sequence.k, sequence.v, sequence.log_gamma, sequence.beta)),
     )
     return [
         replace(sequence, q=q, k=k, v=v, log_gamma=log_gamma, beta=beta)

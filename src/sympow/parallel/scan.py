@@ -1,15 +1,15 @@
-"""Exclusive scan of states over ranks: what the ranks before this one leave behind, or in reverse those after it.
+"""The exclusive scan of states over ranks: the state at a rank's first token, or in reverse its gradient at the last.
 
     before_r = Σ_{s<r} (∏_{s<u<r} D_u) S_s
 
-S_s is what rank s alone leaves, D_u what rank u does to a state that passes through it. Two ways to the same numbers:
+S_s is the state of rank s's tokens alone, D_u the decay of a state that passes through rank u. Two algorithms:
 
-gather: one all-gather of all S and D; every rank then adds up those before it. One collective, N − 1 states received.
-rounds: in round n every rank sends what its last 2^n ranks leave together 2^n ranks further on, and adds what it
-    receives. ⌈log₂ N⌉ rounds, a state sent and received in each, and two states of memory.
+gather: one all-gather of all S and D; every rank then sums up those before it. One collective, N − 1 states received.
+rounds: a Hillis-Steele scan. In round n every rank sends the combined state of the last 2^n ranks to the rank 2^n
+    further on, and adds what it receives. ⌈log₂ N⌉ rounds, one state sent and received in each, two states of memory.
 
-Messages are in the dtype of the states; logarithms of decays travel along bit by bit, in float64. Nothing here depends
-on how many tokens there are.
+Messages have the dtype of the states, with the bits of the float64 log decays appended. Their size does not depend on
+the number of tokens.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from torch.autograd.function import once_differentiable
 from sympow.ops.numerics import feature_decay, log_gate_root
 from sympow.ops.sequence import Sequence
 from sympow.parallel.collectives import start_gather
-from sympow.parallel.shards import Portion, Shards
+from sympow.parallel.shards import Shard, Shards
 
-# An all-gather takes memory for a state of every rank, and time in proportion: no more than a node's worth of them.
+# Memory and time of an all-gather are proportional to the number of ranks: at most one node, and one GiB.
 MOST_RANKS_GATHERED = 8
 MOST_BYTES_GATHERED = 1 << 30
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What goes from rank to rank.
+    """A state that is carried from rank to rank, with the decay of the tokens that it covers.
 
     Attributes:
         kv, normalizer: as in `State`, or their gradients: (b, h_kv, D, e) and (b, h_kv, D).
-        log_decay: of what passes through, (b, h_kv, 1 or d/2) float64, as `log_gate_root` has it; None: no decay.
+        log_decay: of a state that passes through, (b, h_kv, 1 or d/2) float64, as in `log_gate_root`; None: no decay.
         power: p.
     """
 
@@ -49,7 +49,7 @@ class Carried:
     power: int
 
     def after(self, past: Carried) -> Carried:
-        """What the past and then this leave together: D past + own."""
+        """The combined state of `past` followed by this: D past + own."""
         if self.log_decay is None or past.log_decay is None:
             return Carried(past.kv + self.kv, past.normalizer + self.normalizer, None, self.power)
         factor = feature_decay(self.log_decay, self.power, self.kv.dtype)
@@ -58,57 +58,57 @@ class Carried:
         return Carried(kv, normalizer, past.log_decay + self.log_decay, self.power)
 
     def pack(self) -> Tensor:
-        """All of it in one message, one axis."""
-        parts = [self.kv.reshape(-1), self.normalizer.reshape(-1)]
+        """One message, in the layout that `sympow.kernels.states.message_packing` defines."""
+        fields = [self.kv.reshape(-1), self.normalizer.reshape(-1)]
         if self.log_decay is not None:
-            parts.append(self.log_decay.contiguous().view(self.kv.dtype).reshape(-1))
-        return torch.cat(parts)
+            fields.append(self.log_decay.contiguous().view(self.kv.dtype).reshape(-1))
+        return torch.cat(fields)
 
     def unpack(self, message: Tensor) -> Carried:
-        """From a message of another rank."""
+        """From a message of another rank, in the same layout."""
         sizes = [self.kv.numel(), self.normalizer.numel()]
         kv, normalizer, rest = message.split([*sizes, len(message) - sum(sizes)])
         log_decay = None
         if self.log_decay is not None:
-            # A copy: bits of float64 may begin anywhere in the message.
+            # A copy, since the float64 bits may be unaligned in the message.
             log_decay = rest.clone().view(torch.float64).view_as(self.log_decay)
         return Carried(kv.view_as(self.kv), normalizer.view_as(self.normalizer), log_decay, self.power)
 
 
-def passing_decay(sequence: Sequence, portion: Portion, shards: Shards) -> Tensor | None:
-    """log D of a rank's tokens, (b, h_kv, 1 or d/2) float64: −inf where a document begins or ends among them.
+def passing_decay(sequence: Sequence, shard: Shard, shards: Shards) -> Tensor | None:
+    """log D of a rank's tokens, (b, h_kv, 1 or d/2) float64: −inf if a document begins or ends among them.
 
-    None where nothing decays on any rank: no gates, and one document.
+    None if no rank has any decay: no gates, and one document.
     """
     gates = sequence.log_gamma
     if gates is None and shards.cu_seqlens is None:
         return None
-    if gates is not None and portion.passes:
+    if gates is not None and shard.passes:
         return log_gate_root(gates, sequence.power).sum(2)
     shape = (sequence.batch, sequence.key_heads, 1 if gates is None or gates.ndim == 3 else gates.shape[-1])
-    value = 0.0 if portion.passes else -torch.inf
+    value = 0.0 if shard.passes else -torch.inf
     return torch.full(shape, value, dtype=torch.float64, device=sequence.k.device)
 
 
 class Scan(ABC):
-    """A scan under way. Between `__init__`, which starts it, and `finish` there is time for other work."""
+    """An asynchronous scan: started by `__init__`, and waited for by `finish`."""
 
     def __init__(self, own: Carried, shards: Shards, reverse: bool) -> None:
         self.own, self.group, self.size = own, shards.group, shards.size
         self.reverse = reverse
-        # Counted in the direction of the scan.
+        # Rank in the direction of the scan.
         self.place = self.size - 1 - shards.rank if reverse else shards.rank
 
     @abstractmethod
     def finish(self) -> Carried | None:
-        """What comes before, or None if nothing does."""
+        """The combined state of all ranks before this one; None on the first."""
 
     def _rank(self, place: int) -> int:
         return self.size - 1 - place if self.reverse else place
 
 
 class GatherScan(Scan):
-    """By one all-gather."""
+    """The scan by one all-gather."""
 
     def __init__(self, own: Carried, shards: Shards, reverse: bool) -> None:
         super().__init__(own, shards, reverse)
@@ -125,11 +125,11 @@ class GatherScan(Scan):
 
 
 class RoundsScan(Scan):
-    """Point to point, the distance doubling from round to round."""
+    """The scan by point-to-point messages, whose distance doubles from round to round."""
 
     def __init__(self, own: Carried, shards: Shards, reverse: bool) -> None:
         super().__init__(own, shards, reverse)
-        self._window = own  # what the last 2^n ranks leave, this one included
+        self._window = own  # combined state of the last 2^n ranks, this one included
         first, *self._later = rounds_of(self.size)
         self._begin(first)
 
@@ -141,7 +141,7 @@ class RoundsScan(Scan):
         return before
 
     def _receive(self, before: Carried | None) -> Carried | None:
-        """The end of a round: what the ranks before this one leave, as far as it is known by now."""
+        """Waits for a round; returns the combined state of the ranks before this one that is known so far."""
         for work in self._works:
             work.wait()
         if self._received is None:
@@ -167,11 +167,11 @@ class RoundsScan(Scan):
 
 
 def start_scan(own: Carried, shards: Shards, *, reverse: bool = False) -> Scan:
-    """Begins to pass states on; every rank calls this, in the same order.
+    """Starts a scan; a collective, which every rank calls in the same order.
 
     Args:
-        own: what this rank alone leaves.
-        shards: the ranks, and how they exchange.
+        own: the state of this rank's tokens alone.
+        shards: the ranks, and the algorithm.
         reverse: from the last rank to the first.
     """
     kind = {"gather": GatherScan, "rounds": RoundsScan}[chosen_exchange(own.kv.nbytes + own.normalizer.nbytes, shards)]
@@ -179,7 +179,7 @@ def start_scan(own: Carried, shards: Shards, *, reverse: bool = False) -> Scan:
 
 
 def chosen_exchange(state_bytes: int, shards: Shards) -> str:
-    """What "auto" means for states of this size."""
+    """The algorithm that "auto" selects for states of this size."""
     if shards.exchange != "auto":
         return shards.exchange
     small = shards.size <= MOST_RANKS_GATHERED and shards.size * state_bytes <= MOST_BYTES_GATHERED
@@ -187,15 +187,15 @@ def chosen_exchange(state_bytes: int, shards: Shards) -> str:
 
 
 def rounds_of(size: int) -> list[int]:
-    """How far each round sends: 1, 2, 4, … below the number of ranks."""
+    """The distance of each round: 1, 2, 4, … below the number of ranks."""
     return [1 << n for n in range((size - 1).bit_length())]
 
 
 class StateScan:
-    """The states that ranks before this one leave behind: begun with this rank's own, and waited for later.
+    """A differentiable scan: started with this rank's own state, and waited for later.
 
-    In the backward pass the same with gradients, from the last rank to the first: they set out when the gradient of
-    what was waited for is known, and are waited for where that of the rank's own state is.
+    In the backward pass gradients are scanned from the last rank to the first: started when the gradient of the
+    received state is known, and waited for where the gradient of the rank's own state is needed.
 
     Args:
         anchor: requires a gradient if and only if tensors of the other ranks do, whatever this rank's state comes from.

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence, and which parts of its documents, each rank has."""
+"""`Shards`: which tokens of a sequence, and which slices of its documents, each rank has."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from sympow.checks import check_at_least, check_choice
 from sympow.ops.validation import document_offsets
 
-# The dimension of a mesh that sequences are split over.
+# The dimension of a device mesh over which sequences are sharded.
 MESH_DIM = "cp"
 EXCHANGES = ("auto", "gather", "rounds")
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """How a sequence lies over the ranks of a group: in order, each rank with the tokens after those of the one before.
+    """A sequence sharded over the ranks of a group: consecutive tokens, in order of rank.
 
     Attributes:
         group: the ranks: a process group, or a mesh with a dimension "cp" (or with only one).
         lengths: tokens of each rank. They may differ, and may be 0.
         cu_seqlens: offsets of packed documents in the whole sequence, (documents + 1,) integers from 0 to its length,
-            the same on every rank; None: one document. A document may cross borders of shards, any number of them.
-        exchange: how states pass between ranks (`sympow.parallel.scan`): "gather" (one all-gather), "rounds" (point to
-            point, in as many rounds as the number of ranks has binary digits), or "auto": rounds for many ranks or
-            large states.
+            the same on every rank; None: one document. A document may extend over any number of shards.
+        exchange: algorithm of the scan over ranks (`sympow.parallel.scan`): "gather" (one all-gather), "rounds" (point
+            to point, in ⌈log₂ ranks⌉ rounds), or "auto": rounds for many ranks or large states.
 
     Example:
         >>> shards = Shards.even(tokens.shape[1], mesh["cp"])  # doctest: +SKIP
@@ -64,7 +63,7 @@ class Shards:
         *,
         exchange: str = "auto",
     ) -> Shards:
-        """A sequence of `length` tokens in parts as equal as can be, longer ones first."""
+        """A sequence of `length` tokens in shards of equal length; the first ones get the remainder, one token each."""
         check_at_least("length", length, 1)
         group = as_group(group)
         share, longer = divmod(length, group.size())
@@ -80,7 +79,7 @@ class Shards:
         *,
         exchange: str = "auto",
     ) -> Shards:
-        """From each rank's own number of tokens, which the ranks tell each other: one small exchange, waited for."""
+        """From each rank's own number of tokens, by an all-gather that blocks the host."""
         group = as_group(group)
         lengths: list[int] = [0] * group.size()
         dist.all_gather_object(lengths, length, group=group)
@@ -106,57 +105,57 @@ class Shards:
 
     @property
     def start(self) -> int:
-        """Where this rank's tokens begin in the whole sequence."""
+        """Position of this rank's first token in the whole sequence."""
         return self.starts[self.rank]
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each rank's tokens begin and, last, where they end."""
+        """Positions of the ranks' first tokens and, last, the length."""
         return tuple(accumulate(self.lengths, initial=0))
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where documents begin in the whole sequence and, last, where they end."""
+        """Positions of the documents' first tokens and, last, the length."""
         return [0, self.total] if self.cu_seqlens is None else document_offsets(self.cu_seqlens, self.total)
 
-    def portion(self, rank: int | None = None, *, preceded: bool = False, followed: bool = False) -> Portion:
-        """What a rank has of the documents.
+    def shard(self, rank: int | None = None, *, preceded: bool = False, followed: bool = False) -> Shard:
+        """The slices of documents on a rank.
 
         Args:
             rank: None: this one.
-            preceded: the first document, the only one then, goes on with what came before the whole sequence.
-            followed: the last document, the only one then, goes on after the whole sequence, so that its state has to
-                reach the last rank, with tokens there or without.
+            preceded: the only document continues an `initial_state` of the whole sequence.
+            followed: the state after the only document is returned, so that it has to reach the last rank, even if
+                that has no tokens.
         """
         key = (self.rank if rank is None else rank, preceded, followed)
-        if key not in self._portions:
-            self._portions[key] = self._find_portion(*key)
-        return self._portions[key]
+        if key not in self._cached:
+            self._cached[key] = self._find_shard(*key)
+        return self._cached[key]
 
     @cached_property
-    def _portions(self) -> dict[tuple[int, bool, bool], Portion]:
-        """Those asked for so far: every layer of a model asks for the same."""
+    def _cached(self) -> dict[tuple[int, bool, bool], Shard]:
+        """A cache, since every layer of a model asks for the same."""
         return {}
 
-    def _find_portion(self, rank: int, preceded: bool, followed: bool) -> Portion:
+    def _find_shard(self, rank: int, preceded: bool, followed: bool) -> Shard:
         start, stop = self.starts[rank : rank + 2]
         before_last = rank < self.size - 1
         if preceded:
-            return Portion((0, stop - start), start, rank > 0, before_last, range(rank))
-        # The last offset ends a document and begins none.
+            return Shard((0, stop - start), start, rank > 0, before_last, range(rank))
+        # The last offset is the end of a document, not a beginning.
         begun = self.offsets[bisect_right(self.offsets, start, hi=len(self.offsets) - 1) - 1]
         inside = self.offsets[bisect_right(self.offsets, start) : bisect_left(self.offsets, stop)]
         holder = bisect_right(self.starts, begun, hi=self.size) - 1
-        return Portion(
+        return Shard(
             offsets=tuple(x - start for x in (start, *inside, stop)),
             before=start - begun,
             continues=start > begun,
-            goes_on=before_last if followed else self.offsets[bisect_left(self.offsets, stop)] != stop,
+            continues_later=before_last if followed else self.offsets[bisect_left(self.offsets, stop)] != stop,
             sources=range(holder, rank) if start > begun else range(0),
         )
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The part of this rank, of a tensor that has the whole sequence along `dim`."""
+        """The shard of this rank, of a tensor that has the whole sequence along `dim`."""
         if x.shape[dim] != self.total:
             raise ValueError(
                 f"x must have the whole sequence, {self.total} tokens, along dim {dim}; got {x.shape[dim]}"
@@ -171,36 +170,36 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What a rank has of packed documents.
+class Shard:
+    """The slices of packed documents on one rank.
 
     Attributes:
-        offsets: where its pieces of documents begin and, last, where they end, counted from its first token.
-        before: tokens of the first piece's document on earlier ranks.
-        continues: whether the first piece goes on with something from earlier ranks.
-        goes_on: whether a later rank has more of the last piece's document, or returns the state after it.
+        offsets: where its slices of documents begin and, last, where they end, counted from its first token.
+        before: tokens of the first slice's document on earlier ranks.
+        continues: whether the first slice continues a document, or a state, of earlier ranks.
+        continues_later: whether the last slice's document continues on a later rank, or its state is returned there.
         sources: the ranks with those earlier tokens.
     """
 
     offsets: tuple[int, ...]
     before: int
     continues: bool
-    goes_on: bool
+    continues_later: bool
     sources: range
 
     @property
     def passes(self) -> bool:
-        """Whether one document comes from earlier ranks and goes on to later ones."""
-        return self.continues and self.goes_on and len(self.offsets) == 2
+        """Whether the only slice continues a document of earlier ranks that also continues on later ones."""
+        return self.continues and self.continues_later and len(self.offsets) == 2
 
     @property
     def last(self) -> slice:
-        """The tokens of the last piece."""
+        """The tokens of the last slice."""
         return slice(*self.offsets[-2:])
 
 
 def as_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
-    """The process group that sequences are split over."""
+    """The process group over which sequences are sharded."""
     if isinstance(group, dist.ProcessGroup):
         return group
     if not isinstance(group, DeviceMesh):
@@ -213,7 +212,7 @@ def as_group(group: dist.ProcessGroup | DeviceMesh) -> dist.ProcessGroup:
 
 
 def as_shards(shards: Shards | dist.ProcessGroup | DeviceMesh, length: int) -> Shards:
-    """Shards as given, or those of a group whose ranks tell each other how many tokens they have."""
+    """Shards as given, or those of a group, by an all-gather of the ranks' lengths."""
     if isinstance(shards, Shards):
         return shards
     return Shards.gather(length, shards)

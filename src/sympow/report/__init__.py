@@ -1,1 +1,1 @@
-"""Tables and figures."""
+"""Everything that draws or prints: terminal tables, matplotlib figures and HTML pages."""

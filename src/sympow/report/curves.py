@@ -1,4 +1,4 @@
-"""Numbers of a run against its steps: thinned to what a page can hold, smoothed, and set against tokens and time."""
+"""Metrics of a run as curves over its steps: downsampled for the page, smoothed, and against training time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 
 from sympow.report.run_collection import Run
 
-# Points of a curve on the page: half of them evenly apart, half of them in equal ratios, for a logarithmic axis.
+# Points of a curve on the page: half of them evenly spaced, half of them geometrically, for a logarithmic axis.
 POINTS = 600
 _PER_LAYER = re.compile(r"(?P<quantity>.+)/layer_(?P<layer>\d+)")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric over a run.
+    """A metric over a run, in points that average several steps.
 
     Attributes:
         steps: the last step of each point.
         values: the mean over the point's steps.
-        counts: how many lines of metrics have it there.
+        counts: logged steps in each point.
     """
 
     steps: list[int]
@@ -30,15 +30,15 @@ class Curve:
 
 
 def metric_names(run: Run) -> list[str]:
-    """Metrics of a run that are not per layer, in the order of their first appearance."""
+    """Names of metrics of a run that are not per layer, in order of first appearance."""
     names = dict.fromkeys(name for line in run.metrics for name in line)
     return [name for name in names if name != "step" and not _PER_LAYER.fullmatch(name)]
 
 
 def curve(run: Run, name: str, points: int = POINTS) -> Curve:
-    """A metric in at most so many points; all of them where there are no more. What is not finite is left out.
+    """A metric in at most `points` points, each the mean over a range of steps. Values that are not finite are omitted.
 
-    Points end at the same steps in every run with as many steps to make, so that seeds can be averaged.
+    Points end at the same steps in all runs of the same length, so that seeds can be averaged.
     """
     edges = _edges(max(run.settings["steps"], run.steps), points)
     found = Curve([], [], [])
@@ -60,9 +60,9 @@ def curve(run: Run, name: str, points: int = POINTS) -> Curve:
 
 
 def seconds_at(run: Run, steps: Sequence[int]) -> list[float] | None:
-    """Time spent on steps up to each of these, from the logged tokens a second; None: none are logged.
+    """Training time up to each of these steps, from the logged tokens per second; None if there are none.
 
-    Evaluations, checkpoints and pauses do not count.
+    Evaluations, checkpoints and interruptions do not count.
     """
     tokens = run.settings["batch_tokens"]
     known = [(0.0, 0.0)]
@@ -79,13 +79,13 @@ def seconds_at(run: Run, steps: Sequence[int]) -> list[float] | None:
         while place < len(known) - 1 and known[place][0] < step:
             place += 1
         (low, before), (high, after) = known[place - 1 : place + 1]
-        # After the last reading, as fast as before it.
+        # After the last logged speed, extrapolate it.
         found.append(before + (after - before) * (step - low) / (high - low))
     return found
 
 
 def median_speed(run: Run) -> float | None:
-    """Tokens a second at the median, without the first reading, which has the start in it; None: none are logged."""
+    """Median tokens per second without the first logged value, which includes start-up; None if there are none."""
     rates = [line["tokens_per_second"] for line in run.metrics if line.get("tokens_per_second")]
     rates = sorted(rates[1:] or rates)
     if not rates:
@@ -95,7 +95,7 @@ def median_speed(run: Run) -> float | None:
 
 
 def by_layer(run: Run) -> dict[str, tuple[list[int], list[list[float | None]]]]:
-    """Metrics that are per layer: by quantity, the steps and the values, [layer][step]; None where there is none."""
+    """Metrics that are per layer: by quantity, the steps and the values[layer][step], None where one is missing."""
     found: dict[str, dict[int, dict[int, float]]] = {}
     for line in run.metrics:
         for name, value in line.items():
@@ -103,7 +103,7 @@ def by_layer(run: Run) -> dict[str, tuple[list[int], list[list[float | None]]]]:
                 found.setdefault(match["quantity"], {}).setdefault(int(line["step"]), {})[int(match["layer"])] = value
     tables = {}
     for quantity, at_steps in found.items():
-        # As many columns as can be told apart.
+        # More columns could not be distinguished.
         steps = _every(list(at_steps), 60)
         layers = 1 + max(layer for values in at_steps.values() for layer in values)
         tables[quantity] = (steps, [[at_steps[step].get(layer) for step in steps] for layer in range(layers)])
@@ -111,9 +111,9 @@ def by_layer(run: Run) -> dict[str, tuple[list[int], list[list[float | None]]]]:
 
 
 def smooth(found: Curve, window: float) -> list[float]:
-    """Means over the steps within a window around each point.
+    """Moving average over the steps within a window around each point.
 
-    Narrower near the beginning, so that it stays centred where curves are steep; cut off at the end.
+    Near the beginning, where curves are steep, the window shrinks so that it stays centred; at the end it is cut off.
     """
     steps = found.steps
     smoothed = []
@@ -139,7 +139,7 @@ def mean_and_range(curves: Sequence[Mapping[int, float]]) -> dict[int, tuple[flo
 
 
 def _edges(steps: int, points: int) -> list[int]:
-    """Ends of the points, the last of them the last step."""
+    """Last step of each point; the last point ends at the last step."""
     if steps <= points:
         return list(range(1, steps + 1))
     half = points // 2

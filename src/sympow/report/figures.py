@@ -27,17 +27,17 @@ from sympow.report.plotting import (
     tidy,
 )
 
-# A model has one colour in both panels; the marker says which probe, and with how many pairs.
+# A model has one colour in both panels; the marker tells the probe and its number of pairs.
 PAIR_MARKERS, PASSKEY_MARKER = "osD^vX*<>", "P"
 
 
 def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path, unit: str = "token") -> None:
-    """Loss against how much was read before, one panel beside the other, averaged over growing ranges of positions.
+    """Loss against position, averaged over growing ranges of positions.
 
     Args:
         panels: by title, then by variant: losses at each position, (length,).
-        path: PNG or SVG file to write; its folder is made.
-        unit: what a token is: "token" or "byte".
+        path: PNG or SVG file to write; its folder is created.
+        unit: the name of one token, "token" or "byte".
     """
     styles = assign_styles((name, name) for curves in panels.values() for name in curves)
     figure, axes_of_panels = make_panels(len(panels), width=5, height=3.7, sharey=True)
@@ -56,12 +56,12 @@ def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path
 
 
 def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title: str, path: Path) -> None:
-    """Milliseconds a call against context, one line per method, bars from the fastest to the slowest run.
+    """Milliseconds per call against context, one line per method, error bars from the fastest to the slowest run.
 
     Args:
         timings: by method, then by context.
-        title: what was measured, on what.
-        path: PNG or SVG file to write; its folder is made.
+        title: what was measured, and on which device.
+        path: PNG or SVG file to write; its folder is created.
     """
     styles = method_styles(timings)
     figure, (axes,) = make_panels(1, width=7, height=4.2)
@@ -74,7 +74,7 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
     axes.set(yscale="log", xlabel="context (tokens)", ylabel="time per call (ms)")
     set_title(axes, title)
     set_context_ticks(axes, [context for by_context in timings.values() for context in by_context])
-    ticker = require("matplotlib.ticker", "plot")
+    ticker = require("matplotlib.ticker", "report")
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_locator(ticker.NullLocator())
@@ -85,10 +85,10 @@ def plot_time_against_context(timings: Mapping[str, Mapping[int, Timing]], title
 
 
 def plot_bench_rows(rows: Sequence[Row], setting: Setting, path: Path) -> None:
-    """Writes a figure of time against context: of forward and backward together where that was timed.
+    """Time against context: of forward and backward together where that was timed, otherwise of forward.
 
     Args:
-        path: PNG or SVG file to write; its folder is made.
+        path: PNG or SVG file to write; its folder is created.
     """
     backward = any(row.forward_and_backward for row in rows)
     timings: dict[str, dict[int, Timing]] = {}
@@ -101,13 +101,13 @@ def plot_bench_rows(rows: Sequence[Row], setting: Setting, path: Path) -> None:
 def plot_loss_by_context(
     curves: Mapping[str, Mapping[int, float]], trained_at: int | None, path: Path, unit: str = "token"
 ) -> None:
-    """Average loss of the tokens within each evaluation context, as the paper's Fig. 2 has it.
+    """Average loss over each evaluation context (paper Fig. 2).
 
     Args:
         curves: by model, then by context.
-        trained_at: context of training, drawn as a dashed line; None: not known, or not the same for all.
-        path: PNG or SVG file to write; its folder is made.
-        unit: what a token is: "token" or "byte".
+        trained_at: training context, drawn as a dashed line; None if it is unknown or differs between models.
+        path: PNG or SVG file to write; its folder is created.
+        unit: the name of one token, "token" or "byte".
     """
     styles = assign_styles((name, name) for name in curves)
     figure, (axes,) = make_panels(1, width=6, height=3.7)
@@ -127,12 +127,12 @@ def plot_probes(
     path: Path,
     unit: str = "token",
 ) -> None:
-    """What the state holds: accuracy of recalled pairs, and what is gained on a key by having been told it.
+    """Probes of the state: accuracy of associative recall, and how much a passkey that was stated lowers its loss.
 
     Args:
-        recall, passkey: by model; either may be empty.
-        path: PNG or SVG file to write; its folder is made.
-        unit: what a token is: "token" or "byte".
+        recall, passkey: by model; either can be empty.
+        path: PNG or SVG file to write; its folder is created.
+        unit: the name of one token, "token" or "byte".
     """
     styles = assign_styles((name, name) for name in [*recall, *passkey])
     kinds = [kind for kind, content in (("recall", recall), ("passkey", passkey)) if content]

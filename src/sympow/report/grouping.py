@@ -1,4 +1,4 @@
-"""Runs of one config with different seeds as one thing, with a name that tells it from the others."""
+"""Groups of runs that differ only in their seed, with a name that distinguishes each group from the others."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from sympow.model.config import VARIANTS
 from sympow.report.run_collection import Run
 
-# What does not make a run another one: the seed, and how it keeps its books.
+# Settings in which runs of one group can differ: the seed, and how a run logs and saves.
 APART = frozenset(
     {"seed", "log_every", "save", "save_every", "keep", "tensorboard", "wandb", "evaluate_every", "evaluate_tokens"}
 )
-# What a variant's name, its power and its context say already.
+# Settings that a variant's name, its power and its context already tell.
 NAMED = frozenset({"mixer", "gating", "rotary", "power", "context"})
-# With more differences than this, a folder's name tells more than a list of them.
+# With more differences than this, a group is named after its folder instead of listing them.
 MOST_DIFFERENCES = 3
-# What figures call a variant; the others are described.
+# Names of variants in figures; other models are described by their gate and rotation.
 LABELS = {
     "softmax": "softmax",
     "sympow": "sympow",
@@ -58,7 +58,7 @@ class Spread:
         if not known:
             return None
         low, high = min(known), max(known)
-        # The rounded mean of equal numbers may be another one, beyond all of them.
+        # The rounded mean of equal numbers can lie outside their range.
         return cls(min(max(sum(known) / len(known), low), high), low, high, len(known))
 
 
@@ -70,8 +70,8 @@ class Group:
         runs: one per seed.
         variant: softmax, sympow, sympow + gating, conformal, sympow + rotation, or a description.
         power: p; None for softmax.
-        context: of training.
-        series: the variant, with what else tells it from others; the same at every context.
+        context: training context.
+        series: the variant with the settings that distinguish it from others; the same at every context.
     """
 
     runs: tuple[Run, ...]
@@ -86,7 +86,7 @@ class Group:
 
     @property
     def final_loss(self) -> Spread | None:
-        """Of the runs that have finished."""
+        """Final training loss of the finished runs."""
         return Spread.of(run.final_loss for run in self.runs if run.finished)
 
     @property
@@ -95,7 +95,7 @@ class Group:
 
 
 def variant_of(settings: dict[str, Any]) -> str:
-    """The paper's name of a model, or what it has."""
+    """The paper's name of a model, or a description by its mixer, gate and rotation."""
     for name, label in LABELS.items():
         if VARIANTS[name].items() <= settings.items():
             return label
@@ -104,7 +104,7 @@ def variant_of(settings: dict[str, Any]) -> str:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Groups in the paper's order: by variant, power, series and context."""
+    """Groups runs by config; sorted by variant in the paper's order, then by series, power and context."""
     members: dict[str, list[Run]] = {}
     for run in runs:
         members.setdefault(_key(run), []).append(run)
@@ -129,9 +129,9 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def by_power(groups: Sequence[Group]) -> dict[str, list[Group]]:
-    """Panels of the paper: one per power, the highest first, in each of them softmax at the same contexts.
+    """Panels as in the paper: one per power, highest first, each with softmax at the same contexts.
 
-    Softmax at a context that no power has stands in the first.
+    Softmax at a context that no power has is in the first panel.
     """
     powers = sorted({group.power for group in groups if group.power is not None}, reverse=True)
     if not powers:
@@ -148,13 +148,13 @@ def by_power(groups: Sequence[Group]) -> dict[str, list[Group]]:
 
 
 def unit_of(groups: Iterable[Group]) -> str:
-    """What to call one token of all runs: "byte" where all read bytes, otherwise "token"."""
+    """The name of one token of all runs: "byte" if all runs are byte-level, otherwise "token"."""
     units = {run.unit for group in groups for run in group.runs}
     return units.pop() if len(units) == 1 else "token"
 
 
 def repeated_seeds(groups: Iterable[Group]) -> list[str]:
-    """Notes on runs that are counted as two seeds and are not."""
+    """Notes on runs of the same config and seed, which count as two seeds."""
     notes = []
     for group in groups:
         by_seed: dict[int, list[str]] = {}
@@ -169,7 +169,7 @@ def repeated_seeds(groups: Iterable[Group]) -> list[str]:
 
 
 def differing(runs: Sequence[Run]) -> list[str]:
-    """Names of settings that are not the same in all runs, in the order of the config; one that is missing is None."""
+    """Names of settings that differ between runs, in the order of the config; a missing setting is None."""
     names = dict.fromkeys(name for run in runs for name in run.settings)
     return [name for name in names if len({json.dumps(run.settings.get(name)) for run in runs}) > 1]
 
@@ -180,7 +180,7 @@ def plain_words(name: str) -> str:
 
 
 def _key(run: Run) -> str:
-    # What is None has its default, and so has what the config of another version does not mention.
+    # None means the default, as does a setting that the config of another version lacks.
     kept = {name: value for name, value in run.settings.items() if name not in APART and value is not None}
     return json.dumps(kept, sort_keys=True)
 
@@ -190,7 +190,7 @@ def _power(settings: dict[str, Any]) -> int | None:
 
 
 def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Settings that tell groups of one variant, power and context apart, for any context."""
+    """Settings that distinguish groups of one variant, power and context, at any context."""
     by_context: dict[int, list[Run]] = {}
     for group in groups:
         by_context.setdefault(group[0].settings["context"], []).append(group[0])
@@ -199,7 +199,7 @@ def _differences(groups: Sequence[Sequence[Run]]) -> list[str]:
 
 
 def _folder_of(group: Sequence[Run]) -> str:
-    """What the names of a group's runs begin with in common; with one run, its name."""
+    """The common beginning of the names of a group's runs; the name itself for a single run."""
     parts = [run.name.split("/") for run in group]
     common = []
     for at_place in zip(*parts, strict=False):
@@ -210,7 +210,7 @@ def _folder_of(group: Sequence[Run]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting's value as one reads it."""
+    """A setting's value as text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):

@@ -1,35 +1,39 @@
-"""One HTML file with everything in it: it opens from a disk, without a network."""
+"""An HTML page in one file: it opens from disk, without a network."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any
 
-# What a page may load: nothing but what is in it.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+from sympow.extras import require
+
+# A page loads nothing but what is in it. Plotly draws heat maps and exports pictures as data and blobs.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 
 
-def build_page(title: str, body: str, scripts: Sequence[str], data: dict[str, Any], style: str = "") -> str:
-    """A page of assets of this package.
+def build_page(name: str, title: str, data: dict[str, Any], style: str = "") -> str:
+    """A page of this package's assets, with plotly.js and its data inlined.
 
     Args:
-        body: name of an HTML file with the page's content.
-        scripts: names of JavaScript files, in order; they see each other's functions.
-        data: what they read with `pageData()`; numbers must be finite.
-        style: CSS to add to the package's own.
+        name: of the page's content, `assets/{name}.html`, and script, `assets/{name}.js`.
+        data: what the script reads; numbers must be finite.
+        style: CSS to add to `assets/page.css`.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
     """
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         policy=escape(POLICY),
         style=_asset("page.css") + style,
-        body=_asset(body),
-        # In a script, "<" could end it.
+        body=_asset(f"{name}.html"),
+        plotly=require("plotly.offline", "report").get_plotlyjs(),
+        # "<" could end the script element.
         data=json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c"),
-        scripts="\n".join(_asset(name) for name in scripts),
+        scripts=_asset("page.js") + _asset(f"{name}.js"),
     )
 
 

@@ -1,4 +1,4 @@
-"""What `sympow inspect` does: a text with each token coloured by how much a head forgot and turned there."""
+"""What `sympow inspect` writes: a text with each token coloured by a head's decay γ and rotation scale β."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from sympow.report.html_page import build_page
 
 TOKENS = 8_192
 START = "start of document"
-SCRIPTS = ("numbers.js", "elements.js", "heatmap.js", "inspect.js")
-# log γ and β as 16-bit codes, which keeps a page a seventh of what decimals would take. Forgetting is coded by the
-# logarithm of −log γ between these two: from a half-life of seven billion tokens to γ = exp(−100).
+# log γ and β are stored as 16-bit codes, a seventh of the size of decimal numbers. Decay is coded as the logarithm of
+# −log γ between these two ends: from a half-life of seven billion tokens to γ = exp(−100).
 SLOWEST, FASTEST = 1e-10, 1e2
 NEVER, CODES = 0, 65_535
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """A text as a model read it.
+    """Gates and rotations of a model along a text.
 
     Attributes:
-        texts: what each token says; a token that is part of a character says it with the last of its parts.
+        texts: the text of each token; of the tokens of one character, the last has its text and the others none.
         ids: of the tokens; the first is the boundary before a document.
-        layers: per layer, over these tokens.
-        left_out: tokens of the text after these.
-        unit: what to call a token: "byte" or "token".
+        layers: γ and β of each layer at these tokens.
+        left_out: number of tokens of the text after these.
+        unit: the name of one token, "byte" or "token".
     """
 
     texts: list[str]
@@ -50,10 +49,10 @@ class Inspection:
 def inspect_text(
     text_model: TextModel, text: str, *, tokens: int = TOKENS, segment_size: int = SEGMENT_SIZE
 ) -> Inspection:
-    """Reads a text and watches gates and rotations.
+    """Prefills a model with a text and captures its gates and rotations.
 
     Args:
-        tokens: to read at most.
+        tokens: maximum number of tokens to read.
         segment_size: tokens prefilled at a time; memory depends on it.
 
     Raises:
@@ -63,14 +62,14 @@ def inspect_text(
     all_ids = text_model.encode(text)
     if all_ids.shape[1] < 2:
         raise ValueError("the text must not be empty")
-    # The boundary before it is not of the text.
+    # The boundary before the text is not counted.
     read = all_ids[:, : tokens + 1]
     layers = capture(text_model.model, lambda: Prefix.prefill(text_model.model, read, segment_size=segment_size))
     if all(layer.log_gamma is None and layer.beta is None for layer in layers):
         config = text_model.model.config
         raise ValueError(
-            f"the model has nothing to show: it neither forgets nor turns by what it reads (gating={config.gating!r}, "
-            f"rotary={config.rotary!r})"
+            "the model has nothing to show: neither its decay nor its rotation depends on the text "
+            f"(gating={config.gating!r}, rotary={config.rotary!r})"
         )
     ids = read[0].tolist()
     return Inspection(
@@ -83,7 +82,7 @@ def inspect_text(
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """What each token adds to the text; the first is the boundary."""
+    """The text that each token adds; the first token is the boundary."""
     decoder = TextDecoder(tokenizer)
     texts = [START, *("".join(decoder.take(token)) for token in ids[1:])]
     texts[-1] += "".join(decoder.finish())
@@ -91,12 +90,12 @@ def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def build_inspection_page(inspection: Inspection, title: str) -> str:
-    """HTML of the whole page."""
-    return build_page(title, "inspect.html", SCRIPTS, inspection_data(inspection, title))
+    """The page as HTML."""
+    return build_page("inspect", title, inspection_data(inspection, title))
 
 
 def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
-    """What the page's script reads. Of a gate or a rotation per pair, the mean over pairs: of log γ, and of β."""
+    """The data of the page. Of a gate or a rotation per pair, the mean over pairs of log γ and of β."""
     return {
         "title": title,
         "texts": inspection.texts,
@@ -109,7 +108,7 @@ def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
             {
                 "heads": _heads(layer),
                 "pairs": any(x is not None and x.ndim == 3 for x in (layer.log_gamma, layer.beta)),
-                # Rows of heads: a head's tokens lie together.
+                # (heads, tokens): the tokens of a head are contiguous.
                 "forgetting": None
                 if layer.log_gamma is None
                 else _packed(forgetting_codes(_of_heads(layer.log_gamma))),
@@ -121,7 +120,7 @@ def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
 
 
 def forgetting_codes(log_gamma: Tensor) -> NDArray[np.uint16]:
-    """0 where nothing is forgotten; 1 … 65,535 for −log γ between SLOWEST and FASTEST, in equal ratios."""
+    """Codes of decays: 0 for γ = 1; 1 … 65,535 for −log γ between SLOWEST and FASTEST, geometrically spaced."""
     rate = -log_gamma.double()
     low, high = np.log(SLOWEST), np.log(FASTEST)
     places = ((rate.clamp(SLOWEST, FASTEST).log() - low) / (high - low) * (CODES - 1)).round() + 1
@@ -129,7 +128,7 @@ def forgetting_codes(log_gamma: Tensor) -> NDArray[np.uint16]:
 
 
 def beta_codes(beta: Tensor) -> NDArray[np.uint16]:
-    """0 … 65,535 for β between 0 and 2, the ends of 1 + tanh."""
+    """Codes of β: 0 … 65,535 for 0 … 2, the range of 1 + tanh."""
     return (beta.double().clamp(0, 2) / 2 * CODES).round().numpy().astype(np.uint16)
 
 

@@ -1,4 +1,4 @@
-"""What `sympow info` says about a model."""
+"""What `sympow info` prints about a model: parameters, state size, FLOPs and cache size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def model_info(config: GPTConfig, contexts: Sequence[int] = CONTEXTS) -> dict[str, Any]:
-    """Everything the command prints, as plain numbers ready for JSON."""
+    """Everything the command prints, as numbers ready for JSON."""
     parameters = count_parameters(config)
     info: dict[str, Any] = {
         "config": asdict(config),
@@ -48,7 +48,7 @@ def model_info(config: GPTConfig, contexts: Sequence[int] = CONTEXTS) -> dict[st
 
 
 def print_info(info: dict[str, Any], title: str) -> None:
-    """The same as tables on the terminal."""
+    """Prints the result of `model_info` as tables."""
     console = require("rich.console", "cli").Console()
     table = require("rich.table", "cli").Table
     sympow = info["config"]["mixer"] == "sympow"
@@ -81,7 +81,7 @@ def print_info(info: dict[str, Any], title: str) -> None:
 
 
 def format_bytes(size: float) -> str:
-    """In decimal units, two digits or more: 39 MB, 14 GB."""
+    """A size in decimal units with two digits or more: 39 MB, 14 GB."""
     for unit, limit in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= limit:
             value = size / limit
@@ -90,7 +90,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """With three digits and a decimal prefix: 77.9 M."""
+    """A count with three digits and a decimal prefix: 77.9 M."""
     for unit, limit in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= limit:
             return f"{count / limit:.3g} {unit}"

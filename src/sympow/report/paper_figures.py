@@ -1,4 +1,4 @@
-"""The paper's figures from runs, with matplotlib: PNG to look at, SVG to print."""
+"""The paper's figures from training runs, drawn with matplotlib as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from sympow.report.plotting import (
 from sympow.report.run_collection import Run
 
 FORMATS = ("png", "svg")
-# Curves are averaged over this part of their steps, and heights chosen for what comes after that part.
+# Curves are smoothed over 1/20 of their steps; the y range ignores the first 1/10 of them.
 SMOOTHED_PART = 20
 EARLY_PART = 10
-# Colours of heat maps: one that grows, and one with a middle.
+# Colour maps of heat maps: a sequential one and a diverging one.
 GROWING, AROUND_ONE = "cividis", "PRGn"
 MISSING = "#d9d9d9"
 TRAINING_CONTEXT = "#b00020"
@@ -40,17 +40,17 @@ def draw_figures(
     folder: Path,
     report: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Writes every figure there is data for, as PNG and SVG.
+    """Writes every figure for which there is data, as PNG and SVG.
 
     Args:
         styles: by series.
-        report: called with how many figures are drawn, and of how many.
+        report: called after each figure with the number of figures drawn and their total.
 
     Returns:
-        the files.
+        paths of the files.
     """
     written = []
-    # Text stays text in SVG, and the same data gives the same file.
+    # SVG files keep text as text, and the same data gives the same file.
     with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": "sympow", "font.size": 9}):
         figures = list(_figures(groups, styles))
         for number, (name, draw) in enumerate(figures, start=1):
@@ -69,7 +69,7 @@ Draw = Callable[[], Any]
 
 
 def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[tuple[str, Draw]]:
-    """Names and what draws them."""
+    """Names of figures, and functions that draw them."""
     panels = by_power(groups)
     unit = unit_of(groups)
     against_context = {
@@ -111,7 +111,7 @@ def _against_context(
     from_zero: bool,
     unit: str,
 ) -> Any:
-    """A number against the training context, a panel per power, bars over the range of seeds (paper Fig. 1)."""
+    """A number against the training context, a panel per power, error bars over the range of seeds (paper Fig. 1)."""
     figure, axes_of_panels = make_panels(len(panels), sharey=True)
     for place, (axes, (title, members)) in enumerate(zip(axes_of_panels, panels.items(), strict=True)):
         for series in dict.fromkeys(g.series for g in members):
@@ -141,7 +141,7 @@ def _against_context(
 
 
 def _beyond_training(groups: Sequence[Group], styles: Mapping[str, Style], unit: str) -> Any:
-    """Average loss within evaluation contexts: (a) without a gate, (b) with one (paper Fig. 2)."""
+    """Average loss over evaluation contexts: (a) without a gate, (b) with one (paper Fig. 2)."""
     gated = [g for g in groups if g.runs[0].settings["gating"] != "none"]
     ungated = [g for g in groups if g not in gated]
     panels = {title: members for title, members in (("without a gate", ungated), ("with a gate", gated)) if members}
@@ -150,12 +150,12 @@ def _beyond_training(groups: Sequence[Group], styles: Mapping[str, Style], unit:
         for group in members:
             found = mean_and_range([run.evaluation.by_context for run in group.runs if run.evaluation])
             _line_with_range(axes, found, group.series, styles[group.series])
-        # Named once, after all series.
+        # In the legend once, after all series.
         label = "training context" if place == len(panels) - 1 else None
         axes.axvline(members[0].context, color=TRAINING_CONTEXT, linestyle="--", linewidth=1, label=label)
         axes.set_xscale("log", base=2)
-        # So far apart that numbers of six digits stand beside each other.
-        axes.xaxis.set_major_locator(require("matplotlib.ticker", "plot").LogLocator(base=16))
+        # Far enough apart for numbers of six digits.
+        axes.xaxis.set_major_locator(require("matplotlib.ticker", "report").LogLocator(base=16))
         axes.xaxis.set_major_formatter(plain_numbers())
         axes.set_xlabel(f"evaluation context ({unit}s)")
         set_title(axes, _panel_title(place, len(panels), title))
@@ -179,7 +179,7 @@ def _training_curves(groups: Sequence[Group], styles: Mapping[str, Style], unit:
             joined = mean_and_range(curves)
             _line_with_range(axes, joined, group.series, styles[group.series])
             late += [x for step, found in joined.items() if step >= max(joined) / EARLY_PART for x in found]
-        # The fall of the first steps would leave no room for what differs later.
+        # The loss falls so far during the first steps that later differences would be invisible.
         room = 0.05 * (max(late) - min(late)) or 0.05
         axes.set_ylim(min(late) - room, max(late) + room)
         axes.set(xlabel="step", ylabel=f"training loss (nats per {unit})")
@@ -195,10 +195,10 @@ def _heads(group: Group, run: Run) -> Any:
     """Heat maps of layers against heads."""
     assert run.heads is not None
     quantities = run.heads.quantities
-    # Three to a row at most, and four in two rows of two.
+    # At most three in a row; four make two rows of two.
     rows = -(-len(quantities) // 3)
     figure, panels = make_panels(len(quantities), columns=-(-len(quantities) // rows), width=3.8)
-    colors = require("matplotlib.colors", "plot")
+    colors = require("matplotlib.colors", "report")
     labels = quantity_labels(run.unit)
     for axes, (name, matrix) in zip(panels, quantities.items(), strict=True):
         width = max(map(len, matrix))
@@ -213,7 +213,7 @@ def _heads(group: Group, run: Run) -> Any:
             norm = colors.Normalize(0, 2)
         image = axes.imshow(cells, aspect="auto", norm=norm, cmap=AROUND_ONE if name == "beta_mean" else GROWING)
         bar = figure.colorbar(image, ax=axes)
-        bar.ax.yaxis.set_major_formatter(require("matplotlib.ticker", "plot").StrMethodFormatter("{x:,.4g}"))
+        bar.ax.yaxis.set_major_formatter(require("matplotlib.ticker", "report").StrMethodFormatter("{x:,.4g}"))
         bar.ax.minorticks_off()
         columns = "rotated pair" if name == "rate_change" else "head"
         axes.set_facecolor(MISSING)
@@ -236,8 +236,8 @@ def _line_with_range(axes: Any, found: Mapping[int, tuple[float, float, float]],
 
 
 def _whole_numbers(most: int) -> Any:
-    """Ticks at integers, at most so many of them."""
-    return require("matplotlib.ticker", "plot").MaxNLocator(most, integer=True)
+    """A locator of at most `most` ticks at integers."""
+    return require("matplotlib.ticker", "report").MaxNLocator(most, integer=True)
 
 
 def _panel_title(place: int, panels: int, title: str) -> str:

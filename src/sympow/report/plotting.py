@@ -18,19 +18,19 @@ from sympow.extras import require
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.2
 MOST_COLUMNS = 4
 POINTS_PER_INCH = 72
-# Width of an average character of matplotlib's default font, in units of the font size.
+# Average width of a character of matplotlib's default font, in units of the font size.
 CHARACTER = 0.62
 TITLE_SIZE = 10
 
 
 @dataclass(frozen=True)
 class Style:
-    """One series.
+    """The look of one series.
 
     Attributes:
         light: colour on a light page.
-        dark: colour on a dark one.
-        dash: lengths of dash and gap in pixels; empty: solid.
+        dark: colour on a dark page.
+        dash: lengths of dashes and gaps in pixels; empty for a solid line.
         marker: circle, square, diamond, triangle, cross or star.
     """
 
@@ -41,17 +41,17 @@ class Style:
 
     @property
     def for_matplotlib(self) -> dict[str, object]:
-        """As arguments of `Axes.plot`; the marker apart."""
+        """Arguments of `Axes.plot`, without the marker."""
         return {"color": self.light, "linestyle": (0, tuple(x / 2 for x in self.dash)) if self.dash else "-"}
 
     @property
     def with_marker(self) -> dict[str, object]:
-        """As arguments of `Axes.plot`, for lines of few points."""
+        """Arguments of `Axes.plot` for lines of few points, with the marker."""
         return {**self.for_matplotlib, "marker": MARKERS[self.marker], "markersize": 4}
 
 
 LIGHT_PAPER, DARK_PAPER = "#ffffff", "#14171c"
-# The paper's four curves and the ablation of §4.2.1 have a look of their own; what else there is takes from OTHERS.
+# The paper's four variants and the ablation of §4.2.1 have fixed styles; all other series take theirs from OTHERS.
 VARIANTS = {
     "softmax": Style("#8c8c8c", "#8b858c", (8, 3), "square"),
     "sympow": Style("#c48a13", "#f4ab09", marker="triangle"),
@@ -64,7 +64,7 @@ OTHERS = (Style("#0a332d", "#55fc9a", marker="star"), Style("#2a22e0", "#eed4dd"
 DASHES: tuple[tuple[int, ...], ...] = ((), (8, 3), (2, 3), (8, 3, 2, 3), (8, 3, 2, 3, 2, 3))
 MARKERS = {"circle": "o", "square": "s", "diamond": "D", "triangle": "^", "cross": "x", "star": "*"}
 
-# What `sympow bench` times, by what comes before the backend's name.
+# Methods that `sympow bench` times, without the name of the backend.
 METHODS = {
     "softmax": VARIANTS["softmax"],
     "softmax, cuDNN": VARIANTS["softmax"],
@@ -79,16 +79,16 @@ BACKEND_DASHES = {"auto": (), "triton": (), "torch": (8, 3)}
 
 
 def method_styles(methods: Iterable[str]) -> dict[str, Style]:
-    """A style for everything that `sympow bench` times, by name ("chunked form, triton"); no two share one."""
+    """A distinct style for each method that `sympow bench` times, by name ("chunked form, triton")."""
     styles: dict[str, Style] = {}
-    strangers = []
+    others = []
     for method in methods:
         kind, _, backend = method.partition(", ")
         style = METHODS.get(method) or METHODS.get(kind)
         if style is not None and backend in BACKEND_DASHES:
             style = replace(style, dash=BACKEND_DASHES[backend])
         if style is None or style in styles.values():
-            strangers.append(method)
+            others.append(method)
         else:
             styles[method] = style
     spare = [
@@ -97,15 +97,15 @@ def method_styles(methods: Iterable[str]) -> dict[str, Style]:
         for style in (*OTHERS, *VARIANTS.values())
         if replace(style, dash=dash) not in styles.values()
     ]
-    styles |= dict(zip(strangers, spare, strict=False))
+    styles |= dict(zip(others, spare, strict=False))
     return styles
 
 
 def assign_styles(series: Iterable[tuple[str, str]]) -> dict[str, Style]:
-    """A style for every series, by label: its variant's own to the first of a variant, others to the rest.
+    """A style for every series, by label. The first series of a variant gets the variant's style.
 
     Args:
-        series: labels and variants, in the order they are shown in.
+        series: labels and variants, in display order.
     """
     styles: dict[str, Style] = {}
     taken: set[str] = set()
@@ -113,7 +113,7 @@ def assign_styles(series: Iterable[tuple[str, str]]) -> dict[str, Style]:
         Style(style.light, style.dark, dash, style.marker)
         for dash in DASHES
         for style in (*OTHERS, *VARIANTS.values())
-        # Those with a look of their own keep it to themselves.
+        # Styles of variants are reserved for them.
         if (style in OTHERS or dash) and (style.light, dash) not in {(s.light, s.dash) for s in VARIANTS.values()}
     ]
     spare = 0
@@ -129,8 +129,8 @@ def assign_styles(series: Iterable[tuple[str, str]]) -> dict[str, Style]:
 
 def pyplot() -> Any:
     """matplotlib.pyplot with a backend that needs no display."""
-    require("matplotlib", "plot").use("agg")
-    return require("matplotlib.pyplot", "plot")
+    require("matplotlib", "report").use("agg")
+    return require("matplotlib.pyplot", "report")
 
 
 def make_panels(
@@ -141,11 +141,11 @@ def make_panels(
     height: float = PANEL_HEIGHT,
     sharey: bool = False,
 ) -> tuple[Any, list[Any]]:
-    """A figure and its axes, row by row; places that are left over in the last row stay empty.
+    """A figure and its axes, row by row; the last row may be incomplete.
 
     Args:
-        columns: panels in a row; None: all of them.
-        width, height: inches of one panel. The legend comes on top of the height.
+        columns: panels in a row; None puts all panels in one row.
+        width, height: inches of one panel, without the legend.
     """
     columns = columns or count
     rows = -(-count // columns)
@@ -159,7 +159,7 @@ def make_panels(
 
 
 def add_legend(figure: Any, panels: Iterable[Any]) -> None:
-    """One legend for all panels, below them, in as many columns as fit. The figure grows to hold it."""
+    """Adds one legend for all panels below them, in as many columns as fit, and enlarges the figure by its height."""
     handles: dict[str, Any] = {}
     for axes in panels:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -167,7 +167,7 @@ def add_legend(figure: Any, panels: Iterable[Any]) -> None:
     if not handles:
         return
     for most in range(min(MOST_COLUMNS, len(handles)), 0, -1):
-        # No more columns than the rows need: four entries stand two by two and not three by one.
+        # No more columns than the rows need: four entries make two rows of two, not of three and one.
         columns = -(-len(handles) // -(-len(handles) // most))
         legend = figure.legend(
             handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False
@@ -181,7 +181,7 @@ def add_legend(figure: Any, panels: Iterable[Any]) -> None:
 
 
 def set_title(axes: Any, title: str) -> None:
-    """A title that is broken into lines where it would be wider than its figure's share for one column of panels."""
+    """Sets a title and wraps it to the width of one column of panels."""
     columns = axes.get_gridspec().ncols
     width = axes.figure.get_size_inches()[0] / columns
     characters = int(width * POINTS_PER_INCH / (CHARACTER * TITLE_SIZE))
@@ -189,19 +189,19 @@ def set_title(axes: Any, title: str) -> None:
 
 
 def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None:
-    """A logarithmic axis with a tick at every context; a label is left out where it would touch the next one."""
+    """Makes the x axis logarithmic with a tick at every context; labels that would overlap are omitted."""
     contexts = sorted(set(contexts))
     axes.set_xscale("log", base=base)
     if len(contexts) == 1:
         axes.set_xlim(contexts[0] / 2, contexts[0] * 2)
     low, high = map(math.log, axes.get_xlim())
     columns = axes.get_gridspec().ncols
-    # Axis labels and the room between panels take about a fifth.
+    # Axis labels and the space between panels take about a fifth of the width.
     points = 0.8 * axes.figure.get_size_inches()[0] / columns * POINTS_PER_INCH
     size = pyplot().rcParams["font.size"]
     labels: dict[int, str] = {}
     edge = math.inf
-    # From the longest context down: it is the one that readers look for.
+    # From the longest context down, so that its label is always there.
     for context in reversed(contexts):
         text = f"{context:,}"
         middle = (math.log(context) - low) / (high - low) * points
@@ -215,17 +215,17 @@ def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None
 
 
 def plain_numbers() -> Any:
-    """Tick labels like 16,384 instead of 2¹⁴ or 1.6e4."""
-    return require("matplotlib.ticker", "plot").StrMethodFormatter("{x:,.0f}")
+    """A formatter of tick labels such as 16,384 instead of 2¹⁴ or 1.6e4."""
+    return require("matplotlib.ticker", "report").StrMethodFormatter("{x:,.0f}")
 
 
 def tidy(axes: Any) -> None:
-    """Grid lines, and no frame at the top and on the right."""
+    """Adds grid lines and removes the top and the right spine."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def save_figure(figure: Any, path: Path, metadata: dict[str, Any] | None = None) -> None:
-    """Writes a PNG or an SVG, by the path's ending; its folder is made. The figure stays open."""
+    """Writes a PNG or an SVG, by the path's suffix, and creates its folder. The figure stays open."""
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, metadata=metadata)

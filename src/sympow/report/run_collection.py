@@ -1,4 +1,4 @@
-"""Run folders as a report reads them: config, metrics, evaluation, and what the heads learned."""
+"""Training runs as a report reads them, from run folders and from tables of experiments."""
 
 from __future__ import annotations
 
@@ -12,23 +12,20 @@ from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads
+from sympow.experiments.store import RESULT_FILE, RUNS, StoredRun, is_table, read_table, tables_in
 from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
 
-RESULT_FILE = "result.json"
-# Results of an experiment: its summary lies in a folder beside that of all experiments' runs.
-SUMMARY_FILE = "summary.json"
-RUNS = "runs"
 SECTIONS: dict[str, type[Any]] = {
     "model": GPTConfig,
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "run": RunConfig,
 }
-# What part of a run's end its final loss is the mean of.
+# The final loss is the mean over the last 1/10 of the steps.
 FINAL_PART = 10
 
 
@@ -37,13 +34,13 @@ class Run:
     """One training run.
 
     Attributes:
-        folder: where it lies.
-        name: the folder, as far as it tells runs of this report apart.
-        settings: every field of its config by its name; no name occurs in two parts.
-        metrics: a record per step, in order.
-        evaluation: on held-out documents, if there is one.
-        heads: what gates and rotations do, per layer and head, if it was measured.
-        result: what an experiment noted about it: the command, the device and more; empty, if it was none's.
+        folder: the run folder; for a run of a table, a path that does not exist and identifies the run.
+        name: the folder's path without what all runs of the report have in common.
+        settings: every field of the config by name; no name occurs in two sections.
+        metrics: one record per logged step, in order.
+        evaluation: on held-out documents; None if there is none.
+        heads: statistics of gates and rotations per layer and head; None if they were not measured.
+        result: what an experiment recorded about the run, such as its command and device; empty otherwise.
     """
 
     folder: Path
@@ -56,12 +53,12 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Steps made so far."""
+        """Steps trained so far."""
         return int(self.metrics[-1]["step"])
 
     @property
     def unit(self) -> str:
-        """What to call one of its tokens: "byte" or "token". With 257 of them, a token of text is a byte."""
+        """The name of one token, "byte" or "token". With a vocabulary of 257, a token of text is a byte."""
         if (self.folder / EXPORT).is_dir():
             return token_unit(self.folder / EXPORT)
         of_text = self.settings["data"].partition(":")[0] != RECALL
@@ -73,14 +70,14 @@ class Run:
 
     @property
     def final_loss(self) -> float:
-        """Mean training loss over the last tenth of the steps: a single batch says more about itself than the run."""
+        """Mean training loss over the last tenth of the steps, since the loss of a single batch is noisy."""
         losses = [line["loss"] for line in self.metrics]
         last = losses[-max(1, len(losses) // FINAL_PART) :]
         return sum(last) / len(last)
 
     @property
     def final_heldout_loss(self) -> float | None:
-        """At the training context: as an experiment measured it, or the last of training, if there was any."""
+        """Held-out loss at the training context: as an experiment measured it, or the last one logged, if any."""
         measured = self.result.get("heldout_loss")
         if isinstance(measured, int | float):
             return measured
@@ -93,8 +90,8 @@ class Collection:
     """All runs of a report.
 
     Attributes:
-        runs: in the order of their names.
-        notes: what was found and could not be used, for the reader.
+        runs: sorted by name.
+        notes: sentences for the reader on files that were found and could not be used.
     """
 
     runs: list[Run]
@@ -102,77 +99,96 @@ class Collection:
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Reads run folders, folders of runs however deep, and an experiment's folder of results for the runs it names.
+    """Reads run folders, tables of experiments, and folders that contain these at any depth.
 
     Raises:
-        ValueError: a path does not exist, holds no run, or a file in it is damaged.
+        ValueError: a path does not exist, contains no run, or a file in it is damaged.
     """
-    folders = _find_folders(paths)
+    found = _find_runs(paths)
     notes: list[str] = []
-    names = _short_names(folders)
     runs = []
-    for folder, name in zip(folders, names, strict=True):
-        metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
-        metrics = [line for line in metrics if "loss" in line]
-        if not metrics:
-            notes.append(f"{name} has made no step yet, and is left out.")
-            continue
-        settings, result = _read_settings(folder / CONFIG_FILE), _read_fields(folder / RESULT_FILE)
-        runs.append(Run(folder, name, settings, metrics, heads=read_heads(folder), result=result))
+    for (folder, stored), name in zip(found.items(), _short_names(list(found)), strict=True):
+        run = _read_folder(folder, name) if stored is None else _read_stored(stored, folder, name)
+        if run.metrics:
+            runs.append(run)
+        else:
+            notes.append(f"{name} has no logged step yet and is omitted.")
     if not runs:
-        raise ValueError(f"no run in {_listed(paths)} has made a step yet")
-    evaluations, more_notes = find_evaluations([*paths, *folders], {run.folder: run.name for run in runs})
-    runs = [replace(run, evaluation=evaluations.get(run.folder)) for run in runs]
+        raise ValueError(f"no run in {_listed(paths)} has a logged step yet")
+    folders = [path for path in (*paths, *found) if path.is_dir()]
+    evaluations, more_notes = find_evaluations(folders, {run.folder: run.name for run in runs})
+    runs = [replace(run, evaluation=_longest(run.evaluation, evaluations.get(run.folder))) for run in runs]
     diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
     if diverged:
-        notes.append(f"Ended by a loss that was no number, and left out of final losses: {', '.join(diverged)}.")
+        notes.append(f"Diverged (the loss was not finite), and omitted from final losses: {', '.join(diverged)}.")
     unfinished = [run.name for run in runs if not run.finished and run.name not in diverged]
     if unfinished:
-        notes.append(f"Not finished, and left out of final losses: {', '.join(unfinished)}.")
+        notes.append(f"Unfinished, and omitted from final losses: {', '.join(unfinished)}.")
     return Collection(runs, notes + more_notes)
 
 
 def settings_help() -> dict[str, str]:
-    """What each setting means, by name."""
+    """Help texts of settings, by name."""
     return {name: text for kind in SECTIONS.values() for name, text in field_help(kind).items()}
 
 
-def _find_folders(paths: Sequence[Path]) -> list[Path]:
-    found: dict[Path, Path] = {}
+def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
+    """Runs by folder, sorted; runs of a table with their rows."""
+    found: dict[Path, tuple[Path, StoredRun | None]] = {}
     for path in paths:
-        if not path.is_dir():
-            raise ValueError(f"runs must be folders, and {path} is none")
+        if not path.is_dir() and not is_table(path):
+            raise ValueError(f"runs must be folders or tables of experiments, and {path} is neither")
         here = list(_runs_in(path))
         if not here:
             raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
-        found |= {folder.resolve(): folder for folder in here}
-    return [found[key] for key in sorted(found)]
+        # A table takes precedence over a folder of the same run from an earlier version.
+        for folder, stored in here:
+            found.setdefault(folder.resolve(), (folder, stored))
+    return dict(found[key] for key in sorted(found))
 
 
-def _runs_in(path: Path) -> Iterator[Path]:
-    """The folder itself, or the runs below it, or those of an experiment; a run's own folders are not searched."""
-    if (path / SUMMARY_FILE).is_file():
-        yield from _runs_of_experiment(path)
+def _runs_in(path: Path) -> Iterator[tuple[Path, StoredRun | None]]:
+    """The folder itself, or the runs and tables below it. Folders inside a run are not searched."""
+    if path.is_file():
+        yield from _runs_of_table(path)
         return
     for folder, subfolders, files in os.walk(path):
         if CONFIG_FILE in files:
             subfolders.clear()
-            yield Path(folder)
+            yield Path(folder), None
+        else:
+            for table in tables_in(Path(folder)):
+                yield from _runs_of_table(table)
 
 
-def _runs_of_experiment(path: Path) -> Iterator[Path]:
-    rows = _read_fields(path / SUMMARY_FILE).get("runs")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "run" in row for row in rows):
-        raise ValueError(f"{path / SUMMARY_FILE} is no summary of an experiment: it must list runs")
-    for row in rows:
-        folder = path.parent / RUNS / row["run"]
-        if not (folder / CONFIG_FILE).is_file():
-            raise ValueError(f"{path / SUMMARY_FILE} names {row['run']}, and there is no such run in {folder.parent}")
-        yield folder
+def _runs_of_table(table: Path) -> Iterator[tuple[Path, StoredRun]]:
+    for run in read_table(table):
+        yield table.parent / RUNS / run.name, run
+
+
+def _read_folder(folder: Path, name: str) -> Run:
+    metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
+    metrics = [line for line in metrics if "loss" in line]
+    settings, result = (
+        _settings(read_yaml(folder / CONFIG_FILE), folder / CONFIG_FILE),
+        _read_fields(folder / RESULT_FILE),
+    )
+    return Run(folder, name, settings, metrics, heads=read_heads(folder), result=result)
+
+
+def _read_stored(stored: StoredRun, folder: Path, name: str) -> Run:
+    metrics = [line for line in stored.metrics if "loss" in line]
+    settings = _settings(stored.row.get("config"), f"the config of {stored.name} in {stored.source}")
+    return Run(folder, name, settings, metrics, stored.evaluation, stored.heads, stored.row)
+
+
+def _longest(one: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
+    known = [evaluation for evaluation in (one, other) if evaluation is not None]
+    return max(known, key=lambda evaluation: evaluation.length, default=None)
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
-    """Without what all of them have in common."""
+    """Paths without what all of them have in common."""
     resolved = [folder.resolve() for folder in folders]
     if len(resolved) == 1:
         return [resolved[0].name]
@@ -180,11 +196,10 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
     return [folder.relative_to(common).as_posix() for folder in resolved]
 
 
-def _read_settings(path: Path) -> dict[str, Any]:
-    """Every field, defaults for those a config of another version lacks; its own that are unknown here stay, too."""
-    content = read_yaml(path)
+def _settings(content: Any, source: object) -> dict[str, Any]:
+    """All fields of a config. Fields that an older config lacks get their defaults; unknown fields are kept."""
     if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
-        raise ValueError(f"{path} must map the parts {', '.join(SECTIONS)} to fields")
+        raise ValueError(f"{source} must map the sections {', '.join(SECTIONS)} to fields")
     settings: dict[str, Any] = {}
     for part, kind in SECTIONS.items():
         settings |= {f.name: f.default for f in fields(kind) if f.default is not MISSING} | content.get(part, {})
@@ -192,7 +207,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
-    """What a file maps to what; empty if there is none, or it holds something else."""
+    """A JSON object from a file; empty if there is no file or it contains something else."""
     content = read_json(path) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 

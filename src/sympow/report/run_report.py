@@ -36,17 +36,16 @@ from sympow.train.run_folder import CONFIG_FILE, EXPORT
 
 PAGE = "index.html"
 NUMBERS = "final_losses.csv"
-# Metrics with a plainer name than their own.
+# Labels of metrics on the page.
 METRICS = {
     "loss": "training loss (nats per {unit})",
     "heldout_loss": "held-out loss (nats per {unit})",
-    "gradient_norm": "length of the gradient",
+    "gradient_norm": "gradient norm",
     "learning_rate": "learning rate",
     "tokens_per_second": "speed ({unit}s per second)",
-    "utilisation": "share of the device's peak",
+    "utilisation": "MFU",
     "memory_gib": "memory (GiB)",
 }
-SCRIPTS = ("numbers.js", "elements.js", "plot.js", "heatmap.js", "report.js")
 
 
 def write_report(
@@ -60,17 +59,18 @@ def write_report(
     """Reads runs and writes index.html, final_losses.csv and figures/.
 
     Args:
-        paths: run folders, or folders of runs however deep.
-        out: folder to write into; it is made.
-        heads: whether to measure what heads learned, where that is not known yet and the model is there. The result is
-            kept in the run's folder.
-        device: for that.
+        paths: run folders, or folders that contain runs at any depth.
+        out: folder to write into; it is created.
+        heads: whether to measure what heads learned for runs that have a model and were not measured yet. The result is
+            saved in the run folder.
+        device: for this measurement.
 
     Returns:
-        what was written.
+        paths of the files.
 
     Raises:
-        ValueError: there is no run, or a file of one is damaged.
+        ValueError: there is no run, or a file of a run is damaged.
+        ModuleNotFoundError: plotly is not installed; figures and the table are written before this is raised.
     """
     collection = collect(paths)
     if heads:
@@ -89,12 +89,12 @@ def write_report(
 
 
 def measure_missing_heads(collection: Collection, device: str) -> Collection:
-    """Measures the heads of runs that have a model and were not measured, with progress on the terminal."""
+    """Measures heads of runs that have a model and were not measured yet, with a progress bar."""
     waiting = [run for run in collection.runs if run.heads is None and _learned_something(run)]
     measured: dict[Path, Run] = {}
     notes: dict[str, list[str]] = {}
     with _progress() as progress:
-        task = progress.add_task("looking at heads", total=len(waiting))
+        task = progress.add_task("measuring heads", total=len(waiting))
         for run in waiting:
             try:
                 trained_on = TrainedOn.find(run.folder / EXPORT)
@@ -108,9 +108,9 @@ def measure_missing_heads(collection: Collection, device: str) -> Collection:
                 try:
                     write_heads(run.folder, table)
                 except OSError as error:
-                    notes.setdefault(f"measured, and not kept: {error.strerror}", []).append(run.name)
+                    notes.setdefault(f"measured but not saved: {error.strerror}", []).append(run.name)
             progress.advance(task)
-    found = [f"What the heads of {_some(names)} do was not measured: {why}." for why, names in notes.items()]
+    found = [f"The heads of {_some(names)} were not measured: {why}." for why, names in notes.items()]
     return Collection([measured.get(run.folder, run) for run in collection.runs], collection.notes + found)
 
 
@@ -120,13 +120,13 @@ def _progress() -> Any:
 
 
 def _learned_something(run: Run) -> bool:
-    """Whether its gates or rotations are its own."""
+    """Whether the run has a model whose gates or rotations are learned."""
     has_model = (run.folder / EXPORT).is_dir()
     return has_model and (run.settings["gating"] != "none" or run.settings["rotary"] not in ("none", "fixed"))
 
 
 def _table(groups: Sequence[Group]) -> str:
-    """A line per group: final losses with their range over seeds."""
+    """CSV with a line per group: final losses with their range over seeds."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     measures: dict[str, Callable[[Group], Spread | None]] = {
@@ -151,19 +151,19 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 
 def build_report_page(title: str, groups: Sequence[Group], styles: Mapping[str, Style], notes: Sequence[str]) -> str:
-    """HTML of the whole report.
+    """The report as HTML.
 
     Args:
         styles: by series.
-        notes: what the reader should know about what is missing.
+        notes: sentences for the reader, on missing data for example.
     """
-    return build_page(title, "report.html", SCRIPTS, report_data(title, groups, styles, notes), series_css(styles))
+    return build_page("report", title, report_data(title, groups, styles, notes), series_css(styles))
 
 
 def report_data(
     title: str, groups: Sequence[Group], styles: Mapping[str, Style], notes: Sequence[str]
 ) -> dict[str, Any]:
-    """What the page's scripts read; numbers rounded to six digits."""
+    """The data of the page, with numbers rounded to six digits."""
     runs = [run for group in groups for run in group.runs]
     grids: dict[tuple[int, ...], int] = {}
     places = {label: place for place, label in enumerate(styles)}
@@ -197,7 +197,7 @@ def report_data(
 
 
 def series_css(styles: Mapping[str, Style]) -> str:
-    """A custom property for each series' colour, which follows the page from light to dark."""
+    """CSS with a custom property for the colour of each series in the light and the dark theme."""
     colours = "".join(
         f"--series-{place}: light-dark({style.light}, {style.dark}); " for place, style in enumerate(styles.values())
     )
@@ -259,7 +259,7 @@ def _run(run: Run, group: int, grids: dict[tuple[int, ...], int]) -> dict[str, A
 
 
 def _parameters(run: Run) -> int | None:
-    """Of the model; None, if this version does not know such a model."""
+    """Parameters of the run's model; None if this version does not support such a model."""
     known = {name: run.settings[name] for name in GPTConfig.__dataclass_fields__}
     try:
         return count_parameters(GPTConfig(**known)).total
@@ -268,7 +268,7 @@ def _parameters(run: Run) -> int | None:
 
 
 def _grid(steps: list[int], grids: dict[tuple[int, ...], int]) -> int:
-    """Number of a list of steps; most runs share theirs."""
+    """Index of a list of steps in `grids`; most runs share one list."""
     return grids.setdefault(tuple(steps), len(grids))
 
 
@@ -277,7 +277,7 @@ def _rounded(numbers: Sequence[float | None]) -> list[float | None]:
 
 
 def _round(number: float | None) -> float | None:
-    """Six digits; what is not finite becomes None."""
+    """A number rounded to six digits; None if it is not finite."""
     if number is None or number != number or abs(number) == float("inf"):
         return None
     return float(f"{number:.6g}")

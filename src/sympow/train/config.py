@@ -60,11 +60,11 @@ class OptimizerConfig:
         rotation_init: standard deviation of W_β at initialization; 0: β = 1, which is fixed rotary.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
-        epsilon: Adam's.
-        weight_decay: of matrices (AdamW's); norms, biases and gates have none.
+        epsilon: Adam's, added to the denominator.
+        weight_decay: decoupled weight decay of matrices; norms, biases and gates have none.
         clip_norm: largest norm of the gradient of all parameters; 0: no clipping.
         warmup_steps: steps over which the learning rate rises from 0.
-        schedule: of the learning rate after that: constant, linear or cosine down to final_rate.
+        schedule: of the learning rate after warm-up: constant, linear or cosine down to final_rate.
         final_rate: learning rate of the last step, relative to learning_rate.
     """
 
@@ -121,20 +121,20 @@ class RunConfig:
         steps: updates of the parameters.
         batch_tokens: tokens of a batch, over all processes; a multiple of the context.
         micro_batch_tokens: tokens of a forward pass in each process, at least one sequence; gradients accumulate.
-        seed: of parameters and of the order of the data.
+        seed: random seed of the parameters and of the order of the data.
         precision: bf16 (mixed: parameters stay in float32) or fp32.
         compile: whether to compile the model's blocks (torch.compile).
-        recompute: whether to use activation checkpointing: keep each block's input, recompute the rest in the backward.
+        recompute: whether to use activation checkpointing: keep only each block's input for the backward pass.
         loss_tokens: tokens whose logits are in memory at a time.
         parallel: data parallelism, ddp (a replica of the model per process) or fsdp (sharded, FSDP2).
         context_parallel: processes over which each sequence is sharded; a divisor of their number.
         log_every: steps between lines of progress and metrics.
         evaluate_every: steps between evaluations on held-out documents; 0: none.
         evaluate_tokens: tokens of an evaluation, approximately.
-        save: whether to write checkpoints, and the model at the end; not for timing a few steps.
+        save: whether to write checkpoints, and the model at the end.
         save_every: steps between checkpoints; 0: only the last.
-        keep: checkpoints to keep.
-        hang_after: timeout of the heartbeat, seconds without progress after which several processes end; 0: never.
+        keep: number of checkpoints to keep.
+        hang_after: seconds without progress after which the heartbeat ends all processes; 0: never.
         tensorboard: whether to write TensorBoard events beside metrics.jsonl.
         wandb: project to log to with Weights & Biases; empty: none.
     """

@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import init_device_mesh
 
+from sympow.checks import choose_device
 from sympow.data.loader import Batch
-from sympow.devices import choose_device
 from sympow.invocation import under_torchrun
 from sympow.parallel.shards import MESH_DIM, Shards
 

@@ -1,1 +1,1 @@
-"""Attention and chunked form on a GPU: the forward and backward kernels, and the PyTorch operators made of them."""
+"""The attention and chunked forms on a GPU: forward and backward kernels, PyTorch operators, and their plain twin."""

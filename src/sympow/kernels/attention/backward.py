@@ -1,15 +1,16 @@
 """Backward pass of the attention form, and of the chunked form once the states and their gradients are known.
 
-With q scaled (`scaling.scale_queries`), w_i = Σ_j B_ij the weight of a row, and
+With q scaled (`common.scale_queries`), w_i = Σ_j B_ij the weight of a row, and
     dy'_i = dy_i / w_i,    δ_i = dy'_i · y_i,    dB_ij = dy'_i · v_j − δ_i,    T_ij = exp(G_i − G_j) (q_i · k_j)^(p−1),
 the gradients are
     dv_j = Σ_i T_ij (q_i · k_j) dy'_i,    dk_j = p Σ_i T_ij dB_ij q_i,    dq_i = p Σ_j T_ij dB_ij k_j.
-The gates' gradient follows from q_i · dq_i and k_j · dk_j alone (`gates.gate_gradient`), so no kernel sums it.
+The gates' gradient follows from q_i · dq_i and k_j · dk_j alone (`running_sums.gate_gradient`), so no kernel
+accumulates it.
 
-Two kernels, each owning its outputs, hence bitwise reproducible: `query_gradient_kernel` has a tile of queries and
-visits keys before it, `key_gradient_kernel` has a tile of keys and visits queries after it. Scores are computed in
-both: seven products in all. In both, decays are split as in the forward pass, so that only the diagonal needs one per
-element.
+Two kernels, each of which owns its outputs, so that results are bitwise reproducible: a CTA of `query_gradient_kernel`
+owns a tile of queries and visits earlier keys, one of `key_gradient_kernel` owns a tile of keys and visits later
+queries. Both compute the scores: seven matrix products in all. Decays are factored as in the forward pass, so that only
+the diagonal tiles need one exponential per element.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from sympow.kernels.common import (
     odd_power,
     or_one,
     pairwise_decay,
-    settle,
     split_sum,
+    wait_for_mma,
 )
-from sympow.kernels.gates import Gates
+from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
 
@@ -42,7 +43,8 @@ def prepare_kernel(
     y_desc, dy_desc, weight_ptr, d_weight_ptr, divided_desc, delta_ptr, length, padded, heads,
     WEIGHTED: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dy' and −δ for a tile of rows; −δ is 0 past the last token. WEIGHTED: plus the gradient of the rows' weights."""
+    """dy' and −δ for a tile of rows; −δ is 0 past the last token. WEIGHTED: −δ plus the gradient of the rows'
+    weights."""
     first = tl.program_id(0) * ROWS
     sequence = tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
@@ -62,7 +64,7 @@ def prepare_kernel(
 def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
     q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, past_ptr,
-    document_start_ptr, length, padded, gates_padded, heads, chunk, slots, first_boundary,
+    document_start_ptr, length, padded, gates_padded, heads, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
     WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
@@ -90,9 +92,9 @@ def query_gradient_kernel(
 
     if WITH_STATE:
         if (boundary >= first_boundary) & (document_start <= chunk_start):
-            # Σ_i q_i (dy' S_i − δ Z_i), the left operand dy' * q_i made in registers; two sums, as in the forward pass.
+            # Σ_i q_i (dy' S_i − δ Z_i), left operand dy' * q_i in registers; two accumulators, as in the forward pass.
             other = tl.zeros_like(dq)
-            slot = kv_sequence * slots + boundary - first_boundary
+            state_index = kv_sequence * state_count + boundary - first_boundary
             pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
             dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
@@ -101,14 +103,14 @@ def query_gradient_kernel(
                     even = tl.load(pointers + half * (D // 2) + i)
                     odd = tl.load(pointers + half * (D // 2) + i + 1)
                     if half == 0:
-                        kv_even = low_desc.load([slot, i, 0, 0]).reshape(E, D)
-                        kv_odd = low_desc.load([slot, i + 1, 0, 0]).reshape(E, D)
+                        kv_even = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = low_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
                     else:
-                        kv_even = high_desc.load([slot, i, 0, 0]).reshape(E, D)
-                        kv_odd = high_desc.load([slot, i + 1, 0, 0]).reshape(E, D)
+                        kv_even = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = high_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
                     dq = tl.dot(dy_left * even[:, None], kv_even, dq, input_precision=PRECISION)
-                    other = settle(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
-            normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
+                    other = wait_for_mma(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
+            normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
             dq += other + tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
             past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
             dq = tl.where((past == 0)[:, None], 0.0, dq)
@@ -135,7 +137,7 @@ def query_gradient_kernel(
     if GATED:
         row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
         dq *= tl.exp2(row_whole + row_rest)[:, None]
-    # Not pipelined: that would take registers, of which there are none to spare.
+    # Not pipelined: no registers are left for it.
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
         columns = start + tl.arange(0, COLUMNS)
         k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
@@ -165,9 +167,9 @@ def _visit_queries(
     padded, start, tiles, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Adds what `tiles` tiles of queries from `start` on, all after the keys, give to dk and dv."""
+    """dk and dv plus the contributions of `tiles` tiles of queries from `start` on, all after the keys."""
     offsets = tl.arange(0, COLUMNS)
-    # One tile ahead in registers, as in the forward pass.
+    # Loaded one tile ahead into registers, as in the forward pass.
     next_delta = tl.load(minus_delta_ptr + sequence * padded + start + offsets)
     if GATED:
         next_decay = tl.load(from_start_ptr + start + offsets)
@@ -195,14 +197,14 @@ def _visit_queries(
 @triton.jit
 def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
-    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr, spans_ptr,
-    length, padded, gates_padded, kv_heads, chunk, slots, first_boundary, span,
+    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr, block_terms_ptr,
+    length, padded, gates_padded, kv_heads, chunk, state_count, first_boundary, query_block,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, SPANS: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
-    and k_j · dk_j."""
+    and k_j · dk_j. BLOCK_TERMS: also what each block of `query_block` queries adds to k_j · dk_j."""
     first = tl.program_id(0) * ROWS
     kv_sequence = tl.program_id(1)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
@@ -223,10 +225,10 @@ def key_gradient_kernel(
     dv = tl.zeros((ROWS, E), tl.float32)
 
     if WITH_STATE:
-        # A document that ends in this chunk left no state that anyone reads.
-        if (boundary - first_boundary < slots) & (document_end >= chunk_end):
-            # dv = Σ_i (k * k_i) D_iᵀ and dk = Σ_i (v * k_i) D_i + k Z', left operands made in registers.
-            slot = kv_sequence * slots + boundary - first_boundary
+        # No query reads the state after a document that ends in this chunk.
+        if (boundary - first_boundary < state_count) & (document_end >= chunk_end):
+            # dv = Σ_i (k * k_i) D_iᵀ and dk = Σ_i (v * k_i) D_i + k Z', left operands computed in registers.
+            state_index = kv_sequence * state_count + boundary - first_boundary
             pointers = k_ptr + batch.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
@@ -235,13 +237,13 @@ def key_gradient_kernel(
                 for i in tl.range(0, D // 2):
                     entry = tl.load(pointers + half * (D // 2) + i)
                     if half == 0:
-                        dkv = low_desc.load([slot, i, 0, 0]).reshape(E, D)
+                        dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     else:
-                        dkv = high_desc.load([slot, i, 0, 0]).reshape(E, D)
+                        dkv = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
-                    dk = settle(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
-            normalizer = normalizer_desc.load([slot, 0, 0]).reshape(D, D)
-            dk = settle(tl.dot(k, normalizer, dk, input_precision=PRECISION))
+                    dk = wait_for_mma(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
+            normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
+            dk = wait_for_mma(tl.dot(k, normalizer, dk, input_precision=PRECISION))
             if GATED:
                 since_tile = tl.exp((tl.load(sums_ptr + chunk_end - 1) - reference).to(tl.float32))
                 dk *= since_tile
@@ -251,19 +253,19 @@ def key_gradient_kernel(
     offsets = tl.arange(0, COLUMNS)
     after = first + ROWS
     end = tl.minimum(chunk_end, document_end)
-    if SPANS:
-        # As below, in spans of queries, with what each adds to k_j · dk_j, up to a decay, left behind.
+    if BLOCK_TERMS:
+        # As below, but block by block of queries; what each adds to k_j · dk_j, up to a decay, is stored.
         known = tl.zeros((ROWS,), tl.float32)
-        spans = tl.cdiv(end, span)
-        for index in tl.range(tl.where(after < end, after // span, spans), spans):
-            start = tl.maximum(after, index * span)
+        blocks = tl.cdiv(end, query_block)
+        for index in tl.range(tl.where(after < end, after // query_block, blocks), blocks):
+            start = tl.maximum(after, index * query_block)
             dk, dv = _visit_queries(
                 dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
-                sequence, padded, start, tl.cdiv(tl.minimum(end, (index + 1) * span) - start, COLUMNS),
+                sequence, padded, start, tl.cdiv(tl.minimum(end, (index + 1) * query_block) - start, COLUMNS),
                 GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
             )  # fmt: skip
             total = tl.sum(dk * k.to(tl.float32), axis=1)
-            target = spans_ptr + (kv_sequence.to(tl.int64) * tl.cdiv(length, span) + index) * length + rows
+            target = block_terms_ptr + (kv_sequence.to(tl.int64) * tl.cdiv(length, query_block) + index) * length + rows
             tl.store(target, total - known, mask=rows < length)
             known = total
     else:
@@ -332,7 +334,7 @@ def prepare(
 
 
 def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: int, d: int, e: int) -> tuple:
-    """x and its strides, descriptors of the states, and the chunk, number of slots and first boundary they imply."""
+    """x, its strides and descriptors of the states; and the chunk, number of states and first boundary."""
     if states is None:
         return (x, x.stride(0), x.stride(1), x.stride(2), None, None, None), (chunk or 2 * length + 4096, 0, 1)
     descriptors = (
@@ -350,19 +352,25 @@ def query_gradient(
     out: tuple[Tensor, Tensor] | None = None, rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3,
     registers: int | None = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; states in full and their part of the weights, or the attention form's `chunk`; documents and `out` as
-    there."""
+    """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t).
+
+    Args:
+        q, scale: from `scale_queries`.
+        dy, minus_delta: dy' and −δ from `prepare`.
+        gates, chunk, documents, out: as in `forward.attend`.
+        states: with all d² features; or None.
+        past: φ(q_i) Z, as `forward.attend` returns it; only with states.
+    """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
     d, e = block_dim(dim), block_dim(v.shape[-1])
     dq, row_term = out or (empty_aligned(q, *q.shape), q.new_empty(batch, heads, length, dtype=torch.float32))
-    state, place = _state_arguments(q, states, chunk, length, d, e)
+    state, location = _state_arguments(q, states, chunk, length, d, e)
     query_gradient_kernel[(triton.cdiv(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
         gates and gates.sums, gates and gates.to_end, *state, past, documents and documents.start,
-        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *place,
+        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *location,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
@@ -373,16 +381,18 @@ def query_gradient(
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
-    *, chunk: int = 0, documents: Documents | None = None, spans: Tensor | None = None, span: int = 0,
+    *, chunk: int = 0, documents: Documents | None = None, block_terms: Tensor | None = None, query_block: int = 0,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
     rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); states in reverse and in full, or `chunk`.
+    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t).
 
     Args:
-        spans: zeros (b, h_kv, ⌈t / span⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each span that lie
-            after the key's tile, decays counted from the end of that tile; None: not wanted. Without states only.
-        out: as in `attention_forward.attend`.
+        q, dy, minus_delta, gates, chunk, documents, out: as in `query_gradient`.
+        states: the gradients of the states, with all d² features; or None.
+        block_terms: zeros (b, h_kv, ⌈t / query_block⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each
+            block that lie after the key's tile, with decays counted from the end of that tile; None: not wanted. Only
+            without states.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
@@ -393,14 +403,14 @@ def key_gradient(
     else:
         dk, dv, column_term = out
     k_desc = head_major(k, (rows, d))
-    state, place = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
+    state, location = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
     key_gradient_kernel[(triton.cdiv(length, rows), batch * kv_heads)](
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
-        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, spans,
-        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *place, span,
+        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, block_terms,
+        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location, query_block,
         GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
-        WITH_STATE=states is not None, DOCUMENTS=documents is not None, SPANS=spans is not None,
+        WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
         PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip

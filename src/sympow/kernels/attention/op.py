@@ -1,9 +1,12 @@
-"""Attention on the kernels as a PyTorch operator: visible to autograd, torch.compile and torch.library.opcheck.
+"""The attention and chunked forms on the kernels as PyTorch operators: for autograd, torch.compile and opcheck.
 
-An operator's outputs are tensors and nothing else, so what is missing (gates, states) is an empty tensor here.
+An operator takes and returns tensors and nothing else, so an empty tensor represents what is missing (gates, states).
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,18 +14,95 @@ from torch import Tensor
 from sympow.kernels import hopper
 from sympow.kernels.attention.backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention.forward import attend
-from sympow.kernels.attention.tiles import COLUMNS, tiles_for
 from sympow.kernels.common import Documents, scale_queries
-from sympow.kernels.gates import SCAN_BLOCK, Gates, gate_gradient, running_sums, span_anchors
-from sympow.kernels.running_sums import anchored, boundary_anchors
+from sympow.kernels.running_sums import (
+    KEY_TILE,
+    SCAN_BLOCK,
+    Gates,
+    correct_drift,
+    exact_sums_at_blocks,
+    exact_sums_at_boundaries,
+    gate_gradient,
+    gate_sums,
+)
 from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, scan_sums
 
-# Queries between two places where the gates' gradient is put right in the attention form (`anchoring`).
-SPAN = 4096
-# What they leave grows with their number and the length.
-MOST_SPANS = 16
-# Beyond, the portable kernel of the keys' gradient is the faster one.
-LONGEST_ON_HOPPER = 8192
+# In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
+DRIFT_SPACING = 4096
+# ... or fewer times for long sequences: what the kernel writes for it grows with the number of blocks and the length.
+MAX_DRIFT_BLOCKS = 16
+# For longer sequences the portable kernel of the keys' gradient is faster than the Hopper kernel.
+HOPPER_KEY_GRADIENT_MAX_LENGTH = 8192
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes that fit the registers and shared memory of a Hopper GPU: keyword arguments of each launcher.
+
+    They are fixed, not autotuned: the few choices that matter were measured, and a first call should not stall.
+    """
+
+    states: dict[str, Any] = field(default_factory=dict)
+    forward: dict[str, Any] = field(default_factory=dict)
+    query: dict[str, Any] = field(default_factory=dict)
+    key: dict[str, Any] = field(default_factory=dict)
+
+
+NARROW = Tiles()
+WIDE = Tiles(
+    states={"entries": 1, "stages": 2},
+    forward={"warps": 8, "stages": 2},
+    query={"rows": 64, "warps": 4, "stages": 2, "registers": None},
+    key={"rows": 64, "warps": 8, "stages": 2},
+)
+
+
+def tiles_for(dim: int) -> Tiles:
+    """The tiles for heads of `dim` entries, keys and values alike."""
+    return WIDE if dim > 64 else NARROW
+
+
+class Saved(NamedTuple):
+    """What the backward pass reads besides inputs and outputs; each tensor empty if there is none.
+
+    Attributes:
+        sums, to_end, from_start: as in `Gates`.
+        low, high, normalizer: as in `ChunkStates`.
+        past: φ(q) Z of each row's state, (b, h, t) float32.
+    """
+
+    sums: Tensor
+    to_end: Tensor
+    from_start: Tensor
+    low: Tensor
+    high: Tensor
+    normalizer: Tensor
+    past: Tensor
+
+    @property
+    def gates(self) -> Gates | None:
+        return Gates(self.sums, self.to_end, self.from_start) if self.sums.numel() else None
+
+    def states(self, chunk: int, first: int) -> ChunkStates | None:
+        return ChunkStates(self.low, self.high, self.normalizer, chunk, first) if self.low.numel() else None
+
+
+class Options(NamedTuple):
+    """What the backward pass has to know of the call.
+
+    Attributes:
+        power: p.
+        chunk: tokens per chunk; 0: all in one.
+        with_states: whether chunks see earlier ones through states (p = 2).
+        initial: whether there is a state before the first token.
+        final: whether the state after the last token is returned.
+    """
+
+    power: int
+    chunk: int
+    with_states: bool
+    initial: bool
+    final: bool
 
 
 @torch.library.custom_op("sympow::attend", mutates_args=())
@@ -41,21 +121,19 @@ def fused_attention(
     train: bool,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y (b, t, h, e), the rows' weights, the final state, and what the backward pass reads: gates and states.
+    """The attention form, or with states the chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for
+    queries scaled by `query_scales`, kv and normalizer of the final state, and the fields of `Saved`.
 
     Args:
         q, k, v: as in `sympow.attention`, already rotated.
         log_gamma: one gate per head, closed between documents, (b, t, h_kv) float32; or None.
-        document_start, document_end: as in `documents.Documents`, or None.
+        document_start, document_end: as in `common.Documents`, or None.
         initial_kv, initial_normalizer: a `FullState`, only with states; or None.
-        power: p.
-        chunk: tokens per chunk; 0: all in one.
-        with_states: whether chunks see those before them through states (p = 2).
-        train: whether the backward pass will be run, which needs states in full; of no account without states.
-        final: whether to return the state after the last token; only with states.
+        power, chunk, with_states, final: as in `Options`.
+        train: whether the backward pass will run, which needs all d² features of the states; ignored without states.
     """
     tiles = tiles_for(q.shape[-1])
-    gates = None if log_gamma is None else running_sums(log_gamma, COLUMNS)
+    gates = None if log_gamma is None else gate_sums(log_gamma)
     documents = _documents(document_start, document_end)
     states = end = None
     if with_states:
@@ -77,7 +155,9 @@ def fused_attention(
         y, weight, past = attend(
             q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
         )
-    rest = (*(end or (None, None)), *_gate_tensors(gates), *_state_tensors(states), past)
+    saved_gates = (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
+    saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
+    rest = (*(end or (None, None)), *saved_gates, *saved_states, past)
     return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
@@ -96,7 +176,7 @@ def _(
     with_states: bool,
     train: bool,
     final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
@@ -112,15 +192,15 @@ def _(
         end_normalizer = q.new_empty(batch, kv_heads, dim, dim, dtype=torch.float32)
     if with_states:
         first, last = boundaries_with_states(k, chunk, initial_kv is not None, final)
-        slots = last - first + 1
-        if slots:
+        count = last - first + 1
+        if count:
             full = train or final or initial_kv is not None
-            low = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim)
-            high = q.new_empty(batch, kv_heads, slots, dim // 2, value_dim, dim if full else dim // 2)
-            normalizer = q.new_empty(batch, kv_heads, slots, dim, dim)
+            low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
+            high = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim if full else dim // 2)
+            normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
             past = torch.empty_like(weight)
     rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past)
-    return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
+    return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))
 
 
 @torch.library.custom_op("sympow::attend_backward", mutates_args=())
@@ -134,13 +214,7 @@ def _attend_backward(
     v: Tensor,
     y: Tensor,
     weight: Tensor,
-    sums: Tensor,
-    to_end: Tensor,
-    from_start: Tensor,
-    low: Tensor,
-    high: Tensor,
-    normalizer: Tensor,
-    past: Tensor,
+    saved: list[Tensor],
     document_start: Tensor | None,
     document_end: Tensor | None,
     power: int,
@@ -149,13 +223,19 @@ def _attend_backward(
     initial: bool,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, d log γ and the gradients of the initial state (each empty if there is none), from what
-    `sympow::attend` returned."""
-    tiles = tiles_for(q.shape[-1])
-    gates = Gates(sums, to_end, from_start, COLUMNS) if sums.numel() else None
+    """dq, dk, dv, d log γ and the gradients of the initial state's kv and normalizer (each empty if there is none).
+
+    Args:
+        dy, d_weight, d_final_kv, d_final_normalizer: gradients of what `sympow::attend` returned.
+        q, k, v, y, weight: its inputs and outputs.
+        saved: the fields of `Saved`.
+        power, chunk, with_states, initial, final: as in `Options`.
+    """
+    kept, tiles = Saved(*saved), tiles_for(q.shape[-1])
+    gates = kept.gates
     documents = _documents(document_start, document_end)
     first, last = boundaries_with_states(k, chunk, initial, final) if with_states else (1, 0)
-    states = ChunkStates(low, high, normalizer, chunk, first) if low.numel() else None
+    states = kept.states(chunk, first)
     inner = 0 if with_states else chunk
     q, scale = scale_queries(q)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
@@ -164,11 +244,11 @@ def _attend_backward(
         from sympow.kernels.hopper import backward as hopper_backward
         from sympow.kernels.hopper.common import split_sums
 
-        parts = None if gates is None else split_sums(gates)
-        dq, rows = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, parts)
+        split = None if gates is None else split_sums(gates)
+        dq, row_terms = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
     else:
-        dq, rows = query_gradient(
-            q, scale, k, v, divided, minus_delta, power, gates, states, past=past,
+        dq, row_terms = query_gradient(
+            q, scale, k, v, divided, minus_delta, power, gates, states, past=kept.past,
             chunk=inner, documents=documents, **tiles.query,
         )  # fmt: skip
     reverse = end = crossing = None
@@ -179,31 +259,31 @@ def _attend_backward(
             assert d_final_normalizer is not None
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
-            q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta, past=past,
-            reverse=True, boundaries=(first, last), precise=initial, **tiles.states,
+            q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
+            past=kept.past, reverse=True, boundaries=(first, last), precise=initial, **tiles.states,
         )  # fmt: skip
         assert chunks is not None
         reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
-    spans = None
-    span = max(SPAN, -(-k.shape[1] // MOST_SPANS // COLUMNS) * COLUMNS)
-    if gates is not None and states is None and k.shape[1] > span:
-        spans = k.new_zeros(*sums.shape[:2], -(-k.shape[1] // span), k.shape[1], dtype=torch.float32)
-    if on_hopper and spans is None and k.shape[1] <= LONGEST_ON_HOPPER:
-        dk, dv, columns = hopper_backward.key_gradient(q, k, v, divided, minus_delta, power, gates, parts)
+    length, block_terms = k.shape[1], None
+    block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // KEY_TILE) * KEY_TILE)
+    if gates is not None and states is None and length > block:
+        block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
+    if on_hopper and block_terms is None and length <= HOPPER_KEY_GRADIENT_MAX_LENGTH:
+        dk, dv, column_terms = hopper_backward.key_gradient(q, k, v, divided, minus_delta, power, gates, split)
     else:
-        dk, dv, columns = key_gradient(
+        dk, dv, column_terms = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,
-            chunk=inner, documents=documents, spans=spans, span=span, **tiles.key,
+            chunk=inner, documents=documents, block_terms=block_terms, query_block=block, **tiles.key,
         )  # fmt: skip
     d_log_gamma = None
     if gates is not None:
-        # No pair lies across either end.
-        anchors, spacing = None, k.shape[1]
+        # At both ends the exact value is 0: no pair lies across.
+        exact, spacing = None, length
         if crossing is not None:
-            anchors, spacing = boundary_anchors(crossing, (first, last), k.shape[1], chunk), chunk
-        elif spans is not None:
-            anchors, spacing = span_anchors(spans, to_end, span), span
-        d_log_gamma = anchored(gate_gradient(rows, columns, power), anchors, spacing, document_end)
+            exact, spacing = exact_sums_at_boundaries(crossing, (first, last), length, chunk), chunk
+        elif block_terms is not None:
+            exact, spacing = exact_sums_at_blocks(block_terms, gates.to_end, block), block
+        d_log_gamma = correct_drift(gate_gradient(row_terms, column_terms, power), exact, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
     none = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
     return (dq.contiguous(), dk.contiguous(), dv.contiguous(), *none)  # type: ignore[return-value]
@@ -220,42 +300,27 @@ def _(
     v: Tensor,
     y: Tensor,
     weight: Tensor,
-    sums: Tensor,
-    to_end: Tensor,
-    from_start: Tensor,
-    low: Tensor,
-    high: Tensor,
-    normalizer: Tensor,
-    past: Tensor,
+    saved: list[Tensor],
     document_start: Tensor | None,
     document_end: Tensor | None,
-    power: int,
-    chunk: int,
-    with_states: bool,
-    initial: bool,
-    final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *options: Any,
+) -> tuple[Tensor, ...]:
     batch, length, kv_heads, dim = k.shape
-    value_dim = v.shape[-1]
-    gates = (batch, length, kv_heads) if sums.numel() else (0,)
-    kv = (batch, kv_heads, dim, value_dim, dim) if initial else (0,)
-    normalizer_shape = (batch, kv_heads, dim, dim) if initial else (0,)
-    contiguous = torch.contiguous_format
-    return (
-        torch.empty_like(q, memory_format=contiguous),
-        torch.empty_like(k, memory_format=contiguous),
-        torch.empty_like(v, memory_format=contiguous),
-        q.new_empty(gates, dtype=torch.float32),
-        q.new_empty(kv, dtype=torch.float32),
-        q.new_empty(normalizer_shape, dtype=torch.float32),
+    value_dim, initial = v.shape[-1], Options(*options).initial
+    shapes = (
+        (batch, length, kv_heads) if saved[0].numel() else (0,),
+        (batch, kv_heads, dim, value_dim, dim) if initial else (0,),
+        (batch, kv_heads, dim, dim) if initial else (0,),
     )
+    contiguous = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return (*contiguous, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes))
 
 
 def _save_attend(ctx, inputs, output) -> None:
     q, k, v, log_gamma, document_start, document_end, initial_kv, _, power, chunk, with_states, _, final = inputs
     y, weight, end_kv, end_normalizer, *rest = output
-    ctx.save_for_backward(q, k, v, y, weight, *rest, document_start, document_end)
-    ctx.options = (power, chunk, with_states, initial_kv is not None, final)
+    ctx.save_for_backward(q, k, v, y, weight, document_start, document_end, *rest)
+    ctx.options = Options(power, chunk, with_states, initial_kv is not None, final)
     ctx.gated = log_gamma is not None
     ctx.final_shapes = (end_kv.shape, end_normalizer.shape)
     ctx.set_materialize_grads(False)
@@ -263,21 +328,22 @@ def _save_attend(ctx, inputs, output) -> None:
 
 
 def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_):
-    saved = ctx.saved_tensors
-    *_, initial, final = ctx.options
-    # A loss may depend on a part of the outputs only.
-    dy = torch.zeros_like(saved[3]) if dy is None else dy
+    q, k, v, y, weight, document_start, document_end, *rest = ctx.saved_tensors
+    # A loss may depend on some of the outputs only.
+    dy = torch.zeros_like(y) if dy is None else dy
     d_weight = None if d_weight is None else d_weight.contiguous()
-    if final:
+    if ctx.options.final:
         d_final_kv, d_final_normalizer = (
-            saved[0].new_zeros(shape, dtype=torch.float32) if gradient is None else gradient
+            q.new_zeros(shape, dtype=torch.float32) if gradient is None else gradient
             for gradient, shape in zip((d_final_kv, d_final_normalizer), ctx.final_shapes, strict=True)
         )
     dq, dk, dv, d_log_gamma, d_kv, d_normalizer = _attend_backward(
-        dy, d_weight, d_final_kv, d_final_normalizer, *saved, *ctx.options
-    )
+        dy, d_weight, d_final_kv, d_final_normalizer, q, k, v, y, weight, rest, document_start, document_end,
+        *ctx.options,
+    )  # fmt: skip
     gradients = (dq, dk, dv, d_log_gamma if ctx.gated else None, None, None)
-    return (*gradients, *((d_kv, d_normalizer) if initial else (None, None)), None, None, None, None, None)
+    d_initial = (d_kv, d_normalizer) if ctx.options.initial else (None, None)
+    return (*gradients, *d_initial, None, None, None, None, None)
 
 
 fused_attention.register_autograd(_differentiate_attend, setup_context=_save_attend)
@@ -295,25 +361,17 @@ def _(q: Tensor) -> Tensor:
 
 
 def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents | None) -> bool:
-    """Whether the kernels written for Hopper take the call."""
+    """Whether the Hopper kernels run the call."""
     if chunk or documents is not None or not q.is_cuda:
         return False
-    return hopper.serves(q, k, v)
+    return hopper.supports(q, k, v)
 
 
 def boundaries_with_states(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
-    """The first and last boundary that has a state."""
+    """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
     chunks = -(-k.shape[1] // chunk)
     return (0 if initial else 1), (chunks if final else chunks - 1)
 
 
 def _documents(start: Tensor | None, end: Tensor | None) -> Documents | None:
     return None if start is None or end is None else Documents(start, end)
-
-
-def _gate_tensors(gates: Gates | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
-
-
-def _state_tensors(states: ChunkStates | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return (None, None, None) if states is None else (states.low, states.high, states.normalizer)

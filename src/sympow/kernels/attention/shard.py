@@ -1,13 +1,13 @@
-"""The chunked form, p = 2, in steps between which a state can pass to and from other GPUs.
+"""The chunked form of one shard of a sequence, p = 2, in steps between which states pass between GPUs.
 
-Forward: `fold` sums over the tokens of each chunk, and adds up what the shard leaves by itself; with the state that
-came, `attend` gives outputs. Backward: `fold_gradient` sums over queries and output gradients, and adds up what the
-shard's own outputs want of the state that came; `query_gradient` needs nothing from elsewhere; with the gradient of the
-state that left, `key_gradient` gives the rest. As many products as without other GPUs: a state that came is added to
-the sums of chunks, which are scanned twice.
+Forward: `fold` computes the sums of each chunk and the state that the shard's own tokens add up to, which is sent; once
+the incoming state has arrived, `attend` computes the outputs. Backward: `fold_gradient` computes the sums over queries
+and output gradients and, from them, the gradient of the incoming state, which is sent; `query_gradient` needs nothing
+from other GPUs; once the gradient of the outgoing state has arrived, `key_gradient` computes the rest. There are as
+many matrix products as on one GPU: the incoming state is added to the sums of chunks, which are scanned twice.
 
-These steps may be taken with some of the heads at a time, writing to their part of what holds all of them. What is best
-done with all heads at once comes before (`running_sums`, `prepare_gradient`) and after (`gates_gradient`).
+Each step accepts a slice of the heads and writes to views of the outputs. What is faster for all heads at once comes
+before (`gate_sums`, `prepare_gradient`) and after (`gates_gradient`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.kernels import gates
+from sympow.kernels import running_sums
 from sympow.kernels.attention import backward as attention_backward
 from sympow.kernels.attention import forward as attention_forward
-from sympow.kernels.attention.op import boundaries_with_states
-from sympow.kernels.attention.tiles import COLUMNS, tiles_for
+from sympow.kernels.attention.op import boundaries_with_states, tiles_for
 from sympow.kernels.common import scale_queries
-from sympow.kernels.gates import Gates, gate_gradient
-from sympow.kernels.running_sums import anchored, boundary_anchors
+from sympow.kernels.running_sums import Gates, correct_drift, exact_sums_at_boundaries, gate_gradient
 from sympow.kernels.states.quadratic import ChunkStates, ChunkSums, FullState, chunk_sums, end_alone, scan_sums
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a shard is to the document it is a part of.
+    """The position of a shard in its document.
 
     Attributes:
-        chunk: tokens that are summed up at a time.
-        initial: whether a state comes.
-        final: whether one leaves.
+        chunk: tokens per chunk.
+        initial: whether a state comes in: the document began in an earlier shard.
+        final: whether a state goes out: the document continues in a later shard.
     """
 
     chunk: int
@@ -45,13 +43,13 @@ class Plan:
 
 
 class Folded(NamedTuple):
-    """After `fold` or `fold_gradient`.
+    """The result of `fold` or `fold_gradient`.
 
     Attributes:
-        chunks: what each chunk alone leaves, or its outputs want; None if no chunk sees another, and no state comes or
-            leaves.
-        end: what all of them leave together, from nothing, or the gradient of the state that came, as far as it is due
-            to this shard's outputs; None if nothing leaves, or none came.
+        chunks: the sums of each chunk alone; None if there is one chunk and no state comes in or goes out.
+        end: after `fold`, the state after the shard's tokens if none came in; after `fold_gradient`, the gradient of
+        the
+            incoming state due to this shard's outputs; None if no state goes out, or none came in.
     """
 
     chunks: ChunkSums | None
@@ -59,8 +57,8 @@ class Folded(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What `attend` writes: y (b, t, h, e), and per head (b, h, t) float32 the rows' weights and the states' part of
-    those."""
+    """What `attend` writes: y (b, t, h, e), and the rows' weights and φ(q) Z of their states, (b, h, t) float32
+    each."""
 
     y: Tensor
     weight: Tensor
@@ -68,17 +66,17 @@ class Outputs(NamedTuple):
 
     @classmethod
     def new(cls, q: Tensor, v: Tensor, plan: Plan) -> Outputs:
-        """For queries and values of all heads."""
+        """Uninitialised, for queries and values of all heads."""
         batch, length, heads, _ = q.shape
         weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-        # Without a state that came, the first chunk has none to write what it gave.
+        # Without an incoming state the first chunk has no state, and nothing is written for it.
         past = torch.empty_like(weight) if plan.initial else torch.zeros_like(weight)
         return cls(v.new_empty(batch, length, heads, v.shape[-1]), weight, past)
 
 
 class Rows(NamedTuple):
-    """What the backward pass reads of a row: queries as the kernels scale them, and by how much; dy' and −δ, as
-    `attention_backward.prepare` gives them."""
+    """What the backward pass reads of a row: scaled queries and their scales (`scale_queries`); dy' and −δ
+    (`attention_backward.prepare`)."""
 
     q: Tensor
     scale: Tensor
@@ -87,8 +85,8 @@ class Rows(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What the backward pass writes: gradients of q, k and v, and q_i · dq_i (b, h, t) and k_j · dk_j (b, h_kv, t)
-    float32, from which the gradient of the gates is found."""
+    """What the backward pass writes: gradients of q, k and v; and q_i · dq_i (b, h, t) and k_j · dk_j (b, h_kv, t),
+    float32, from which the gates' gradient follows."""
 
     dq: Tensor
     dk: Tensor
@@ -98,18 +96,18 @@ class Gradients(NamedTuple):
 
     @classmethod
     def new(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        """For queries, keys and values of all heads."""
+        """Uninitialised, for queries, keys and values of all heads."""
         terms = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=torch.float32) for x in (q, k))
         return cls(*(x.new_empty(x.shape) for x in (q, k, v)), *terms)
 
 
-def running_sums(log_gamma: Tensor | None) -> Gates | None:
-    """What the kernels read of the gates (b, t, h_kv) float32; None without."""
-    return None if log_gamma is None else gates.running_sums(log_gamma, COLUMNS)
+def gate_sums(log_gamma: Tensor | None) -> Gates | None:
+    """What the kernels read of the gates (b, t, h_kv) float32; None without gates."""
+    return None if log_gamma is None else running_sums.gate_sums(log_gamma)
 
 
 def fold(k: Tensor, v: Tensor, gates: Gates | None, plan: Plan) -> Folded:
-    """Sums over turned keys (b, t, h_kv, d) and values (b, t, h_kv, e)."""
+    """Folds rotated keys (b, t, h_kv, d) and values (b, t, h_kv, e) into the sums of chunks."""
     chunks = chunk_sums(
         k, v, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True, boundaries=_boundaries(k, plan),
         precise=plan.final, **tiles_for(k.shape[-1]).states,
@@ -121,20 +119,20 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, chunks: ChunkSums | None, initial: FullState | None,
     out: Outputs,
 ) -> ChunkStates | None:  # fmt: skip
-    """Writes outputs, from turned queries and keys and the state that came. Returns the states at the boundaries of
-    chunks; after it, `chunks` is spent."""
+    """Writes the outputs, from rotated queries and keys and the incoming state, and returns the states at the chunk
+    boundaries, which overwrite `chunks`."""
     states = None if chunks is None else scan_sums(chunks, initial)[0]
     attention_forward.attend(q, k, v, 2, gates, states, out=out, **tiles_for(q.shape[-1]).forward)
     return states
 
 
 def prepare_gradient(dy: Tensor, q: Tensor, out: Outputs) -> Rows:
-    """From the gradient dy of y, contiguous."""
+    """What the other steps read of the rows, from the gradient dy of y, contiguous."""
     return Rows(*scale_queries(q), *attention_backward.prepare(out.y, dy, out.weight))
 
 
 def fold_gradient(rows: Rows, k: Tensor, gates: Gates | None, past: Tensor, plan: Plan) -> Folded:
-    """Sums over queries and output gradients; `past` as in `Outputs`."""
+    """Folds queries and output gradients into the sums of chunks; `past` as in `Outputs`."""
     chunks = chunk_sums(
         rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True,
         factor=rows.minus_delta, past=past, reverse=True, boundaries=_boundaries(k, plan), precise=plan.initial,
@@ -157,12 +155,12 @@ def key_gradient(
     rows: Rows, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkStates | None, chunks: ChunkSums | None,
     d_final: FullState | None, out: Gradients,
 ) -> Tensor | None:  # fmt: skip
-    """Writes dk, dv and the columns' terms; after it, `chunks` is spent.
+    """Writes dk, dv and the columns' terms; overwrites `chunks`.
 
     Args:
         states: from `attend`.
         chunks: from `fold_gradient`.
-        d_final: gradient of the state that left; None if none did.
+        d_final: gradient of the outgoing state; None if there is none.
 
     Returns:
         Σ B_ij dB_ij over the pairs across each boundary that has a state, (b, h_kv, boundaries) float64; None without
@@ -180,10 +178,10 @@ def key_gradient(
 
 def gates_gradient(k: Tensor, out: Gradients, crossing: Tensor | None, plan: Plan) -> Tensor:
     """d log γ (b, t, h_kv) float32; `crossing` as `key_gradient` returns it."""
-    anchors, spacing = None, k.shape[1]
+    exact, spacing = None, k.shape[1]
     if crossing is not None:
-        anchors, spacing = boundary_anchors(crossing, _boundaries(k, plan), k.shape[1], plan.chunk), plan.chunk
-    return anchored(gate_gradient(out.row_terms, out.column_terms, 2), anchors, spacing)
+        exact, spacing = exact_sums_at_boundaries(crossing, _boundaries(k, plan), k.shape[1], plan.chunk), plan.chunk
+    return correct_drift(gate_gradient(out.row_terms, out.column_terms, 2), exact, spacing)
 
 
 def _boundaries(k: Tensor, plan: Plan) -> tuple[int, int]:

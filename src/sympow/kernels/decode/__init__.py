@@ -1,1 +1,1 @@
-"""Decoding on a GPU: kernels for one token of every sequence, and the PyTorch operators made of them."""
+"""Decoding one token at a time: from a state, from recent tokens beside a state, and from a softmax cache."""

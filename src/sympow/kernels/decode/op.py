@@ -1,5 +1,8 @@
-"""One token from a state as a PyTorch operator. Where something is missing, an empty tensor stands for it."""
+"""Decoding kernels as PyTorch operators: one token from a state, from a window beside a state, from a softmax cache.
 
+The operators take flat lists of tensors, as PyTorch's schemas require, and pass them to the kernels as the NamedTuples
+of `state_step`. An empty tensor represents an output that is missing.
+"""
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
 
@@ -7,13 +10,23 @@ import torch
 from torch import Tensor
 
 from sympow.kernels.common import rows_contiguous
-
-# No `from __future__ import annotations`: the schemas are read off the annotations.
 from sympow.kernels.decode.softmax_step import softmax_step
-from sympow.kernels.decode.state_step import decode_step
-
-# No `from __future__ import annotations`: the schemas are read off the annotations.
+from sympow.kernels.decode.state_step import RecentTokens, StateArguments, Token, decode_step
 from sympow.kernels.decode.window_step import window_fold, window_step
+
+
+def _token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None,
+    beta: Tensor | None,
+    theta: Tensor | None,
+    phase: Tensor | None,
+) -> Token:
+    """A token of any strides; the phase, which kernels write to, is passed as it is."""
+    log_gamma, beta, theta = (None if x is None else x.contiguous() for x in (log_gamma, beta, theta))
+    return Token(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), log_gamma, beta, theta, phase)
 
 
 @torch.library.custom_op("sympow::decode", mutates_args=())
@@ -30,21 +43,17 @@ def fused_decode(
     index: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (b, h, e), and kv, normalizer and phase (empty without rotation) after it; shapes as in `decode_step`."""
-    y, kv, normalizer, phase = decode_step(
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        None if log_gamma is None else log_gamma.contiguous(),
-        None if beta is None else beta.contiguous(),
-        None if theta is None else theta.contiguous(),
-        kv,
-        normalizer,
-        phase,
-        index,
-        weight,
-    )
-    return y, kv, normalizer, y.new_empty(0, dtype=torch.float64) if phase is None else phase
+    """One token from a state: y (b, h, e), and kv, normalizer and phase (empty without rotation) after it.
+
+    Args:
+        q, k, v, log_gamma, beta, theta, phase: shapes as in `Token`; the phase contiguous.
+        kv, normalizer: (b, h_kv, D, e) and (b, h_kv, D), float32 contiguous.
+        index: which entries each feature multiplies, (D, p) int16.
+        weight: √ of the features' multinomial coefficients, (D,) float32.
+    """
+    token = _token(q, k, v, log_gamma, beta, theta, phase)
+    out = decode_step(token, StateArguments(kv, normalizer, index, weight))
+    return out.y, out.kv, out.normalizer, q.new_empty(0, dtype=torch.float64) if phase is None else out.phase
 
 
 @fused_decode.register_fake
@@ -58,12 +67,10 @@ def _(
     kv: Tensor,
     normalizer: Tensor,
     phase: Tensor | None,
-    index: Tensor,
-    weight: Tensor,
+    *_: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    y = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    phase_out = y.new_empty(0, dtype=torch.float64) if phase is None else torch.empty_like(phase)
-    return y, torch.empty_like(kv), torch.empty_like(normalizer), phase_out
+    phase_out = q.new_empty(0, dtype=torch.float64) if phase is None else torch.empty_like(phase)
+    return _empty_output(q, k, v), torch.empty_like(kv), torch.empty_like(normalizer), phase_out
 
 
 @torch.library.custom_op(
@@ -90,51 +97,11 @@ def fused_window_step(
     weight: Tensor | None,
     power: int,
 ) -> Tensor:
-    """y (b, h, e); arguments as in `window_step`, of any strides where they are not changed."""
+    """y (b, h, e); shapes as in `window_step` and `fused_decode`, of any strides where tensors are not written to."""
     return window_step(
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        None if log_gamma is None else log_gamma.contiguous(),
-        None if beta is None else beta.contiguous(),
-        None if theta is None else theta.contiguous(),
-        kv,
-        normalizer,
-        keys,
-        values,
-        sums,
-        count,
-        phase,
-        arrivals,
-        workspace.flatten(),
-        index,
-        weight,
-        power,
-    )
-
-
-@fused_window_step.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor | None,
-    normalizer: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    sums: Tensor,
-    count: Tensor,
-    phase: Tensor | None,
-    arrivals: Tensor,
-    workspace: Tensor,
-    index: Tensor | None,
-    weight: Tensor | None,
-    power: int,
-) -> Tensor:
-    return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        _token(q, k, v, log_gamma, beta, theta, phase), StateArguments(kv, normalizer, index, weight),
+        RecentTokens(keys, values, sums, count), arrivals, workspace.flatten(), power,
+    )  # fmt: skip
 
 
 @torch.library.custom_op("sympow::window_fold", mutates_args=("kv", "normalizer", "count", "arrivals"))
@@ -149,23 +116,8 @@ def fused_fold(
     index: Tensor,
     weight: Tensor,
 ) -> None:
-    """Arguments as in `window_fold`."""
-    window_fold(kv, normalizer, keys, values, sums, count, arrivals, index, weight)
-
-
-@fused_fold.register_fake
-def _(
-    kv: Tensor,
-    normalizer: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    sums: Tensor,
-    count: Tensor,
-    arrivals: Tensor,
-    index: Tensor,
-    weight: Tensor,
-) -> None:
-    return None
+    """Folds a window's tokens into the state; shapes as in `fused_window_step`."""
+    window_fold(StateArguments(kv, normalizer, index, weight), RecentTokens(keys, values, sums, count), arrivals)
 
 
 @torch.library.custom_op(
@@ -187,38 +139,19 @@ def fused_softmax_step(
     arrivals: Tensor,
     workspace: Tensor,
 ) -> Tensor:
-    """y (b, h, e); arguments as in `softmax_step`, of any strides where they are not changed."""
-    return softmax_step(
-        rows_contiguous(q),
-        rows_contiguous(k),
-        rows_contiguous(v),
-        None if log_gamma is None else log_gamma.contiguous(),
-        None if beta is None else beta.contiguous(),
-        None if theta is None else theta.contiguous(),
-        keys,
-        values,
-        sums,
-        count,
-        phase,
-        arrivals,
-        workspace,
-    )
+    """y (b, h, e); shapes as in `softmax_step`, of any strides where tensors are not written to."""
+    token = _token(q, k, v, log_gamma, beta, theta, phase)
+    return softmax_step(token, RecentTokens(keys, values, sums, count), arrivals, workspace)
 
 
-@fused_softmax_step.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    sums: Tensor | None,
-    count: Tensor,
-    phase: Tensor | None,
-    arrivals: Tensor,
-    workspace: Tensor,
-) -> Tensor:
+def _empty_output(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+fused_window_step.register_fake(_empty_output)
+fused_softmax_step.register_fake(_empty_output)
+fused_fold.register_fake(_nothing)

@@ -1,6 +1,8 @@
-"""The attention form on Hopper (sm_90) in Gluon, Triton's language of explicit schedules: heads of 64, bfloat16.
+"""The attention form for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: heads of 64, bfloat16.
 
-What stands here imports no Gluon, which may be missing or different in releases that the kernels are not for.
+The same computation as `sympow.kernels.attention`, whose plain PyTorch twin is also the reference of these kernels.
+This module decides whether they are used; it does not import Gluon, which other releases of Triton lack or have
+changed.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import triton
 from torch import Tensor
 
 HEAD_DIM = 64
-# Gluon changes from one release to the next. These compile every kernel (`make triton-versions`).
+# Gluon changes between releases of Triton. These compile every kernel (`make triton-versions`).
 RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these queries, keys and values; otherwise the portable kernels do."""
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether these kernels support the queries, keys and values; otherwise the portable kernels run."""
     return (
         torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == k.dtype == v.dtype == torch.bfloat16

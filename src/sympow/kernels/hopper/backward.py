@@ -1,8 +1,9 @@
 """Backward pass of the attention form on Hopper; the equations are those of `sympow.kernels.attention.backward`.
 
-Two kernels, each owning its outputs, hence bitwise reproducible. A program has 64 rows and visits tiles of 64 columns.
-The scores of a tile are multiplied while the last tile's products with them run, and the weights of this tile are made
-meanwhile. Decays as in `forward`, without float64; the diagonal takes one exponential per element.
+Two kernels, each of which owns its outputs, so that results are bitwise reproducible. A CTA owns 64 rows and visits
+tiles of 64 columns. The products that compute the scores of a tile run together with those that use the scores of the
+previous tile, and the weights of this tile are computed meanwhile. Decays are as in `forward`, without float64; the
+diagonal takes one exponential per element.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sympow.kernels.common import divide_steps, empty_aligned, odd_power
-from sympow.kernels.gates import Gates
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -32,20 +32,21 @@ from sympow.kernels.hopper.common import (
     split_sums,
     thread_barrier,
 )
+from sympow.kernels.running_sums import Gates
 
 TILE, RING = 64, 4
 
 
 @gluon.jit
 def load_keys(k_desc, v_desc, batch, head, step, steps, k_buffers, v_buffers, barriers, STAGES: gl.constexpr):
-    """Asks for a tile of keys and values; past the last step, for nothing."""
+    """Starts the copy of a tile of keys and values; does nothing past the last step."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
-    slot = step % STAGES
+    stage = step % STAGES
     wanted = step < steps
-    barrier = barriers.index(slot)
+    barrier = barriers.index(stage)
     mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
-    async_load(k_desc, [batch, head, step * COLUMNS, 0], barrier, k_buffers.index(slot), pred=wanted)
-    async_load(v_desc, [batch, head, step * COLUMNS, 0], barrier, v_buffers.index(slot), pred=wanted)
+    async_load(k_desc, [batch, head, step * COLUMNS, 0], barrier, k_buffers.index(stage), pred=wanted)
+    async_load(v_desc, [batch, head, step * COLUMNS, 0], barrier, v_buffers.index(stage), pred=wanted)
 
 
 @gluon.jit
@@ -67,7 +68,7 @@ def query_gradient_kernel(
     DQ_BY_ROW: gl.constexpr = gl.SliceLayout(1, DQ)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
 
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # tiles with the most keys first: they would end last
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # tiles with the most keys start first
     sequence = gl.program_id(1)
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
@@ -83,8 +84,8 @@ def query_gradient_kernel(
     start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(start_barrier, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(n), count=1)
     fence_async_shared()
     mbarrier.expect(start_barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
     async_load(q_desc, [batch, head, first, 0], start_barrier, q_buffer)
@@ -121,19 +122,19 @@ def query_gradient_kernel(
             grads *= gl.expand_dims(gl.load(to_end_ptr + offsets) * gl.exp2(log_decay), 0)
         mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
         for step in range(1, before):
-            slot = step % STAGES
-            last_slot = (step - 1) % STAGES
-            scores = warpgroup_mma(q, matrix(k_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
-            dp = warpgroup_mma(dy, matrix(v_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+            stage = step % STAGES
+            last_stage = (step - 1) % STAGES
+            scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+            dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dq = warpgroup_mma(
-                gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, last_slot), dq, is_async=True
+                gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, last_stage), dq, is_async=True
             )
             if GATED:
                 prefetch(to_end_ptr + (step + 1) * COLUMNS + spread)
                 decay = gl.load(to_end_ptr + step * COLUMNS + offsets)
                 end_whole = gl.load(whole_ptr + (step + 1) * COLUMNS - 1)
                 end_rest = gl.load(rest_ptr + (step + 1) * COLUMNS - 1)
-            # No warp reads the tile before the last one any more: its place is free.
+            # No warp reads the tile before the previous one any more: its buffer is free.
             thread_barrier()
             load_keys(
                 k_desc, v_desc, batch, kv_head, gl.where(step > 1, step - 2 + STAGES, steps), steps,
@@ -153,10 +154,10 @@ def query_gradient_kernel(
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
     for step in range(before, steps):
-        slot = step % STAGES
-        mbarrier.wait(barriers.index(slot), (step // STAGES) & 1)
-        scores = warpgroup_mma(q, matrix(k_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
-        dp = warpgroup_mma(dy, matrix(v_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+        stage = step % STAGES
+        mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
+        scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+        dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         columns = step * COLUMNS + offsets
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
@@ -170,7 +171,7 @@ def query_gradient_kernel(
             grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
         else:
             grads = gl.where(causal, grads, 0.0)
-        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, slot), dq)
+        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
 
     dq *= POWER
     own = q_buffer.reshape([ROWS, D]).load(DQ).to(gl.float32)
@@ -189,18 +190,19 @@ def load_queries(
     q_desc, dy_desc, batch, head, after, step, steps, tiles, q_buffers, dy_buffers, barriers,
     GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the queries and the gradients of a step: first those after the tile, then those of the diagonal."""
+    """Starts the copy of the queries and output gradients of a step: first those after the tile, then the diagonal."""
     COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
-    slot = step % STAGES
+    stage = step % STAGES
     wanted = step < steps
-    barrier = barriers.index(slot)
-    member, tile = divide_steps(step, gl.maximum(tiles, 1), GROUP)  # the last tile has none after it
+    barrier = barriers.index(stage)
+    # The last tile of keys has no queries after it.
+    member, tile = divide_steps(step, gl.maximum(tiles, 1), GROUP)
     diagonal = step >= GROUP * tiles
     member = gl.where(diagonal, step - GROUP * tiles, member)
     row = gl.where(diagonal, after - COLUMNS, after + tile * COLUMNS)
     mbarrier.expect(barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes, pred=wanted)
-    async_load(q_desc, [batch, head + member, row, 0], barrier, q_buffers.index(slot), pred=wanted)
-    async_load(dy_desc, [batch, head + member, row, 0], barrier, dy_buffers.index(slot), pred=wanted)
+    async_load(q_desc, [batch, head + member, row, 0], barrier, q_buffers.index(stage), pred=wanted)
+    async_load(dy_desc, [batch, head + member, row, 0], barrier, dy_buffers.index(stage), pred=wanted)
 
 
 @gluon.jit
@@ -243,8 +245,8 @@ def key_gradient_kernel(
     start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(start_barrier, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(n), count=1)
     fence_async_shared()
     mbarrier.expect(start_barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
     async_load(k_desc, [batch, kv_head, first, 0], start_barrier, k_buffer)
@@ -265,7 +267,7 @@ def key_gradient_kernel(
 
     mbarrier.wait(start_barrier, 0)
     k = k_buffer.reshape([ROWS, D]).load(LEFT)
-    v = v_buffer.reshape([ROWS, E])  # not in registers, of which there are none to spare
+    v = v_buffer.reshape([ROWS, E])  # in shared memory: no registers are left for it
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dk = gl.zeros((ROWS, D), gl.float32, DK)
     dv = gl.zeros((ROWS, E), gl.float32, DV)
@@ -287,22 +289,22 @@ def key_gradient_kernel(
         for step in range(1, before):
             member, tile = divide_steps(step, tiles, GROUP)
             start = after + tile * COLUMNS
-            slot = step % STAGES
-            last_slot = (step - 1) % STAGES
-            scores = warpgroup_mma(k, matrix(q_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
-            dp = warpgroup_mma(v, matrix(dy_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+            stage = step % STAGES
+            last_stage = (step - 1) % STAGES
+            scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dv = warpgroup_mma(
-                gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, last_slot), dv, is_async=True
+                gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, last_stage), dv, is_async=True
             )
             dk = warpgroup_mma(
-                gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, last_slot), dk, is_async=True
+                gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, last_stage), dk, is_async=True
             )
             minus_delta = gl.load(minus_delta_ptr + member * padded + start + offsets)
             if GATED:
                 decay = gl.load(from_start_ptr + start + offsets)
                 start_whole = gl.load(whole_ptr + start)
                 start_rest = gl.load(rest_ptr + start)
-            # No warp reads the tile before the last one any more: its place is free.
+            # No warp reads the tile before the previous one any more: its buffer is free.
             thread_barrier()
             load_queries(
                 q_desc, dy_desc, batch, head, after, gl.where(step > 1, step - 2 + STAGES, steps), steps, tiles,
@@ -318,9 +320,9 @@ def key_gradient_kernel(
             grads = factor * dp
             mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
             dv, dk, weights, grads = warpgroup_mma_wait(0, deps=(dv, dk, weights, grads))
-        slot = (before - 1) % STAGES
-        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, slot), dv, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, slot), dk, is_async=True)
+        stage = (before - 1) % STAGES
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, stage), dv, is_async=True)
+        dk = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, stage), dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
 
     if GATED:
@@ -334,17 +336,17 @@ def key_gradient_kernel(
         column_rest = gl.load(rest_ptr + columns) - reference_rest
     for member in range(GROUP):
         step = before + member
-        slot = step % STAGES
-        # With fewer places than heads, the later ones were not asked for yet.
+        stage = step % STAGES
+        # With fewer stages than heads, the copies of the later heads have not been started yet.
         if GROUP > 1:
             thread_barrier()
             load_queries(
                 q_desc, dy_desc, batch, head, after, gl.where(step > 1, step - 2 + STAGES, steps), steps, tiles,
                 q_buffers, dy_buffers, barriers, GROUP, STAGES,
             )  # fmt: skip
-        mbarrier.wait(barriers.index(slot), (step // STAGES) & 1)
-        scores = warpgroup_mma(k, matrix(q_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, matrix(dy_buffers, slot).permute((1, 0)), blank, use_acc=False, is_async=True)
+        mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
+        scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         dp += gl.expand_dims(gl.load(minus_delta_ptr + member * padded + first + offsets), 0)
         factor = odd_power(scores, POWER - 1)
@@ -358,8 +360,8 @@ def key_gradient_kernel(
             factor = gl.where(causal, factor, 0.0)
         weights = gl.convert_layout((factor * scores).to(dtype), LEFT_DV)
         grads = gl.convert_layout((factor * dp).to(dtype), LEFT_DK)
-        dv = warpgroup_mma(weights, matrix(dy_buffers, slot), dv, is_async=True)
-        dk = warpgroup_mma(grads, matrix(q_buffers, slot), dk, is_async=True)
+        dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
+        dk = warpgroup_mma(grads, matrix(q_buffers, stage), dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
 
     dk *= POWER
@@ -376,19 +378,19 @@ def key_gradient_kernel(
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, parts: SplitSums | None = None,
+    gates: Gates | None, split: SplitSums | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; parts are those of `split_sums`, made here if None."""
+    of `prepare`; `split` are the `split_sums` of the gates, computed here if None."""
     assert gates is None or gates.tile == TILE
-    if gates is not None and parts is None:
-        parts = split_sums(gates)
+    if gates is not None and split is None:
+        split = split_sums(gates)
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
     query_gradient_kernel[(triton.cdiv(length, TILE), batch * heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
-        head_major(dq, TILE), row_term, scale, parts and parts.whole, parts and parts.rest, gates and gates.to_end,
+        head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=True,
@@ -398,19 +400,19 @@ def query_gradient(
 
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, parts: SplitSums | None = None,
+    gates: Gates | None, split: SplitSums | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`."""
     assert gates is None or gates.tile == TILE
-    if gates is not None and parts is None:
-        parts = split_sums(gates)
+    if gates is not None and split is None:
+        split = split_sums(gates)
     batch, length, kv_heads, _ = k.shape
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     key_gradient_kernel[(triton.cdiv(length, TILE), batch * kv_heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dk, TILE), head_major(dv, TILE), column_term,
-        parts and parts.whole, parts and parts.rest, gates and gates.from_start,
+        split and split.whole, split and split.rest, gates and gates.from_start,
         length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads,
         GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=True,

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: tiles in memory and in rings of buffers, and names that differ between releases."""
+"""What the Hopper kernels share: TMA descriptors, circular buffers, split gate sums, and names that Triton changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import LOG2_E, aligned
-from sympow.kernels.gates import SCAN_BLOCK, Gates
+from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -24,30 +24,30 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 
 
 def head_major(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens; what lies outside reads as 0."""
+    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens; out of bounds reads are 0."""
     view = aligned(x).transpose(1, 2)
     return TensorDescriptor(
         view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[-1]], _layout(rows, x.shape[-1])
     )
 
 
-# Found once: to find it takes the host as long as all the rest of a descriptor.
+# Cached: computing it takes the host as long as the rest of a descriptor.
 @cache
 def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """How a tile of bfloat16 lies in shared memory."""
+    """The layout of a bfloat16 tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.bfloat16)
 
 
 @gluon.jit
-def matrix(buffers, slot):
-    """The tile in a slot of a ring of buffers."""
-    buffer = buffers.index(slot)
+def matrix(buffers, stage):
+    """The tile of a stage in a circular buffer, as a matrix."""
+    buffer = buffers.index(stage)
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
 
 
 @gluon.jit
 def prefetch(pointers):
-    """Brings what the next step reads into the first-level cache: no register is free to hold it until then."""
+    """Loads what the next step reads into the L1 cache: no registers are free for it."""
     gl.inline_asm_elementwise(
         "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -77,7 +77,11 @@ def _split_kernel(sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.const
 
 
 def split_sums(gates: Gates) -> SplitSums:
-    """The running sums of `gates` in two parts."""
+    """The running sums of `gates`, split.
+
+    float64 arithmetic shares a pipe with the tensor cores and waits for every product in flight; int32 and float32 do
+    not.
+    """
     batch, heads, padded = gates.to_end.shape
     whole = torch.empty_like(gates.to_end, dtype=torch.int32)
     rest = torch.empty_like(gates.to_end)

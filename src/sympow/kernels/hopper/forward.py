@@ -2,12 +2,14 @@
 
 y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = exp(G_i − G_j) (q_i · k_j)^p.
 
-As in `sympow.kernels.attention.forward`, a program owns 128 queries that start at row r, visits tiles of 64 keys, and
-multiplies their weights by exp(G_r − G_j), one factor per column. What is different:
+As in `sympow.kernels.attention.forward`, a CTA owns 128 queries that start at row r, visits tiles of 64 keys, and
+multiplies their weights by exp(G_r − G_j), one factor per column. Differences:
 
-- The rows are two halves. While the weights of one half are made, products of the other half run, whatever the other
-  program of the multiprocessor does. Two programs without this fall into step and wait for the tensor cores together.
-- No float64 arithmetic, which would run in the tensor cores' pipe (`split_sums`).
+- The rows are processed as an upper and a lower half: while the weights of one half are computed, the matrix products
+  of
+  the other half run. Without this the two CTAs of a multiprocessor synchronise by chance and wait for the tensor cores
+  at the same time.
+- There is no float64 arithmetic, which would use the tensor cores' pipe (`split_sums`).
 - With weak gates the diagonal is treated as any other tile, plus a mask: exp(G_r − G_j) exceeds 1 there, but not by
   much, and the rows' factor exp(G_i − G_r) cancels in y. Strong gates take one exponential per element.
 """
@@ -27,8 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import empty_aligned, even_power, round_to
-from sympow.kernels.gates import Gates
+from sympow.kernels.common import empty_aligned, even_power, partial_row_sums, power_of_two_scale, round_to
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -39,58 +40,48 @@ from sympow.kernels.hopper.common import (
     split_sums,
     thread_barrier,
 )
+from sympow.kernels.running_sums import Gates
 
 QUERY_TILE, KEY_TILE, RING = 128, 64, 4
-# Gates are weak if those of a tile of queries multiply to more than 2^WEAK.
+# Gates are weak if the product of those of a tile of queries exceeds 2^WEAK.
 WEAK = gl.constexpr(-16)
 
 
 @gluon.jit
-def row_parts(weights):
-    """Four partial sums of each row: those that a thread of a matrix product holds, so that none are exchanged."""
-    ROWS: gl.constexpr = weights.shape[0]
-    COLUMNS: gl.constexpr = weights.shape[1]
-    return gl.sum(gl.sum(gl.reshape(weights, (ROWS, COLUMNS // 8, 4, 2)), axis=3), axis=1)
+def order_before_wait(sums):
+    """The same sums, computed before the wait for matrix products that follows in the program.
 
-
-@gluon.jit
-def hold(parts):
-    """The same sums, but what follows waits until they are known.
-
-    ptxas would first wait for the products in flight and then make the weights, and nothing would overlap. It does not
-    move that wait across a store that depends on the sums. They are never negative, so nothing is ever stored. (A trap
-    instead of the store is a branch, for which ptxas serialises every product of the kernel: C7518.)
+    ptxas would move that wait up, before the arithmetic of the weights, and nothing would overlap. It does not move the
+    wait across a store that depends on the sums. They are never negative, so nothing is ever stored. (A trap instead of
+    the store is a branch, for which ptxas serialises every product of the kernel: C7518.)
     """
     return gl.inline_asm_elementwise(
         """{ .reg .pred negative; .reg .f32 total; .reg .u32 nowhere;
         add.f32 total, $2, $3; setp.lt.f32 negative, total, 0f00000000; mov.u32 nowhere, 0;
         @negative st.volatile.shared.f32 [nowhere], total;
         mov.b32 $0, $2; mov.b32 $1, $3; }""",
-        "=r,=r,r,r", [parts], dtype=gl.float32, is_pure=False, pack=2,
+        "=r,=r,r,r", [sums], dtype=gl.float32, is_pure=False, pack=2,
     )  # fmt: skip
 
 
 @gluon.jit
 def load_pair(k_desc, v_desc, batch, head, pair, skipped, pairs, k_buffers, v_buffers, barriers, STAGES: gl.constexpr):
-    """Asks for the keys of step `pair` + 1 and the values of step `pair`, which are needed at the same time."""
+    """Starts the copy of the keys of step `pair` + 1 and the values of step `pair`, which are needed at the same
+    time."""
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
-    slot = pair % STAGES
+    stage = pair % STAGES
     wanted = pair < pairs
-    barrier = barriers.index(slot)
+    barrier = barriers.index(stage)
     mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
-    async_load(k_desc, [batch, head, (pair + 1 - skipped) * COLUMNS, 0], barrier, k_buffers.index(slot), pred=wanted)
-    async_load(v_desc, [batch, head, (pair - skipped) * COLUMNS, 0], barrier, v_buffers.index(slot), pred=wanted)
+    async_load(k_desc, [batch, head, (pair + 1 - skipped) * COLUMNS, 0], barrier, k_buffers.index(stage), pred=wanted)
+    async_load(v_desc, [batch, head, (pair - skipped) * COLUMNS, 0], barrier, v_buffers.index(stage), pred=wanted)
 
 
 @gluon.jit
 def scaled_queries(q_buffer, LEFT: gl.constexpr):
-    """Half a tile of queries, each times the power of two that brings its largest entry into [1, 2)."""
+    """Half a tile of queries, each times its `power_of_two_scale`."""
     q = q_buffer.load(LEFT)
-    largest = gl.max(gl.abs(q.to(gl.float32)), axis=1)
-    exponent = (largest.to(gl.int32, bitcast=True) >> 23) & 0xFF
-    scale = (gl.maximum(254 - exponent, 1) << 23).to(gl.float32, bitcast=True)
-    scale = gl.where(largest == 0, 1.0, scale)
-    return (q.to(gl.float32) * gl.expand_dims(scale, 1)).to(q.dtype)
+    return (q.to(gl.float32) * gl.expand_dims(power_of_two_scale(q), 1)).to(q.dtype)
 
 
 @gluon.jit
@@ -98,11 +89,7 @@ def on_diagonal(
     scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak,
     POWER: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile on the diagonal and their sums by row.
-
-    Rounded as they enter the product: then a row that sees one key returns its value exactly, and the gradient of its
-    score is zero, as it should be, however small the score.
-    """
+    """Weights of a tile on the diagonal and their sums by row, rounded as in the portable forward kernel."""
     scores = even_power(scores, POWER)
     causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
     if GATED:
@@ -140,7 +127,7 @@ def forward_kernel(
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     gl.static_assert(ROWS == COLUMNS)
 
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # tiles with the most keys first: they would end last
+    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # tiles with the most keys start first
     sequence = gl.program_id(1)
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
@@ -154,11 +141,11 @@ def forward_kernel(
     q_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_barrier, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(stage), count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(n), count=1)
     fence_async_shared()
 
-    # Steps: tiles before `first` (an empty one if there is none), then the two of the diagonal.
+    # Steps: the tiles before `first` (an empty one if there is none), then the two of the diagonal.
     skipped = (first == 0).to(gl.int32)
     before = first // COLUMNS + skipped
     pairs = before + 2
@@ -200,16 +187,16 @@ def forward_kernel(
     weights = even_power(upper_scores, POWER)
     if GATED:
         weights *= gl.expand_dims(decay, 0)
-    upper_parts = row_parts(weights)
-    lower_parts = row_parts(blank)
+    upper_sums = partial_row_sums(weights, ROWS, COLUMNS)
+    lower_sums = partial_row_sums(blank, ROWS, COLUMNS)
     mbarrier.wait(barriers.index(0), 0)
 
-    # While the weights of one half of the rows are made, products of the other half run. Nothing is in flight from one
-    # step to the next: ptxas would serialise all products.
+    # While the weights of one half of the rows are computed, products of the other half run. No product stays in flight
+    # from one step to the next: ptxas would serialise all products.
     for step in range(1, before):
-        slot = (step - 1) % STAGES
-        k = matrix(k_buffers, slot).permute((1, 0))
-        v = matrix(v_buffers, slot)
+        stage = (step - 1) % STAGES
+        k = matrix(k_buffers, stage).permute((1, 0))
+        v = matrix(v_buffers, stage)
         if GATED:
             prefetch(to_end_ptr + (step + 1 - skipped) * COLUMNS + spread)
             next_decay = gl.load(to_end_ptr + (step - skipped) * COLUMNS + offsets)
@@ -220,10 +207,10 @@ def forward_kernel(
         weights = even_power(lower_scores, POWER)
         if GATED:
             weights *= gl.expand_dims(decay, 0)
-        lower_parts += row_parts(weights)
+        lower_sums += partial_row_sums(weights, ROWS, COLUMNS)
         lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
         lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
-        # No warp reads the pair before this one any more: its place is free.
+        # No warp reads the previous pair any more: its buffer is free.
         thread_barrier()
         load_pair(
             k_desc, v_desc, batch, kv_head, step + STAGES - 2, skipped, pairs, k_buffers, v_buffers, barriers, STAGES
@@ -234,19 +221,19 @@ def forward_kernel(
             log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
             decay = next_decay * gl.exp2(log_decay)
             weights *= gl.expand_dims(decay, 0)
-        upper_parts = hold(upper_parts + row_parts(weights))
+        upper_sums = order_before_wait(upper_sums + partial_row_sums(weights, ROWS, COLUMNS))
         mbarrier.wait(barriers.index(step % STAGES), (step // STAGES) & 1)
         lower, lower_scores, weights = warpgroup_mma_wait(0, deps=(lower, lower_scores, weights))
 
-    slot = (before - 1) % STAGES
-    k = matrix(k_buffers, slot).permute((1, 0))
-    v = matrix(v_buffers, slot)
+    stage = (before - 1) % STAGES
+    k = matrix(k_buffers, stage).permute((1, 0))
+    v = matrix(v_buffers, stage)
     upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper, is_async=True)
     upper_scores = warpgroup_mma(q_upper, k, blank, use_acc=False, is_async=True)
     weights = even_power(lower_scores, POWER)
     if GATED:
         weights *= gl.expand_dims(decay, 0)
-    lower_parts += row_parts(weights)
+    lower_sums += partial_row_sums(weights, ROWS, COLUMNS)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     thread_barrier()
@@ -255,13 +242,13 @@ def forward_kernel(
     )
     upper, upper_scores, lower, lower_scores = warpgroup_mma_wait(0, deps=(upper, upper_scores, lower, lower_scores))
 
-    upper_weight = gl.convert_layout(gl.sum(upper_parts, axis=1), BY_ROW)
-    lower_weight = gl.convert_layout(gl.sum(lower_parts, axis=1), BY_ROW)
+    upper_weight = gl.convert_layout(gl.sum(upper_sums, axis=1), BY_ROW)
+    lower_weight = gl.convert_layout(gl.sum(lower_sums, axis=1), BY_ROW)
     upper_rows = first + gl.arange(0, ROWS, BY_ROW)
     lower_rows = upper_rows + ROWS
     columns = first + offsets
     weak = True
-    # Not read without gates.
+    # Placeholders, not read without gates.
     upper_whole, upper_rest, lower_whole, lower_rest = upper_weight, upper_weight, upper_weight, upper_weight
     column_whole, column_rest, later_whole, later_rest = offsets, offsets, offsets, offsets
     if GATED:
@@ -282,10 +269,10 @@ def forward_kernel(
             upper_weight *= upper_decay
             lower_weight *= lower_decay
 
-    # Nor is anything in flight across the branches on `weak`.
-    slot = before % STAGES
-    mbarrier.wait(barriers.index(slot), (before // STAGES) & 1)
-    v = matrix(v_buffers, slot)
+    # No product is in flight across the branches on `weak` either.
+    stage = before % STAGES
+    mbarrier.wait(barriers.index(stage), (before // STAGES) & 1)
+    v = matrix(v_buffers, stage)
     weights, sums = on_diagonal(
         upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, POWER, GATED
     )
@@ -296,7 +283,7 @@ def forward_kernel(
     )
     lower_weight += sums
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
-    k = matrix(k_buffers, slot).permute((1, 0))
+    k = matrix(k_buffers, stage).permute((1, 0))
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     lower, lower_scores = warpgroup_mma_wait(0, deps=(lower, lower_scores))
     columns += COLUMNS
@@ -304,9 +291,9 @@ def forward_kernel(
         lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, POWER, GATED
     )
     lower_weight += sums
-    slot = (before + 1) % STAGES
-    mbarrier.wait(barriers.index(slot), ((before + 1) // STAGES) & 1)
-    lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, slot), lower)
+    stage = (before + 1) % STAGES
+    mbarrier.wait(barriers.index(stage), ((before + 1) // STAGES) & 1)
+    lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, stage), lower)
 
     y_buffer = q_buffer.reshape([2 * ROWS, E])
     divisor = gl.convert_layout(gl.where(upper_weight == 0, 1.0, upper_weight), SUMS_BY_ROW)
@@ -325,24 +312,24 @@ def forward_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, parts: SplitSums | None = None
+    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `serves` accepts.
+    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
 
     Args:
-        gates: from `running_sums` with tiles of 64 tokens, or None.
-        parts: of the same gates; made here if None.
+        gates: from `gate_sums` with tiles of 64 tokens, or None.
+        split: `split_sums` of the same gates; computed here if None.
     """
     assert gates is None or gates.tile == KEY_TILE
-    if gates is not None and parts is None:
-        parts = split_sums(gates)
+    if gates is not None and split is None:
+        split = split_sums(gates)
     batch, length, heads, _ = q.shape
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    # Without fused operations every weight is made before the sums that `hold` waits for.
+    # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
     forward_kernel[(triton.cdiv(length, QUERY_TILE), batch * heads)](
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
-        parts and parts.whole, parts and parts.rest, gates and gates.to_end,
+        split and split.whole, split and split.rest, gates and gates.to_end,
         length, gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=False,

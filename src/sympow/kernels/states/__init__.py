@@ -1,1 +1,2 @@
-"""States at chunk boundaries: kernels that accumulate and query them, for p = 2 and p = 4."""
+"""States at chunk boundaries: kernels that fold tokens into them and query them, p = 2 and 4, and messages between
+ranks."""

@@ -1,11 +1,12 @@
-"""Between a state of all d² products, which the chunked kernels compute with, and the messages of D symmetric features
-that ranks send each other, p = 2: `to_full` and `from_full` of `sympow.ops.symmetric` in one launch each way.
+"""Packing of states into the messages that ranks send each other, and unpacking, p = 2, in one launch each way.
 
-A message is one axis of float32: S (b, h, D, e), Z (b, h, D) and, where states decay, the bits of the logarithms of the
-square roots of decays, (b, h) float64. `sympow.parallel.scan.Carried` reads and writes the same.
+Message layout, in one axis of float32: S (b, h, D, e); Z (b, h, D); and, where states decay, the bits of the logarithms
+of the square roots of decays, (b, h) float64. `sympow.parallel.scan.Carried` reads and writes this layout in PyTorch.
 
-The two maps are each other's inverse on symmetric states and each other's transpose, so that `pack` also takes the
-gradient of a full state to that of a packed one, and `unpack` the other way.
+The chunked kernels compute with states of all d² products, messages hold the D = d(d + 1)/2 symmetric features. The two
+maps are each other's inverse on symmetric states and each other's transpose, so that `pack` also maps the gradient of a
+full state to that of a packed one, and `unpack` the other way. `sympow.kernels.states.reference` holds the plain
+PyTorch twins.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ ROOT_HALF = tl.constexpr(math.sqrt(0.5))
 
 @triton.jit
 def _feature(i, a, D: tl.constexpr):
-    """Where √2 x_i x_a, or x_i², stands among the features."""
+    """The index of the feature √2 x_i x_a, or x_i²."""
     low, high = tl.minimum(i, a), tl.maximum(i, a)
     return low * D - low * (low - 1) // 2 + high - low
 
 
 @triton.jit
 def _decay_of(message_ptr, sequence, sequences, D: tl.constexpr, E: tl.constexpr):
-    """Where a message has the logarithm of a sequence's decay: on a multiple of 8 bytes, since D(D + 1) / 2 is even."""
+    """Pointer to the logarithm of a sequence's decay in a message: a multiple of 8 bytes, since D(D + 1) / 2 is
+    even."""
     offset = sequences * (D * (D + 1) // 2 * (E + 1)) + 2 * sequence
     return (message_ptr + offset).to(tl.pointer_type(tl.float64))
 
@@ -41,9 +43,9 @@ def pack_kernel(
     kv_ptr, normalizer_ptr, sums_ptr, message_ptr, length,
     DECAYS: tl.constexpr, CLOSED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The features (i, a), a ≥ i, of one i, each the mean of both its places; and the decay.
+    """The features (i, a), a ≥ i, of one i, each from the mean of its two entries in the full state; and the decay.
 
-    DECAYS: the message has them. CLOSED: nothing passes. Without either `sums_ptr` or that, all does.
+    DECAYS: the message holds decays. CLOSED: the decay is 0. Without `sums_ptr` and CLOSED it is 1.
     """
     i, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequences = tl.num_programs(1).to(tl.int64)
@@ -72,10 +74,10 @@ def unpack_kernel(
     messages_ptr, kv_ptr, normalizer_ptr, nearest, count, numbers,
     DECAYS: tl.constexpr, REVERSE: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The products x_i x_a of one i with every a, of what `count` messages leave together.
+    """The products x_i x_a of one i with every a, of the state that `count` messages add up to.
 
-    Each counts as much as those after it let pass, up to and without this rank: the nearest in full. A message has
-    `numbers` of them.
+    Each message is multiplied by the decays of the ranks between it and this one; the nearest counts in full. A message
+    has `numbers` float32 numbers.
     """
     i, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     sequences = tl.num_programs(1).to(tl.int64)
@@ -97,7 +99,7 @@ def unpack_kernel(
 
 
 def message_size(batch: int, heads: int, dim: int, value_dim: int, decays: bool) -> int:
-    """Numbers of a message; `decays`: it has some."""
+    """How many float32 numbers a message has; `decays`: whether it holds decays."""
     return batch * heads * (dim * (dim + 1) // 2 * (value_dim + 1) + (2 if decays else 0))
 
 
@@ -105,8 +107,9 @@ def pack(state: FullState, decay: Tensor | float | None = None) -> Tensor:
     """The message of a state; d and e powers of two, d at least 4.
 
     Args:
-        decay: of what passes through: running sums of log γ, (b, h, t) float64 contiguous, of which the last counts; 0
-            if all passes, −inf if nothing does; None: the message has none.
+        decay: logarithm of the decay of a state that passes through this rank: running sums of log γ, (b, h, t) float64
+            contiguous, of which the last counts; or 0 (no decay) or −inf (nothing passes); None: no decay in the
+            message.
     """
     batch, heads, dim, value_dim, _ = state.kv.shape
     sums = decay if isinstance(decay, Tensor) else None
@@ -120,7 +123,7 @@ def pack(state: FullState, decay: Tensor | float | None = None) -> Tensor:
 
 
 def pack_nothing(like: Tensor, shape: tuple[int, int, int, int], *, decays: bool) -> Tensor:
-    """The message of a rank that leaves nothing and lets nothing pass; `shape` and `decays` as in `unpack`."""
+    """The message of a rank that adds nothing and lets nothing pass; `shape` and `decays` as in `unpack`."""
     message = like.new_zeros(message_size(*shape, decays), dtype=torch.float32)
     if decays:
         message[-2 * shape[0] * shape[1] :].view(torch.float64).fill_(-math.inf)
@@ -136,14 +139,15 @@ def unpack(
     count: int = 1,
     reverse: bool = False,
 ) -> FullState:
-    """What messages leave together, Σ_n (∏_{m<n} D_m) S_n, n counted from the nearest: of one, the inverse of `pack`.
+    """The state that messages add up to, Σ_n (∏_{m<n} D_m) S_n, n counted from the nearest; for one, the inverse of
+    `pack`.
 
     Args:
         messages: (ranks, numbers of a message) float32 contiguous.
         shape: b, h, d and e.
-        decays: whether the messages have some.
+        decays: whether the messages hold decays.
         nearest: the message that counts in full.
-        count: how many count, from there on down; in reverse on up.
+        count: how many messages to add, towards lower ranks; in reverse towards higher ones.
     """
     batch, heads, dim, value_dim = shape
     kv = messages.new_empty(batch, heads, dim, value_dim, dim)

@@ -2,20 +2,24 @@
 
 After a chunk that ends at R, with every key decayed to R,
     S_ia = Σ_{j≤R} exp(G_R − G_j) k_i k_a v_j      Z_ia = Σ_{j≤R} exp(G_R − G_j) k_i k_a,
-which is found in three steps:
-1. `fold_kernel` writes the keys times exp(G_R − G_j), transposed, and sums Z for each chunk alone;
-2. `update_kernel` sums S for each chunk alone: for each entry i of the key a product (v * k_i)ᵀ k, its left operand
-   made in registers;
-3. `scan_kernel` runs over the chunks, decaying what came before.
+computed in three steps:
+1. `fold_kernel` writes the keys times exp(G_R − G_j), transposed, and computes Z of each chunk alone;
+2. `update_kernel` computes S of each chunk alone: for each entry i of the key a product (v * k_i)ᵀ k, its left operand
+   computed in registers;
+3. `scan_kernel` adds up the chunks, decaying the state carried between them.
 The gradient of S is the same sum with queries for keys, output gradients for values, and time reversed:
     D_ia = Σ_{t>R} exp(G_t − G_R) q_i q_a dy_t.
-A state from before the first token starts the sum at boundary 0, and the state after the last one ends it; in reverse,
-the gradient of the latter starts it and that of the former ends it. Where the start comes late, from another GPU,
-`chunk_sums` takes the first two steps without it, `end_alone` finds what the tokens leave by themselves, and
-`scan_sums` takes the third step once it is there.
+An initial state starts the scan at boundary 0, and the final state is its end; in reverse, the gradient of the final
+state starts it and that of the initial state is its end. Where the start arrives late, from another GPU, `chunk_sums`
+takes the first two steps without it, `end_alone` computes the end of a scan from zero, and `scan_sums` takes the third
+step later.
 
-S is symmetric in (i, a). Half of the entries, i ≥ d/2, are kept apart (`high`): unless gradients need all of it, their
-a < d/2 is neither computed nor kept.
+S is symmetric in (i, a). The entries i ≥ d/2 are stored apart (`high`): unless gradients need all features, their a <
+d/2 are neither computed nor stored. `sympow.kernels.states.reference.chunk_states_reference` is the plain PyTorch twin.
+
+The kernels for p = 4 (`quartic`) take the same two steps, update and scan, but share no code with these: an update
+there multiplies pairs of entries instead of entries, and its scan applies multinomial coefficients and has no start or
+end. In a common kernel every term would be conditional.
 """
 
 from __future__ import annotations
@@ -29,16 +33,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, dot_precision, head_major, settle
+from sympow.kernels.common import divide_steps, dot_precision, head_major, wait_for_mma
 
-# In a tile. Each is read and written as a whole, so that tokens and their transposed copies lie in memory tile by tile.
+# Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
-# A thread's, so that six programs of a fold share a multiprocessor: those of 65,536 tokens then run all at once.
+# Registers per thread of the fold kernel. With at most 80, six CTAs fit on a multiprocessor, and all CTAs of a call on
+# 65,536 tokens run at once.
 FOLD_REGISTERS = 80
 
-# Z, and S for the lower and for the upper half of the entries.
-Parts = tuple[Any, Any, Any]
-NO_PARTS: Parts = (None, None, None)
+# The three tensors of a state: Z, and S for the lower and for the upper half of the entries.
+StateTensors = tuple[Any, Any, Any]
+NO_TENSORS: StateTensors = (None, None, None)
 
 
 class FullState(NamedTuple):
@@ -50,14 +55,14 @@ class FullState(NamedTuple):
 
 @dataclass(frozen=True)
 class ChunkStates:
-    """States at the boundaries of chunks, one slot for each. Boundary b lies after b chunks.
+    """n states at chunk boundaries; boundary b lies after b chunks.
 
     Attributes:
-        low: S_i for i < d/2, (b, h_kv, slots, d/2, e, d), in the dtype of the inputs.
-        high: S_i for i ≥ d/2, (b, h_kv, slots, d/2, e, d), or (…, d/2) for a ≥ d/2 only.
-        normalizer: Z, (b, h_kv, slots, d, d).
+        low: S_i for i < d/2, (b, h_kv, n, d/2, e, d), in the dtype of the inputs.
+        high: S_i for i ≥ d/2, (b, h_kv, n, d/2, e, d), or (…, d/2) for a ≥ d/2 only.
+        normalizer: Z, (b, h_kv, n, d, d).
         chunk: tokens between two boundaries.
-        first: the boundary of the first slot: 0 if there is a state from before the first token, else 1.
+        first: the boundary of the first state: 0 if there is an initial state, else 1.
     """
 
     low: Tensor
@@ -69,18 +74,19 @@ class ChunkStates:
 
 @dataclass(frozen=True)
 class ChunkSums:
-    """What each chunk alone adds at its boundary: the slots of `ChunkStates` before they are added up.
+    """The sums of each chunk alone: `ChunkStates` before the scan.
 
     Attributes:
-        low, high: as there; in float32 if wanted so.
-        normalizer: (b, h_kv, slots, d, d) float32.
+        low, high: as in `ChunkStates`; float32 if `precise`.
+        normalizer: (b, h_kv, n, d, d) float32.
         dtype: of the states.
         sums: G, (b, h_kv, t) float64; None without gates.
         length: t.
         chunk: tokens between two boundaries.
-        first: the boundary of the first slot.
-        started: whether the first slot visited is that of a state given, and no chunk's.
-        reverse: whether chunks count at the boundary before them, and slots are visited from the last.
+        first: the boundary of the first state.
+        started: whether the scan starts from a given state, so that its first boundary has no chunk of its own.
+        reverse: whether a chunk counts at the boundary before it, and the scan runs from the last boundary to the
+        first.
     """
 
     low: Tensor
@@ -95,7 +101,7 @@ class ChunkSums:
     reverse: bool
 
     @property
-    def parts(self) -> Parts:
+    def tensors(self) -> StateTensors:
         return self.normalizer, self.low, self.high
 
 
@@ -111,11 +117,8 @@ def _token_weights(
     sums_ptr, factor_ptr, past_ptr, reference, step, tiles, sequence, chunk_start, length, factor_padded,
     GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens of a step's tile count in S and in Z, (TOKENS,) each.
-
-    Args:
-        sequence: of the first of GROUP heads.
-    """
+    """The weights in S and in Z of the tokens of a step's tile, (TOKENS,) each; `sequence` is that of the first of
+    GROUP heads."""
     member, tile = divide_steps(step, tiles, GROUP)
     sequence += member
     tokens = chunk_start + tile * TOKENS + tl.arange(0, TOKENS)
@@ -126,7 +129,7 @@ def _token_weights(
         log_decay = sums - reference if REVERSE else reference - sums
         decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
     if REVERSE:
-        # After the last step there is no head to read from.
+        # Past the last step there is no head to read from.
         inside &= member < GROUP
         past = tl.load(past_ptr + sequence * length + tokens, mask=inside, other=0.0)
         decay = tl.where(past == 0, 0.0, decay)
@@ -139,18 +142,18 @@ def _token_weights(
 def fold_kernel(
     x_desc, sums_ptr, factor_ptr, past_ptr, transposed_ptr, normalizer_ptr,
     length, all_tiles, factor_padded, kv_heads,
-    slots, first_chunk, first_slot, chunk,
+    state_count, first_chunk, first_state, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Decayed, transposed tokens of a chunk, and Z of the chunk alone.
 
-    REVERSE: tokens are queries, decayed back to the end of the chunk before, unless they saw nothing of their state; Z
-    carries a further factor per token.
+    REVERSE: tokens are queries, decayed to the end of the previous chunk; those that did not see their state count as
+    zero, and Z has a further factor per token.
     """
     step_chunk, kv_sequence = tl.program_id(0), tl.program_id(1)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
-    index, slot = step_chunk + first_chunk, step_chunk + first_slot
+    index, state_index = step_chunk + first_chunk, step_chunk + first_state
     chunk_start = index * chunk
     tiles = chunk // TOKENS
     reference = 0.0
@@ -167,7 +170,7 @@ def fold_kernel(
     for step in tl.range(0, GROUP * tiles):
         member, tile = divide_steps(step, tiles, GROUP)
         start = chunk_start + tile * TOKENS
-        # Read a step ahead: only what products take is read ahead by the compiler.
+        # Loaded a step ahead by hand: the compiler only pipelines the operands of products.
         next_decay, next_weight = _token_weights(
             sums_ptr, factor_ptr, past_ptr, reference, step + 1, tiles, first_sequence, chunk_start, length,
             factor_padded, GROUP, GATED, REVERSE, TOKENS,
@@ -177,15 +180,15 @@ def fold_kernel(
         weighted = (x * weight[:, None]).to(x.dtype) if REVERSE else decayed
         target = ((first_sequence + member) * all_tiles + index * tiles + tile) * (D * TOKENS)
         tl.store(transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
-        normalizer = settle(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
+        normalizer = wait_for_mma(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
         decay, weight = next_decay, next_weight
-    out = normalizer_ptr + (kv_sequence * slots + slot).to(tl.int64) * D * D
+    out = normalizer_ptr + (kv_sequence * state_count + state_index).to(tl.int64) * D * D
     tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
 
 
 @triton.jit
 def update_kernel(
-    x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, slots, first_chunk, first_slot, chunk,
+    x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, state_count, first_chunk, first_state, chunk,
     first_entry, first_column,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
@@ -208,45 +211,45 @@ def update_kernel(
         for n in tl.static_range(ENTRIES):
             x_entry = transposed_desc.load([row + n, 0]).reshape(TOKENS)
             product = tl.dot(y * x_entry[None, :], x, accs[n], input_precision=PRECISION)
-            # To wait for the last product is to wait for all.
-            sums = sums + (settle(product) if n == ENTRIES - 1 else product,)
+            # Waiting for the last product waits for all.
+            sums = sums + (wait_for_mma(product) if n == ENTRIES - 1 else product,)
         accs = sums
     for n in tl.static_range(ENTRIES):
         out = accs[n].to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
-        out_desc.store([kv_sequence * slots + step_chunk + first_slot, group * ENTRIES + n, 0, 0], out)
+        out_desc.store([kv_sequence * state_count + step_chunk + first_state, group * ENTRIES + n, 0, 0], out)
 
 
 @triton.jit
 def _scan_block(
     block, kv_sequence, x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, product_stride, sums_ptr,
-    length, slots, first, chunk, size, stride_start, stride_end,
+    length, state_count, first, chunk, size, stride_start, stride_end,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
     ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of each slot's numbers, slot by slot."""
+    """The scan of one block of the states' numbers, boundary by boundary."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    base = kv_sequence.to(tl.int64) * slots * size
+    base = kv_sequence.to(tl.int64) * state_count * size
     if GATED:
         sums_ptr += kv_sequence.to(tl.int64) * length
     if GIVEN:
         state = tl.load(begin_ptr + kv_sequence.to(tl.int64) * stride_start + offsets)
     else:
         state = tl.zeros((BLOCK,), tl.float32)
-    for step in tl.range(0, slots, num_stages=4):
-        slot = slots - 1 - step if REVERSE else step
+    for step in tl.range(0, state_count, num_stages=4):
+        state_index = state_count - 1 - step if REVERSE else step
         if GATED:
-            # Between this boundary and the one visited before; the first visit has nothing to decay.
-            later = first + slot + REVERSE
+            # Between this boundary and the previously visited one; at the first there is nothing to decay.
+            later = first + state_index + REVERSE
             log_decay = sum_at(sums_ptr, later, chunk, length) - sum_at(sums_ptr, later - 1, chunk, length)
             state *= tl.where(step > 0, tl.exp(log_decay.to(tl.float32)), 1.0)
-        # The first slot of a scan with a start has nothing of its own.
+        # The first boundary of a scan with a start has no chunk of its own.
         own = tl.full((BLOCK,), step > 0, tl.int1) if STARTED else tl.full((BLOCK,), True, tl.int1)
-        state += tl.load(x_ptr + base + slot.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
+        state += tl.load(x_ptr + base + state_index.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
         if KEPT:
-            tl.store(out_ptr + base + slot.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
+            tl.store(out_ptr + base + state_index.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
         if MULTIPLIED:
-            other = tl.load(other_ptr + base + slot.to(tl.int64) * size + offsets).to(tl.float32)
-            target = product_ptr + (kv_sequence.to(tl.int64) * slots + slot) * product_stride
+            other = tl.load(other_ptr + base + state_index.to(tl.int64) * size + offsets).to(tl.float32)
+            target = product_ptr + (kv_sequence.to(tl.int64) * state_count + state_index) * product_stride
             tl.store(target, tl.sum(state * other, axis=0))
     if ENDED:
         tl.store(end_ptr + kv_sequence.to(tl.int64) * stride_end + offsets, state)
@@ -254,43 +257,45 @@ def _scan_block(
 
 @triton.jit
 def scan_kernel(
-    xs, outs, begins, ends, others, product_ptr, sums_ptr, length, slots, first, chunk,
+    xs, outs, begins, ends, others, product_ptr, sums_ptr, length, state_count, first, chunk,
     sizes, start_strides, end_strides,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
     ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the slots; REVERSE: from the last slot backwards.
+    """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the boundaries s; REVERSE: from the last one backwards.
 
-    For Z and both parts of S at once: Z alone is so small that it would take as long as one read after the other does.
+    One launch scans Z and both halves of S: Z alone is so small that its loads would only wait for each other.
 
-    STARTED: the first slot visited is the start's, which counts as zero unless GIVEN. KEPT: states are stored, slot by
-    slot. ENDED: the last one visited is stored in float32. MULTIPLIED: leaves each program's part of the inner products
-    with other states, slot by slot.
+    STARTED: the first boundary visited is that of the start, which is zero unless GIVEN. KEPT: store all states. ENDED:
+    store the last one visited in float32. MULTIPLIED: store each CTA's partial inner products with other states.
     """
     program, kv_sequence = tl.program_id(0), tl.program_id(1)
     block = program
-    for part in tl.static_range(3):
-        blocks = sizes[part] // BLOCK
+    for n in tl.static_range(3):
+        blocks = sizes[n] // BLOCK
         if (block >= 0) & (block < blocks):
             _scan_block(
-                block, kv_sequence, xs[part], outs[part], begins[part], ends[part], others[part],
-                product_ptr + program if MULTIPLIED else None, tl.num_programs(0), sums_ptr, length, slots, first,
-                chunk, sizes[part], start_strides[part], end_strides[part],
+                block, kv_sequence, xs[n], outs[n], begins[n], ends[n], others[n],
+                product_ptr + program if MULTIPLIED else None, tl.num_programs(0), sums_ptr, length, state_count, first,
+                chunk, sizes[n], start_strides[n], end_strides[n],
                 GATED, REVERSE, STARTED, GIVEN, KEPT, ENDED, MULTIPLIED, BLOCK,
             )  # fmt: skip
         block -= blocks
 
 
-def _scan(chunks: ChunkSums, outs: Parts, starts: Parts, ends: Parts, others: Parts) -> Tensor | None:
-    """Inner products with `others`, if given, in parts: (b, h_kv, slots, parts)."""
-    xs = chunks.parts
-    batch, heads, slots = xs[0].shape[:3]
+def _scan(
+    chunks: ChunkSums, outs: StateTensors, starts: StateTensors, ends: StateTensors, others: StateTensors
+) -> Tensor | None:
+    """Launches the scan; returns partial inner products with `others`, if given: (b, h_kv, n, CTAs)."""
+    xs = chunks.tensors
+    batch, heads, state_count = xs[0].shape[:3]
     sizes = tuple(x.stride(2) for x in xs)
     block = min(1024, *sizes)
     programs = sum(sizes) // block
-    products = None if others[0] is None else xs[0].new_empty(batch, heads, slots, programs, dtype=torch.float32)
+    products = None if others[0] is None else xs[0].new_empty(batch, heads, state_count, programs, dtype=torch.float32)
     scan_kernel[(programs, batch * heads)](
-        xs, outs, starts, ends, others, products, chunks.sums, chunks.length, slots, chunks.first, chunks.chunk, sizes,
+        xs, outs, starts, ends, others, products, chunks.sums, chunks.length, state_count, chunks.first, chunks.chunk,
+        sizes,
         _head_strides(starts), _head_strides(ends),
         GATED=chunks.sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
         KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
@@ -299,8 +304,8 @@ def _scan(chunks: ChunkSums, outs: Parts, starts: Parts, ends: Parts, others: Pa
     return products
 
 
-def _head_strides(parts: Parts) -> tuple[int, ...]:
-    return tuple(0 if part is None else part.stride(1) for part in parts)
+def _head_strides(tensors: StateTensors) -> tuple[int, ...]:
+    return tuple(0 if x is None else x.stride(1) for x in tensors)
 
 
 def chunk_sums(
@@ -321,38 +326,38 @@ def chunk_sums(
     stages: int = 3,
     registers: int | None = None,
 ) -> ChunkSums | None:
-    """What each chunk alone adds, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e); None without boundaries.
+    """The sums of each chunk alone, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e); None without boundaries.
 
     Args:
-        full: also compute what symmetry makes redundant.
+        full: compute all d² features, also those that symmetry makes redundant.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
-        past: (b, h, t), what states gave to queries (`attend`): one that got nothing does not count; only with
+        past: φ(q) Z of each query's state (`forward.attend`), (b, h, t): queries with 0 do not count; only with
             `reverse`.
         reverse: sum over the queries x (b, t, h, d) and output gradients y (b, t, h, e) after each boundary instead.
-        boundaries: the first and the last to keep; None: those between chunks. The first is 0 or 1, the last that
+        boundaries: the first and the last with a state; None: those between chunks. The first is 0 or 1, the last that
             between the last two chunks or that after the last one. Boundary 0, or in reverse the one after the last
-            chunk, is for a state that starts the scan.
+            chunk, is for the start of the scan.
         precise: keep S in float32.
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
     chunks = triton.cdiv(length, chunk)
     first, last = boundaries or (1, chunks - 1)
-    slots = last - first + 1
-    if slots == 0:
+    state_count = last - first + 1
+    if state_count == 0:
         return None
     half = dim // 2
     all_tiles = chunks * chunk // TILE_TOKENS
     group = heads // kv_heads
     dtype = torch.float32 if precise else x.dtype
     transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
-    normalizer = x.new_empty(batch, kv_heads, slots, dim, dim, dtype=torch.float32)
-    low = x.new_empty(batch, kv_heads, slots, half, value_dim, dim, dtype=dtype)
-    high = x.new_empty(batch, kv_heads, slots, half, value_dim, dim if full else half, dtype=dtype)
+    normalizer = x.new_empty(batch, kv_heads, state_count, dim, dim, dtype=torch.float32)
+    low = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim, dtype=dtype)
+    high = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim if full else half, dtype=dtype)
     precision = dot_precision(x.dtype)
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
-    where = (slots, first, 0, chunk) if reverse else (slots, 0, 1 - first, chunk)
+    where = (state_count, first, 0, chunk) if reverse else (state_count, 0, 1 - first, chunk)
     if count:
         fold_kernel[(count, batch * kv_heads)](
             head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, normalizer, length, all_tiles,
@@ -364,7 +369,7 @@ def chunk_sums(
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
         for out, first_entry in ((low, 0), (high, half)):
             columns = out.shape[-1]
-            together = entries * dim // columns  # as many as the registers hold
+            together = entries * dim // columns  # as many as fit in registers
             flat = out.view(-1, half, value_dim, columns)
             update_kernel[(half // together, count, batch * kv_heads)](
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
@@ -378,9 +383,9 @@ def chunk_sums(
 
 
 def end_alone(chunks: ChunkSums) -> FullState:
-    """Where the scan of sums in full would end if it started from nothing; float32."""
+    """The end of the scan if it started from zero, float32; needs all d² features."""
     end = _empty_end(chunks)
-    _scan(chunks, NO_PARTS, NO_PARTS, _parts(end), NO_PARTS)
+    _scan(chunks, NO_TENSORS, NO_TENSORS, _tensors(end), NO_TENSORS)
     return end
 
 
@@ -390,22 +395,22 @@ def scan_sums(
     """States at the boundaries of chunks. Sums in the dtype of the states are overwritten.
 
     Args:
-        chunks: in full, with `start`, `want_end` or `other`.
-        start: what the scan begins with: the state at boundary 0, or in reverse the gradient at the last one.
-        want_end: whether to return where the scan ends in float32: the state after the last token, or the gradient of
-            that before the first. Sums of chunks should then be precise.
-        other: states at the same boundaries and in full, to multiply these with.
+        chunks: with all d² features if there is `start`, `want_end` or `other`.
+        start: the start of the scan: the state at boundary 0, or in reverse the gradient at the last one.
+        want_end: whether to return the end of the scan in float32: the state after the last token, or the gradient of
+            the initial state. The sums of chunks should then be `precise`.
+        other: states at the same boundaries, with all features, for inner products with these.
 
     Returns:
-        the states; the end if wanted; and the inner products of the states with `other`, (b, h_kv, boundaries)
-        float64, if given.
+        the states; the end if wanted; and the inner products of the states with `other`, (b, h_kv, n) float64, if
+        given.
     """
     assert chunks.started == (start is not None)
-    low, high = (x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.parts[1:])
+    low, high = (x if x.dtype == chunks.dtype else torch.empty_like(x, dtype=chunks.dtype) for x in chunks.tensors[1:])
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
     end = _empty_end(chunks) if want_end else None
-    others = (other.normalizer, other.low, other.high) if other else NO_PARTS
-    products = _scan(chunks, (normalizer, low, high), _parts(start), _parts(end), others)
+    others = (other.normalizer, other.low, other.high) if other else NO_TENSORS
+    products = _scan(chunks, (normalizer, low, high), _tensors(start), _tensors(end), others)
     total = None if products is None else products.sum(-1, dtype=torch.float64)
     return ChunkStates(low, high, normalizer, chunks.chunk, chunks.first), end, total
 
@@ -416,8 +421,8 @@ def _empty_end(chunks: ChunkSums) -> FullState:
     return FullState(kv, kv.new_empty(batch, heads, dim, dim))
 
 
-def _parts(state: FullState | None) -> Parts:
+def _tensors(state: FullState | None) -> StateTensors:
     if state is None:
-        return NO_PARTS
+        return NO_TENSORS
     half = state.kv.shape[2] // 2
     return state.normalizer, state.kv[:, :, :half], state.kv[:, :, half:]

@@ -1,12 +1,12 @@
-"""How the degree-4 features of p = 4 are laid out as blocks of matrix products.
+"""The features of p = 4: their layout as tiles of matrix products, and kernels that compute products of two entries.
 
-A monomial x_i x_j x_a x_b with i ≤ j ≤ a ≤ b is an *outer* pair (i, j) times an *inner* pair (a, b). Outer pairs stand
-in order of j, inner pairs in order of a, so that an outer pair needs just the inner pairs from some column on, and
-needs fewer the further down its list it stands:
+A monomial x_i x_j x_a x_b with i ≤ j ≤ a ≤ b is an *outer* pair (i, j) times an *inner* pair (a, b). Outer pairs are
+sorted by j, inner pairs by a, so that an outer pair needs the inner pairs from one column on, and later outer pairs
+need fewer:
     φ(q) · φ(k) = Σ_outer q_o k_o Σ_{inner from a = j} c_(o,m) q_m k_m,    c: multinomial coefficients.
-Outer pairs are taken `pairs` at a time, all with the columns that the first of them needs; inner columns in tiles of
-`COLUMNS`, counted from the end of the list. What is computed too much that way has coefficient 0. A state is a list of
-such tiles, (tiles · COLUMNS, pairs · e): tile after tile of a block of outer pairs, block after block.
+Outer pairs are processed in blocks of `pairs`, each with the columns that its first pair needs; inner columns in tiles
+of `COLUMNS`, counted from the end of the list. Features that are computed in excess have coefficient 0. A state is a
+list of such tiles, (tiles · COLUMNS, pairs · e): all tiles of a block of outer pairs, block after block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ NORMALIZER_PAIRS = 64
 
 @dataclass(frozen=True)
 class Tiles:
-    """Sizes that fit a Hopper GPU: the width of a product over values and outer pairs, and arguments of launchers."""
+    """Tile sizes that fit a Hopper GPU: the width of a product over values and outer pairs, and arguments of
+    launchers."""
 
     width: int
     update: dict[str, Any]
@@ -55,7 +56,7 @@ class PairLists:
     Attributes:
         inner: entries (a, b) of each inner column, (2, inner columns) int32; −1 in padding, which comes first.
         outer: entries (i, j) of each outer pair, (2, outer columns) int32; −1 in padding, which comes last.
-        inner_column: where the pair {a, b} stands, (d, d) int32.
+        inner_column: the column of the pair {a, b}, (d, d) int32.
         outer_column: likewise.
     """
 
@@ -74,9 +75,9 @@ class StateLayout:
         pairs: outer pairs per block.
         tile_column: first inner column of each tile, (tiles,) int32.
         tile_block: the block of outer pairs of each tile, (tiles,) int32.
-        block_tile: for each block, the tile that its column 0 has or would have, (blocks,) int32.
-        column_blocks: how many blocks, the first of all, have a tile of inner columns, (tiles of columns,) int32.
-        weights: the coefficients c, (tiles · COLUMNS, pairs) float32.
+        block_tile: for each block, the index that the tile of column 0 has or would have, (blocks,) int32.
+        column_blocks: how many blocks (always the first ones) have each tile of inner columns, (tiles of columns,)
+        int32. weights: the coefficients c, (tiles · COLUMNS, pairs) float32.
     """
 
     dim: int
@@ -153,8 +154,9 @@ def state_layout(dim: int, pairs: int, device: torch.device) -> StateLayout:
 
 
 @lru_cache(maxsize=32)
-def update_strips(dim: int, pairs: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Strips of up to `width` inner columns that cover the tiles of each block: their first tiles, columns, blocks."""
+def update_tiles(dim: int, pairs: int, width: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Wide tiles of up to `width` inner columns that cover the tiles of each block: first tile, column, block of
+    each."""
     layout = state_layout(dim, pairs, torch.device("cpu"))
     step = width // COLUMNS
     blocks = layout.tile_block.tolist()
@@ -183,7 +185,7 @@ def _outer_pairs(dim: int) -> list[tuple[int, int]]:
 
 
 def _coefficient(outer: tuple[int, int], inner: tuple[int, int]) -> float:
-    """How often the monomial occurs in (x · y)^4 if its indices are sorted, else 0, since it then stands elsewhere."""
+    """How often the monomial occurs in (x · y)^4 if its indices are sorted, else 0, since it is counted elsewhere."""
     if min(outer + inner) < 0 or outer[1] > inner[0]:
         return 0.0
     return math.factorial(4) / math.prod(math.factorial(n) for n in Counter(outer + inner).values())
@@ -193,7 +195,7 @@ def _round_up(n: int, unit: int) -> int:
     return -(-n // unit) * unit
 
 
-# Tokens in a tile of the kernels that query.
+# Tokens per tile of the kernels that query.
 ROWS = 128
 FEATURE_TOKENS = 64
 FEATURE_COLUMNS = 64
@@ -222,7 +224,7 @@ class PairGradients:
 
 @triton.jit
 def _boundary_decay(sums_ptr, sequence, tokens, first_token, length, time, chunk, GATED: tl.constexpr):
-    """exp(−|G_i − G_R|) with R the end of chunk s; tokens are counted from `first_token` on, `time` in the whole."""
+    """exp(−|G_i − G_R|) with R the end of a token's chunk; tokens are counted from `first_token`, of `time` in all."""
     decay = tl.full(tokens.shape, 1.0, tl.float32)
     if GATED:
         sums_ptr += sequence.to(tl.int64) * time
@@ -230,7 +232,7 @@ def _boundary_decay(sums_ptr, sequence, tokens, first_token, length, time, chunk
         mask = tokens < length
         own = tl.load(sums_ptr + first_token + tokens, mask=mask, other=0.0)
         reference = tl.load(sums_ptr + boundary, mask=mask, other=0.0)
-        # In units of 1 before the conversion: sums grow with the length, their differences matter.
+        # The difference is taken in float64: sums grow with the length, only their differences matter.
         decay = tl.exp(-tl.abs((own - reference).to(tl.float32)))
     return decay
 
@@ -239,7 +241,7 @@ def _boundary_decay(sums_ptr, sequence, tokens, first_token, length, time, chunk
 def _products(x, index_ptr, columns, COUNT: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr):
     """x_i x_j for a tile of tokens and columns, in float32; 0 for padding.
 
-    Entries are picked by products with unit vectors, which is exact: gathers were four times slower.
+    Entries are selected by products with unit vectors, which is exact: gathers were four times slower.
     """
     inside = columns < COUNT
     first = tl.load(index_ptr + columns, mask=inside, other=-1)
@@ -348,7 +350,7 @@ def pull_back(
     dx: Tensor,
     terms: Tensor,
 ) -> None:
-    """Writes dx (b, t, h, d) and x · dx (b, h, t) from the gradients of the products that `pair_features` made of x."""
+    """Writes dx (b, t, h, d) and x · dx (b, h, t) from the gradients of the products that `pair_features` computed."""
     batch, length, heads, dim = x.shape
     padded = gradient.inner.shape[-1]
     assert terms.stride(-1) == 1 and dx.stride(-1) == 1

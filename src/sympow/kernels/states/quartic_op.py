@@ -1,8 +1,8 @@
-"""What earlier chunks contribute for p = 4, as a PyTorch operator: visible to autograd, torch.compile and opcheck.
+"""Attention to earlier chunks for p = 4, as a PyTorch operator: for autograd, torch.compile and opcheck.
 
-Nothing is kept for the backward pass but the inputs: states of p = 4 are large, and made again in it. All that exists
-besides inputs and outputs belongs to one piece of the batch and heads at a time, and is bounded by `PIECE_BYTES` unless
-a single head needs more.
+Only the inputs are saved for the backward pass: states of p = 4 are large, and are recomputed. Features and states
+exist for one block of sequences and heads at a time, in at most `SCRATCH_BYTES` unless a single head needs more.
+`sympow.kernels.states.reference.past_attention_reference` is the plain PyTorch twin.
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
-from sympow.kernels.gates import running_sums
+from sympow.kernels.running_sums import gate_sums
 from sympow.kernels.states.quartic import chunk_states, overlap
 from sympow.kernels.states.quartic_features import (
     NORMALIZER_PAIRS,
@@ -39,10 +39,8 @@ POWER = 4
 DIMS = (16, 32)
 VALUE_DIMS = (16, 32, 64, 128)
 CHUNK_UNIT = 128
-# As the attention kernels have it; only the sums are used here.
-GATE_TILE = 64
-# Features, states and their gradients that may exist at once.
-PIECE_BYTES = 1 << 30
+# Upper bound of features, states and their gradients that exist at once.
+SCRATCH_BYTES = 1 << 30
 
 
 def past_attention(
@@ -81,7 +79,7 @@ def past_attention(
 
 @torch.library.custom_op("sympow::quartic_past", mutates_args=())
 def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numerators, denominators, and whether each row sees anything of its state, (b, h, t) bool."""
+    """Numerators, denominators, and whether each row sees its state, (b, h, t) bool."""
     batch, length, heads, _ = q.shape
     numerator = q.new_empty(batch, length, heads, v.shape[-1], dtype=torch.float32)
     denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -92,20 +90,20 @@ def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
         return numerator, denominator, sees_state
     magnitude = torch.empty_like(denominator)
     plan = _plan(q, k, v, log_gamma, chunk)
-    for piece in _pieces(q, k, v, chunk, tensors=1):
-        past = _fold(piece, k, v, plan)
-        x = _features(piece.queries(q)[:, chunk:], chunk, piece, plan)
-        where, tiles = plan.where(piece), plan.tiles
-        query_states(x, past.kv, *where, plan.layout, piece.queries(numerator)[:, chunk:], **tiles.query)
-        rows = piece.queries(denominator.transpose(1, 2).unsqueeze(-1))[:, chunk:]
+    for block in _head_blocks(q, k, v, chunk, tensors=1):
+        past = _fold(block, k, v, plan)
+        x = _features(block.queries(q)[:, chunk:], chunk, block, plan)
+        where, tiles = plan.where(block), plan.tiles
+        query_states(x, past.kv, *where, plan.layout, block.queries(numerator)[:, chunk:], **tiles.query)
+        rows = block.queries(denominator.transpose(1, 2).unsqueeze(-1))[:, chunk:]
         outer_gradient(x, past.normalizer, *where, plan.normalizer_layout, result=rows, **tiles.outer)
         # |φ(x)| |Z|: features of absolute values are the absolute values of features.
-        sizes, rows = PairFeatures(x.inner.abs(), x.outer.abs()), piece.queries(magnitude.transpose(1, 2).unsqueeze(-1))
+        sizes, rows = PairFeatures(x.inner.abs(), x.outer.abs()), block.queries(magnitude.transpose(1, 2).unsqueeze(-1))
         outer_gradient(
             sizes, past.normalizer.abs(), *where, plan.normalizer_layout, result=rows[:, chunk:], **tiles.outer
         )
-        del past, x, sizes  # before the next piece makes its own
-    # As for p = 2: where φ(q) Z is less than rounding explains, a row sees nothing of its state. NaN stays visible.
+        del past, x, sizes  # before the next block allocates its own
+    # As for p = 2: where φ(q) Z is indistinguishable from rounding, a row does not see its state. NaN stays visible.
     epsilon = (STATE_EPSILON if q.dtype == torch.bfloat16 else EPSILON).value
     sees_state[:, :, chunk:] = ~(denominator[:, :, chunk:] < epsilon * magnitude[:, :, chunk:])
     denominator.masked_fill_(~sees_state, 0.0)
@@ -135,27 +133,27 @@ def _past_backward(
     if length > chunk:
         plan = _plan(q, k, v, log_gamma, chunk)
         sums = plan.sums
-        end = plan.slots * chunk
-        for piece in _pieces(q, k, v, chunk, tensors=2):
-            queries = piece.queries(q)[:, chunk:]
-            g = rows_contiguous(piece.queries(d_numerator)[:, chunk:].to(q.dtype))
-            g_one = piece.queries(d_denominator.transpose(1, 2))[:, chunk:].to(q.dtype).unsqueeze(-1).contiguous()
-            x = _features(queries, chunk, piece, plan)
-            past = _fold(piece, k, v, plan)
-            gradient = _feature_gradient(x, g, g_one, past, piece, plan)
-            _pull_back(queries, gradient, chunk, piece, plan, piece.queries(dq)[:, chunk:], piece.query_rows(rows))
+        end = plan.state_count * chunk
+        for block in _head_blocks(q, k, v, chunk, tensors=2):
+            queries = block.queries(q)[:, chunk:]
+            g = rows_contiguous(block.queries(d_numerator)[:, chunk:].to(q.dtype))
+            g_one = block.queries(d_denominator.transpose(1, 2))[:, chunk:].to(q.dtype).unsqueeze(-1).contiguous()
+            x = _features(queries, chunk, block, plan)
+            past = _fold(block, k, v, plan)
+            gradient = _feature_gradient(x, g, g_one, past, block, plan)
+            _pull_back(queries, gradient, chunk, block, plan, block.queries(dq)[:, chunk:], block.query_rows(rows))
             del gradient
-            future = _sum_states(x, g, g_one, piece, plan, reverse=True)
-            if log_gamma is not None and plan.slots > 1:
-                across = overlap(past.kv, future.kv, plan.slots, plan.layout)
-                across += overlap(past.normalizer, future.normalizer, plan.slots, plan.normalizer_layout)
-                piece.key_rows(spanning)[:, :, 1:-1] = across.view(-1, piece.kv_heads, plan.slots - 1)
+            future = _sum_states(x, g, g_one, block, plan, reverse=True)
+            if log_gamma is not None and plan.state_count > 1:
+                across = overlap(past.kv, future.kv, plan.state_count, plan.layout)
+                across += overlap(past.normalizer, future.normalizer, plan.state_count, plan.normalizer_layout)
+                block.key_rows(spanning)[:, :, 1:-1] = across.view(-1, block.kv_heads, plan.state_count - 1)
             del x, g, g_one, past
-            keys, values = piece.keys(k)[:, :end], piece.keys(v)[:, :end]
-            x = _features(keys, 0, piece, plan)
-            result = piece.keys(dv)[:, :end]
-            gradient = _feature_gradient(x, values, _ones(values), future, piece, plan, result)
-            _pull_back(keys, gradient, 0, piece, plan, piece.keys(dk)[:, :end], piece.key_rows(columns))
+            keys, values = block.keys(k)[:, :end], block.keys(v)[:, :end]
+            x = _features(keys, 0, block, plan)
+            result = block.keys(dv)[:, :end]
+            gradient = _feature_gradient(x, values, _ones(values), future, block, plan, result)
+            _pull_back(keys, gradient, 0, block, plan, block.keys(dk)[:, :end], block.key_rows(columns))
             del x, gradient, future
     d_log_gamma = rows.new_empty(0) if log_gamma is None else _gate_gradient(rows, columns, spanning, sums, chunk)
     return dq, dk, dv, d_log_gamma
@@ -190,7 +188,7 @@ _past.register_autograd(_differentiate, setup_context=_save)
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all pieces share: G (b, h_kv, t) or None, the features' layout, chunks."""
+    """What all blocks of heads share: G (b, h_kv, t) or None, the features' layout, chunks."""
 
     sums: Tensor | None
     lists: PairLists
@@ -198,15 +196,15 @@ class _Plan:
     normalizer_layout: StateLayout
     tiles: Tiles
     chunk: int
-    slots: int
+    state_count: int
 
-    def where(self, piece: "_Piece") -> tuple[int, int]:
-        return piece.kv_heads, self.chunk
+    def where(self, block: "_HeadBlock") -> tuple[int, int]:
+        return block.kv_heads, self.chunk
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """Some sequences of the batch and some key heads, with the query heads that they serve."""
+class _HeadBlock:
+    """Some sequences of the batch and some key heads, with the query heads that read them."""
 
     batch: slice
     heads: slice
@@ -217,19 +215,19 @@ class _Piece:
         return self.heads.stop - self.heads.start
 
     def keys(self, x: Tensor) -> Tensor:
-        """The part of x (b, t, h_kv, …)."""
+        """Its block of x (b, t, h_kv, …)."""
         return x[self.batch, :, self.heads]
 
     def queries(self, x: Tensor) -> Tensor:
-        """The part of x (b, t, h, …)."""
+        """Its block of x (b, t, h, …)."""
         return x[self.batch, :, self.heads.start * self.group : self.heads.stop * self.group]
 
     def key_rows(self, x: Tensor) -> Tensor:
-        """The part of x (b, h_kv, t)."""
+        """Its block of x (b, h_kv, t)."""
         return x[self.batch, self.heads]
 
     def query_rows(self, x: Tensor) -> Tensor:
-        """The part of x (b, h, t)."""
+        """Its block of x (b, h, t)."""
         return x[self.batch, self.heads.start * self.group : self.heads.stop * self.group]
 
     def sums(self, plan: _Plan) -> Tensor | None:
@@ -245,13 +243,13 @@ class _States:
 def _plan(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> _Plan:
     dim = q.shape[-1]
     return _Plan(
-        sums=None if log_gamma is None else running_sums(log_gamma, GATE_TILE).sums,
+        sums=None if log_gamma is None else gate_sums(log_gamma).sums,
         lists=pair_lists(dim, q.device),
         layout=state_layout(dim, _pairs(dim, v.shape[-1]), q.device),
         normalizer_layout=state_layout(dim, NORMALIZER_PAIRS, q.device),
         tiles=tiles_for(dim, v.shape[-1]),
         chunk=chunk,
-        slots=-(-q.shape[1] // chunk) - 1,
+        state_count=-(-q.shape[1] // chunk) - 1,
     )
 
 
@@ -260,16 +258,16 @@ def _pairs(dim: int, value_dim: int) -> int:
     return max(1, tiles_for(dim, value_dim).width // value_dim)
 
 
-def _pieces(q: Tensor, k: Tensor, v: Tensor, chunk: int, tensors: int) -> Iterator[_Piece]:
-    """Pieces whose features and states fit in `PIECE_BYTES`; `tensors`: how many of each exist at once."""
+def _head_blocks(q: Tensor, k: Tensor, v: Tensor, chunk: int, tensors: int) -> Iterator[_HeadBlock]:
+    """Blocks whose features and states fit in `SCRATCH_BYTES`; `tensors`: how many of each exist at once."""
     batch, kv_heads = q.shape[0], k.shape[2]
-    together = max(1, PIECE_BYTES // (tensors * _sequence_bytes(q, v, chunk)))
+    together = max(1, SCRATCH_BYTES // (tensors * _sequence_bytes(q, v, chunk)))
     sequences = max(1, together // kv_heads)
     head_step = min(kv_heads, together)
     for start in range(0, batch, sequences):
         for head in range(0, kv_heads, head_step):
             stop = min(head + head_step, kv_heads)
-            yield _Piece(slice(start, min(start + sequences, batch)), slice(head, stop), q.shape[2] // kv_heads)
+            yield _HeadBlock(slice(start, min(start + sequences, batch)), slice(head, stop), q.shape[2] // kv_heads)
 
 
 def _sequence_bytes(q: Tensor, v: Tensor, chunk: int) -> int:
@@ -282,21 +280,21 @@ def _sequence_bytes(q: Tensor, v: Tensor, chunk: int) -> int:
     return (features + states) * q.element_size()
 
 
-def _features(x: Tensor, first_token: int, piece: _Piece, plan: _Plan) -> PairFeatures:
-    return pair_features(x, piece.sums(plan), first_token, piece.kv_heads, plan.chunk, plan.lists)
+def _features(x: Tensor, first_token: int, block: _HeadBlock, plan: _Plan) -> PairFeatures:
+    return pair_features(x, block.sums(plan), first_token, block.kv_heads, plan.chunk, plan.lists)
 
 
-def _fold(piece: _Piece, k: Tensor, v: Tensor, plan: _Plan) -> _States:
+def _fold(block: _HeadBlock, k: Tensor, v: Tensor, plan: _Plan) -> _States:
     """States at the ends of all chunks but the last."""
-    end = plan.slots * plan.chunk
-    values = piece.keys(v)[:, :end]
-    return _sum_states(_features(piece.keys(k)[:, :end], 0, piece, plan), values, _ones(values), piece, plan)
+    end = plan.state_count * plan.chunk
+    values = block.keys(v)[:, :end]
+    return _sum_states(_features(block.keys(k)[:, :end], 0, block, plan), values, _ones(values), block, plan)
 
 
 def _sum_states(
-    x: PairFeatures, y: Tensor, y_one: Tensor, piece: _Piece, plan: _Plan, reverse: bool = False
+    x: PairFeatures, y: Tensor, y_one: Tensor, block: _HeadBlock, plan: _Plan, reverse: bool = False
 ) -> _States:
-    where = (piece.kv_heads, piece.sums(plan), plan.chunk)
+    where = (block.kv_heads, block.sums(plan), plan.chunk)
     kv = chunk_states(x, _transposed(y), *where, plan.layout, reverse=reverse, **plan.tiles.update)
     normalizer = chunk_states(
         x, _transposed(y_one), *where, plan.normalizer_layout, reverse=reverse, **plan.tiles.update
@@ -305,10 +303,16 @@ def _sum_states(
 
 
 def _feature_gradient(
-    x: PairFeatures, g: Tensor, g_one: Tensor, states: _States, piece: _Piece, plan: _Plan, result: Tensor | None = None
+    x: PairFeatures,
+    g: Tensor,
+    g_one: Tensor,
+    states: _States,
+    block: _HeadBlock,
+    plan: _Plan,
+    result: Tensor | None = None,
 ) -> PairGradients:
     """Gradients of the pair features of x; also φ(x) S, into `result`."""
-    where, tiles, d_outer = plan.where(piece), plan.tiles.outer, torch.empty_like(x.outer)
+    where, tiles, d_outer = plan.where(block), plan.tiles.outer, torch.empty_like(x.outer)
     outer_gradient(x, states.normalizer, *where, plan.normalizer_layout, g=g_one, d_outer=d_outer, **tiles)
     outer_gradient(x, states.kv, *where, plan.layout, result=result, g=g, d_outer=d_outer, add=True, **tiles)
     layouts = (plan.layout, plan.normalizer_layout)
@@ -317,10 +321,10 @@ def _feature_gradient(
 
 
 def _pull_back(
-    x: Tensor, gradient: PairGradients, first_token: int, piece: _Piece, plan: _Plan, dx: Tensor, rows: Tensor
+    x: Tensor, gradient: PairGradients, first_token: int, block: _HeadBlock, plan: _Plan, dx: Tensor, rows: Tensor
 ) -> None:
     terms = rows[:, :, first_token:]
-    pull_back(x, gradient, piece.sums(plan), first_token, piece.kv_heads, plan.chunk, plan.lists, dx, terms)
+    pull_back(x, gradient, block.sums(plan), first_token, block.kv_heads, plan.chunk, plan.lists, dx, terms)
 
 
 def _transposed(y: Tensor) -> Tensor:
@@ -331,16 +335,16 @@ def _transposed(y: Tensor) -> Tensor:
 def _gate_gradient(rows: Tensor, columns: Tensor, spanning: Tensor, sums: Tensor | None, chunk: int) -> Tensor:
     """d log γ_m = Σ_{j<m≤i} B_ij dB_ij, (b, t, h_kv) float32.
 
-    For a token m the pairs (i, j) that count have i in its chunk, or j, or neither. The sums over pairs with a given
-    i, or j, are known by homogeneity, as in `gates.gate_gradient`. But where that takes differences of sums over the
-    whole sequence, here nothing cancels: the rounding would bury the gradients of strong gates.
+    The pairs (i, j) across a token m have i in its chunk, or j, or neither. The sums over pairs with a given i, or j,
+    follow from homogeneity, as in `running_sums.gate_gradient`. But that takes differences of sums over the whole
+    sequence, whose rounding exceeds the gradients of strong gates; here nothing cancels.
 
     Args:
         rows: q · dq, (b, h, t).
         columns: k · dk, (b, h_kv, t).
-        spanning: sums over the pairs with j before a chunk and i after it, the decay by the chunk left out,
+        spanning: sums over the pairs with j before a chunk and i after it, without the decay of the chunk,
             (b, h_kv, chunks) float64.
-        sums: G, (b, h_kv, t) float64; None if there is but one chunk.
+        sums: G, (b, h_kv, t) float64; None if there is only one chunk.
     """
     kv_heads, length = columns.shape[1:]
     per_row = rows.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float64)

@@ -2,9 +2,9 @@
 
 With features x_m (inner pairs, decayed) and x_o (outer pairs) of a token, its state S and a gradient g,
     φ(x) S = Σ_o x_o (Σ_m x_m S_mo)    d x_o = g · (Σ_m x_m S_mo)    d x_m = Σ_o x_o (g · S_mo).
-`query_kernel` and `inner_gradient_kernel` multiply x_m x_o and x_o g_e, left operands made in registers, by S.
-`outer_gradient_kernel` forms the product in parentheses for a block of outer pairs, and contracts it with g; with the
-x_o too, where φ(x) S is wanted as well, or where values are too few for the other kernel (denominators).
+`query_kernel` and `inner_gradient_kernel` multiply x_m x_o and x_o g_e, left operands computed in registers, by S.
+`outer_gradient_kernel` computes the sum in parentheses for a block of outer pairs and contracts it with g; also with
+x_o, where φ(x) S is wanted too, or where the value dimension is too small for `query_kernel` (denominators).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import dot_precision, settle
+from sympow.kernels.common import dot_precision, wait_for_mma
 from sympow.kernels.states.quartic_features import COLUMNS, ROWS, PairFeatures, StateLayout
 
 
 @triton.jit
 def query_kernel(
     inner_desc, states_desc, outer_ptr, result_ptr, tile_column_ptr, tile_block_ptr,
-    result_stride_b, result_stride_t, result_stride_h, length, padded, heads, slots, chunk, tiles, outer_columns,
+    result_stride_b, result_stride_t, result_stride_h, length, padded, heads, state_count, chunk, tiles, outer_columns,
     GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """φ(x) S for a tile of tokens."""
     first, sequence = tl.program_id(0) * ROWS, tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
-    slot = (batch * (heads // GROUP) + head // GROUP) * slots + first // chunk
+    state_index = (batch * (heads // GROUP) + head // GROUP) * state_count + first // chunk
     tokens = first + tl.arange(0, ROWS)
     outer_ptr += sequence.to(tl.int64) * outer_columns * padded + tokens[:, None]
     acc = tl.zeros((ROWS, E), tl.float32)
@@ -37,8 +37,8 @@ def query_kernel(
         inner = inner_desc.load([sequence, first, column]).reshape(ROWS, COLUMNS)
         outer = tl.load(outer_ptr + (block * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)[None, :] * padded)
         left = tl.reshape(inner[:, :, None] * outer[:, None, :], (ROWS, COLUMNS * PAIRS))
-        state = states_desc.load([slot, tile * (COLUMNS * PAIRS), 0]).reshape(COLUMNS * PAIRS, E)
-        acc = settle(tl.dot(left, state, acc, input_precision=PRECISION))
+        state = states_desc.load([state_index, tile * (COLUMNS * PAIRS), 0]).reshape(COLUMNS * PAIRS, E)
+        acc = wait_for_mma(tl.dot(left, state, acc, input_precision=PRECISION))
     rows = batch.to(tl.int64) * result_stride_b + head.to(tl.int64) * result_stride_h
     rows += tokens.to(tl.int64) * result_stride_t
     out = result_ptr + rows[:, None] + tl.arange(0, E)[None, :]
@@ -49,7 +49,7 @@ def query_kernel(
 def outer_gradient_kernel(
     inner_desc, states_desc, outer_ptr, g_ptr, result_ptr, d_outer_ptr, tile_column_ptr,
     g_stride_b, g_stride_t, g_stride_h, result_stride_b, result_stride_t, result_stride_h,
-    length, padded, heads, slots, chunk, tiles, inner_columns, outer_columns,
+    length, padded, heads, state_count, chunk, tiles, inner_columns, outer_columns,
     GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
     WITH_RESULT: tl.constexpr, WITH_GRADIENT: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -57,7 +57,7 @@ def outer_gradient_kernel(
     """d x_o for a tile of tokens, and φ(x) S; ADD: to what d_outer holds already."""
     first, sequence = tl.program_id(0) * ROWS, tl.program_id(1)
     batch, head = sequence // heads, sequence % heads
-    slot = (batch * (heads // GROUP) + head // GROUP) * slots + first // chunk
+    state_index = (batch * (heads // GROUP) + head // GROUP) * state_count + first // chunk
     tokens = first + tl.arange(0, ROWS)
     present = (tokens < length)[:, None]
     values = tl.arange(0, E)[None, :]
@@ -69,20 +69,20 @@ def outer_gradient_kernel(
     result = tl.zeros((ROWS, E), tl.float32)
     acc = tl.zeros((ROWS, PAIRS * E), tl.float32)
     block = 0
-    # One loop over all tiles rather than one for each block: loads then run ahead across blocks.
+    # One loop over all tiles, not one for each block, so that loads are pipelined across blocks.
     for tile in tl.range(0, tiles, num_stages=STAGES):
         column = tl.load(tile_column_ptr + tile)
         inner = inner_desc.load([sequence, first, column]).reshape(ROWS, COLUMNS)
-        state = states_desc.load([slot, tile * COLUMNS, 0]).reshape(COLUMNS, PAIRS * E)
+        state = states_desc.load([state_index, tile * COLUMNS, 0]).reshape(COLUMNS, PAIRS * E)
         acc = tl.dot(inner, state, acc, input_precision=PRECISION)
         if column + COLUMNS == inner_columns:
-            parts = tl.reshape(acc, (ROWS, PAIRS, E))
+            by_pair = tl.reshape(acc, (ROWS, PAIRS, E))
             pairs = (block * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)[None, :] * padded
             if WITH_RESULT:
                 outer = tl.load(outer_ptr + pairs).to(tl.float32)
-                result += tl.sum(parts * outer[:, :, None], axis=1)
+                result += tl.sum(by_pair * outer[:, :, None], axis=1)
             if WITH_GRADIENT:
-                d_outer = tl.sum(parts * g[:, None, :], axis=2)
+                d_outer = tl.sum(by_pair * g[:, None, :], axis=2)
                 if ADD:
                     d_outer += tl.load(d_outer_ptr + pairs).to(tl.float32)
                 tl.store(d_outer_ptr + pairs, d_outer.to(d_outer_ptr.dtype.element_ty))
@@ -96,7 +96,7 @@ def outer_gradient_kernel(
 
 @triton.jit
 def _outer_times_gradient(
-    acc, outer_ptr, g, states_desc, block_tile_ptr, padded, slot, column_tile, blocks,
+    acc, outer_ptr, g, states_desc, block_tile_ptr, padded, state_index, column_tile, blocks,
     E: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -106,8 +106,8 @@ def _outer_times_gradient(
         pairs = (block * PAIRS + tl.arange(0, PAIRS)).to(tl.int64)[None, :] * padded
         outer = tl.load(outer_ptr + pairs)
         left = tl.reshape(outer[:, :, None] * g[:, None, :], (ROWS, PAIRS * E))
-        state = states_desc.load([slot, tile * COLUMNS, 0]).reshape(COLUMNS, PAIRS * E)
-        acc = settle(tl.dot(left, state.T, acc, input_precision=PRECISION))
+        state = states_desc.load([state_index, tile * COLUMNS, 0]).reshape(COLUMNS, PAIRS * E)
+        acc = wait_for_mma(tl.dot(left, state.T, acc, input_precision=PRECISION))
     return acc
 
 
@@ -116,14 +116,14 @@ def inner_gradient_kernel(
     outer_ptr, g_ptr, g_one_ptr, states_desc, normalizer_desc, d_inner_ptr,
     block_tile_ptr, column_blocks_ptr, normalizer_block_tile_ptr, normalizer_column_blocks_ptr,
     g_stride_b, g_stride_t, g_stride_h, g_one_stride_b, g_one_stride_t, g_one_stride_h,
-    length, padded, heads, slots, chunk, inner_columns, outer_columns,
+    length, padded, heads, state_count, chunk, inner_columns, outer_columns,
     GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, NORMALIZER_PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d x_m for a tile of tokens and a tile of inner columns, from numerators and denominators."""
     column_tile, first, sequence = tl.program_id(0), tl.program_id(1) * ROWS, tl.program_id(2)
     batch, head = sequence // heads, sequence % heads
-    slot = (batch * (heads // GROUP) + head // GROUP) * slots + first // chunk
+    state_index = (batch * (heads // GROUP) + head // GROUP) * state_count + first // chunk
     tokens = first + tl.arange(0, ROWS)
     present = (tokens < length)[:, None]
     outer_ptr += sequence.to(tl.int64) * outer_columns * padded + tokens[:, None]
@@ -134,11 +134,11 @@ def inner_gradient_kernel(
     g_one = tl.load(g_one_ptr + g_rows[:, None], mask=present, other=0.0)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     acc = _outer_times_gradient(
-        acc, outer_ptr, g, states_desc, block_tile_ptr, padded, slot, column_tile,
+        acc, outer_ptr, g, states_desc, block_tile_ptr, padded, state_index, column_tile,
         tl.load(column_blocks_ptr + column_tile), E, PAIRS, COLUMNS, ROWS, PRECISION, STAGES,
     )  # fmt: skip
     acc = _outer_times_gradient(
-        acc, outer_ptr, g_one, normalizer_desc, normalizer_block_tile_ptr, padded, slot, column_tile,
+        acc, outer_ptr, g_one, normalizer_desc, normalizer_block_tile_ptr, padded, state_index, column_tile,
         tl.load(normalizer_column_blocks_ptr + column_tile), 1, NORMALIZER_PAIRS, COLUMNS, ROWS, PRECISION, STAGES,
     )  # fmt: skip
     columns = (sequence.to(tl.int64) * inner_columns + column_tile * COLUMNS + tl.arange(0, COLUMNS)) * padded

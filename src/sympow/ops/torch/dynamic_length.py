@@ -1,12 +1,12 @@
-"""Calls in plain PyTorch whose batch or length a compiler leaves open: compiled once for all of them.
+"""Calls in plain PyTorch whose batch or length is symbolic under torch.compile or torch.export.
 
-How the portable path goes through a call depends on the length: in tiles, in chunks, in the cheaper form. A compiler
-that leaves the length open cannot trace that. To torch.compile, such a call is therefore one operator, which runs as
-without a compiler, in bounded memory; its backward pass computes it again. In torch.export, where a graph of PyTorch's
-own operators is worth more, the attention form is traced as one tile; what cannot be, is the operator there, too.
+The tiles, the chunks and the form of a call in plain PyTorch depend on its length, which a compiler that leaves the
+length symbolic cannot trace. To torch.compile such a call is therefore one custom operator, which runs as it does
+without a compiler, in bounded memory, and is recomputed in the backward pass. torch.export traces the attention form as
+one tile, since a graph of PyTorch's own operators is more portable; every other form is the operator there, too.
 """
 
-# No `from __future__ import annotations`: the schemas are read off the annotations.
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def run_open_length(
     chunk_size: int | None,
     needs_grad: bool,
 ) -> tuple[Tensor, State | None]:
-    """As `run_portable`, traced without a look at batch and length."""
+    """As `run_portable`, for a batch or length that is symbolic."""
     gate_per_pair = sequence.log_gamma is not None and sequence.log_gamma.ndim == 4
     in_one_tile = chunk_size is None and form in ("auto", "attention") and not gate_per_pair
     if torch.compiler.is_exporting() and in_one_tile:
@@ -47,10 +47,19 @@ def run_open_length(
     return y, State(kv, normalizer, after_phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
+# The nine tensors of a call and of the state before it, and its options.
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? log_gamma, Tensor? beta, Tensor? theta, "
+    "Tensor? kv, Tensor? normalizer, Tensor? phase, "
+    "SymInt power, bool return_state, str form, SymInt chunk_size"
+)
+_TENSORS = 9
+
+
 def _outcome(
     tensors: list[Tensor | None], power: int, return_state: bool, form: str, chunk_size: int
 ) -> tuple[Tensor, ...]:
-    """y, and S, Z and μ after the last token; those that there are."""
+    """y and, where they exist, S, Z and μ after the last token."""
     q, k, v, log_gamma, beta, theta, kv, normalizer, phase = tensors
     assert q is not None
     assert k is not None
@@ -67,44 +76,18 @@ def _outcome(
     return (y, after.kv, after.normalizer) if after.phase is None else (y, after.kv, after.normalizer, after.phase)
 
 
-@torch.library.custom_op("sympow::portable_attention", mutates_args=())
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor | None,
-    normalizer: Tensor | None,
-    phase: Tensor | None,
-    power: int,
-    return_state: bool,
-    form: str,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y, and S, Z and μ after the last token; empty tensors stand for those that there are not."""
-    found = _outcome([q, k, v, log_gamma, beta, theta, kv, normalizer, phase], power, return_state, form, chunk_size)
-    y, after_kv, after_normalizer, after_phase = (*found, *(q.new_empty(0) for _ in range(4 - len(found))))
-    return y, after_kv, after_normalizer, after_phase
+@torch.library.custom_op(
+    "sympow::portable_attention", mutates_args=(), schema=f"({_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def _run(*inputs: Any) -> tuple[Tensor, ...]:
+    """y, and S, Z and μ after the last token; an empty tensor in place of each that does not exist."""
+    found = _outcome(list(inputs[:_TENSORS]), *inputs[_TENSORS:])
+    return (*found, *(inputs[0].new_empty(0) for _ in range(4 - len(found))))
 
 
 @_run.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor | None,
-    normalizer: Tensor | None,
-    phase: Tensor | None,
-    power: int,
-    return_state: bool,
-    form: str,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, ...]:
+    q, k, v, _, _, theta, _, _, _, power, return_state, _, _ = inputs
     y = q.new_empty(*q.shape[:3], v.shape[3])
     if not return_state:
         return y, q.new_empty(0), q.new_empty(0), q.new_empty(0)
@@ -114,42 +97,30 @@ def _(
     return y, q.new_empty(*shape, v.shape[3], dtype=dtype), q.new_empty(shape, dtype=dtype), after_phase
 
 
-@torch.library.custom_op("sympow::portable_attention_backward", mutates_args=())
-def _run_backward(
-    gradients: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor | None,
-    normalizer: Tensor | None,
-    phase: Tensor | None,
-    power: int,
-    return_state: bool,
-    form: str,
-    chunk_size: int,
-    wanted: list[bool],
-) -> list[Tensor]:
-    """Gradients of those of the nine tensors that are wanted, from those of what `_run` returns."""
-    tensors = [q, k, v, log_gamma, beta, theta, kv, normalizer, phase]
+@torch.library.custom_op(
+    "sympow::portable_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor[] gradients, bool[] wanted, {_INPUTS}) -> Tensor[]",
+)
+def _run_backward(gradients: list[Tensor], wanted: list[bool], *inputs: Any) -> list[Tensor]:
+    """Gradients of those of the nine tensors that are wanted, from the gradients of what `_run` returns."""
     with _autograd():
-        inputs = [
-            None if x is None else x.detach().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True)
+        leaves = [
+            None if x is None else x.detach().requires_grad_(want)
+            for x, want in zip(inputs[:_TENSORS], wanted, strict=True)
         ]
-        found = _outcome(inputs, power, return_state, form, chunk_size)
+        found = _outcome(leaves, *inputs[_TENSORS:])
         results = [(y, dy) for y, dy in zip(found, gradients, strict=False) if y.requires_grad]
-        leaves = [x for x in inputs if x is not None and x.requires_grad]
         outputs, their_gradients = zip(*results, strict=True)
-        got = torch.autograd.grad(outputs, leaves, their_gradients, materialize_grads=True)
+        differentiated = [x for x in leaves if x is not None and x.requires_grad]
+        got = torch.autograd.grad(outputs, differentiated, their_gradients, materialize_grads=True)
     # Copies: a gradient that passes through unchanged, as that of a phase does, is no new tensor.
     return [x.clone(memory_format=torch.contiguous_format) for x in got]
 
 
 @contextmanager
 def _autograd() -> Iterator[None]:
-    """Autograd inside an operator, where it is switched off: what runs there lies below it."""
+    """Enables autograd inside an operator, which runs below autograd's dispatch keys."""
     keys = torch._C.DispatchKey
     with (
         torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
@@ -160,41 +131,23 @@ def _autograd() -> Iterator[None]:
 
 
 @_run_backward.register_fake
-def _(
-    gradients: list[Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_gamma: Tensor | None,
-    beta: Tensor | None,
-    theta: Tensor | None,
-    kv: Tensor | None,
-    normalizer: Tensor | None,
-    phase: Tensor | None,
-    power: int,
-    return_state: bool,
-    form: str,
-    chunk_size: int,
-    wanted: list[bool],
-) -> list[Tensor]:
-    tensors = [q, k, v, log_gamma, beta, theta, kv, normalizer, phase]
-    contiguous = torch.contiguous_format
+def _(gradients: list[Tensor], wanted: list[bool], *inputs: Any) -> list[Tensor]:
     return [
-        torch.empty_like(x, memory_format=contiguous)
-        for x, want in zip(tensors, wanted, strict=True)
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, want in zip(inputs[:_TENSORS], wanted, strict=True)
         if want and x is not None
     ]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:9])
-    ctx.options = inputs[9:]
+    ctx.save_for_backward(*inputs[:_TENSORS])
+    ctx.options = inputs[_TENSORS:]
 
 
 def _differentiate(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-    wanted = list(ctx.needs_input_grad[:9])
-    found = iter(_run_backward(list(gradients), *ctx.saved_tensors, *ctx.options, wanted))
-    return (*(next(found) if want else None for want in wanted), None, None, None, None)
+    wanted = list(ctx.needs_input_grad[:_TENSORS])
+    found = iter(_run_backward(list(gradients), wanted, *ctx.saved_tensors, *ctx.options))
+    return (*(next(found) if want else None for want in wanted), *(None for _ in ctx.options))
 
 
 _run.register_autograd(_differentiate, setup_context=_save_inputs)

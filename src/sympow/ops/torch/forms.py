@@ -1,28 +1,42 @@
-"""What passes from token to token inside a call: a state whose keys are divided by a power of two."""
+"""The attention, chunked and recurrent forms in plain PyTorch, for any device and floating-point dtype.
+
+Inside a call the state is kept in units of keys divided by a power of two (`Carry`), so that no score overflows
+(`sympow.ops.numerics`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from sympow.ops.compilation import stretches
+from sympow.ops.compilation import slices
 from sympow.ops.dispatch import portable_chunk
 from sympow.ops.numerics import feature_decay, least_exponent, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
 from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power
-from sympow.ops.torch.products import causal_attention, drop_rounding, multiply, query_state, update_state
+from sympow.ops.torch.products import (
+    attend_to_past,
+    causal_attention,
+    drop_rounding,
+    multiply,
+    query_state,
+    update_state,
+)
 
 
 @dataclass(frozen=True)
 class Carry:
-    """A state in units of keys divided by 2^exponent. Before the first token kv and normalizer may be None: zero.
+    """The state carried between chunks, in units of keys divided by 2^exponent.
 
     Attributes:
         exponent: (b, h_kv) int32.
-        kv, normalizer, phase: as in `State`; owned by the call, so it may change them in place.
+        kv, normalizer, phase: as in `State`. They belong to the call, which may change them in place. kv and normalizer
+            are None before the first token where no state was given.
     """
 
     exponent: Tensor
@@ -32,7 +46,7 @@ class Carry:
 
 
 def enter(sequence: Sequence, state: State | None) -> Carry:
-    """The carry a call starts from; its kv and normalizer are copies."""
+    """The state carry a call starts from; its kv and normalizer are copies."""
     if state is None:
         shape = (sequence.batch, sequence.key_heads)
         return Carry(
@@ -49,16 +63,16 @@ def leave(sequence: Sequence, carry: Carry, *, in_place: bool) -> State:
     """The state a call ends with, in units of the keys themselves.
 
     Args:
-        in_place: whether the carry may be used up for it; a second copy of a large state may not fit.
+        in_place: whether to overwrite the carry: a second copy of a large state may not fit into memory.
     """
     assert carry.kv is not None
     assert carry.normalizer is not None
     kv, normalizer = carry.kv, carry.normalizer
     exponent = sequence.power * carry.exponent
     # In two factors, since one may overflow where the product does not.
-    for part in (exponent // 2, exponent - exponent // 2):
-        kv = multiply(kv, _factor(part, kv), in_place=in_place)
-        normalizer = multiply(normalizer, _factor(part, normalizer), in_place=in_place)
+    for half in (exponent // 2, exponent - exponent // 2):
+        kv = multiply(kv, _factor(half, kv), in_place=in_place)
+        normalizer = multiply(normalizer, _factor(half, normalizer), in_place=in_place)
     return State(kv, normalizer, carry.phase, power=sequence.power, key_dim=sequence.key_dim)
 
 
@@ -73,11 +87,11 @@ def chunked_form(
     """y (b, t, h, e), and the state after the last token if asked for; chunk_size None: the attention form."""
     power = sequence.power
     carry = enter(sequence, state)
-    parts: list[Tensor] = []
-    # Without gradients outputs go straight into one buffer, so that no second copy of them ever exists.
+    outputs: list[Tensor] = []
+    # Without gradients outputs are written into one buffer, so that there is never a second copy of them.
     buffer = None if needs_grad else sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
 
-    chunks = stretches(sequence.length, chunk_size)
+    chunks = slices(sequence.length, chunk_size)
     for number, tokens in enumerate(chunks, start=1):
         chunk = prepare(sequence[tokens], carry.phase, carry.exponent)
         numerator, denominator = causal_attention(chunk.q, chunk.k, chunk.v, chunk.decay, power)
@@ -86,7 +100,7 @@ def chunked_form(
             numerator, denominator = numerator + past[0], denominator + past[1]
         y = divide(numerator, denominator, sequence.q.dtype)
         if buffer is None:
-            parts.append(y)
+            outputs.append(y)
         else:
             buffer[:, tokens] = y
         if return_state or number < len(chunks):
@@ -95,7 +109,7 @@ def chunked_form(
             )
             carry = Carry(chunk.exponent, kv, normalizer, chunk.phase)
 
-    y = torch.cat(parts, dim=1) if buffer is None else buffer
+    y = torch.cat(outputs, dim=1) if buffer is None else buffer
     return y, leave(sequence, carry, in_place=not needs_grad) if return_state else None
 
 
@@ -160,18 +174,74 @@ def run_portable(
 
 
 def fold(sequence: Sequence, state: State | None = None, phase: Tensor | None = None) -> State:
-    """The state after a stretch of at least one token, in plain PyTorch.
+    """Folds at least one token into a state: adds φ(k) vᵀ of each to S, and φ(k) to Z (paper §2.1).
 
     Args:
-        sequence: the stretch; its queries do not matter.
-        state: what came before; None: nothing.
+        sequence: the tokens; their queries do not matter.
+        state: the state before them, or None.
         phase: without a state, μ before the first token, (b, h_kv, d/2) float64; None: zero.
     """
     carry = enter(sequence, state)
     needs_grad = sequence.needs_grad or (torch.is_grad_enabled() and state is not None and state.requires_grad)
-    # Keys in place of queries, which are prepared along with them.
-    part = prepare(replace(sequence, q=sequence.k), carry.phase if state is not None else phase, carry.exponent)
+    # `prepare` needs queries of the same length; any will do.
+    tokens = prepare(replace(sequence, q=sequence.k), carry.phase if state is not None else phase, carry.exponent)
     kv, normalizer = update_state(
-        part.k, part.v, part.decay, carry.kv, carry.normalizer, sequence.power, in_place=not needs_grad
+        tokens.k, tokens.v, tokens.decay, carry.kv, carry.normalizer, sequence.power, in_place=not needs_grad
     )
-    return leave(sequence, Carry(part.exponent, kv, normalizer, part.phase), in_place=not needs_grad)
+    return leave(sequence, Carry(tokens.exponent, kv, normalizer, tokens.phase), in_place=not needs_grad)
+
+
+def run_late_queries(
+    sequence: Sequence,
+    state: State | None,
+    return_state: bool,
+    by_scores: bool | None,
+    run: Callable[[Sequence, State | None], tuple[Tensor, State | None]],
+) -> tuple[Tensor, State | None]:
+    """y (b, t, h, e) of a call with fewer queries than keys, and the state after the last token if asked for.
+
+    The queries are those of the last tokens, as with a cache of keys and values. Either they attend to the earlier keys
+    by scores, or the earlier keys and values are folded into a state, after which the last tokens are an ordinary call.
+
+    Args:
+        sequence: with the keys of all tokens and the queries of the last ones.
+        state: the state before the first key, or None.
+        return_state: whether to return the state after the last token.
+        by_scores: whether to attend by scores; None: whichever takes fewer operations.
+        run: runs an ordinary call of the last tokens after a state.
+    """
+    queries, earlier = sequence.q.shape[1], sequence.k.shape[1] - sequence.q.shape[1]
+    # What is computed for the padding is small beside a score.
+    whole = replace(sequence, q=pad(sequence.q, (0, 0, 0, 0, earlier, 0)))
+    if by_scores is None:
+        features = symmetric_dim(sequence.key_dim, sequence.power) * (sequence.value_dim + 1)
+        scores = sequence.group * queries * earlier * (sequence.key_dim + sequence.value_dim + 1)
+        by_scores = scores <= (earlier + sequence.group * queries) * features
+    if by_scores and queries:
+        return _attend_late(whole, queries, state, return_state)
+    return run(whole[earlier:], fold(whole[:earlier], state))
+
+
+def _attend_late(
+    sequence: Sequence, queries: int, state: State | None, return_state: bool
+) -> tuple[Tensor, State | None]:
+    """The last `queries` queries attend by scores to all keys and, if there is one, to the state before them."""
+    power = sequence.power
+    carry = enter(sequence, state)
+    tokens = prepare(sequence, carry.phase, carry.exponent)
+    past, own = slice(0, sequence.length - queries), slice(sequence.length - queries, None)
+    q, k, v, decay = tokens.q[:, :, :, own], tokens.k, tokens.v, tokens.decay
+    sums = [
+        causal_attention(q, k[:, :, own], v[:, :, own], decay[:, :, own], power),
+        attend_to_past(q, k[:, :, past], v[:, :, past], decay[:, :, own], decay[:, :, past], power),
+    ]
+    if carry.kv is not None and carry.normalizer is not None:
+        sums.append(query_state(q, decay[:, :, own], carry.kv, carry.normalizer, power))
+    numerator, denominator = sums[0]
+    for values, weights in sums[1:]:
+        numerator, denominator = numerator + values, denominator + weights
+    y = divide(numerator, denominator, sequence.q.dtype)
+    if not return_state:
+        return y, None
+    kv, normalizer = update_state(k, v, decay, carry.kv, carry.normalizer, power, in_place=False)
+    return y, leave(sequence, Carry(tokens.exponent, kv, normalizer, tokens.phase), in_place=False)

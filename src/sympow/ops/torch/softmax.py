@@ -1,4 +1,4 @@
-"""The softmax baseline, with the same gates and rotations as the operator it is compared with.
+"""Softmax attention, the baseline, with the same gates and rotations as symmetric power attention.
 
     B_ij = b_ij exp(s · Q_i · R(c_ij θ)ᵀ K_j),    s = 1/√d
 
@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sympow.ops.compilation import TensorRecord, register_as_tree, stretches
+from sympow.ops.compilation import TensorRecord, register_as_pytree, slices
 from sympow.ops.sequence import Sequence, rotate_sequence, run_documents
 from sympow.ops.torch.products import recompute
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
-# Rows whose biases are formed at once where gates or a cache ask for an explicit bias.
+# Rows per call of scaled_dot_product_attention where gates or a cache need an explicit bias.
 ROWS = 256
-# A decay this strong hides a key altogether, whatever its logit: so γ = 0, or enough smaller gates, erase the past.
+# A key whose log decay reaches this is masked, whatever its logit: so γ = 0, or several small gates, erase the past.
 CLOSED_GATE = -1e5
 
 
 @dataclass(frozen=True, eq=False)
 class KeyValueState(TensorRecord):
-    """The keys and values of all tokens so far: what softmax keeps where sympow keeps a `State`. It grows with time.
+    """The keys and values of all tokens so far, which softmax attention needs in place of a `State`.
 
     Attributes:
         k: rotated keys, (b, s, h_kv, d).
@@ -50,7 +50,7 @@ class KeyValueState(TensorRecord):
 
     @classmethod
     def cat(cls, caches: abc.Sequence[KeyValueState]) -> KeyValueState:
-        """Several caches as one batch; where they differ in length, the shorter ones are filled up on the left."""
+        """Concatenates caches along the batch; shorter ones are padded on the left."""
         if not caches:
             raise ValueError("caches must hold at least one cache, got none")
         kinds = sorted({(c.decay is not None, c.phase is not None) for c in caches})
@@ -68,7 +68,7 @@ class KeyValueState(TensorRecord):
         return result.without_mask() if plain else result
 
     def _filled_up(self, length: int) -> PaddedKeyValueState:
-        """The same with padding before it, so that it has a given length."""
+        """The same cache, padded on the left to a length."""
         missing = length - self.length
         mask = (
             self.mask if isinstance(self, PaddedKeyValueState) else self.k.new_ones(self.k.shape[:2], dtype=torch.bool)
@@ -80,21 +80,21 @@ class KeyValueState(TensorRecord):
 
 @dataclass(frozen=True, eq=False)
 class PaddedKeyValueState(KeyValueState):
-    """The same of a batch with padding in it.
+    """A `KeyValueState` with padding.
 
     Attributes:
-        mask: which keys are of tokens and not of padding, (b, s) bool.
+        mask: True for keys of tokens, False for padding, (b, s) bool.
     """
 
     mask: Tensor
 
     def without_mask(self) -> KeyValueState:
-        """The same, its padding taken for tokens; for where there is none."""
+        """The same without its mask, where nothing is padding."""
         return KeyValueState(self.k, self.v, self.decay, self.phase)
 
 
-register_as_tree(KeyValueState)
-register_as_tree(PaddedKeyValueState)
+register_as_pytree(KeyValueState)
+register_as_pytree(PaddedKeyValueState)
 
 
 @overload
@@ -192,7 +192,7 @@ def _run(sequence: Sequence, past: KeyValueState | None, mask: Tensor | None) ->
 
 
 def _join_masks(past: KeyValueState, mask: Tensor | None, k: Tensor) -> Tensor | None:
-    """Which of the old and the new keys are of tokens: (b, s + t), or None: all."""
+    """The mask of old and new keys together, (b, s + t); None: no padding."""
     if mask is None and not isinstance(past, PaddedKeyValueState):
         return None
     everything = torch.ones((), dtype=torch.bool, device=k.device)
@@ -202,7 +202,7 @@ def _join_masks(past: KeyValueState, mask: Tensor | None, k: Tensor) -> Tensor |
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor | None) -> Tensor:
-    """Queries that stand at the end of the keys.
+    """Attention of queries that belong to the last of the keys.
 
     q (b, t, h, d), k and v (b, s, h_kv, ·), decay (b, s, h_kv), mask (b, s).
     """
@@ -215,7 +215,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor 
             )
         )
     rows = []
-    for some in stretches(length, ROWS):
+    for some in slices(length, ROWS):
         start, stop = some.start or 0, length if some.stop is None else min(some.stop, length)
         seen = total - length + stop
         row_decay = None if decay is None else decay[:, seen - (stop - start) : seen]
@@ -230,7 +230,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None, mask: Tensor 
 def _attend_rows(
     q: Tensor, k: Tensor, v: Tensor, row_decay: Tensor | None, column_decay: Tensor | None, mask: Tensor | None
 ) -> Tensor:
-    """The last rows of a causal attention against all keys they see."""
+    """The last rows of causal attention against all keys that they attend to."""
     rows, columns = q.shape[1], k.shape[1]
     hidden = torch.ones(rows, columns, dtype=torch.bool, device=q.device).triu(columns - rows + 1)
     if mask is not None:

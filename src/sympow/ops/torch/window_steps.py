@@ -1,6 +1,6 @@
-"""What is computed on a window's tensors in plain PyTorch: a step, tokens read together, a fold.
+"""Decoding with a window in plain PyTorch: one token, a segment of tokens, and the fold into the state.
 
-`sympow.ops.window.Window` is what callers use: it checks, chooses between this and the kernels, and counts tokens.
+Callers use `sympow.ops.window.Window`, which checks arguments, chooses between this and the kernels, and counts tokens.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PortableWindow(TensorRecord):
     """The last tokens of a batch of sequences, beside the state of all earlier ones.
 
     Attributes:
-        keys: turned keys, (b, h_kv, d, W), those of a token in a column.
+        keys: rotated keys, (b, h_kv, d, W), one column per token.
         values: (b, h_kv, W, e).
         decay: running sums of log γ^(1/p) since the last fold, (b, h_kv, W, 1 or d/2) float64.
-        count: tokens in the window, (b, h_kv) int32. Sequences may have read different numbers of them.
+        count: tokens in the window, (b, h_kv) int32. It can differ between sequences.
         phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
         kv, normalizer: the state at the last fold, as in `State`; None before there is one.
         power: p.
@@ -63,9 +63,9 @@ class PortableWindow(TensorRecord):
         return self.values.shape[3]
 
     def _portable_step(self, sequence: Sequence) -> Tensor:
-        """y (b, 1, h, e) of one token, which the window then holds; NaN where there is no room for it."""
+        """y (b, 1, h, e) of one token, which is added to the window; NaN where the window is full."""
         power, dtype = self.power, sequence.compute_dtype
-        query, key = self._turn(sequence)
+        query, key = self._rotate(sequence)
         value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, 1, e)
         decay = self._decay_through(sequence)  # (b, n, 1, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
@@ -80,35 +80,35 @@ class PortableWindow(TensorRecord):
             numerator, denominator = numerator + past[0], denominator + past[1]
         y = divide(numerator, denominator, sequence.q.dtype)
 
-        # As in the kernels: a token for which there is no room must not go unseen.
+        # As in the kernels, NaN makes a token visible for which there was no room.
         full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
         self._put(key, value, decay)
         return y.masked_fill(full[:, None, :, None], float("nan"))
 
     def _portable_read(self, sequence: Sequence) -> Tensor:
-        """y (b, t, h, e) of tokens for which there is room; the window then holds them."""
+        """y (b, t, h, e) of tokens for which there is room, and which are added to the window."""
         power, dtype = self.power, sequence.compute_dtype
-        query, key = self._turn(sequence)
+        query, key = self._rotate(sequence)
         value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
         decay = self._decay_through(sequence)  # (b, n, t, 1 or d/2)
         keys, values, held_decay = self._held(dtype)
         query = query * self._query_scales(keys, held_decay, key, decay)
         numerator, denominator = causal_attention(query, key, value, decay, power)
-        parts = [attend_to_past(query, keys, values, decay, held_decay, power)]
+        sums = [attend_to_past(query, keys, values, decay, held_decay, power)]
         if self.kv is not None and self.normalizer is not None:
-            parts.append(query_state(query, decay, self.kv, self.normalizer, power))
-        for more, weights in parts:
-            numerator, denominator = numerator + more, denominator + weights
+            sums.append(query_state(query, decay, self.kv, self.normalizer, power))
+        for values_past, weights in sums:
+            numerator, denominator = numerator + values_past, denominator + weights
         self._put(key, value, decay)
         return divide(numerator, denominator, sequence.q.dtype)
 
     def _portable_extend(self, sequence: Sequence) -> None:
-        """Puts tokens into the window without asking anything."""
-        _, key = self._turn(sequence)
+        """Adds tokens to the window without computing their outputs."""
+        _, key = self._rotate(sequence)
         self._put(key, sequence.v.transpose(1, 2), self._decay_through(sequence))
 
     def _portable_fold(self) -> None:
-        """Folds the tokens into the state, made where there was none, and empties the window."""
+        """Folds the tokens into the state, which is created if there is none, and empties the window."""
         keys, values, decay = self._held(compute_dtype(self.values.dtype))
         self.kv, self.normalizer = update_state(
             keys, values, decay, self.kv, self.normalizer, self.power, in_place=True
@@ -116,7 +116,7 @@ class PortableWindow(TensorRecord):
         self.count.zero_()
 
     def _held(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys (b, n, s, d), values (b, n, s, e) and running sums (b, n, s, 1 or d/2) of what the window holds.
+        """Keys (b, n, s, d), values (b, n, s, e) and running sums (b, n, s, 1 or d/2) of the tokens in the window.
 
         Where a sequence holds fewer tokens than s, keys and values are zero, and the sum is that of its last token:
         such keys have no score, and nothing decays after the last token.
@@ -126,13 +126,13 @@ class PortableWindow(TensorRecord):
         return keys, values, torch.where(empty, self._decay_so_far(), self.decay[:, :, places])
 
     def _places(self) -> tuple[slice, Tensor]:
-        """Those to look at, and which of them hold nothing, (b, n, s, 1) bool."""
+        """The places to read, and which of them are empty, (b, n, s, 1) bool."""
         filled = self._filled()
-        slots = torch.arange(filled, device=self.count.device)
-        return slice(filled), (slots >= self.count.unsqueeze(-1)).unsqueeze(-1)
+        places = torch.arange(filled, device=self.count.device)
+        return slice(filled), (places >= self.count.unsqueeze(-1)).unsqueeze(-1)
 
     def _filled(self) -> int:
-        """How many places, from the first, have to be looked at; on a GPU all, since only the device knows."""
+        """How many places, from the first, to read: on a GPU all of them, since only the device knows the count."""
         if self.count.device.type != "cpu" or torch.compiler.is_compiling():
             return self.capacity
         return max(1, int(self.count.max()))
@@ -140,7 +140,7 @@ class PortableWindow(TensorRecord):
     def _decay_so_far(self) -> Tensor:
         """The running sum of log γ^(1/p) up to the last token in the window: (b, n, 1, 1 or d/2)."""
         places, empty = self._places()
-        # The last is the least, since none grows.
+        # The last one is the smallest, since log γ is never positive.
         return self.decay[:, :, places].masked_fill(empty, 0.0).amin(2, keepdim=True)
 
     def _decay_through(self, sequence: Sequence) -> Tensor:
@@ -150,8 +150,8 @@ class PortableWindow(TensorRecord):
             return so_far.expand(-1, -1, sequence.length, -1)
         return so_far + log_gate_root(sequence.log_gamma, self.power).cumsum(2)
 
-    def _turn(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
-        """Queries of unit length (b, n, g, t, d) and keys (b, n, t, d), turned; the phase moves on."""
+    def _rotate(self, sequence: Sequence) -> tuple[Tensor, Tensor]:
+        """Rotated queries of unit length (b, n, g, t, d) and keys (b, n, t, d). Advances the phase."""
         dtype = sequence.compute_dtype
         q = unit_length(sequence.q.to(dtype)).unflatten(2, (sequence.key_heads, sequence.group))
         k = sequence.k.to(dtype)
@@ -177,18 +177,18 @@ class PortableWindow(TensorRecord):
         exponents = running_key_exponents(torch.cat([keys, new], dim=2).transpose(1, 2), exponents, decays)
         exponents = exponents[:, -new.shape[2] :]
         if self.normalizer is not None:
-            # No further up than the features of a query have room for.
+            # Bounded, so that the features of a query do not overflow.
             exponents = exponents.clamp(min=least_exponent(keys.dtype) // self.power)
         return power_of_two(-exponents, keys.dtype).transpose(1, 2)[:, :, None, :, None]
 
     def _put(self, key: Tensor, value: Tensor, decay: Tensor) -> None:
-        """Writes tokens behind those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""
+        """Writes tokens after those in the window: (b, n, t, d), (b, n, t, e), (b, n, t, 1 or d/2)."""
         new = torch.arange(key.shape[2], device=key.device)
-        slots = (self.count.unsqueeze(-1) + new).unsqueeze(-1)  # (b, n, t, 1)
-        room = slots < self.capacity
-        slots = slots.clamp(max=self.capacity - 1)
+        position = (self.count.unsqueeze(-1) + new).unsqueeze(-1)  # (b, n, t, 1)
+        room = position < self.capacity
+        position = position.clamp(max=self.capacity - 1)
         for held, tokens in ((self.keys.mT, key), (self.values, value), (self.decay, decay)):
-            places = slots.expand(-1, -1, -1, held.shape[-1])
-            # As in the kernels, a token for which there is no room leaves what is there as it is.
+            places = position.expand(-1, -1, -1, held.shape[-1])
+            # As in the kernels, a token for which there is no room changes nothing.
             held.scatter_(2, places, torch.where(room, tokens.to(held.dtype), held.gather(2, places)))
         self.count.add_(key.shape[2]).clamp_(max=self.capacity)

@@ -1,6 +1,5 @@
-// A text with its tokens coloured by what one head did there. Blocks of tokens are made when they come into view.
+// The inspector: a text with its tokens coloured by the γ and β of one head. Blocks of tokens are made as they come into view.
 
-const data = pageData();
 const BLOCK_TOKENS = 400;
 const PROFILE_BINS = 160;
 const layers = data.layers.map(unpackLayer);
@@ -20,7 +19,7 @@ function unpackLayer(layer) {
   return { ...layer, forgetting: unpack(layer.forgetting), beta: unpack(layer.beta) };
 }
 
-/** −log γ: 0 for a head that keeps all. */
+/** −log γ: 0 for a head that forgets nothing. */
 function decay(layer, head, token) {
   return decayOf(layers[layer].forgetting[head * data.ids.length + token]);
 }
@@ -43,14 +42,14 @@ function formatHalfLife(tokens) {
   return tokens === Infinity ? "never forgets" : `${formatNumber(tokens)} ${data.unit}s`;
 }
 
-/** Near 1 the digits after the nines are what matters. */
+/** Close to 1, as 1 − (1 − γ), whose digits are the ones that matter. */
 function formatGamma(rate) {
   const lost = -Math.expm1(-rate);
   if (lost === 0) return "1";
   return lost < 1e-3 ? `1 − ${lost.toExponential(2)}` : String(Number(Math.exp(-rate).toPrecision(5)));
 }
 
-// --- what was chosen -----------------------------------------------------------------------------------------------
+// --- the chosen head -----------------------------------------------------------------------------------------------
 
 function chosen() {
   const layer = Number(byId("layer").value), head = Number(byId("head").value);
@@ -58,10 +57,10 @@ function chosen() {
 }
 
 function available(layer) {
-  return { forgetting: layers[layer].forgetting !== null, turning: layers[layer].beta !== null };
+  return { forgetting: layers[layer].forgetting !== null, rotation: layers[layer].beta !== null };
 }
 
-/** Decays that show as none and as all: the fifth and 95th percentile, of this head or of all. */
+/** Ends of the colour scale, as log(−log γ): the 5th and the 95th percentile, of this head or of all heads. */
 function decayScale(layer, head) {
   const heads = byId("same-scale").checked
     ? layers.flatMap((one, l) => (one.forgetting ? [...Array(one.heads).keys()].map((h) => [l, h]) : []))
@@ -115,7 +114,7 @@ function makeBlocks() {
   starts.forEach((start, n) => {
     const element = make("div", { class: "block", "data-block": n });
     const stop = starts[n + 1] ?? data.texts.length;
-    // Room for text to come, so that the page does not jump.
+    // The expected height, so that the page does not jump when tokens are added.
     element.style.minHeight = `${Math.max(1, Math.round((stop - start) / 25))}em`;
     blocks.push({ element, start, stop, tokens: null, painted: null, near: false });
     host.append(element);
@@ -150,12 +149,12 @@ function paint(block) {
       const part = rate === 0 ? 0 : (Math.log(rate) - low) / (high - low);
       element.style.setProperty("--forgot", Math.min(1, Math.max(0, part)).toFixed(3));
     } else element.style.setProperty("--forgot", 0);
-    if (shows.turning) {
-      const turn = beta(layer, head, n) - 1;
-      element.style.setProperty("--turned", Math.min(1, Math.abs(turn)).toFixed(3));
-      element.classList.toggle("more", turn > 0);
-      element.classList.toggle("less", turn <= 0);
-    } else element.style.setProperty("--turned", 0);
+    if (shows.rotation) {
+      const excess = beta(layer, head, n) - 1;
+      element.style.setProperty("--rotated", Math.min(1, Math.abs(excess)).toFixed(3));
+      element.classList.toggle("more", excess > 0);
+      element.classList.toggle("less", excess <= 0);
+    } else element.style.setProperty("--rotated", 0);
   });
 }
 
@@ -165,12 +164,12 @@ function repaint() {
   const { layer, head, quantity } = chosen();
   const has = available(layer);
   const shows = {
-    forgetting: has.forgetting && quantity !== "turning",
-    turning: has.turning && quantity !== "forgetting",
+    forgetting: has.forgetting && quantity !== "rotation",
+    rotation: has.rotation && quantity !== "forgetting",
   };
   const [low, high] = has.forgetting ? decayScale(layer, head) : [0, 1];
   Object.assign(painting, { version: painting.version + 1, layer, head, low, high, shows });
-  byId("text").classList.toggle("turning", quantity === "turning");
+  byId("text").classList.toggle("rotation", quantity === "rotation");
   byId("text").classList.toggle("both", quantity === "both");
   for (const block of blocks) if (block.near) paint(block);
   drawScale(low, high, shows, quantity);
@@ -189,9 +188,9 @@ function drawScale(low, high, shows, quantity) {
   if (shows.forgetting) {
     parts.push(make("span", {}, words(`half-life ${formatHalfLife(halfLife(Math.exp(low)))} or more`), ramp("--forget"), words(`${formatHalfLife(halfLife(Math.exp(high)))} or less`)));
   }
-  if (shows.turning) {
+  if (shows.rotation) {
     const how = quantity === "both" ? "underline: " : "";
-    parts.push(make("span", {}, words(`${how}stands still, β = 0`), ramp("--turn-less", true), words("fixed rate, 1"), ramp("--turn-more"), words("twice as fast, 2")));
+    parts.push(make("span", {}, words(`${how}no rotation, β = 0`), ramp("--rotate-less", true), words("fixed rate, 1"), ramp("--rotate-more"), words("twice the rate, 2")));
   }
   byId("scale").replaceChildren(...parts);
 }
@@ -205,7 +204,7 @@ function describe(n) {
     const rate = decay(layer, head, n);
     rows.push(["γ", formatGamma(rate)], ["half-life", formatHalfLife(halfLife(rate))]);
   }
-  if (has.turning) rows.push(["β", beta(layer, head, n).toFixed(4)]);
+  if (has.rotation) rows.push(["β", beta(layer, head, n).toFixed(4)]);
   return [
     make("strong", {}, text),
     make("table", {}, rows.map(([name, value]) => make("tr", {}, make("td", {}, name), make("td", { class: "number" }, value)))),
@@ -217,98 +216,74 @@ function describe(n) {
 /** Which of the two the overview is about: what the colours show, forgetting first. */
 function overviewOf(layer) {
   const has = available(layer);
-  return byId("quantity").value === "turning" && has.turning ? "turning" : has.forgetting ? "forgetting" : "turning";
+  return byId("quantity").value === "rotation" && has.rotation ? "rotation" : has.forgetting ? "forgetting" : "rotation";
 }
 
-const medians = { forgetting: null, turning: null };
+const tables = {};
 
-/** Per layer and head: the median half-life, or the mean β. */
+/** Per layer and head: the median half-life, or the mean β. The boundary before the text does not count. */
 function tableOf(kind) {
-  if (medians[kind]) return medians[kind];
-  // Codes are in the order of what they stand for, and equal steps of β: numbers are made of few of them. The boundary
-  // before the text does not count.
-  const ofHead = (codes, h) => codes.slice(h * data.ids.length + 1, (h + 1) * data.ids.length);
-  medians[kind] = layers.map((layer) => [...Array(layer.heads).keys()].map((h) => {
-    if (kind === "forgetting") {
-      if (!layer.forgetting) return null;
-      const sorted = ofHead(layer.forgetting, h).sort();
-      const life = halfLife(decayOf(sorted[sorted.length >> 1]));
-      return life === Infinity ? null : life;
-    }
-    if (!layer.beta) return null;
-    const codes = ofHead(layer.beta, h);
-    return ((codes.reduce((sum, code) => sum + code, 0) / codes.length) / 65535) * 2;
-  }));
-  return medians[kind];
+  const codes = (packed, h) => packed.slice(h * data.ids.length + 1, (h + 1) * data.ids.length);
+  const medianHalfLife = (packed, h) => {
+    // A larger code is a faster decay, so that the median of codes is that of half-lives.
+    const sorted = codes(packed, h).sort();
+    const life = halfLife(decayOf(sorted[sorted.length >> 1]));
+    return life === Infinity ? null : life;
+  };
+  const meanBeta = (packed, h) => (codes(packed, h).reduce((sum, code) => sum + code, 0) / (data.ids.length - 1) / 65535) * 2;
+  const [field, number] = kind === "forgetting" ? ["forgetting", medianHalfLife] : ["beta", meanBeta];
+  tables[kind] ??= layers.map((layer) => [...Array(layer.heads).keys()].map((h) => (layer[field] ? number(layer[field], h) : null)));
+  return tables[kind];
 }
 
 function drawOverview() {
   const { layer, head } = chosen();
   const kind = overviewOf(layer);
-  const values = tableOf(kind);
   const name = kind === "forgetting" ? `median half-life (${data.unit}s)` : "mean β";
   byId("map-title").textContent = `All heads: ${name}. Click to choose.`;
-  const columns = [...Array(Math.max(...layers.map((one) => one.heads))).keys()];
   drawHeatMap(byId("map"), {
-    label: `${name} by layer and head`, rows: layers.map((_, n) => n), columns, values, rowTitle: "layer", columnTitle: "head",
-    ...(kind === "forgetting" ? { log: true } : { ramp: "aroundOne", domain: [0, 2] }),
+    label: `${name} by layer and head`, rowTitle: "layer", columnTitle: "head", values: tableOf(kind),
+    columns: [...Array(Math.max(...layers.map((one) => one.heads))).keys()],
+    ...(kind === "forgetting" ? { log: true } : { aroundOne: true, domain: [0, 2] }),
     describe: (r, c, value) => `layer ${r}, head ${c}: ${value === null ? (kind === "forgetting" ? "never forgets" : "no β") : `${name} ${formatNumber(value)}`}`,
     picked: [layer, head],
-    pick: (r, c) => choose(r, c),
+    pick: choose,
   });
   drawProfile(kind);
 }
 
-/** The chosen head over the whole text, in ranges; a click goes there. */
+/** The chosen head over the whole text, averaged over ranges of tokens; a click scrolls there. */
 function drawProfile(kind) {
   const { layer, head } = chosen();
-  const host = byId("profile");
-  const width = Math.max(260, host.clientWidth), height = 150, left = 56, bottom = 22, top = 8;
   const count = data.ids.length - 1;
   const size = Math.max(1, Math.ceil(count / PROFILE_BINS));
-  const points = [];
+  const bins = [];
   for (let start = 1; start <= count; start += size) {
-    const tokens = [...Array(Math.min(size, count + 1 - start)).keys()].map((k) => start + k);
-    const mean = (f) => tokens.reduce((sum, t) => sum + f(t), 0) / tokens.length;
-    points.push({ start, y: kind === "forgetting" ? mean((t) => decay(layer, head, t)) : mean((t) => beta(layer, head, t)) });
+    const stop = Math.min(count + 1, start + size);
+    let sum = 0;
+    for (let t = start; t < stop; t++) sum += kind === "forgetting" ? decay(layer, head, t) : beta(layer, head, t);
+    const mean = sum / (stop - start);
+    bins.push({ start, last: stop - 1, y: kind === "forgetting" ? halfLife(mean) : mean });
   }
-  const shown = kind === "forgetting" ? points.filter((point) => point.y > 0) : points;
-  const value = kind === "forgetting" ? (point) => -Math.log(halfLife(point.y)) : (point) => point.y;
-  const ys = shown.map(value);
-  let [low, high] = kind === "forgetting" ? [Math.min(...ys), Math.max(...ys)] : [0, 2];
-  if (!(high > low)) [low, high] = [low - 1, low + 1];
-  const x = (token) => left + ((token - 1) / Math.max(1, count)) * (width - left - 6);
-  const y = (v) => height - bottom - ((v - low) / (high - low)) * (height - bottom - top);
+  const shown = bins.filter((bin) => Number.isFinite(bin.y));
   const label = kind === "forgetting" ? `half-life over the text (${data.unit}s); up is forgetting more` : "β over the text";
   byId("profile-title").textContent = `Layer ${layer}, head ${head}: ${label}. Click to go there.`;
-  const svg = makeSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label, style: "cursor: pointer" });
-  const ticks = kind === "forgetting" ? [low, (low + high) / 2, high] : [0, 1, 2];
-  for (const tick of ticks) {
-    const text = kind === "forgetting" ? formatNumber(Number(Math.exp(-tick).toPrecision(2))) : String(tick);
-    svg.append(
-      makeSvg("line", { class: "gridline", x1: left, x2: width - 6, y1: y(tick), y2: y(tick) }),
-      makeSvg("text", { class: "tick", x: left - 6, y: y(tick) + 4, "text-anchor": "end" }, text),
-    );
-  }
-  const path = shown.map((point) => {
-    const end = Math.min(count + 1, point.start + size);
-    return `${x(point.start).toFixed(1)},${y(value(point)).toFixed(1)}H${x(end).toFixed(1)}`;
+  const range = ({ start, last }) => (start === last ? formatNumber(start) : `${formatNumber(start)} to ${formatNumber(last)}`);
+  const number = ({ y }) => (kind === "forgetting" ? `half-life ${formatHalfLife(y)}` : `β ${y.toFixed(4)}`);
+  drawPlot(byId("profile"), {
+    label,
+    traces: [{
+      type: "scatter", mode: "lines", x: shown.map((bin) => bin.start), y: shown.map((bin) => bin.y), visible: true,
+      line: { shape: "hv", width: 2, color: colour(kind === "forgetting" ? "forget" : "rotate-more") },
+      customdata: shown.map((bin) => `${data.unit} ${range(bin)}: ${number(bin)}`), hovertemplate: "%{customdata}<extra></extra>",
+    }],
+    layout: {
+      hovermode: "x", showlegend: false, uirevision: `${kind} ${layer} ${head}`,
+      xaxis: { title: { text: data.unit }, showspikes: true, spikemode: "across", spikethickness: 1 },
+      yaxis: kind === "forgetting" ? { type: "log", autorange: "reversed", nticks: 5 } : { range: [0, 2], dtick: 1 },
+    },
+    on: { click: (event) => goTo(event.points[0].x) },
   });
-  svg.append(
-    makeSvg("path", { class: "line", d: path.length ? `M${path.join("L")}` : "", style: `stroke: var(${kind === "forgetting" ? "--forget" : "--turn-more"})` }),
-    makeSvg("text", { class: "axis-label", x: left, y: height - 5 }, `${data.unit} 1`),
-    makeSvg("text", { class: "axis-label", x: width - 6, y: height - 5, "text-anchor": "end" }, formatNumber(count)),
-  );
-  const tokenAt = (event) => {
-    const box = svg.getBoundingClientRect();
-    const at = (((event.clientX - box.left) / box.width) * width - left) / (width - left - 6);
-    return Math.min(count, Math.max(1, Math.round(1 + at * count)));
-  };
-  svg.addEventListener("pointermove", (event) => tooltip.show(event, ...describe(tokenAt(event))));
-  svg.addEventListener("pointerleave", () => tooltip.hide());
-  svg.addEventListener("click", (event) => goTo(tokenAt(event)));
-  host.classList.add("heat");
-  host.replaceChildren(svg);
 }
 
 function goTo(token) {
@@ -345,18 +320,18 @@ function start() {
   const tokens = formatNumber(data.ids.length - 1);
   byId("summary").textContent = `${tokens} ${data.unit}s, ${layers.length} layers of ${Math.max(...layers.map((one) => one.heads))} heads. Point at a ${data.unit} for its numbers.`;
   const notes = [];
-  if (data.leftOut) notes.push(`The text goes on for ${formatNumber(data.leftOut)} ${data.unit}s that are not shown; sympow inspect --tokens shows more.`);
-  if (layers.some((layer) => layer.pairs)) notes.push("Gates or rotations of this model act on pairs of a head; shown is the mean over pairs, of log γ and of β.");
-  if (notes.length) byId("notes").append(make("div", { class: "notes" }, make("ul", {}, notes.map((note) => make("li", {}, note)))));
+  if (data.leftOut) notes.push(`The text continues for ${formatNumber(data.leftOut)} ${data.unit}s that are not shown; sympow inspect --tokens shows more.`);
+  if (layers.some((layer) => layer.pairs)) notes.push("Gates or rotations of this model act on pairs of a head's dimensions; the page shows the mean over pairs of log γ and of β.");
+  showNotes(notes);
 
   byId("layer").append(...layers.map((layer, n) => option(n, n, false)));
-  const forgets = layers.some((layer) => layer.forgetting), turns = layers.some((layer) => layer.beta);
-  for (const [value, there] of [["both", forgets && turns], ["forgetting", forgets], ["turning", turns]]) {
+  const forgets = layers.some((layer) => layer.forgetting), rotates = layers.some((layer) => layer.beta);
+  for (const [value, there] of [["both", forgets && rotates], ["forgetting", forgets], ["rotation", rotates]]) {
     byId("quantity").querySelector(`[value=${value}]`).disabled = !there;
   }
-  byId("quantity").value = forgets && turns ? "both" : forgets ? "forgetting" : "turning";
+  byId("quantity").value = forgets && rotates ? "both" : forgets ? "forgetting" : "rotation";
   fillHeads();
-  startTheme(byId("theme"));
+  startTheme(drawOverview);
   byId("layer").addEventListener("input", () => (fillHeads(), redraw()));
   for (const id of ["head", "quantity", "same-scale"]) byId(id).addEventListener("input", redraw);
 
@@ -367,16 +342,10 @@ function start() {
     else tooltip.hide();
   });
   text.addEventListener("pointerleave", () => tooltip.hide());
-  // On paper all of it is in view.
+  // On paper all blocks are in view.
   addEventListener("beforeprint", () => blocks.forEach(paint));
   makeBlocks();
   redraw();
-  let width = byId("profile").clientWidth;
-  new ResizeObserver(() => {
-    if (byId("profile").clientWidth === width) return;
-    width = byId("profile").clientWidth;
-    drawProfile(overviewOf(chosen().layer));
-  }).observe(byId("profile"));
 }
 
 start();

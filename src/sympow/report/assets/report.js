@@ -1,7 +1,6 @@
-// The report: reads the data once, keeps what the reader chose in `state`, and draws sections from both.
+// The report: what the reader chose is in `state` and in the controls; every section is drawn from that and the data.
 
-const data = pageData();
-const series = data.series.map((style, place) => ({ ...style, place, colour: `var(--series-${place})` }));
+const series = data.series.map((style, place) => ({ ...style, place }));
 const state = {
   words: [],
   hidden: new Set(),
@@ -17,153 +16,263 @@ function describeForFilter(run) {
   return [run.name, series[group.series].label, power, ...settings].join(" ").toLowerCase();
 }
 
-// --- what is shown -------------------------------------------------------------------------------------------------
-
-/** A word like name=value must be all of a setting; any other must occur somewhere. */
+/** A word of the form name=value must equal a setting; any other word must occur somewhere. */
 function matches(run) {
   return state.words.every((word) => (word.includes("=") ? ` ${run.haystack} `.includes(` ${word} `) : run.haystack.includes(word)));
 }
 
-/** Runs of a group that pass the filter, or none if its series is hidden. */
-function shownRuns(groupIndex) {
-  const group = data.groups[groupIndex];
-  if (state.hidden.has(group.series)) return [];
-  return data.runs.filter((run) => run.group === groupIndex && matches(run));
+function isHidden(run) {
+  return state.hidden.has(data.groups[run.group].series);
 }
 
-function seriesOf(groups) {
-  const present = new Set(groups.filter((n) => data.runs.some((run) => run.group === n && matches(run))).map((n) => data.groups[n].series));
-  return series.filter((style) => present.has(style.place));
+function join(...parts) {
+  return parts.filter(Boolean).join(", ");
 }
 
-/** A section's legend and panels; panels are reused, so that a zoom survives. */
-function drawPanels(section, panels, groups, why) {
-  const legend = section.querySelector(".legend");
-  if (legend) drawLegend(legend, seriesOf(groups), state.hidden, drawAll);
-  const host = section.querySelector(".panels");
-  if (!panels.length) return void host.replaceChildren(make("p", { class: "empty" }, why));
-  host.querySelectorAll(".empty").forEach((element) => element.remove());
-  while (host.children.length > panels.length) host.lastElementChild.remove();
-  while (host.children.length < panels.length) host.append(make("figure", {}, make("figcaption", {}), make("div", {})));
-  panels.forEach(({ title, draw }, n) => {
-    host.children[n].querySelector("figcaption").textContent = title;
-    draw(host.children[n].lastElementChild);
+// --- numbers over steps and seeds ------------------------------------------------------------------------------------
+
+/** Means over the steps within a window around each point. Near the beginning, where curves are steep, the window is
+    narrower, so that it stays centred; at the end it is cut off. */
+function smooth(steps, values, counts, window) {
+  if (!(window > 0)) return values;
+  let low = 0, high = 0, weight = 0, total = 0;
+  const add = (n, sign) => {
+    const count = sign * (counts ? counts[n] : 1);
+    weight += count;
+    total += count * values[n];
+  };
+  return steps.map((step) => {
+    const reach = Math.min(window / 2, step - steps[0]);
+    while (high < steps.length && steps[high] <= step + reach) add(high++, 1);
+    while (steps[low] < step - reach) add(low++, -1);
+    return total / weight;
   });
 }
 
-const NOTHING = "No run that is shown has this. Show more series, or clear the filter.";
-
-// --- final loss and speed against training context -----------------------------------------------------------------
-
-function againstContext(groups, numberOf) {
-  const lines = new Map();
-  for (const index of groups) {
-    const found = spread(shownRuns(index).map(numberOf));
-    if (!found) continue;
-    const { series: place, context } = data.groups[index];
-    if (!lines.has(place)) lines.set(place, []);
-    lines.get(place).push({ x: context, y: found.mean, low: found.low, high: found.high, count: found.count });
-  }
-  // A little apart, so that bars do not hide each other.
-  return [...lines].map(([place, points], n) => ({
-    shift: 5 * (n - (lines.size - 1) / 2),
-    style: series[place], name: series[place].label, markers: true, whiskers: true, points: points.sort((a, b) => a.x - b.x),
-  }));
+/** Mean, lowest and highest of the numbers that are there; null if there are none. */
+function spread(numbers) {
+  const known = numbers.filter((x) => x !== null && x !== undefined);
+  if (!known.length) return null;
+  return { y: known.reduce((a, b) => a + b, 0) / known.length, low: Math.min(...known), high: Math.max(...known), count: known.length };
 }
 
-function drawAgainstContext(id, numberOf, y, tables) {
-  const panels = data.panels
-    .map((panel) => ({ title: panel.title, lines: againstContext(panel.groups, numberOf) }))
-    .filter((panel) => panel.lines.length);
-  // The same range in all panels, to compare them.
-  const values = panels.flatMap((panel) => panel.lines.flatMap((line) => line.points.flatMap((point) => [point.low, point.high])));
-  const domain = values.length ? [Math.min(...values), Math.max(...values)] : null;
-  const contexts = [...new Set(data.groups.map((group) => group.context))].sort((a, b) => a - b);
-  const groups = data.groups.map((_, n) => n);
-  drawPanels(byId(id), panels.map((panel) => ({
+/** At every x that all curves (arrays of [x, y]) share: {x, y, low, high, count}. */
+function meanAndRange(curves) {
+  const found = new Map();
+  for (const [x, y] of curves.flat()) found.set(x, [...(found.get(x) ?? []), y]);
+  const shared = [...found].filter(([, ys]) => ys.length === curves.length);
+  return shared.map(([x, ys]) => ({ x, ...spread(ys) })).sort((a, b) => a.x - b.x);
+}
+
+/** The piecewise linear function through (xs, ys), constant beyond its ends. */
+function interpolate(xs, ys, x) {
+  const next = xs.findIndex((at) => at >= x);
+  if (next < 1) return ys[next === 0 ? 0 : ys.length - 1];
+  return ys[next - 1] + ((ys[next] - ys[next - 1]) * (x - xs[next - 1])) / (xs[next] - xs[next - 1]);
+}
+
+// --- panels of lines -------------------------------------------------------------------------------------------------
+
+const NOTHING = "No run that passes the filter has this.";
+const PLOTLY_MARKERS = { circle: "circle", square: "square", diamond: "diamond", triangle: "triangle-up", cross: "x", star: "star" };
+
+/** One line for each group of runs, with the points {x, y, low, high, count, early} that `joined` makes of all seeds' curves. */
+function linesOf(groups, curveOf, joined = meanAndRange) {
+  return groups.flatMap((index) => {
+    const curves = data.runs.filter((run) => run.group === index && matches(run)).map(curveOf).filter((curve) => curve?.length);
+    return curves.length ? [{ style: series[data.groups[index].series], points: joined(curves), curves }] : [];
+  });
+}
+
+/** A panel for each power and training context, of what `lines(groups)` finds there. */
+function panelsByContext(title, lines) {
+  return data.panels.flatMap((panel) => {
+    const contexts = [...new Set(panel.groups.map((n) => data.groups[n].context))].sort((a, b) => a - b);
+    return contexts.map((context) => ({
+      title: join(panel.title, `${title} ${formatNumber(context)}`), context,
+      lines: lines(panel.groups.filter((n) => data.groups[n].context === context)),
+    }));
+  }).filter((panel) => panel.lines.length);
+}
+
+/** Shows panels {title, draw(host)} in a section. Hosts are reused, so that a zoom is kept. */
+function showPanels(section, panels, why) {
+  const host = section.querySelector(".panels");
+  const figures = [...host.querySelectorAll("figure")];
+  figures.slice(panels.length).forEach((figure) => Plotly.purge(figure.lastElementChild));
+  while (figures.length < panels.length) figures.push(make("figure", {}, make("figcaption", {}), make("div", {})));
+  const shown = panels.length ? figures.slice(0, panels.length) : [make("p", { class: "empty" }, why)];
+  // Nodes that stay where they are keep the focus.
+  if (shown.length !== host.children.length || shown[0] !== host.firstElementChild) host.replaceChildren(...shown);
+  panels.forEach(({ title, draw }, n) => {
+    figures[n].firstElementChild.textContent = title;
+    draw(figures[n].lastElementChild);
+  });
+}
+
+/** Panels of lines, whose axes are given as Plotly takes them; `look`: {markers, whiskers, seeds (a line for each), mark (the training context)}. */
+function showLines(section, panels, { x, y, look = {}, key, why = NOTHING }) {
+  showPanels(section, panels.map((panel) => ({
     title: panel.title || "All runs",
     draw: (host) => drawPlot(host, {
-      label: `${y.label} against training context, ${panel.title}`,
-      x: { label: `training context (${data.unit}s)`, log: true, base: 2, ticks: contexts },
-      y: { ...y, domain },
-      lines: panel.lines,
-      key: y.label,
+      label: `${y.title.text} against ${x.title.text}, ${panel.title}`,
+      traces: panel.lines.flatMap((line) => traces(line, look)),
+      layout: {
+        xaxis: { ...x, hoverformat: ",.7~r", unifiedhovertitle: { text: `${x.title.text}: %{x}` } }, yaxis: { ...y, ...panel.y },
+        hovermode: "x unified", hoversort: "value descending", showlegend: true, uirevision: key + panel.title,
+        shapes: look.mark ? [trainingContext(panel.context)] : [],
+      },
+      on: { legendclick: toggleSeries, legenddoubleclick: showAlone },
     }),
-  })), groups, data.runs.some((run) => numberOf(run) !== null) ? NOTHING : "No run has these numbers yet.");
-  if (tables) byId(id).querySelector(".numbers").replaceChildren(numbersTable(panels, "training context"));
+  })), why);
+}
+
+function traces({ style, points, curves }, look) {
+  const ink = colour(`series-${style.place}`);
+  const shared = {
+    name: plain(style.label), legendgroup: String(style.place), visible: state.hidden.has(style.place) ? "legendonly" : true,
+    x: points.map((point) => point.x), type: "scatter",
+  };
+  const line = { color: ink, width: 2, dash: style.dash.length ? style.dash.map((n) => `${n}px`).join(",") : "solid" };
+  const silent = { ...shared, mode: "lines", showlegend: false, hoverinfo: "skip" };
+  const ranged = points.some((point) => point.high > point.low);
+  const found = !look.seeds ? [] : curves.map((seed) => ({
+    ...silent, kind: "seed", x: seed.map((point) => point.x), y: seed.map((point) => point.y), line: { ...line, width: 1 }, opacity: 0.55,
+  }));
+  if (ranged && !look.whiskers && !look.seeds) {
+    const back = [...points].reverse();
+    found.push({
+      ...silent, kind: "range", x: [...points, ...back].map((point) => point.x), line: { width: 0 }, fill: "toself",
+      y: [...points.map((point) => point.high), ...back.map((point) => point.low)], fillcolor: colour(`series-${style.place}`, 0.18),
+    });
+  }
+  found.push({
+    ...shared, kind: "mean", y: points.map((point) => point.y), line, mode: look.markers || points.length === 1 ? "lines+markers" : "lines",
+    marker: { color: ink, size: 8, symbol: PLOTLY_MARKERS[style.marker] }, customdata: points.map(describePoint), hovertemplate: "%{customdata}",
+    error_y: {
+      visible: Boolean(ranged && look.whiskers), type: "data", symmetric: false, thickness: 1.5, width: 4,
+      array: points.map((point) => point.high - point.y), arrayminus: points.map((point) => point.y - point.low),
+    },
+  });
+  return found;
+}
+
+function describePoint({ y, low, high, count }) {
+  return count > 1 ? `${formatNumber(y)}  (${formatNumber(low)} to ${formatNumber(high)}, ${count} seeds)` : formatNumber(y);
+}
+
+function trainingContext(x) {
+  const color = colour("mark");
+  return {
+    type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color, width: 1, dash: "dash" },
+    label: { text: "training context", textangle: 0, textposition: "end", xanchor: "right", yanchor: "top", font: { color, size: 11 } },
+  };
+}
+
+/** Legends act on the whole page, not only on their own panel. A double click is two of these calls and then `showAlone`. */
+function toggleSeries(event) {
+  const place = Number(event.data[event.curveNumber].legendgroup);
+  if (!state.hidden.delete(place)) state.hidden.add(place);
+  drawSoon();
+  return false;
+}
+
+function showAlone(event) {
+  const place = Number(event.data[event.curveNumber].legendgroup);
+  const others = series.filter((style) => style.place !== place).map((style) => style.place);
+  const alone = !state.hidden.has(place) && others.every((other) => state.hidden.has(other));
+  state.hidden = new Set(alone ? [] : others);
+  drawSoon();
+  return false;
+}
+
+function shownLines(lines) {
+  return lines.filter((line) => !state.hidden.has(line.style.place));
+}
+
+/** A vertical axis that spans what is shown of these lines, without the first steps. Plotly applies it until a zoom. */
+function rangeOf(lines, { log = false, fromZero = false } = {}) {
+  const points = shownLines(lines).flatMap((line) => line.points.filter((point) => !point.early));
+  const values = points.flatMap((point) => [point.low, point.high]).filter((y) => !log || y > 0);
+  if (!values.length) return {};
+  // As Plotly's ranges are, of logarithms on a logarithmic axis.
+  const [low, high] = [Math.min(...values), Math.max(...values)].map((y) => (log ? Math.log10(y) : y));
+  const room = 0.05 * (high - low) || 0.05 * Math.abs(high) || 1;
+  const [minallowed, maxallowed] = [fromZero ? Math.min(0, low) : low - room, high + room];
+  return { autorangeoptions: { minallowed, maxallowed } };
 }
 
 function numbersTable(panels, across) {
-  const columns = [...new Set(panels.flatMap((panel) => panel.lines.flatMap((line) => line.points.map((point) => point.x))))].sort((a, b) => a - b);
-  const rows = panels.flatMap((panel) => panel.lines.map((line) =>
-    make("tr", {}, make("td", {}, panel.title), make("td", {}, line.name), columns.map((column) => {
-      const point = line.points.find((candidate) => candidate.x === column);
-      const range = point && point.count > 1 ? `${formatNumber(point.low)} to ${formatNumber(point.high)}, ${point.count} seeds` : false;
-      return make("td", { class: "number", title: range }, point ? formatNumber(point.y) : "");
-    }))));
+  const shown = panels.flatMap((panel) => shownLines(panel.lines).map((line) => ({ ...line, title: panel.title })));
+  const columns = [...new Set(shown.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
+  const rows = shown.map(({ style, points, title }) =>
+    make("tr", {}, make("td", {}, title), make("td", {}, style.label), columns.map((column) => {
+      const point = points.find((candidate) => candidate.x === column);
+      return make("td", { class: "number", title: point?.count > 1 && describePoint(point) }, point ? formatNumber(point.y) : "");
+    })));
   return make("table", { class: "data" },
-    make("thead", {}, make("tr", {}, make("th", {}, ""), make("th", {}, across), columns.map((column) => make("th", { class: "number" }, formatNumber(column))))),
+    make("thead", {}, make("tr", {}, make("th", {}), make("th", {}, across), columns.map((column) => make("th", { class: "number" }, formatNumber(column))))),
     make("tbody", {}, rows));
+}
+
+// --- final loss and speed against training context -------------------------------------------------------------------
+
+function drawAgainstContext(id, numberOf, text, options) {
+  const panels = data.panels.map((panel) => {
+    const found = linesOf(panel.groups, (run) => (numberOf(run) === null ? null : [[data.groups[run.group].context, numberOf(run)]]));
+    // One line for each series: its points are groups.
+    const lines = [...new Set(found.map((line) => line.style))].map((style) => ({
+      style, points: found.filter((line) => line.style === style).flatMap((line) => line.points).sort((a, b) => a.x - b.x),
+    }));
+    return { title: panel.title, lines };
+  }).filter((panel) => panel.lines.length);
+  const contexts = [...new Set(data.groups.map((group) => group.context))].sort((a, b) => a - b);
+  showLines(byId(id), panels, {
+    x: { title: { text: `training context (${data.unit}s)` }, type: "log", tickvals: contexts, ticktext: contexts.map((n) => formatNumber(n)) },
+    // The same range in all panels, to compare them.
+    y: { title: { text }, ...rangeOf(panels.flatMap((panel) => panel.lines), options) },
+    look: { markers: true, whiskers: true },
+    key: text,
+    why: data.runs.some((run) => numberOf(run) !== null) ? NOTHING : "No run has these numbers yet.",
+  });
+  byId(id).querySelector(".numbers")?.replaceChildren(numbersTable(panels, "training context"));
 }
 
 function drawFinal() {
   const kind = byId("final-kind").value;
-  const label = kind === "finalLoss" ? data.metrics.loss : `held-out loss (nats per ${data.unit})`;
-  drawAgainstContext("final", (run) => (run.finished ? run[kind] : null), { label }, true);
+  const text = kind === "finalLoss" ? data.metrics.loss : `held-out loss (nats per ${data.unit})`;
+  drawAgainstContext("final", (run) => (run.finished ? run[kind] : null), text);
 }
 
 function drawSpeed() {
-  drawAgainstContext("speed", (run) => run.speed, { label: `${data.unit}s per second`, fromZero: true }, false);
+  drawAgainstContext("speed", (run) => run.speed, `${data.unit}s per second`, { fromZero: true });
 }
 
-// --- loss beyond the training context ------------------------------------------------------------------------------
+// --- loss beyond the training context --------------------------------------------------------------------------------
 
 function drawBeyond() {
   const kind = byId("beyond-kind").value;
-  const label = kind === "byContext" ? `average loss (nats per ${data.unit})` : `loss (nats per ${data.unit})`;
   const across = kind === "byContext" ? `evaluation context (${data.unit}s)` : `position (${data.unit}s)`;
-  const panels = [];
-  for (const panel of data.panels) {
-    for (const context of contextsOf(panel.groups)) {
-      const lines = [];
-      for (const index of panel.groups.filter((n) => data.groups[n].context === context)) {
-        const curves = shownRuns(index).map((run) => run.evaluation?.[kind]).filter((curve) => curve?.length);
-        const style = series[data.groups[index].series];
-        if (curves.length) lines.push({ style, name: style.label, points: meanAndRange(curves), markers: kind === "byContext" });
-      }
-      if (lines.length) panels.push({ title: join(panel.title, `trained at ${formatNumber(context)}`), context, lines });
-    }
-  }
-  const evaluated = data.runs.some((run) => run.evaluation);
-  const groups = data.groups.map((_, n) => n).filter((n) => data.runs.some((run) => run.group === n && run.evaluation));
-  drawPanels(byId("beyond"), panels.map((panel) => ({
-    title: panel.title,
-    draw: (host) => drawPlot(host, {
-      label: `${label} against ${across}, ${panel.title}`,
-      x: { label: across, log: true, base: 2 },
-      y: { label, log: byId("beyond-log").checked },
-      lines: panel.lines,
-      marks: [{ x: panel.context, label: "training context" }],
-      key: kind + byId("beyond-log").checked + panel.title,
-    }),
-  })), groups, evaluated ? NOTHING : "No evaluation was found. Make one with: sympow evaluate RUN/model --out RUN");
+  const panels = panelsByContext("trained at", (groups) => linesOf(groups, (run) => run.evaluation?.[kind]));
+  showLines(byId("beyond"), panels, {
+    x: { title: { text: across }, type: "log" },
+    y: { title: { text: `${kind === "byContext" ? "average loss" : "loss"} (nats per ${data.unit})` }, type: byId("beyond-log").checked ? "log" : "linear" },
+    look: { markers: kind === "byContext", mark: true },
+    key: kind + byId("beyond-log").checked,
+    why: data.runs.some((run) => run.evaluation) ? NOTHING : "No evaluation was found. Make one with: sympow evaluate RUN/model --out RUN",
+  });
   byId("beyond").querySelector(".numbers").replaceChildren(numbersTable(panels, across));
 }
 
-// --- what the state holds ------------------------------------------------------------------------------------------
+// --- what the state holds --------------------------------------------------------------------------------------------
 
-function hasProbes(run) {
-  return Boolean(run.evaluation?.recall.length || run.evaluation?.passkey.length);
-}
-
-/** Choices: a number of pairs to recall, or the key. */
+/** Choices: a number of pairs to recall, or the passkey. */
 function fillProbes() {
   const pairs = new Set(data.runs.flatMap((run) => run.evaluation?.recall ?? []).map((point) => point.pairs));
   const choices = [...pairs].sort((a, b) => a - b).map((n) => option(n, `associative recall of ${n} ${n === 1 ? "pair" : "pairs"}`));
   if (data.runs.some((run) => run.evaluation?.passkey.length)) choices.push(option("passkey", "passkey"));
   byId("probe").append(...choices);
-  const there = choices.length > 0;
-  byId("probes").hidden = document.querySelector("a[href='#probes']").hidden = !there;
+  byId("probes").hidden = document.querySelector("a[href='#probes']").hidden = !choices.length;
 }
 
 /** [[distance, number]] of a run. */
@@ -176,51 +285,24 @@ function probeCurve(run, probe) {
 
 function drawProbes() {
   const probe = byId("probe").value;
-  const label = probe === "passkey" ? "gained by being told (nats per key)" : "share recalled";
-  const panels = [];
-  for (const panel of data.panels) {
-    for (const context of contextsOf(panel.groups)) {
-      const lines = [];
-      for (const index of panel.groups.filter((n) => data.groups[n].context === context)) {
-        const curves = shownRuns(index).map((run) => probeCurve(run, probe)).filter((curve) => curve.length);
-        const style = series[data.groups[index].series];
-        if (curves.length) lines.push({ style, name: style.label, points: meanAndRange(curves), markers: true });
-      }
-      if (lines.length) panels.push({ title: join(panel.title, `trained at ${formatNumber(context)}`), context, lines });
-    }
-  }
-  const groups = data.groups.map((_, n) => n).filter((n) => data.runs.some((run) => run.group === n && hasProbes(run)));
-  drawPanels(byId("probes"), panels.map((panel) => ({
-    title: panel.title,
-    draw: (host) => drawPlot(host, {
-      label: `${label} against distance, ${panel.title}`,
-      x: { label: `${data.unit}s ago`, log: true },
-      y: { label, fromZero: true },
-      lines: panel.lines,
-      // Pairs stand close together, far within any context.
-      marks: probe === "passkey" ? [{ x: panel.context, label: "training context" }] : [],
-      key: probe + panel.title,
-    }),
-  })), groups, NOTHING);
+  if (!probe) return;
+  showLines(byId("probes"), panelsByContext("trained at", (groups) => linesOf(groups, (run) => probeCurve(run, probe))), {
+    x: { title: { text: `${data.unit}s ago` }, type: "log" },
+    y: { title: { text: probe === "passkey" ? "gained by being told (nats per key)" : "share recalled" }, rangemode: "tozero" },
+    // Pairs are close together, far within any context.
+    look: { markers: true, mark: probe === "passkey" },
+    key: probe,
+  });
 }
 
-function contextsOf(groups) {
-  return [...new Set(groups.map((n) => data.groups[n].context))].sort((a, b) => a - b);
-}
+// --- training curves -------------------------------------------------------------------------------------------------
 
-function join(...parts) {
-  return parts.filter(Boolean).join(", ");
-}
-
-// --- training curves -----------------------------------------------------------------------------------------------
-
-/** [[x, y, step]] of a run, smoothed over a part of its steps. */
-function runCurve(run, metric, across, part) {
+/** [{x, y, step, early}] of a run, smoothed over a share of its steps. */
+function runCurve(run, metric, across, share) {
   const curve = run.curves[metric];
-  if (!curve) return null;
+  if (!curve || (across === "time" && !run.seconds)) return null;
   const steps = data.grids[curve.grid];
-  const values = smooth(steps, curve.values, curve.counts, part * run.steps);
-  if (across === "time" && !run.seconds) return null;
+  const values = smooth(steps, curve.values, curve.counts, share * run.steps);
   const place = {
     steps: (step) => step,
     tokens: (step) => step * run.batchTokens,
@@ -230,60 +312,38 @@ function runCurve(run, metric, across, part) {
   return steps.map((step, n) => ({ x: place(step), y: values[n], step, early: step < early }));
 }
 
-/** Over seeds at the same step: mean place, mean, lowest, highest. */
+/** Over seeds at the same step: the mean x, and the mean, lowest and highest y. */
 function joinSeeds(curves) {
-  const bySteps = meanAndRange(curves.map((curve) => curve.map((point) => [point.step, point.y])));
-  const places = new Map(meanAndRange(curves.map((curve) => curve.map((point) => [point.step, point.x]))).map((point) => [point.x, point.y]));
+  const xs = new Map(meanAndRange(curves.map((curve) => curve.map((point) => [point.step, point.x]))).map((point) => [point.x, point.y]));
   const early = new Set(curves[0].filter((point) => point.early).map((point) => point.step));
-  return bySteps.map((point) => ({ ...point, x: places.get(point.x), early: early.has(point.x) }));
+  return meanAndRange(curves.map((curve) => curve.map((point) => [point.step, point.y])))
+    .map((point) => ({ ...point, x: xs.get(point.x), early: early.has(point.x) }));
 }
 
 function drawCurves() {
-  const metric = byId("metric").value;
-  const across = byId("curve-x").value;
-  const part = byId("smoothing").value / 100;
-  const eachSeed = byId("each-seed").checked;
+  const metric = byId("metric").value, across = byId("curve-x").value;
+  const share = byId("smoothing").value / 100;
+  const [logX, logY] = [byId("curve-log-x").checked, byId("curve-log-y").checked];
   const longest = Math.max(...data.runs.map((run) => run.steps));
-  byId("smoothing-value").textContent = part ? `over ${formatNumber(Math.max(1, Math.round(part * longest)))} steps` : "none";
-  const panels = [];
-  for (const panel of data.panels) {
-    for (const context of contextsOf(panel.groups)) {
-      const lines = [];
-      for (const index of panel.groups.filter((n) => data.groups[n].context === context)) {
-        const style = series[data.groups[index].series];
-        const curves = shownRuns(index).map((run) => runCurve(run, metric, across, part)).filter(Boolean);
-        if (!curves.length) continue;
-        const joined = joinSeeds(curves);
-        if (eachSeed) {
-          for (const points of curves) lines.push({ style, name: style.label, points, faint: true });
-          lines.push({ style, name: style.label, points: joined.map((point) => ({ ...point, low: point.y, high: point.y })) });
-        } else {
-          lines.push({ style, name: style.label, points: joined });
-        }
-      }
-      if (lines.length) panels.push({ title: join(panel.title, `training context ${formatNumber(context)}`), lines });
-    }
+  byId("smoothing-value").textContent = share ? `over ${formatNumber(Math.max(1, Math.round(share * longest)))} steps` : "none";
+  const panels = panelsByContext("training context", (groups) => linesOf(groups, (run) => runCurve(run, metric, across, share), joinSeeds));
+  const x = { title: { text: { steps: "step", tokens: `${data.unit}s`, time: "time on steps" }[across] } };
+  if (across === "time") {
+    const most = Math.max(...panels.flatMap((panel) => panel.lines.flatMap((line) => line.points.map((point) => point.x))));
+    const [unit, seconds] = [["h", 3600], ["min", 60], ["s", 1]].find(([, size]) => most >= 1.5 * size) ?? ["s", 1];
+    x.ticksuffix = ` ${unit}`;
+    for (const line of panels.flatMap((panel) => panel.lines)) for (const point of [line.points, line.curves].flat(2)) point.x /= seconds;
   }
-  const label = data.metrics[metric];
-  const axes = {
-    steps: { label: "step" },
-    tokens: { label: `${data.unit}s` },
-    time: { label: "time on steps", format: formatSeconds, formatTick: formatSeconds },
-  };
-  const logX = byId("curve-log-x").checked, logY = byId("curve-log-y").checked;
-  drawPanels(byId("curves"), panels.map((panel) => ({
-    title: panel.title,
-    draw: (host) => drawPlot(host, {
-      label: `${label} against ${across}, ${panel.title}`,
-      x: { ...axes[across], log: logX },
-      y: { label, log: logY },
-      lines: panel.lines,
-      key: [metric, across, logX, logY, byId("late").checked, panel.title].join(),
-    }),
-  })), data.groups.map((_, n) => n), NOTHING);
+  for (const panel of panels) panel.y = rangeOf(panel.lines, { log: logY });
+  showLines(byId("curves"), panels, {
+    x: { ...x, type: logX ? "log" : "linear" },
+    y: { title: { text: data.metrics[metric] }, type: logY ? "log" : "linear" },
+    look: { seeds: byId("each-seed").checked },
+    key: [metric, across, logX, logY, byId("late").checked].join(),
+  });
 }
 
-// --- gates and rotations -------------------------------------------------------------------------------------------
+// --- gates and rotations ---------------------------------------------------------------------------------------------
 
 function hasHeads(run) {
   return Boolean(run.heads && Object.keys(run.heads.quantities).length) || Object.keys(run.layers).length > 0;
@@ -298,27 +358,21 @@ function fillHeadRuns() {
     const power = group.power === null ? "" : `p = ${group.power}`;
     return option(n, join(series[group.series].label, power, `context ${formatNumber(group.context)}`, `seed ${run.seed}`), String(n) === kept);
   }));
-  // The richest run is the one to begin with.
-  if (!runs.some(([n]) => String(n) === kept)) {
-    const richest = runs.reduce((best, [n, run]) => {
-      const count = Object.keys(run.heads?.quantities ?? {}).length;
-      return count > best.count ? { n, count } : best;
-    }, { n: null, count: -1 });
-    if (richest.n !== null) select.value = richest.n;
-  }
+  // At first, the run with the most quantities.
+  if (!runs.length || runs.some(([n]) => String(n) === kept)) return;
+  const quantities = ([, run]) => Object.keys(run.heads?.quantities ?? {}).length;
+  select.value = runs.reduce((best, run) => (quantities(run) > quantities(best) ? run : best))[0];
+}
+
+function labelOf(quantity) {
+  return data.quantities[quantity] ?? quantity.replaceAll("_", " ");
 }
 
 function fillQuantities(run) {
   const select = byId("head-quantity");
   const kept = select.value;
   const names = [...new Set([...Object.keys(run?.heads?.quantities ?? {}), ...Object.keys(run?.layers ?? {})])];
-  select.replaceChildren(...names.map((name) => option(name, data.quantities[name] ?? name.replaceAll("_", " "), name === kept)));
-}
-
-function heatLook(quantity) {
-  if (quantity === "beta_mean") return { ramp: "aroundOne", domain: [0, 2] };
-  if (quantity === "rate_change") return { ramp: "aroundOne" };
-  return { log: quantity.startsWith("half_life") };
+  select.replaceChildren(...names.map((name) => option(name, labelOf(name), name === kept)));
 }
 
 function drawHeads() {
@@ -328,38 +382,31 @@ function drawHeads() {
   const quantity = byId("head-quantity").value;
   const panels = [];
   if (run && quantity) {
-    const name = data.quantities[quantity] ?? quantity.replaceAll("_", " ");
-    const look = heatLook(quantity);
-    const never = quantity.startsWith("half_life") ? "never forgets" : "no number";
-    const rows = run.heads?.quantities[quantity];
+    const forgetting = quantity.startsWith("half_life");
+    const look = {
+      log: forgetting, aroundOne: quantity === "beta_mean" || quantity === "rate_change",
+      domain: quantity === "beta_mean" ? [0, 2] : undefined, rowTitle: "layer",
+    };
+    const say = (value) => (value === null ? (forgetting ? "never forgets" : "no number") : `${labelOf(quantity)} ${formatNumber(value)}`);
+    const add = (title, columnTitle, columns, values, note) => panels.push({
+      title,
+      draw: (host) => drawHeatMap(host, {
+        ...look, label: `${labelOf(quantity)}: ${title}`, values, columns, columnTitle,
+        describe: (r, c, value) => `layer ${r}, ${columnTitle} ${columns[c]}: ${say(value)}${note}`,
+      }),
+    });
+    const rows = run.heads?.quantities[quantity], layers = run.layers[quantity];
     if (rows) {
       const columnTitle = quantity === "rate_change" ? "rotated pair" : "head";
       const columns = [...Array(Math.max(...rows.map((row) => row.length))).keys()];
-      panels.push({
-        title: `By layer and ${columnTitle}`,
-        draw: (host) => drawHeatMap(host, {
-          ...look, label: `${name} by layer and ${columnTitle}`, values: rows, rows: rows.map((_, n) => n), columns, rowTitle: "layer", columnTitle,
-          describe: (r, c, value) => `layer ${r}, ${columnTitle} ${c}: ${value === null ? never : `${name} ${formatNumber(value)}`} (${formatNumber(run.heads.tokens)} held-out ${data.unit}s)`,
-        }),
-      });
+      add(`By layer and ${columnTitle}`, columnTitle, columns, rows, ` (${formatNumber(run.heads.tokens)} held-out ${data.unit}s)`);
     }
-    const layers = run.layers[quantity];
-    if (layers) {
-      panels.push({
-        title: "By layer over training",
-        draw: (host) => drawHeatMap(host, {
-          ...look, label: `${name} by layer over training`, values: layers.values, rows: layers.values.map((_, n) => n),
-          columns: layers.steps.map(formatNumber), rowTitle: "layer", columnTitle: "step",
-          describe: (r, c, value) => `layer ${r}, step ${formatNumber(layers.steps[c])}: ${value === null ? never : `${name} ${formatNumber(value)}`}`,
-        }),
-      });
-    }
+    if (layers) add("By layer over training", "step", layers.steps.map((step) => formatNumber(step)), layers.values, "");
   }
-  const any = data.runs.some(hasHeads);
-  drawPanels(byId("heads"), panels, [], any ? NOTHING : "No run has gates, or rotations that learn.");
+  showPanels(byId("heads"), panels, data.runs.some(hasHeads) ? NOTHING : "No run has gates or learned rotations.");
 }
 
-// --- the table of runs ---------------------------------------------------------------------------------------------
+// --- the table of runs -----------------------------------------------------------------------------------------------
 
 const NUMBERS = [
   { label: "final loss", number: (run) => run.finalLoss },
@@ -374,7 +421,7 @@ function tableColumns() {
   return [
     { label: "run", text: (run) => run.name },
     { label: "series", text: (run) => series[data.groups[run.group].series].label },
-    { label: "steps made", number: (run) => run.steps, text: (run) => (run.finished ? formatNumber(run.steps) : `${formatNumber(run.steps)}, unfinished`) },
+    { label: "steps made", number: (run) => run.steps, text: (run) => formatNumber(run.steps) + (run.finished ? "" : ", unfinished") },
     ...(data.runs.some((run) => run.device) ? [{ label: "device", text: (run) => run.device ?? "" }] : []),
     ...NUMBERS.filter((column) => data.runs.some((run) => column.number(run) !== null)),
     ...settings.map((setting) => ({
@@ -392,7 +439,7 @@ function commonest(values) {
 
 function drawTable() {
   const columns = tableColumns();
-  const runs = data.runs.filter((run) => matches(run) && !state.hidden.has(data.groups[run.group].series));
+  const runs = data.runs.filter((run) => matches(run) && !isHidden(run));
   const { column: sorted, descending } = state.sort;
   const by = columns.find((column) => column.label === sorted);
   if (by) {
@@ -419,7 +466,7 @@ function drawTable() {
     });
     const row = make("tr", { "data-run": run.name }, cells);
     if (state.opened !== run) return [row];
-    return [row, make("tr", {}, make("td", { colspan: columns.length }, "Make it again with ", make("code", { class: "command" }, run.command)))];
+    return [row, make("tr", {}, make("td", { colspan: columns.length }, "Command: ", make("code", { class: "command" }, run.command)))];
   });
   byId("run-table").replaceChildren(make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));
 }
@@ -428,18 +475,20 @@ function isNumeric(text) {
   return text !== "" && Number.isFinite(Number(text));
 }
 
-// --- the whole page ------------------------------------------------------------------------------------------------
+// --- the whole page --------------------------------------------------------------------------------------------------
 
 function drawAll() {
-  const shown = data.runs.filter((run) => matches(run) && !state.hidden.has(data.groups[run.group].series)).length;
+  const shown = data.runs.filter((run) => matches(run) && !isHidden(run)).length;
   byId("shown").textContent = shown === data.runs.length ? `${shown} runs` : `${shown} of ${data.runs.length} runs`;
-  drawFinal();
-  drawBeyond();
-  drawProbes();
-  drawCurves();
-  drawHeads();
-  drawSpeed();
-  drawTable();
+  for (const drawSection of [drawFinal, drawBeyond, drawProbes, drawCurves, drawHeads, drawSpeed, drawTable]) drawSection();
+}
+
+let waiting;
+
+/** Draws the page once after a series of key strokes or clicks. */
+function drawSoon() {
+  clearTimeout(waiting);
+  waiting = setTimeout(drawAll, 300);
 }
 
 function start() {
@@ -447,26 +496,24 @@ function start() {
   for (const place of document.querySelectorAll(".units")) place.textContent = `${data.unit}s`;
   const seeds = new Set(data.runs.map((run) => run.seed)).size;
   byId("summary").textContent = `${data.runs.length} runs of ${data.groups.length} configs with ${seeds} ${seeds === 1 ? "seed" : "seeds"}`;
-  if (data.notes.length) {
-    byId("notes").append(make("div", { class: "notes" }, make("strong", {}, "To know"), make("ul", {}, data.notes.map((note) => make("li", {}, note)))));
-  }
+  showNotes(data.notes);
   byId("metric").append(...Object.entries(data.metrics).map(([name, label]) => option(name, label, name === "loss")));
   fillProbes();
   if (!data.runs.some((run) => run.finalHeldoutLoss !== null)) byId("final-kind").lastElementChild.disabled = true;
   const same = data.settings.filter((setting) => !setting.differs);
   byId("same").textContent = same.map((setting) => `${setting.label}: ${data.runs[0].settings[setting.name]}`).join(" · ");
 
-  startTheme(byId("theme"));
+  startTheme(drawAll);
   byId("filter").addEventListener("input", (event) => {
     state.words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
-    drawAll();
+    drawSoon();
   });
   const redraw = {
     "final-kind": drawFinal, "beyond-kind": drawBeyond, "beyond-log": drawBeyond, probe: drawProbes, metric: drawCurves, "curve-x": drawCurves,
     "curve-log-x": drawCurves, "curve-log-y": drawCurves, "each-seed": drawCurves, late: drawCurves, smoothing: drawCurves,
     "head-run": drawHeads, "head-quantity": drawHeads, "all-settings": drawTable,
   };
-  for (const [id, draw] of Object.entries(redraw)) byId(id).addEventListener("input", draw);
+  for (const [id, drawSection] of Object.entries(redraw)) byId(id).addEventListener("input", drawSection);
   drawAll();
 }
 

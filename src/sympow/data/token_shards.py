@@ -1,0 +1,185 @@
+"""Token shards on disk: `ShardDataset` memory-maps those that `prepare` wrote, and `ShardWriter` writes one."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sympow.checks import check_choice
+from sympow.data.dataset import SPLITS, Tokens, check_range
+from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, Shard, verify, verify_once
+from sympow.data.rows import group_by_size
+from sympow.data.sources import describe_position
+from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.files import write_atomically
+
+# Any document is quick to read from any shard, so blocks could be smaller; but each may end in an incomplete row.
+BLOCK_TOKENS = 2**26
+# What np.save writes: version 1.0 of the format, and a header in Python syntax, padded with spaces.
+MAGIC = b"\x93NUMPY\x01\x00"
+HEADER = re.compile(
+    rb"\{'descr': '(?P<dtype><[ui]\d)', 'fortran_order': False, 'shape': \((?P<shape>\d{1,18},(?: \d{1,18})?)\), \} *\n"
+)
+
+
+class ShardDataset:
+    """One split of a folder that `prepare` wrote. A block is a few consecutive shards.
+
+    Opening reads the index and maps the tokens. The first opening also verifies the hashes of all files
+    (`sympow.data.manifest`), so that a damaged or missing shard is found at once.
+
+    Args:
+        folder: the `out` of `prepare`.
+        split: "train" or "heldout".
+    """
+
+    def __init__(self, folder: Path | str, split: str = "train") -> None:
+        check_choice("split", split, SPLITS)
+        self.folder = Path(folder)
+        self.name = f"{folder} ({split})"
+        self.manifest = Manifest.load(self.folder)
+        self.shards = self.manifest.splits[split]
+        if not self.shards:
+            raise ValueError(
+                f"{folder} has no split {split!r}: prepare it again with some held out (--heldout, --overwrite)"
+            )
+        self.vocab_size: int = self.manifest.tokenizer["vocab_size"]
+        self.boundary: int = self.manifest.tokenizer["boundary"]
+        self._tokens = [self._map_tokens(shard) for shard in self.shards]
+        indices = [self._read_index(shard) for shard in self.shards]
+        verify_once(self.folder, self._hashes())
+        self._index = np.concatenate(indices)
+        self.lengths: NDArray[np.int64] = np.ascontiguousarray(self._index[:, 0])
+        # Where each document begins in its shard.
+        self._starts = np.concatenate([np.cumsum(index[:, 0]) - index[:, 0] for index in indices])
+        self._first_documents: list[int] = np.cumsum([0, *map(len, indices)])[:-1].tolist()
+        groups = group_by_size(range(len(self.shards)), lambda shard: self.shards[shard].tokens, BLOCK_TOKENS)
+        first_documents = [self._first_documents[group[0]] for group in groups]
+        self.blocks: NDArray[np.int64] = np.array([*first_documents, len(self.lengths)])
+        contents = [(shard.tokens_sha256, shard.index_sha256) for shard in self.shards]
+        self.fingerprint = hashlib.sha256(json.dumps([self.manifest.tokenizer, contents]).encode()).hexdigest()[:16]
+
+    def read(self, document: int, start: int, stop: int) -> Tokens:
+        check_range(f"document {document} of {self.name}", start, stop, self.lengths[document])
+        begin = self._starts[document]
+        return self._tokens[self._shard_of(document)][begin + start : begin + stop]
+
+    def document_name(self, document: int) -> str:
+        _, source, position = self._index[document].tolist()
+        return describe_position(self.shards[self._shard_of(document)].sources[source], position)
+
+    def load_tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.folder)
+
+    def verify(self) -> None:
+        """Reads every shard and compares it with its hash in the manifest, even if that was done before."""
+        verify(self.folder, self._hashes())
+
+    def _hashes(self) -> dict[str, str]:
+        return {
+            file: digest
+            for shard in self.shards
+            for file, digest in ((shard.tokens_file, shard.tokens_sha256), (shard.index_file, shard.index_sha256))
+        }
+
+    def _shard_of(self, document: int) -> int:
+        return bisect_right(self._first_documents, document) - 1
+
+    def _map_tokens(self, shard: Shard) -> Tokens:
+        path = self.folder / shard.tokens_file
+        dtype, shape = np.dtype(self.manifest.dtype), (shard.tokens,)
+        offset = _find_content(path, dtype, shape)
+        # As a plain array: slicing np.memmap costs several times as much.
+        return np.asarray(np.memmap(path, dtype, "r", offset, shape))
+
+    def _read_index(self, shard: Shard) -> NDArray[np.int64]:
+        path = self.folder / shard.index_file
+        dtype, shape = np.dtype(np.int64), (shard.documents, 3)
+        offset = _find_content(path, dtype, shape)
+        index = np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)
+        lengths, sources, positions = index.T
+        # The maximum is checked too, since the sum could overflow and wrap around.
+        fits = lengths.min() > 0 and lengths.max() <= shard.tokens and lengths.sum() == shard.tokens
+        if not fits or sources.min() < 0 or sources.max() >= len(shard.sources) or positions.min() < 0:
+            raise ValueError(
+                f"{path} must have the positions of {shard.documents:,} documents with {shard.tokens:,} tokens in all"
+            )
+        return index
+
+
+def _find_content(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """The offset of an array in its file, whose header and size must match the manifest.
+
+    NumPy's own reader would allocate as much memory as the header says, and evaluate the header as Python.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file" if path.exists() else f"{path} is missing")
+    with path.open("rb") as file:
+        start = file.read(len(MAGIC) + 2)
+        header = file.read(int.from_bytes(start[len(MAGIC) :], "little"))
+    found = HEADER.fullmatch(header)
+    if not start.startswith(MAGIC) or found is None:
+        raise ValueError(f"{path} is not a readable shard: it has no header of a numeric array")
+    described = found["dtype"].decode(), tuple(map(int, found["shape"].replace(b",", b" ").split()))
+    size, content = path.stat().st_size, math.prod(shape) * dtype.itemsize
+    if described != (dtype.str, shape) or size != len(start) + len(header) + content:
+        raise ValueError(
+            f"{path} must be {dtype} of shape {shape} by the manifest, in a file of "
+            f"{len(start) + len(header) + content:,} bytes; got {described[0]} of shape {described[1]} in {size:,}"
+        )
+    return len(start) + len(header)
+
+
+class ShardWriter:
+    """Collects the documents of one shard.
+
+    Args:
+        dtype: of the stored ids.
+        boundary: id to end every document with.
+    """
+
+    def __init__(self, dtype: np.dtype[Any], boundary: int) -> None:
+        self._boundary = np.array([boundary], dtype)
+        self._tokens: list[NDArray[Any]] = []
+        self._index: list[tuple[int, int, int]] = []
+        self._sources: dict[str, int] = {}
+
+    def add(self, ids: NDArray[Any], file: str, position: int) -> None:
+        """Appends a document, (tokens,), from a position in a file."""
+        self._tokens += [ids.astype(self._boundary.dtype), self._boundary]
+        source = self._sources.setdefault(file, len(self._sources))
+        self._index.append((len(ids) + 1, source, position))
+
+    def save(self, folder: Path, name: str) -> Shard:
+        tokens = np.concatenate(self._tokens)
+        index = np.array(self._index, np.int64)
+        return Shard(
+            name,
+            documents=len(index),
+            tokens=len(tokens),
+            tokens_sha256=_save_array(folder / f"{name}{TOKENS_ENDING}", tokens),
+            index_sha256=_save_array(folder / f"{name}{INDEX_ENDING}", index),
+            sources=tuple(self._sources),
+        )
+
+
+def _save_array(path: Path, array: NDArray[Any]) -> str:
+    """Writes an array and returns the hash of its file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    content = buffer.getbuffer()
+    write_atomically(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def id_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)

@@ -1,0 +1,9 @@
+"""Experiments: grids of training runs that are planned, run in parallel, resumed, and stored as tables of results.
+
+An experiment is a function that takes a `Scale` and returns a list of `Run`s; the paper's are in `experiments/`.
+"""
+
+from sympow.experiments.grid import SCALES, Evaluation, Run, Scale
+from sympow.model.config import VARIANTS
+
+__all__ = ["SCALES", "VARIANTS", "Evaluation", "Run", "Scale"]

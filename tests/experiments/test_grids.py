@@ -1,0 +1,117 @@
+"""The grids of the paper at every scale: they have the points of its figures, and compare like with like."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from sympow.experiments import SCALES, VARIANTS
+from sympow.experiments.grid import describe, find_experiments, runs_of, settings_of
+from sympow.train.config import TrainConfig, paper
+
+EXPERIMENTS = find_experiments(Path(__file__).parents[2] / "experiments")
+CURVES = {"softmax", "sympow", "gating", "conformal"}
+ALL = [(scale, name) for scale in SCALES for name in EXPERIMENTS]
+
+
+def runs(name, scale):
+    return runs_of(EXPERIMENTS[name], SCALES[scale]())
+
+
+@pytest.mark.parametrize(("scale", "name"), ALL)
+def test_a_name_is_of_one_config(scale, name):
+    """In all experiments of a scale, so that a run is trained once for all of them."""
+    named = {}
+    for other in EXPERIMENTS:
+        for run in runs(other, scale):
+            assert named.setdefault(run.name, asdict(run.config)) == asdict(run.config)
+    configs = [settings_of(run.config) for run in runs(name, scale)]
+    assert all(configs.count(config) == 1 for config in configs)
+    assert describe(EXPERIMENTS[name])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_figure_1_has_every_curve_at_every_context(scale):
+    size = SCALES[scale]()
+    found = {(run.power, run.variant, run.config.data.context) for run in runs("figure1", scale)}
+    for power, contexts in size.contexts.items():
+        for context in contexts:
+            assert (None, "softmax", context) in found
+            assert {(power, variant, context) for variant in CURVES - {"softmax"}} <= found
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", ["figure1", "ablation", "gates", "rotations"])
+def test_runs_differ_in_what_is_compared_and_nothing_else(scale, name):
+    compared = {"mixer", "gating", "rotary", "power", "context", "seed"}
+    rest = {str({k: v for k, v in settings_of(run.config).items() if k not in compared}) for run in runs(name, scale)}
+    assert len(rest) == 1
+    assert len({run.tokens for run in runs(name, scale)}) == 1
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_other_figures_are_parts_of_the_first(scale):
+    first = {run.name for run in runs("figure1", scale)}
+    for name in ("figure2", "figure3", "figure4"):
+        assert {run.name for run in runs(name, scale)} < first
+    beyond = {(run.power, run.config.data.context) for run in runs("figure2", scale)} - {(None, None)}
+    for power, context in SCALES[scale]().beyond.items():
+        assert (power, context) in beyond
+    assert {run.power for run in runs("figure3", scale)} == {4, None}
+    assert {run.power for run in runs("figure4", scale)} == {2, None}
+
+
+def test_evaluation_goes_four_times_beyond_training():
+    for scale in SCALES:
+        size = SCALES[scale]()
+        assert size.evaluation.length >= 4 * max(size.beyond.values())
+
+
+def test_the_ablation_takes_both_parts_apart():
+    parts = {(run.config.model.gating, run.config.model.rotary) for run in runs("ablation", "small")}
+    assert parts == {("none", "fixed"), ("none", "scale"), ("scalar", "fixed"), ("scalar", "scale")}
+
+
+def test_the_question_of_rotation_has_seeds_and_a_gated_run_with_the_same_settings():
+    found = runs("rotation", "small")
+    assert {run.config.run.seed for run in found} == {0, 1, 2}
+    changed = {key for run in found for key in run.changes}
+    assert changed >= {"tokens", "rotation_rate", "rotation_gradient", "rotation_init", "max_document"}
+    only_of_rotations = {"rotation_rate", "rotation_gradient", "rotation_init"}
+    gated = [(run.config.run.seed, run.config.data.context, run.changes) for run in found if run.variant == "gating"]
+    for run in found:
+        shared = {key: value for key, value in run.changes.items() if key not in only_of_rotations}
+        assert (run.config.run.seed, run.config.data.context, shared) in gated
+
+
+def test_the_papers_scale_is_the_papers():
+    size = SCALES["paper"]()
+    assert size.contexts == {2: (256, 1_024, 4_096, 8_192), 4: (1_024, 4_096, 16_384, 65_536)}
+    assert size.processes == 8
+    run = size.run("conformal", context=4_096, power=4)
+    recipe = paper().changed(power=4)
+    assert settings_of(run.config) == settings_of(recipe)
+    assert run.config.run.batch_tokens == 524_288
+
+
+def test_variants_are_models():
+    for name, fields in VARIANTS.items():
+        assert TrainConfig().changed(**fields), name
+
+
+def test_an_experiment_is_a_function_of_a_scale(folder):
+    found = find_experiments(folder)
+    assert list(found) == ["pair"]
+    assert describe(found["pair"]) == "Two runs."
+    (folder / "more.py").write_text("def pair(scale): return []\n")
+    with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
+        find_experiments(folder)
+    with pytest.raises(ValueError, match="pair has no runs at scale 'cpu'"):
+        runs_of(lambda_named_pair, SCALES["cpu"]())
+
+
+def lambda_named_pair(scale):
+    return []
+
+
+lambda_named_pair.__name__ = "pair"
