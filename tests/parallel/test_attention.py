@@ -87,7 +87,9 @@ def test_a_model_on_shards_equals_one_process(pool, mixer):
     assert_small(pool.run(cases.model_logits, 3, mixer=mixer))
 
 
-@pytest.mark.parametrize(("mixer", "segment_size", "length"), [("sympow", 3, 29), ("sympow", 40, 29), ("softmax", 10, 29)])
+@pytest.mark.parametrize(
+    ("mixer", "segment_size", "length"), [("sympow", 3, 29), ("sympow", 40, 29), ("softmax", 10, 29)]
+)
 def test_ranks_evaluate_a_document_together(pool, mixer, segment_size, length):
     assert_small(pool.run(cases.evaluation, 3, mixer=mixer, segment_size=segment_size, length=length))
 
