@@ -355,7 +355,7 @@ class TestCache:
         cache.activate_past_recording()
         model(more[:, :2], past_key_values=cache)
         model(more[:, 2:], past_key_values=cache)
-        with pytest.raises(ValueError, match="asks for 6 tokens back, but 5 were recorded"):
+        with pytest.raises(ValueError, match="tokens_to_remove is 6 tokens, but 5 were recorded"):
             cache.crop(-6)
         cache.crop(torch.tensor(-2))  # as assisted generation counts
         assert cache.get_seq_length() == 9
