@@ -1,4 +1,4 @@
-"""Overhead of context parallelism on one GPU: a group of one rank, and the work of a middle rank, against the operator.
+"""Overhead of context parallelism on one GPU: a group of one rank, and the work of a middle rank, beside the operator.
 
     python benchmarks/context_parallel_overhead.py --out benchmarks/results/h200_context_parallel.json
 
@@ -8,8 +8,8 @@ without communication: it folds its own tokens, and attends to them and to a rec
 that benchmarks/scaling_simulation.py uses. With --kernels, each kernel's time is listed too: if their sum is less than
 the total, the device waits for the host.
 
-Each is timed alternately with the plain path only: a device that waited for the host has cooled, and is faster for
-whatever comes next. With three alternating, that would always favour the same one.
+Each of the two is interleaved with the plain path alone. A device that waited for the host has cooled down and runs
+the next call faster; with three interleaved calls that would always favour the same one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import sympow
-from sympow.bench.timing import Timing, environment, measure_in_turns, save_results
+from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
 from sympow.parallel import Shards
 from sympow.parallel import attention as sharded_attention
 
@@ -37,7 +37,7 @@ PLAIN_AGAIN = "plain, beside the middle rank"
 
 
 def make_inputs(arguments: argparse.Namespace, context: int) -> dict[str, Any]:
-    """Inputs of conformal-sympow, gated and rotated, that require gradients."""
+    """Inputs with gates and data-dependent rotation that require gradients."""
     device, batch = arguments.device, max(1, arguments.tokens // context)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -68,7 +68,7 @@ def describe(timing: Timing) -> dict[str, Any]:
 
 
 def time_by_kernel(call: Callable[[], Any], device: str, calls: int = 5) -> dict[str, dict[str, float]]:
-    """Seconds and launches of each kernel in one call, the longest first: their sum is how long the device is busy."""
+    """Seconds and launches of each kernel in one call, longest first. The sum is the time that the device is busy."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
     call()
     with profile(activities=activities) as profiler:
@@ -83,10 +83,10 @@ def time_by_kernel(call: Callable[[], Any], device: str, calls: int = 5) -> dict
 
 
 def time_beside_plain(calls: dict[str, Callable[[], Any]], arguments: argparse.Namespace) -> dict[str, Timing]:
-    """Timings of each call, and of the plain path twice: alternating with one rank, and with the middle one."""
+    """Timings of each call, and of the plain path twice: interleaved with one rank, and with the middle rank."""
     how: dict[str, Any] = {"runs": arguments.runs, "warmup": 3, "device": arguments.device}
-    alone = measure_in_turns({name: calls[name] for name in ("plain", "one rank")}, **how)
-    among = measure_in_turns({PLAIN_AGAIN: calls["plain"], "middle rank": calls["middle rank"]}, **how)
+    alone = measure_interleaved({name: calls[name] for name in ("plain", "one rank")}, **how)
+    among = measure_interleaved({PLAIN_AGAIN: calls["plain"], "middle rank": calls["middle rank"]}, **how)
     return alone | among
 
 
@@ -134,13 +134,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", help="by default bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--tokens", type=int, default=65_536, help="tokens a call, in as many sequences as fit")
+    parser.add_argument("--tokens", type=int, default=65_536, help="tokens per call, in as many sequences as fit")
     parser.add_argument("--context", type=int, nargs="+", default=[4_096, 16_384, 65_536])
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--power", type=int, default=2)
-    parser.add_argument("--runs", type=int, default=40, help="samples of each")
-    parser.add_argument("--kernels", action="store_true", help="also list how long each kernel takes")
+    parser.add_argument("--runs", type=int, default=40, help="samples of each call")
+    parser.add_argument("--kernels", action="store_true", help="also list the time of each kernel")
     arguments = parser.parse_args()
     arguments.dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
     # A fake process group without communication: this process acts as one of several.

@@ -1,12 +1,12 @@
-"""One decoding step beside softmax with a cache, and the rotation of queries and keys, on a GPU.
+"""Time of a decoding step, beside softmax with a KV cache, and of RoPE on queries and keys, on a GPU.
 
     python benchmarks/decode_and_rotation.py --out benchmarks/results/h200_decode_and_rotation.json
 
-Decoding is timed by replaying CUDA graphs, as generation runs it, against `scaled_dot_product_attention` of one query
-with a cache, captured likewise. There are two modes: a step that reads and writes the state, and a window, whose steps
-read it and whose folds, one after every `capacity` steps, read and write it; its time is that of all those steps and
-the fold, divided by the steps. Each graph goes around several states, as a model does around its layers, so that none
-stays in the cache. Bandwidth counts the bytes of states read and written, beside that of a plain copy.
+Decoding is timed by replaying CUDA graphs, as in generation, and so is its baseline, `scaled_dot_product_attention` of
+one query with a KV cache. There are two modes. Without a window, each step reads and writes the state. With a window of
+`capacity` tokens, each step reads the state, and after `capacity` steps a fold reads and writes it; the time per step
+includes its share of the fold. Each graph cycles through several states, as a model does through its layers, so that
+no state stays in the L2 cache. Bandwidth counts the bytes of states read and written; a plain copy is timed beside it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from sympow.kernels.rotary import fused_rotation
 from sympow.ops.window import Window
 
 BATCH, HEADS, DIM = 16, 12, 64
-# States that a graph goes around, and what each replay of it repeats.
+# Number of states that a graph cycles through, and of calls that it captures.
 LAYERS = 3
 STEPS_PER_REPLAY = 12
 CAPACITIES = (32, 64, 128)
 
 
 def graph_of(function: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
-    """A graph of several calls, recorded after a warm-up."""
+    """A CUDA graph of several calls, captured after a warm-up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -51,7 +51,7 @@ def graph_of(function: Callable[[], Any], repeats: int) -> torch.cuda.CUDAGraph:
 def time_graph(
     name: str, function: Callable[[], Any], runs: int, repeats: int = STEPS_PER_REPLAY, steps: int = 1, **facts: Any
 ) -> dict[str, Any]:
-    """Microseconds for each of the `steps` that one call makes."""
+    """A row with the microseconds per step, where one call of the function makes `steps` steps."""
     graph = graph_of(function, repeats)
     timing = measure(graph.replay, runs=runs, warmup=5, device="cuda")
     row = {"what": name, "microseconds": 1e6 * timing.median / repeats / steps, "spread": timing.spread, **facts}
@@ -67,7 +67,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def decode_rows(power: int, dim: int, runs: int) -> list[dict[str, Any]]:
-    """Gated, data-dependently rotated steps from states of random keys, in both modes."""
+    """Steps with gates and data-dependent rotation from states of random keys, in both modes."""
     shape = (BATCH, 1, HEADS)
     q, k, v = torch.randn(3, *shape, dim, device="cuda", dtype=torch.bfloat16)
     token: dict[str, Any] = {
@@ -117,7 +117,7 @@ def state_bytes(state: sympow.State) -> int:
 def window_row(
     states: list[sympow.State], token: dict[str, Any], expected: torch.Tensor, capacity: int, runs: int, name: str
 ) -> dict[str, Any]:
-    """A window filled and folded once in every layer; beside it, a fold alone."""
+    """Time per step of filling and folding a window in every layer, and the time of a fold alone."""
     windows = [Window.open(state, capacity=capacity, dtype=torch.bfloat16) for state in states]
     error = relative_error(windows[0].step(**token, backend="triton"), expected)
     windows[0].fold("triton")
@@ -163,14 +163,14 @@ def softmax_rows(runs: int) -> list[dict[str, Any]]:
 
 
 def rotation_rows(runs: int) -> list[dict[str, Any]]:
-    """65,536 tokens of 12 heads of 64, with a scale per head and token."""
+    """RoPE on 65,536 tokens with 12 heads of 64, with β for each head and token."""
     q, k = torch.randn(2, 1, 65_536, HEADS, DIM, device="cuda", dtype=torch.bfloat16)
     beta = 2 * torch.rand(1, 65_536, HEADS, device="cuda")
     theta = sympow.rotary_rates(DIM, 65_536, device="cuda")
-    turned, _ = fused_rotation(q, k, beta, theta, None)
+    rotated, _ = fused_rotation(q, k, beta, theta, None)
     angles = sympow.accumulate_phase(theta, beta)
     expected = sympow.rotate(q.double(), angles)
-    error = ((turned - expected).norm() / expected.norm()).item()
+    error = ((rotated - expected).norm() / expected.norm()).item()
     timing = measure(lambda: fused_rotation(q, k, beta, theta, None), runs=runs, warmup=5, device="cuda")
     eager = {"what": "rotation, forward", "microseconds": 1e6 * timing.median, "spread": timing.spread, "error": error}
     print(json.dumps(eager), flush=True)

@@ -1,12 +1,13 @@
-"""How soon a training run of two processes ends after one fails: with the heartbeat, and with torch.distributed alone.
+"""Time until a run of two processes ends after one fails: with the heartbeat, and with torch.distributed alone.
 
     python benchmarks/failure_detection.py --timeout 60
 
-starts torchrun on the CPU (Gloo) for each case, makes rank 1 fail at step 5, and prints how long rank 0 and torchrun
-outlived it and what they reported. `--timeout` is both `--hang-after` of the heartbeat and the timeout of
-torch.distributed, whose default is 1,800 s for Gloo and 600 s for NCCL. Failures: "killed" (SIGKILL), "stopped"
-(SIGSTOP, as a lost machine looks from outside), "sleeps" (the main thread hangs), "none" (what the heartbeat costs)
-and "restarts" (two torchrun agents, of which one restarts a killed process: with and without sympow's rendezvous).
+For each case the script starts torchrun on the CPU (Gloo), makes rank 1 fail at step 5, and prints how long rank 0 and
+torchrun kept running after that and what they reported. `--timeout` is both `--hang-after` of the heartbeat and the
+timeout of torch.distributed, whose default is 1,800 s for Gloo and 600 s for NCCL. Failures: "killed" (SIGKILL),
+"stopped" (SIGSTOP, which looks like a lost machine), "sleeps" (the main thread hangs), "none" (the cost of the
+heartbeat) and "restarts" (two torchrun agents, one of which restarts a killed process; with and without sympow's
+rendezvous).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FAILURES = ("killed", "stopped", "sleeps", "none", "restarts")
 
 
 class NoHeartbeat:
-    """In place of the heartbeat."""
+    """Replaces the heartbeat."""
 
     def __init__(self, *_: object) -> None: ...
 

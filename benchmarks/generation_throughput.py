@@ -1,19 +1,20 @@
-"""Tokens a second, and memory, against how much was read: conformal p = 2 beside softmax, on one GPU.
+"""Generation throughput and memory by the number of tokens before: conformal, p = 2, beside softmax, on one GPU.
 
     python benchmarks/generation_throughput.py --out benchmarks/results/h200_generation.json
 
-The paper's 124M model with random weights in bfloat16, batch 16, greedy, through `sympow.generation.sampling.generate`,
-so that what is timed is what a user gets: the model in CUDA graphs, the choice of tokens, and the copy of
+The paper's 124M model with random weights in bfloat16, batch 16, decodes greedily with
+`sympow.generation.sampling.generate`. The time is what a user gets: the model in CUDA graphs, sampling, and the copy of
 every token to the host.
 
-conformal     random tokens read in pieces into a state, windows of 64 tokens behind it
-softmax       the same model with fixed rotary and no gates, a cache of fixed room that holds random keys and values
-transformers  GPT-2 with a static cache that holds random keys and values, captured as a CUDA graph, or compiled with
-              --compile; a failure is reported, not fatal
+conformal     random tokens prefilled in segments; states with windows of 64 tokens
+softmax       the same model with fixed RoPE and no gates, and a static cache of random keys and values
+transformers  GPT-2 with a static cache of random keys and values, captured as a CUDA graph, or compiled with --compile;
+              a failure is reported and does not end the benchmark
 
-All are prepared first and then timed in turns, so that none has the cooler GPU for itself. A sample is 64 tokens, so
-that each holds one fold of the windows (fewer with softmax, which has none). Peak memory is that of prefilling a prompt
-in segments of --piece tokens and generating, beyond the model and the prompt, and of generating alone.
+All are prepared first; then their samples are interleaved, so that the GPU's clock affects all alike. A sample is 64
+tokens, so that each includes one fold of the windows; softmax has no folds, and shorter samples. Peak memory is
+measured beyond the model and the prompt: of prefilling a prompt in segments of --piece tokens and generating, and of
+generating alone.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ from sympow.ops.window import CAPACITY
 
 GREEDY = Sampling(temperature=0)
 TIMED = ("conformal", "softmax")
-# Tokens before the first sample: with windows the second fold is recorded, so that all later ones are replayed.
+# Tokens before the first sample. The second fold of a window is captured, and all later ones are replayed.
 WARM_UP = {"conformal": 3 * CAPACITY, "softmax": 8, "transformers": 4}
-# Tokens of a sample; a captured fold comes once in every 64 steps.
+# Tokens of a sample: as many as a window holds, so that each sample has one fold.
 SAMPLE = {"conformal": CAPACITY, "softmax": 16, "transformers": 8}
 
 
@@ -61,7 +62,7 @@ def random_tokens(options: argparse.Namespace, length: int) -> Tensor:
 
 @torch.no_grad()
 def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Prefix:
-    """A prefix of `length` tokens by a model with softmax: what it read does not change how long a step takes."""
+    """A prefix of a softmax model with random keys and values; their content does not affect the timing."""
     shape = model.config.head_shape
     size = (options.batch, length, shape.key_value_heads, shape.head_dim)
     dtype = model.embedding.weight.dtype
@@ -76,13 +77,13 @@ def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Prefix
 
 @dataclass
 class Generation:
-    """Something that is generating.
+    """A generation in progress.
 
     Attributes:
-        row: what is known about it.
-        tokens: yields one token for each sequence at a time.
-        sample: tokens of a sample.
-        kept: what a recorded graph reads and writes, which must not be freed before it.
+        row: the entries of its row that are known before timing.
+        tokens: yields one token per sequence at a time.
+        sample: number of tokens of a sample.
+        kept: objects that a captured graph reads and writes, which must live as long as the graph.
     """
 
     row: dict[str, Any]
@@ -124,7 +125,7 @@ def start_generation(options: argparse.Namespace, variant: str, context: int) ->
     cache_policy = "state" if variant == "conformal" else "auto"
     tokens = generate(model, total, GREEDY, prefix=prefix, cache_policy=cache_policy)  # type: ignore[arg-type]
     bytes_held = prefix.nbytes
-    next(tokens)  # now there is a copy
+    next(tokens)  # the decoder has its own copy now
     del prefix
     for _ in range(warm_up - 1):
         next(tokens)
@@ -164,7 +165,7 @@ def start_transformers(options: argparse.Namespace, context: int) -> Generation:
         token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         position.add_(1)
 
-    with torch.no_grad():  # room for keys and values is made by the first call
+    with torch.no_grad():  # the first call allocates the keys and values
         model(input_ids=token, past_key_values=cache, position_ids=position, use_cache=True)
     for layer in cache.layers:
         layer.keys.normal_()
@@ -195,19 +196,19 @@ def start_transformers(options: argparse.Namespace, context: int) -> Generation:
 
 
 def peak_memory(options: argparse.Namespace, prompt: int) -> dict[str, Any]:
-    """Bytes beyond the model and the prompt; CUDA only."""
+    """Peak bytes beyond the model and the prompt; CUDA only."""
     model, tokens = make_model(options, "conformal"), random_tokens(options, prompt)
     clean_up()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     made = generate(model, 2 * CAPACITY, GREEDY, prompt=tokens, segment_size=options.piece, cache_policy="state")
     next(made)
-    reading_and_first = torch.cuda.max_memory_allocated() - before
+    prefill_and_first = torch.cuda.max_memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
     count = 1 + sum(1 for _ in made)
     generating = torch.cuda.max_memory_allocated() - before
     assert count == 2 * CAPACITY
-    return {"prompt": prompt, "peak_bytes": max(reading_and_first, generating), "peak_bytes_generating": generating}
+    return {"prompt": prompt, "peak_bytes": max(prefill_and_first, generating), "peak_bytes_generating": generating}
 
 
 def synchronize(device: str) -> None:
@@ -229,7 +230,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
             if variant == "transformers":
                 try:
                     started.append(start_transformers(options, context))
-                except Exception as error:  # noqa: BLE001 - another library's failure must not lose our figures
+                except Exception as error:  # noqa: BLE001 - a failure of another library must not lose our results
                     said = f"{type(error).__name__}: {error}"[:500]
                     rows.append({"what": variant, "context": context, "error": said})
             else:
@@ -252,7 +253,7 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def summarise(rows: list[dict[str, Any]], memory: list[dict[str, Any]], contexts: list[int]) -> dict[str, float]:
-    """The comparisons that matter."""
+    """Ratios of the longest context or prompt to the shortest, and of conformal to softmax."""
     speed = {(row["what"], row["context"]): row["tokens_per_second"] for row in rows if "error" not in row}
     first, last = contexts[0], contexts[-1]
     baselines = [speed[key] for key in speed if key[1] == last and key[0] != "conformal"]
@@ -270,10 +271,16 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, help="JSON file to write")
-    add("--contexts", type=int, nargs="+", default=[1_024, 65_536], help="tokens read before those that are timed")
-    add("--prompts", type=int, nargs="+", default=[1_000, 100_000], help="prompts to take the peak memory of, on a GPU")
-    add("--piece", type=int, default=500, help="tokens of those prompts read at a time")
-    add("--read-piece", type=int, default=4_096, help="tokens of a context read at a time")
+    add("--contexts", type=int, nargs="+", default=[1_024, 65_536], help="tokens before those that are timed")
+    add(
+        "--prompts",
+        type=int,
+        nargs="+",
+        default=[1_000, 100_000],
+        help="prompt lengths to measure peak memory with, on a GPU",
+    )
+    add("--piece", type=int, default=500, help="tokens per prefill segment of those prompts")
+    add("--read-piece", type=int, default=4_096, help="tokens per prefill segment of a context")
     add("--batch", type=int, default=16)
     add("--layers", type=int, default=12)
     add("--width", type=int, default=768)

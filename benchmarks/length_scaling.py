@@ -1,9 +1,9 @@
-"""Time per token and peak memory of the chunked form against length, beside the attention form and softmax.
+"""Time per token and peak memory of the chunked form by length, beside the attention form and softmax, on a CPU.
 
     python benchmarks/length_scaling.py --out benchmarks/results/length_scaling_cpu.json
 
-Forward, p = 2, gated and rotated, no gradients. The claim is about the chunked form alone: time per token and memory
-beyond inputs and outputs do not depend on the length.
+Forward without gradients, p = 2, with gates and rotation. The claim is about the chunked form: its time per token, and
+its memory beyond inputs and outputs, do not depend on the length.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ CRAWL_SHAPE, CRAWL_CHUNKS = (4_096, 65_536), (2_048, 2_048)
 
 
 def write_text(folder: Path, tokens: int) -> None:
-    """Prepared bytes: folder/long and folder/short."""
+    """Writes text and prepares it as bytes: folder/long and folder/short."""
     letters = np.random.default_rng(0).integers(97, 123, tokens, dtype=np.uint8).tobytes().decode()
     source = folder / "long-text"
     source.mkdir()
@@ -49,7 +49,7 @@ def write_text(folder: Path, tokens: int) -> None:
 
 
 def write_crawl(folder: Path) -> None:
-    """folder/crawl/train.zarr, two rows of chunks as published."""
+    """Writes folder/crawl/train.zarr: two rows of chunks, laid out as in LongCrawl64."""
     zarr, numcodecs = require("zarr", "data"), require("numcodecs", "data")
     array = zarr.create_array(
         str(folder / "crawl" / "train.zarr"),
@@ -64,12 +64,12 @@ def write_crawl(folder: Path) -> None:
     generator = np.random.default_rng(0)
     for top in range(0, CRAWL_SHAPE[0], CRAWL_CHUNKS[0]):
         shape = (CRAWL_CHUNKS[0], CRAWL_SHAPE[1])
-        # Small ids are frequent in text, which is what makes it compress.
+        # Small ids are frequent, as in text, so that chunks compress alike.
         array[top : top + CRAWL_CHUNKS[0]] = np.minimum(generator.exponential(4_000, shape), 50_256).astype(np.uint16)
 
 
 def measure_epoch(open_data: Callable[[], TokenDataset], context: int, short: str, runs: int) -> dict[str, Any]:
-    """Tokens a second over whole epochs, each from a dataset and a loader of its own."""
+    """Tokens per second over whole epochs, each with a newly opened dataset and loader."""
     rates, tokens, first = [], 0, 0.0
     for run in range(runs):
         begin = time.perf_counter()
@@ -97,7 +97,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=64_000_000, help="of each prepared text")
+    parser.add_argument("--tokens", type=int, default=64_000_000, help="tokens of each prepared text")
     arguments = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""Draws the figures of saved results of `sympow bench` again.
+"""Redraws the figures of saved results of `sympow bench`.
 
     python benchmarks/redraw.py benchmarks/results/h200_p2.json
 

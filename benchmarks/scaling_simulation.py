@@ -29,26 +29,27 @@ RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (65_536, 1_048_576, 10_485_760, 104_857_600)
 GPUS = tuple(2**n for n in range(11))
 MEASURED_TOKENS = 65_536
-# What a rank of several moves through memory and one GPU does not, forward and backward, 65,536 tokens and 12 heads of
-# 64 in chunks of 1,024. In either pass it keeps the sums of chunks in float32, not bfloat16, which are written once and
-# read once, and reads them once more for the state it sends: 4 · 2 + 4 bytes less 2 · 2 for each of 64 · 12 · 64³
-# elements. It also concatenates the two halves of the heads: y, dq, dk and dv, read and written.
+# Bytes of memory traffic that one of several ranks has and a single GPU does not, for a forward and backward pass over
+# 65,536 tokens and 12 heads of 64 in chunks of 1,024. In each pass the rank keeps the states of chunks in float32
+# instead of bfloat16, writes and reads them once, and reads them again for the state that it sends: 3 · 4 bytes instead
+# of 2 · 2 for each of 64 · 12 · 64³ elements. It also concatenates the outputs of both halves of the heads: y, dq, dk
+# and dv are read and written once more.
 MOVED = 2 * (12 - 4) * (64 * 12 * 64**3) + 4 * 2 * (MEASURED_TOKENS * 12 * 64 * 2)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Stated, not measured.
+    """Assumed properties of the cluster; none is measured.
 
     Attributes:
         per_node: GPUs that NVLink connects.
-        near: bytes a second of a GPU to another in its node, one way.
-        far: the same to a GPU of another node.
-        efficiency: share of either that messages reach.
+        near: bandwidth between two GPUs of a node, in bytes per second and direction.
+        far: the same between GPUs of different nodes.
+        efficiency: fraction of the bandwidth that messages reach.
         near_latency, far_latency: seconds before a message's first byte.
-        memory: bytes a second of a GPU's own memory.
-        matrix_rate: operations a second of projections and MLPs, as reached.
-        memory_bytes: of a GPU.
+        memory: memory bandwidth of a GPU in bytes per second.
+        matrix_rate: FLOP/s that projections and MLPs reach.
+        memory_bytes: memory of a GPU.
     """
 
     per_node: int = 8
@@ -62,7 +63,7 @@ class Machine:
     memory_bytes: float = 141e9
 
     def send(self, size: float, gpus: int) -> float:
-        """Seconds until a message has arrived, on the slowest link in use."""
+        """Seconds to send a message over the slowest link in use."""
         near = gpus <= self.per_node
         return (self.near_latency if near else self.far_latency) + size / (
             self.efficiency * (self.near if near else self.far)
@@ -74,12 +75,11 @@ class Kernels:
     """Seconds for 65,536 tokens and 12 heads of 64, forward and backward, on one H200.
 
     Attributes:
-        chunked: the chunked form, p = 2, at 65,536 tokens of context; it does not depend on the context.
-        softmax: cuDNN at 65,536 tokens; in proportion to the context.
-        attention: the attention form, p = 2, likewise.
-        middle_rank: chunked, for a rank that also folds and continues from a state, over a rank that does neither;
-            by bytes counted.
-        middle_rank_measured: the same as last measured; None: never.
+        chunked: the chunked form, p = 2; it does not depend on the context.
+        softmax: cuDNN at a context of 65,536 tokens; it is proportional to the context.
+        attention: the attention form, p = 2, at a context of 65,536 tokens; it is proportional to the context.
+        middle_rank: time of a rank that receives and sends a state, relative to `chunked`, from counted bytes.
+        middle_rank_measured: the same ratio from h200_context_parallel.json; None if there is no such file.
     """
 
     chunked: float
@@ -90,14 +90,14 @@ class Kernels:
 
 
 def read_kernels(results: Path, machine: Machine) -> Kernels:
-    """From the committed benchmarks of one H200."""
+    """Kernel times from the committed benchmarks of one H200."""
     rows = json.loads((results / "h200_p2.json").read_text())["rows"]
     at = {row["method"]: row["forward_and_backward"]["median"] for row in rows if row["context"] == MEASURED_TOKENS}
     measured = results / "h200_context_parallel.json"
     middle = None
     if measured.exists():
         rows = json.loads(measured.read_text())["rows"]
-        # At the longest context there is: shards are long, and the plain path then takes the chunked form as well.
+        # The longest context, since shards are long; there the plain path takes the chunked form as well.
         longest = max((row for row in rows if row["what"] == "forward and backward"), key=lambda row: row["context"])
         middle = longest["middle_rank_over_plain"]
     chunked = at["chunked form, triton"]
@@ -112,7 +112,7 @@ def read_kernels(results: Path, machine: Machine) -> Kernels:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a training step of one sequence: what a GPU computes, and how long it waits for messages."""
+    """Seconds of a training step of one sequence: compute of one GPU, and its time waiting for messages."""
 
     method: str
     context: int
@@ -128,13 +128,13 @@ class Step:
 
 
 class Simulation:
-    """The paper's 124M model, one sequence on all GPUs."""
+    """Step times of the paper's 124M model with one sequence on all GPUs."""
 
     def __init__(self, kernels: Kernels, machine: Machine, config: GPTConfig) -> None:
         self.kernels, self.machine, self.config = kernels, machine, config
 
     def others(self, tokens: float) -> float:
-        """Everything but attention, forward and backward."""
+        """Seconds of everything but attention, forward and backward."""
         return 3 * other_operations(self.config) * tokens / self.machine.matrix_rate
 
     def through_states(
@@ -144,13 +144,13 @@ class Simulation:
 
         Args:
             per_token: seconds of one layer's attention on one GPU, forward and backward.
-            middle_rank: what a rank of several takes over that.
+            middle_rank: time of one of several ranks, relative to a single GPU.
         """
         tokens, layers = context / gpus, self.config.layers
         message = message_bytes(shape)
         gathered = gpus <= MOST_RANKS_GATHERED and gpus * message <= MOST_BYTES_GATHERED
         local = tokens * per_token * (middle_rank if gpus > 1 else 1)
-        # Half of each exchange overlaps with compute on the other half of the heads; of rounds, only the first does.
+        # Half of each exchange overlaps with compute on the other heads. Of several rounds, only the first does.
         behind = local / 4
         if gpus == 1:
             messages, waiting = 0, 0.0
@@ -179,11 +179,11 @@ class Simulation:
         """Ring attention; `per_token`: time of one layer's attention at 65,536 tokens, forward and backward."""
         tokens, layers, shape = context / gpus, self.config.layers, LayerShape()
         local = tokens * per_token * context / 65_536
-        part = key_value_bytes(shape, context) / gpus
+        shard = key_value_bytes(shape, context) / gpus
         # Forward one shard of keys and values per step; backward also their gradients in float32.
         waiting = 0.0
         sent = 0.0
-        for share, size in ((1 / 3, part), (2 / 3, 3 * part)):
+        for share, size in ((1 / 3, shard), (2 / 3, 3 * shard)):
             step = share * local / gpus
             waiting += (gpus - 1) * max(0.0, self.machine.send(size, gpus) - step)
             sent += (gpus - 1) * size
@@ -206,8 +206,7 @@ def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
     simulation = Simulation(kernels, machine, GPTConfig.preset("gpt2-124m"))
     per_token = 1 / 65_536
     quadratic, quartic = LayerShape(), LayerShape(power=4)
-    # A state of p = 4 takes time in proportion to its features, if kernels were as good as for p = 2: for heads of 64
-    # there are none yet.
+    # Assumes that kernels for p = 4 are as fast per feature as those for p = 2. For heads of 64 there are none.
     larger = symmetric_dim(64, 4) / symmetric_dim(64, 2)
     steps = []
     for context in CONTEXTS:
@@ -235,7 +234,7 @@ def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
 
 
 def plot(steps: list[Step], path: Path) -> None:
-    """Tokens a second of each GPU against their number, a panel per context."""
+    """Tokens per second and GPU by the number of GPUs, with a panel per context."""
     pyplot = require("matplotlib.pyplot", "report")
     figure, panels = pyplot.subplots(1, len(CONTEXTS), figsize=(15, 4.1), sharey=True, layout="constrained")
     methods = list(dict.fromkeys(step.method for step in steps))
@@ -247,7 +246,7 @@ def plot(steps: list[Step], path: Path) -> None:
         panel.set(xscale="log", yscale="log", title=f"{context:,} tokens", xlabel="GPUs")
         panel.set_xlim(0.8, 1_300)
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel("tokens a second and GPU (simulated)")
+    panels[0].set_ylabel("tokens per second and GPU (simulated)")
     figure.legend(*panels[-1].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -263,7 +262,7 @@ def main() -> int:
     kernels = read_kernels(arguments.results, machine)
     measured = kernels.middle_rank_measured
     print(
-        f"a rank of several over one GPU: {kernels.middle_rank:.2f} by bytes counted, "
+        f"time of one of several ranks relative to one GPU: {kernels.middle_rank:.2f} from counted bytes, "
         f"{'never measured' if measured is None else f'{measured:.2f} measured'}"
     )
     steps = simulate(kernels, machine)

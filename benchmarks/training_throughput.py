@@ -2,7 +2,7 @@
 
     python benchmarks/training_throughput.py --out benchmarks/results/h200_training.json
 
-Random tokens of GPT-2's vocabulary, so that only the model is measured; 65,536 tokens per step, bf16, compiled.
+The data are random tokens of GPT-2's vocabulary, so that loading costs nothing; 65,536 tokens per step, bf16, compiled.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENS = 65_536
 
 @dataclass(frozen=True)
 class RandomTokens:
-    """Documents of random tokens, the same each time."""
+    """A dataset of random tokens with a fixed seed."""
 
     documents: int = 64
     length: int = TOKENS
@@ -60,7 +60,7 @@ class RandomTokens:
 
 
 def time_training(variant: str, context: int, steps: int, device: str | None) -> dict[str, Any]:
-    """Tokens a second, over the last samples of a run."""
+    """A row with the tokens per second of a run, without its first samples."""
     config = paper().changed(
         **VARIANTS[variant],
         context=context,

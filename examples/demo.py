@@ -1,4 +1,4 @@
-"""The commands of README.md, one after the other, on a CPU and within five minutes.
+"""The demo of `make demo`: the commands of README.md, one after the other, on a CPU within five minutes.
 
 Two small models of the same size are trained on modules of Python's standard library at a context of 128 tokens: one
 with softmax attention, one with conformal symmetric power attention. Both are then evaluated on held-out modules at
@@ -33,9 +33,8 @@ EVALUATED = 8 * CONTEXT
 MARKER = "README.txt"
 # Seconds between two lines of progress.
 EVERY = 15
-# Two models train at the same time with one thread each. With a thread pool per process, threads wait for each other
-# whenever another program uses a core, and training takes ten times as long. GPUs are hidden, so that the demo
-# is the same on any machine.
+# The two models train at the same time, with one thread each: with more threads than cores, threads wait for each other
+# and training takes up to ten times as long. GPUs are hidden, so that the demo is the same on any machine.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -44,11 +43,12 @@ class Size:
     """Sizes of the demo.
 
     Attributes:
-        modules: of each split, at most.
-        vocabulary: tokens of the byte-pair encoding.
-        steps, width: of training, and of the models.
-        documents: held-out sequences to evaluate on.
-        written: tokens to generate.
+        modules: largest number of modules per split.
+        vocabulary: vocabulary size of the byte-pair encoding.
+        steps: training steps.
+        width: width of the models.
+        documents: number of held-out documents to evaluate on.
+        written: number of tokens to generate.
     """
 
     modules: int
@@ -112,7 +112,7 @@ def make_folder(out: Path) -> None:
     if out.exists():
         if not out.is_dir() or (any(out.iterdir()) and not (out / MARKER).is_file()):
             raise SystemExit(
-                f"--out must be a new folder, or one that this demo made, which it replaces; {out} is neither. "
+                f"--out must be a new folder, or one that this demo made, which is replaced; {out} is neither. "
                 "Remove it, or name another folder"
             )
         shutil.rmtree(out)
@@ -121,7 +121,7 @@ def make_folder(out: Path) -> None:
 
 
 def write_modules(folder: Path, most: int) -> Path:
-    """Writes the standard library's modules of one file each as text, in two folders; returns a held-out one."""
+    """Writes single-file modules of the standard library to folder/train and folder/heldout; returns a held-out one."""
     written: dict[str, list[Path]] = {}
     for split in ("train", "heldout"):
         library = StandardLibrary(split)
@@ -161,7 +161,7 @@ def training_flags(name: str, size: Size, data: Path) -> dict[str, Any]:
 
 
 def train_all(flags: Mapping[str, Mapping[str, Any]], runs: Path) -> None:
-    """Trains each model in a process of its own, and prints their losses."""
+    """Trains each model in its own process, and prints their losses."""
     runs.mkdir()
     commands = {
         name: ("train", *(word for flag, value in its.items() for word in (f"--{flag}", value)), "--out", runs / name)
@@ -246,12 +246,12 @@ def process_of(*words: object) -> list[str]:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds."""
+    """Formats as minutes:seconds."""
     return f"{round(seconds) // 60}:{round(seconds) % 60:02d}"
 
 
 def address(path: Path) -> str:
-    """For a browser."""
+    """The file:// URL of a path."""
     return path.resolve().as_uri()
 
 

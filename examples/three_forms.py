@@ -1,4 +1,4 @@
-"""A first look, on a CPU, in about a minute: the three forms agree; their time against context; the size of a state.
+"""The three forms on a CPU, in about a minute: that they agree, their time by context, and the size of a state.
 
 python examples/three_forms.py --out build/three_forms
 """
@@ -30,7 +30,7 @@ CONTEXTS = (512, 1_024, 2_048, 4_096, 8_192, 16_384)
 
 
 def make_inputs(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """A gated, data-dependently rotated sequence."""
+    """A random sequence with gates and data-dependent rotation."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (1 + torch.randn(3, 1, length, heads, dim, generator=generator)).to(dtype)
     return {
@@ -44,7 +44,7 @@ def make_inputs(length: int, heads: int, dim: int, dtype: torch.dtype) -> dict[s
 
 
 def show_agreement(console: Console) -> None:
-    """Outputs and gradients of every form beside the paper's equations written out."""
+    """Compares outputs and gradients of every form with the paper's equations, `sympow.ops.reference`."""
     table = Table(title="Largest difference from the paper's equations, float64, 24 tokens", title_justify="left")
     for column in ("", "p = 2: outputs", "gradients", "p = 4: outputs", "gradients"):
         table.add_column(column, justify="right" if column else "left")
@@ -83,7 +83,7 @@ def in_two_calls(inputs: dict[str, Any], power: int, cut: int) -> Tensor:
 
 @torch.no_grad()
 def time_forms(console: Console) -> dict[str, dict[int, Timing]]:
-    """Forward times of one gated layer's operator, p = 2, float32."""
+    """Times the forward pass of the operator with gates, p = 2, float32."""
     timings: dict[str, dict[int, Timing]] = {"softmax": {}, "attention form": {}, "chunked form": {}}
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("timing", total=len(CONTEXTS))

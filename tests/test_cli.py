@@ -112,7 +112,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
         (("--dtype", "int8"), "Error: --dtype must be one of"),
         (
             ("--only", "foo"),
-            "--only must be in the name of a method: softmax; attention form, auto; chunked",
+            "--only must be contained in the name of a method: softmax; attention form, auto; chunked",
         ),
         (("--heads", "0"), "Error: --heads must be at least 1, got 0"),
         (("--backend", "cuda"), "Error: --backend must be one of"),

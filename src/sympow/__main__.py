@@ -12,12 +12,12 @@ from sympow.extras import require
 def main() -> None:
     """Entry point of the installed command."""
     if sys.argv[1:] == ["--version"]:
-        # The command line has this option too; here it does not wait for torch.
+        # The command line has this option too, but importing it takes longer.
         print(f"sympow {__version__}")
         return
     with Reported("sympow"):
         require("typer", "cli")
-        # Only now: this takes seconds, in which somebody may press Ctrl-C.
+        # Imported inside the block, because it takes seconds in which Ctrl-C may be pressed.
         from sympow.cli.app import main as run
 
         run()

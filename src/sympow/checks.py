@@ -1,4 +1,4 @@
-"""Checks of arguments that all packages share. Their messages say what was expected and what came."""
+"""Argument checks that all packages share. Their messages name what was expected and what was given."""
 
 from __future__ import annotations
 

@@ -131,5 +131,5 @@ class _AliasFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         warn_renamed(old, MODULES[old], stacklevel=2)
-        # `import` returns what stands in sys.modules after the execution of a module.
+        # `import` returns the entry of sys.modules after the module has been executed.
         sys.modules[old] = import_module(MODULES[old])

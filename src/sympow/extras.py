@@ -1,4 +1,4 @@
-"""Optional dependencies, imported where they are used."""
+"""Import of optional dependencies, with an error that names the extra to install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Atomic file replacement: a reader sees the old content or the new one, and a failed write keeps the old one."""
+"""Atomic writes: a reader sees either the old or the new content of a file, and a failed write keeps the old."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        # A device or a pipe must not be replaced by a file, and has no content to lose. A folder raises.
+        # A device or a pipe is opened directly: it must not be replaced by a file. Opening a folder raises.
         with target.open("wb") as file:
             yield file
         return
-    # Each process and thread that writes this file has a temporary file of its own.
+    # Each process and thread has its own temporary file.
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL_ENDING}")
     try:
         with temporary.open("wb") as file:
@@ -69,7 +69,7 @@ def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> N
         raise ValueError(f"{name} must name a {kind}, and {path} is {found}")
     there = path if path.is_dir() else next(parent for parent in path.absolute().parents if parent.exists())
     try:
-        # Permissions alone do not tell: a file system may be read-only or full.
+        # Checking permissions is not enough: the file system may be read-only or full.
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How this process was started: the command to print for `sympow`, and whether torchrun started it."""
+"""How this process was started: how to call `sympow` here, its command line, and whether torchrun started it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-# No wider than the narrowest terminal in use.
+# Columns of a narrow terminal.
 WIDTH = 80
 
 
 def program() -> str:
-    """What to type for `sympow` here: "sympow" if the shell finds it, else its path, else `python -m sympow`."""
+    """How to call sympow in this shell: "sympow" if it is on PATH, else the script's path, else `python -m sympow`."""
     script = _own_script()
     if script is None:
         return f"{_typed(Path(sys.executable))} -m sympow"
@@ -22,11 +22,11 @@ def program() -> str:
 
 
 def command_line(*words: object, width: int = WIDTH) -> str:
-    """A command of sympow to print: quoted, and broken with a backslash before a flag where it would be too long.
+    """A `sympow` command to print, quoted for the shell, with long lines broken before flags.
 
     Args:
-        words: what follows `sympow`: a command, its arguments and its flags.
-        width: of a line; one flag with its values is never broken.
+        words: the words after `sympow`: a command, its arguments and its flags.
+        width: longest line; a flag stays on one line with its values even if it is longer.
     """
     parts = [program()]
     for word in words:
@@ -39,7 +39,7 @@ def command_line(*words: object, width: int = WIDTH) -> str:
 
 
 def recorded_command() -> str:
-    """The command line of this process, to be written into a file: as it is typed where sympow is installed."""
+    """The command line of this process for result files, with plain `sympow` as the program."""
     return shlex.join(["sympow", *sys.argv[1:]])
 
 
@@ -64,7 +64,7 @@ def _own_script() -> Path | None:
 
 
 def _typed(path: Path) -> str:
-    """A program as one types it: by its name if the shell finds it by that, else by its path from here."""
+    """How to call a program in this shell: its name if it is on PATH, else its path, relative if it is below here."""
     found = shutil.which(path.name)
     if found is not None and Path(found).absolute() == path.absolute():
         return path.name

@@ -13,7 +13,7 @@ from typing import Any
 from sympow.checks import check_regular_file
 from sympow.extras import require
 
-# A manifest has some hundred bytes for each shard of 8 MiB: this is one of several hundred terabytes of text.
+# A manifest has a few hundred bytes per shard of 8 MiB, so this limit allows for terabytes of text.
 LARGEST_JSON = 2**28
 # Configs have a hundred short lines.
 LARGEST_YAML = 2**20

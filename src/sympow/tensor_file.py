@@ -1,9 +1,9 @@
-"""Files of tensors and strings with a checksum, so that damage is detected when they are loaded.
+"""Tensor files with a checksum: the safetensors layout, with damage detected when a file is loaded.
 
 The layout is that of safetensors: eight bytes with the length of a JSON header, the header, the tensors. The header's
-metadata has a checksum, the BLAKE2b hash of the whole file with zeros in place of the checksum's own digits, so that
-any changed bit is detected. Files are not mapped into memory: a process with a mapping is killed if the file is
-truncated while it is in use.
+metadata has a checksum: the BLAKE2b hash of the whole file, computed with zeros in place of the checksum's digits. Any
+changed bit is therefore detected. Files are not memory-mapped, because the system kills a process whose mapped file is
+truncated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ METADATA = "__metadata__"
 CHECKSUM = "checksum"
 NO_CHECKSUM = "0" * 64
 DIGITS = re.compile("[0-9a-f]{64}")
-# Bytes of the header's length. The header is padded, so that tensors begin at a multiple of it.
+# Size of the field with the header's length. The header is padded, so that tensors begin at a multiple of it.
 WORD = 8
 # A header has a hundred bytes per tensor.
 LARGEST_HEADER = 2**24
@@ -72,7 +72,7 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
     digest = _digest(length, text)
     for tensor in contents.values():
         digest.update(_bytes_of(tensor))
-    # The words may contain anything, but come before the checksum's own entry, so that is the last match.
+    # Words may contain the same text, but the checksum's entry comes after them, so it is the last match.
     before, found, after = text.rpartition(_checksum_entry(NO_CHECKSUM))
     assert found
     with replacing(path) as file:
@@ -82,11 +82,11 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
 
 
 def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, on the CPU, and words of a file that `save` wrote.
+    """Reads a file that `save` wrote: its tensors, on the CPU, and its words.
 
     Args:
         form: the format that the file must have.
-        older: an earlier format without checksums that is accepted, too.
+        older: an earlier format without checksums that is also accepted.
 
     Raises:
         ValueError: the file has another format, is truncated, or differs in any bit from what was written.
@@ -115,7 +115,7 @@ def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> t
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor's dtype and shape, and its bytes relative to the end of the header."""
+    """A tensor's dtype and shape, and the range of its bytes relative to the end of the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Versions, device and extras of this installation, and which calls run on kernels: the head of `sympow check`."""
+"""Versions, device and extras of this installation, and what each call runs on, for `sympow check`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sympow
 from sympow.bench.timing import installed_version
 from sympow.ops.dispatch import Request, auto_uses_torch_reason, triton_interpreted
 
-# The packages that each extra brings, as in pyproject.toml.
+# The packages that each extra installs, as in pyproject.toml.
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "cli": ("typer", "rich", "numpy"),
     "triton": ("triton", "numpy"),
@@ -22,7 +22,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate", "safetensors"),
 }
-# Calls of `sympow.attention`: the paper's heads, those of current models, and variants.
+# Calls of `sympow.attention`: head dimensions of the paper and of current models, and variants. The device is filled in
+# by `routes`.
 CALLS = {
     "bfloat16, p = 2, heads of 64": Request("", torch.bfloat16, 2, 64, 64),
     "bfloat16, p = 2, heads of 64, chunked": Request("", torch.bfloat16, 2, 64, 64, form="chunked"),
@@ -45,9 +46,9 @@ class Route:
     """What a call runs on.
 
     Attributes:
-        call: the call, in words.
+        call: description of the call, a key of `CALLS`.
         served_by: "Hopper kernels", "Triton kernels" or "PyTorch".
-        reason: why it does not run on kernels; None: it does.
+        reason: why the call does not run on kernels; None if it does.
     """
 
     call: str

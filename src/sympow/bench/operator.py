@@ -1,4 +1,4 @@
-"""What `sympow bench` measures: forms and backends beside what one would use instead, in one run."""
+"""The benchmark of `sympow bench`: forms and backends of `sympow.attention` beside softmax and other packages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from sympow.bench.timing import Timing, environment, measure_in_turns, save_results
+from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
 from sympow.checks import check_at_least
 from sympow.extras import require
 from sympow.ops.dispatch import Backend, Form, chunked_unsupported_reason
@@ -30,7 +30,7 @@ TIMED = ("forward", "forward_and_backward")
 
 @dataclass(frozen=True)
 class Setting:
-    """One call to time: `tokens` tokens in sequences of `context`, gated, already rotated."""
+    """The size, power, dtype and device of the calls to time. Inputs are gated; rotation is not timed."""
 
     tokens: int = 65_536
     heads: int = 12
@@ -58,8 +58,8 @@ class Row:
     """One measurement.
 
     Attributes:
-        peak_bytes: what a forward and backward pass allocated at its peak, inputs apart.
-        extra_bytes: the same without the output and the gradients, which any method has to return.
+        peak_bytes: peak memory allocated by a forward and backward pass, without the inputs; None on a CPU.
+        extra_bytes: the same without the output and the gradients, which every method returns.
     """
 
     method: str
@@ -71,12 +71,12 @@ class Row:
 
 
 Call = Callable[[], Tensor]
-# From a setting, a context and inputs: what to call, and what to differentiate with respect to.
+# Maps a setting, a context and inputs to the call to time and the tensors to differentiate with respect to.
 Method = Callable[[Setting, int, dict[str, Tensor]], tuple[Call, list[Tensor]]]
 
 
 def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
-    """All that can be timed here, by name."""
+    """The methods that can be timed on this device with the packages installed, by name."""
     found: dict[str, Method] = {}
     if setting.device == "cuda":
         found[BASELINE] = partial(_softmax, SDPBackend.CUDNN_ATTENTION)
@@ -85,7 +85,8 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
         found["softmax"] = partial(_softmax, None)
     for backend in backends:
         found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
-        # Without kernels it runs in plain PyTorch, with a state that may take minutes: only where that is asked for.
+        # Where it has no kernels, the chunked form runs in plain PyTorch, which may take minutes with a large state. It
+        # is timed only if that backend was asked for.
         if backend == "torch" or chunked_unsupported_reason(setting.power, setting.dim, setting.dim) is None:
             found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
     if setting.device == "cuda" and _importable("retention"):
@@ -105,19 +106,19 @@ def run_bench(
     only: Sequence[str] = (),
     on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Row]:
-    """Times every method at every context, those of one context in turns.
+    """Times every method at every context; the samples of one context are interleaved.
 
     Args:
         setting: what to time.
         contexts: sequence lengths, each a divisor of setting.tokens.
         backends: of `sympow.attention`.
         backward: whether to time forward and backward together too.
-        runs: rounds, each with a sample of every method.
-        only: names of methods, or parts of them; empty: all.
-        on_progress: called after each round with what is being timed, how many rounds are done, and of how many.
+        runs: number of rounds; each takes one sample of every method.
+        only: time only methods whose name contains one of these; empty: all.
+        on_progress: called after each round with a description, the number of rounds done, and their total.
 
     Raises:
-        ValueError: a context does not divide the tokens, or a part of `only` is in no method's name.
+        ValueError: a context does not divide the tokens, or an entry of `only` is in no method's name.
     """
     for context in contexts:
         check_at_least("context", context, 1)
@@ -127,9 +128,9 @@ def run_bench(
     available = methods(setting, backends)
     for part in only:
         if not any(part in name for name in available):
-            raise ValueError(f"only must be in the name of a method: {'; '.join(available)}. Got {part!r}")
+            raise ValueError(f"only must be contained in the name of a method: {'; '.join(available)}. Got {part!r}")
     chosen = {name: method for name, method in available.items() if not only or any(part in name for part in only)}
-    # A round of calls that are not counted comes before those that are.
+    # One more round for the warm-up.
     total = len(contexts) * (1 + backward) * (runs + 1)
     done = 0
 
@@ -145,31 +146,31 @@ def run_bench(
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows on a terminal how far `run_bench` is; gives what to pass it as on_progress."""
+    """A progress bar on stderr while `run_bench` runs; yields the callback to pass as its on_progress."""
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
     columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TimeRemainingColumn())
-    # Nothing elsewhere: a log has the rows as they come.
+    # Disabled in a log file, which has a line for each row.
     with rich.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("first calls", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
 def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
-    """Writes rows as JSON, with device, versions and the command that made them."""
+    """Writes rows as JSON, with the device, the versions and the command."""
     described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
     measured = [asdict(row) for row in rows]
     save_results(path, environment(setting.device), command=command, setting=described, rows=measured)
 
 
 def describe(setting: Setting) -> str:
-    """What was timed, in a line."""
+    """The setting in one line."""
     dtype = str(setting.dtype).removeprefix("torch.")
     return f"{setting.tokens:,} tokens a call, {setting.heads} heads of {setting.dim}, p = {setting.power}, {dtype}"
 
 
 def load_rows(path: Path) -> tuple[list[Row], Setting]:
-    """What `save_rows` wrote.
+    """Reads a file that `save_rows` wrote.
 
     Raises:
         ValueError: the file is not one of `sympow bench`.
@@ -184,11 +185,11 @@ def load_rows(path: Path) -> tuple[list[Row], Setting]:
 
 
 def print_rows(rows: Sequence[Row], title: str) -> None:
-    """A table of milliseconds, half the range of the runs, and speed relative to the baseline at the same context."""
+    """Prints a table: median ± half the range in milliseconds, and speed relative to softmax at the same context."""
     console = require("rich.console", "cli").Console()
     table = require("rich.table", "cli").Table(title=title, title_justify="left")
     columns = ["context", "method", "forward, ms", "speed", "forward + backward, ms", "speed"]
-    # Known on a GPU only.
+    # Memory is measured on a GPU only.
     with_memory = any(row.extra_bytes is not None for row in rows)
     for column in [*columns, *(["peak extra"] if with_memory else [])]:
         table.add_column(column, justify="left" if column == "method" else "right")
@@ -216,9 +217,9 @@ def _measure_methods(
     runs: int,
     after_round: Callable[[str], None],
 ) -> Iterator[Row]:
-    # On a GPU, the first calls compile kernels and choose their tiles.
+    # On a GPU, the first calls compile and autotune kernels.
     warmup = 3 if setting.device == "cuda" else 1
-    timed = partial(measure_in_turns, runs=runs, warmup=warmup, device=setting.device)
+    timed = partial(measure_interleaved, runs=runs, warmup=warmup, device=setting.device)
     inputs = setting.inputs(context, grad=False)
     with torch.no_grad():
         forward = timed(
@@ -247,7 +248,7 @@ def _forward_and_backward(call: Call, leaves: list[Tensor]) -> Callable[[], tupl
 
 
 def _peak_memory(call: Callable[[], tuple[Tensor, ...]]) -> tuple[int, int]:
-    """The bytes a call allocated at its peak, and the same without what it returned."""
+    """Peak memory allocated by a call in bytes, with and without the tensors that it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -259,7 +260,7 @@ def _peak_memory(call: Callable[[], tuple[Tensor, ...]]) -> tuple[int, int]:
 def _softmax(
     kernel: SDPBackend | None, setting: Setting, context: int, inputs: dict[str, Tensor]
 ) -> tuple[Call, list[Tensor]]:
-    # Contiguous per head, the layout these kernels are fastest in.
+    # (b, h, t, d) contiguous: the layout in which these kernels are fastest.
     q, k, v = (
         inputs[name].detach().transpose(1, 2).contiguous().requires_grad_(inputs[name].requires_grad) for name in "qkv"
     )
@@ -294,7 +295,7 @@ def _simple_gla(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tu
 
 @cache
 def _importable(module: str) -> bool:
-    """Whether a peer is there and works. One that is there and does not says why."""
+    """Whether a package can be imported; warns if it is installed but fails to import."""
     if find_spec(module.partition(".")[0]) is None:
         return False
     try:

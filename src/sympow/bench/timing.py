@@ -1,4 +1,4 @@
-"""Timing of calls with its spread, peak memory of tensors, and the result files that both are written to."""
+"""Timing of calls (median and range), peak memory of tensors, and the JSON files of benchmark results."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sympow.files import write_atomically
 
-# On a GPU, one sample is as many calls in a row as take this long: then the host runs ahead of the device, as it does
-# in a training step, and what is timed is the device's work and not the first call's way to it.
+# On a GPU, a sample is a sequence of calls that takes about this long. The host then runs ahead of the device, as in a
+# training step, and the launch latency of the first call does not count.
 SAMPLE_SECONDS = 0.04
 MOST_CALLS = 100
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a call took: the median of several samples, with the fastest and slowest.
+    """Seconds per call: the median, the fastest and the slowest of several samples.
 
     Attributes:
-        runs: samples.
-        calls: calls in a row per sample.
+        runs: number of samples.
+        calls: number of consecutive calls that a sample averages.
     """
 
     median: float
@@ -49,18 +49,18 @@ class Timing:
 
 
 def measure(function: Callable[[], Any], *, runs: int = 5, warmup: int = 1, device: str = "cpu") -> Timing:
-    """Times a call after some that are not counted; on a GPU many in a row, with the device's own clock.
+    """Times a call after a warm-up; on a GPU with CUDA events around many consecutive calls.
 
     Args:
-        function: what to time.
-        runs: samples that count.
-        warmup: calls before them.
-        device: where the work happens, "cpu" or "cuda".
+        function: the call to time.
+        runs: number of samples.
+        warmup: number of calls before the first sample.
+        device: "cpu" or "cuda".
     """
-    return measure_in_turns({"": function}, runs=runs, warmup=warmup, device=device)[""]
+    return measure_interleaved({"": function}, runs=runs, warmup=warmup, device=device)[""]
 
 
-def measure_in_turns(
+def measure_interleaved(
     functions: Mapping[str, Callable[[], Any]],
     *,
     runs: int = 5,
@@ -68,17 +68,17 @@ def measure_in_turns(
     device: str = "cpu",
     after_round: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
-    """Times several calls beside each other, a sample of each in every round.
+    """Times several calls with interleaved samples: each round takes one sample of every call.
 
-    A GPU lowers its clock as it grows hot and draws power: one method timed after another would be timed on a slower
-    machine. In turns, what changes over the rounds changes for all.
+    A GPU lowers its clock as it heats up, so a call that is timed after another would be timed on a slower device. With
+    interleaved samples a change of the clock affects all calls alike.
 
     Args:
-        functions: what to time, by name.
-        runs: rounds that count.
-        warmup: calls of each before them; on a GPU a round follows that is not counted either.
-        device: where the work happens, "cpu" or "cuda".
-        after_round: called after each round, and once more after the calls that are not counted.
+        functions: the calls to time, by name.
+        runs: number of rounds.
+        warmup: number of calls of each function before the first round; on a GPU, one more sample is discarded.
+        device: "cpu" or "cuda".
+        after_round: called after the warm-up and after each round.
     """
     if runs < 1:
         raise ValueError(f"runs must be at least 1, got {runs}")
@@ -106,10 +106,10 @@ def measure_in_turns(
 
 
 class PeakMemory(TorchDispatchMode):
-    """Counts bytes of tensors made while active, for as long as they live. Tensors that existed before do not count.
+    """Counts the bytes of live tensors that were created while the mode is active.
 
-    Unlike the process's resident memory this does not depend on the allocator, so it can be asserted on; what a single
-    operation uses inside is not seen.
+    Unlike the resident memory of the process, the count does not depend on the allocator, so tests can assert on it. It
+    does not see what a single operation allocates internally.
 
     Example:
         >>> with PeakMemory() as memory:
@@ -156,7 +156,7 @@ class PeakMemory(TorchDispatchMode):
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Device and versions, for the head of a result file."""
+    """Device and versions, as the header of a result file."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
     found = {
         "device": name,
@@ -170,7 +170,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package that is installed, without importing it; None: it is not."""
+    """The version of a package, without importing it; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -206,11 +206,11 @@ def save_results(
     """Writes JSON: the command first, then device and versions, then the rest in the order given.
 
     Args:
-        path: the file; its folder is made.
-        environment: as of `sympow.bench.timing.environment`; None where nothing was measured.
-        command: that makes the file again; by default how this process was started.
-        indent: of the JSON.
-        content: the setting, rows, and what else there is.
+        path: the file; missing parent folders are created.
+        environment: the result of `sympow.bench.timing.environment`; None if nothing was measured.
+        command: the command that reproduces the file; by default the command line of this process.
+        indent: indentation of the JSON.
+        content: further entries, such as the setting and the rows.
     """
     head: dict[str, Any] = {"command": command or " ".join(["python", *sys.argv])}
     if environment is not None:
@@ -219,7 +219,7 @@ def save_results(
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """What operators take and return: tensors, in lists or tuples perhaps. Far faster than a walk through any tree."""
+    """The tensors among an operator's arguments or results. Far faster than `torch.utils._pytree`."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):

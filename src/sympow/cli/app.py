@@ -1,6 +1,6 @@
 """The command `sympow`: its subcommands, each in a module of its name, and its own options.
 
-No module here imports torch when it is itself imported, so that help and `--version` answer at once.
+No module of this package imports torch at its top level, so that help and `--version` are fast.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def root(
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Options of the program itself."""
+    """Options of `sympow` itself."""
 
 
 def main() -> None:
-    """Reads the command line; `sympow.__main__` calls it."""
+    """Runs the command line; called by `sympow.__main__`."""
     app(prog_name=program())
 
 

@@ -44,7 +44,7 @@ def bench(
     only: Annotated[
         list[str] | None, typer.Option(help="Time only methods whose name contains this; repeatable.")
     ] = None,
-    backward: Annotated[bool, typer.Option(help="Time forward and backward together as well.")] = True,
+    backward: Annotated[bool, typer.Option(help="Also time forward and backward together.")] = True,
     runs: Annotated[
         int | None, typer.Option(help=f"Rounds; each times every method once. {_by_device('runs')}")
     ] = None,

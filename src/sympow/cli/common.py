@@ -1,6 +1,7 @@
-"""What the commands have in common: how they are declared, how help is laid out, and how mistakes are shown.
+"""What the commands share: the base class of commands, the layout of help, common options, and messages about flags.
 
-A command's function raises; what the user then reads is decided in `sympow.cli.errors`, and put in terms of flags here.
+A command's function raises an exception. `sympow.cli.errors` decides what is printed for it; `in_flags` here replaces
+Python's names of arguments by the command's flags.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sympow.deprecated import FLAGS
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel
 
-# Names and defaults that help shows. They repeat the library's, so that help does not import torch; a test compares
-# them.
+# Names and defaults that help shows. They are copies of the library's, so that help does not import torch; a test
+# compares both.
 MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
 MIXERS = ("sympow", "softmax")
 GATES = ("none", "fixed", "learned", "scalar", "vector")
@@ -31,30 +32,30 @@ ROTATIONS = ("none", "fixed", "learned", "scale", "pairs")
 SEGMENT_SIZE = 8_192
 
 # Options of several commands.
-SegmentSize = Annotated[int, typer.Option(help="Tokens that are read at a time; memory depends on it.")]
+SegmentSize = Annotated[int, typer.Option(help="Tokens per prefill segment; memory depends on it.")]
 Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU, float32 on a CPU.")]
 
-# What functions of the library call an argument, and the commands an option.
+# Arguments of the library whose option has another name.
 ALIASES = {"source": "data"}
 
 
 class App(typer.Typer):
-    """A command, or a group of commands, that prints help and mistakes as plain text."""
+    """A command, or a group of commands, that prints help and errors as plain text."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False, **options)
 
     def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
-        """As in typer; the command's exceptions become messages."""
+        """As in typer, with `Command` as the default class."""
         return super().command(name, **{"cls": Command, **options})
 
 
 class Command(TyperCommand):
-    """A command whose exceptions become messages, and whose help has the sections that its options name."""
+    """A command that prints its exceptions as messages, and groups its options in help by `rich_help_panel`."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Paragraphs are filled; indented ones, which hold commands to copy, stay as they are."""
+        """Fills paragraphs, except indented ones, which hold commands to copy."""
         formatter.write_paragraph()
         with formatter.indentation():
             for number, paragraph in enumerate(inspect.cleandoc(self.help or "").split("\n\n")):
@@ -67,7 +68,7 @@ class Command(TyperCommand):
                     formatter.write(f"{' ' * formatter.current_indent}{line}\n")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """A section for each `rich_help_panel`, without the panels' frames."""
+        """Writes a plain section for each `rich_help_panel`."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -91,7 +92,7 @@ class Command(TyperCommand):
 
 
 def _renamed(argument: str, flags: set[str]) -> str:
-    """A word of the command line, with the new name of a flag in place of an earlier one."""
+    """A word of the command line, with a deprecated flag replaced by its present name."""
     old, equals, value = argument.partition("=")
     new = FLAGS.get(old)
     if new is None or new not in flags or old in flags:
@@ -101,14 +102,14 @@ def _renamed(argument: str, flags: set[str]) -> str:
 
 
 class Mistake(typer.BadParameter):
-    """Something wrong with the arguments; typer prints how to get help with it."""
+    """An error in the arguments; typer adds how to get help."""
 
     def format_message(self) -> str:
         return self.message
 
 
 def print_json(content: Any) -> None:
-    """What a command with --json prints."""
+    """Prints the result of a command with --json."""
     typer.echo(json.dumps(content, indent=2))
 
 
@@ -122,7 +123,7 @@ def load_text_model(checkpoint: Path, device: str | None, dtype: str | None) -> 
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
-    """As asked for, or a GPU if there is one, and bfloat16 on it."""
+    """Fills in the defaults: a GPU if there is one, with bfloat16 on a GPU and float32 on a CPU."""
     device = choose_device(device)
     dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     check_choice("dtype", dtype, ("bfloat16", "float32"))
@@ -132,8 +133,9 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
 def in_flags(message: str, parameters: list[Any]) -> str:
     """The message of an exception with Python's names of a command's options replaced by their flags.
 
-    Names are replaced at the beginning of the message, where it says what must be otherwise, and where they cannot be
-    words: with an underscore, or before a "=". After a colon they stay: what stands before it is a file that has them.
+    A name is replaced at the beginning of the message ("top_k must be …"), and elsewhere only where it cannot be an
+    ordinary word: if it has an underscore or precedes a "=". It is not replaced after a colon, as in
+    "config.yaml: top_k …", where it is a key of that file.
     """
     flags: dict[str, str] = {}
     for parameter in parameters:

@@ -94,7 +94,7 @@ def prepare(
         typer.echo(f"  skipped: {counts['empty_documents_skipped']:,} empty documents")
     if counts["files_ignored"]:
         first = counts["files_ignored"][0]
-        typer.echo(f"  left out: {len(counts['files_ignored']):,} files not known by their names, such as {first}")
+        typer.echo(f"  left out: {len(counts['files_ignored']):,} files of unknown types, such as {first}")
 
 
 @app.command()

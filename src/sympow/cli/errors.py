@@ -1,4 +1,4 @@
-"""What a command prints when it fails, and its exit code: the one place where exceptions become messages.
+"""Exceptions of a command as messages and exit codes.
 
 ==================================================  =========================================  =========
 exception                                           what is printed                            exit code
@@ -24,12 +24,12 @@ INTERRUPTED = 130
 
 
 class Reported:
-    """Around the work of a command: turns its exceptions into messages and exit codes.
+    """Context manager around a command that converts exceptions into messages and exit codes.
 
     Args:
-        program: the command as it was called, which begins each message.
-        on_mistake: called with the message when the user made a mistake; does not return. By default the message is
-            printed like any other.
+        program: the command as it was called; each message begins with it.
+        on_mistake: called with the message of an invalid argument; does not return. By default the message is printed
+            like any other.
     """
 
     def __init__(self, program: str, on_mistake: Callable[[str], NoReturn] | None = None) -> None:
@@ -49,7 +49,7 @@ class Reported:
                 self.on_mistake(str(error))
             self._stop(f"error: {error}", 2, on_every_process=False)
         if _is_failure(error):
-            # It may have happened to this process alone.
+            # Other processes may not have failed, so each prints its own.
             self._stop(f"error: {_describe(error)}", 1, on_every_process=True)
         if error is not None and _defined_by_sympow(type(error)):
             print(f"stopped: {error}", file=sys.stderr, flush=True)
@@ -62,21 +62,21 @@ class Reported:
             rank = os.environ.get("RANK")
             where = f" (process {rank})" if on_every_process and rank is not None else ""
             print(f"{self.program}{where}: {message}", file=sys.stderr, flush=True)
-        # Without the exception that led here: a message was printed, and no traceback should follow.
+        # `from None`: the message replaces the traceback.
         raise SystemExit(code) from None
 
 
 def _is_failure(error: BaseException | None) -> bool:
-    """Whether something went wrong that is neither a mistake in the arguments nor a bug."""
+    """Whether the error is neither an invalid argument nor a bug, such as a full disk or a missing package."""
     if isinstance(error, BrokenPipeError):
-        # The reader of the output is gone, such as `head`; typer ends the command quietly.
+        # The reader of the output, such as `head`, has exited; typer ends the command quietly.
         return False
     if isinstance(error, ModuleNotFoundError):
         return (error.name or "").partition(".")[0] != "sympow"
     if isinstance(error, OSError | MemoryError):
         return True
     torch = sys.modules.get("torch")
-    # Absent while torch itself is being imported.
+    # The attributes are missing while torch is being imported.
     kinds = tuple(getattr(torch, name) for name in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, name))
     return isinstance(error, kinds)
 
@@ -84,13 +84,13 @@ def _is_failure(error: BaseException | None) -> bool:
 def _describe(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename is not None else error.strerror
-    # Only the first paragraph: torch follows it with advice for those who debug kernels.
+    # Only the first line: torch adds advice on debugging kernels.
     text = str(error).strip().partition("\n")[0]
     return text or type(error).__name__
 
 
 def _raised_by_sympow(error: BaseException) -> bool:
-    """Whether the exception comes from sympow's own code, whose messages are for users, and not from a library's."""
+    """Whether sympow's own code raised the exception, not a library: only sympow's messages are written for users."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -106,7 +106,7 @@ def _in_sympow(module: str) -> bool:
 
 
 def _is_for_typer(error: Exception) -> bool:
-    """Whether typer made the exception and knows what to do with it, as for an option that does not exist."""
+    """Whether the exception is one of typer's, which typer handles, as for an unknown option."""
     return any(kind.__module__.partition(".")[0] in ("typer", "click") for kind in type(error).__mro__)
 
 

@@ -92,7 +92,7 @@ def evaluate(
 
 @contextmanager
 def _processes(device: str) -> Iterator[ProcessGroup | None]:
-    """The process group of torchrun's processes; None: this is the only process."""
+    """The process group of torchrun's processes; None if this is the only process."""
     if not under_torchrun():
         yield None
         return

@@ -67,7 +67,7 @@ def experiment(
     try:
         size = size.changed(**changes)
     except TypeError as error:
-        # What --set names and its type are the user's choice, not this program's.
+        # The name and type of a --set value come from the user: a TypeError here is an invalid argument, not a bug.
         raise ValueError(str(error)) from error
     all_runs = runs_of(found[name], size)
     runs = _chosen(all_runs, only)
@@ -76,7 +76,7 @@ def experiment(
     if plan:
         print_plan(name, runs, size, store, jobs, minutes, device)
         return
-    # Not for a plan, which may be for another machine.
+    # Only now: a plan may be for another machine.
     choose_device(device)
     check_can_write("out", out, "folder")
     check_can_write("results", results, "folder")
@@ -87,7 +87,7 @@ def experiment(
         None if minutes is None else 60 * minutes,
         device,
         lambda run: f"sympow experiment {name} --scale {scale} --only {run}{extra}",
-        # The table has all finished runs of the experiment, also those that --only leaves out.
+        # The table has all finished runs of the experiment, including those that --only excludes.
         lambda: store.write(name, all_runs),
     )
     with Display() as display:
@@ -106,7 +106,7 @@ def experiment(
 
 
 def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
-    """Values as YAML has them, and numbers such as 1e-3, which it takes for text."""
+    """The settings of --set, parsed as YAML; numbers such as 1e-3, which YAML takes for strings, become floats."""
     found: dict[str, Any] = {} if data is None else {"data": data}
     for text in given:
         name, equals, value = text.partition("=")

@@ -19,8 +19,12 @@ def report(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")],
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training runs",
-    heads: Annotated[bool, typer.Option(help="Measure what the heads learned, unless the run's folder has it.")] = True,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu, for that; by default what there is.")] = None,
+    heads: Annotated[
+        bool, typer.Option(help="Measure the heads of the trained models, unless the run has the result.")
+    ] = True,
+    device: Annotated[
+        str | None, typer.Option(help="cuda or cpu, for --heads; by default a GPU if there is one.")
+    ] = None,
 ) -> None:
     """Write an HTML report that compares training runs.
 

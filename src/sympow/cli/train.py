@@ -1,7 +1,7 @@
 """The command `sympow train`, also as `python -m sympow.train`.
 
-Its flags are made from the fields of `TrainConfig`, which imports torch: so they are made when the command is called,
-and `sympow --help` does not wait for them.
+Its flags are the fields of `TrainConfig`, whose module imports torch. They are therefore added when the command is
+called, so that `sympow --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def train(
     if may_be_restarted():
         if out is None:
             raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
-        # torchrun counts restarts for each machine by itself; what is in the folder, all of them see alike.
+        # torchrun counts restarts on each machine separately, but all machines see the same run folder.
         resume = resume or (out / CONFIG_FILE).exists()
     if resume:
         out = out or _latest()
@@ -69,7 +69,7 @@ def train(
 
 
 class DeferredTrain(Command):
-    """A placeholder for `sympow train` in the list of commands; a call makes the command with its flags."""
+    """Placeholder for `sympow train` in the list of commands; a call creates the command with its flags."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with Reported(f"{parent.command_path} {info_name}"):
@@ -87,7 +87,7 @@ def add_train(app: App) -> None:
 
 
 def main() -> None:
-    """As a program of its own, for torchrun."""
+    """Entry point of `python -m sympow.train`, for torchrun."""
     _with_flags()(prog_name=f"{Path(sys.executable).name} -m sympow.train")
 
 

@@ -1,6 +1,6 @@
 """Data: documents in, token batches out.
 
-`prepare` turns text files into token shards, `open_dataset` opens them (or the standard library, or LongCrawl64), and
+`prepare` tokenizes text files into shards, `open_dataset` opens them (or the standard library, or LongCrawl64), and
 `Loader` makes batches. NumPy and torch are enough for reading; the extra `data` brings zarr, fsspec, pyarrow and
 tokenizers, each imported where it is used.
 """

@@ -93,7 +93,7 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Manifest:
-    """Turns documents into memory-mapped token shards that `open_dataset(out)` reads.
+    """Tokenizes documents into memory-mapped shards that `open_dataset(out)` reads.
 
     Run again after an interruption it resumes; run again when done it does nothing.
 

@@ -17,7 +17,7 @@ from sympow.generation.sampling import Sampling, generate
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 
-# Stands in decoded text for bytes that are no character, or not yet a complete one.
+# Decoders insert it for bytes that are not a character, or not yet a complete one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # After so many tokens decoding starts again, so that the cost of a token does not grow with the text.
 RESTART_TOKENS = 64

@@ -162,7 +162,7 @@ class SympowConfig(PreTrainedConfig):
         """Converts to a native config, with None for fields that have their default.
 
         Raises:
-            ValueError, TypeError: a value is invalid; the message names the field as it is called here.
+            ValueError, TypeError: a value is invalid; the message has the field's name in this config.
         """
         for name in ("hidden_size", "intermediate_size"):
             check_at_least(name, getattr(self, name), 1)

@@ -196,7 +196,7 @@ def _byte_level() -> Any:
 
 
 def _byte_names() -> list[str]:
-    """The characters that stand for bytes in byte-level BPE: a printable byte's own, else the next one from 256 on."""
+    """The character of each byte in byte-level BPE: a printable byte's own, else the next one from 256 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]

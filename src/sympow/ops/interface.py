@@ -192,7 +192,7 @@ def _run(
 
     Args:
         cu_seqlens: offsets of packed documents, only on Triton and without a state at either end; or None.
-        others: as in `attention`.
+        the rest: as in `attention`.
     """
     if sequence.length == 0:
         return _run_nothing(sequence, initial_state, return_state)
