@@ -103,7 +103,7 @@ def test_ranks_evaluate_a_document_together(pool, mixer, piece, length):
         ("offsets", "ValueError: cu_seqlens must end at the length, 8; got 7"),
         ("softmax", "ValueError: return_state cannot go with shards in softmax attention"),
         ("take", "ValueError: x must have the whole sequence, 8 tokens, along dim 1; got 4"),
-        ("evaluation", "ValueError: piece must be at least 10 for a softmax model in 2 processes"),
+        ("evaluation", "ValueError: segment_size must be at least 10 for a softmax model in 2 processes"),
     ],
 )
 def test_mistakes_are_named(pool, what, message):
