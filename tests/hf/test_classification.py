@@ -68,5 +68,5 @@ def test_a_language_model_becomes_one_by_its_folder(make, tokens, tmp_path):
 
 @pytest.mark.parametrize("marks", [{"cu_seq_lens_q": [0, 5, 12]}, {"position_ids": [[*range(5), *range(7)]]}], ids=str)
 def test_packed_documents_are_refused(classifier, tokens, marks):
-    with pytest.raises(ValueError, match="packed documents have no place"):
+    with pytest.raises(ValueError, match="scores of packed documents are not supported"):
         classifier(tokens(1), **{name: torch.tensor(value) for name, value in marks.items()})

@@ -344,7 +344,7 @@ class TestCache:
             cache.crop(-2)
         with pytest.raises(ValueError, match=r"tokens_to_remove must not be positive"):
             cache.crop(3)
-        with pytest.raises(ValueError, match=r"asks for 2 tokens back"):
+        with pytest.raises(ValueError, match=r"tokens_to_remove is 2 tokens"):
             cache.crop(torch.tensor(-2))
         cache.crop(0)
         assert cache.get_seq_length() == 6
@@ -364,7 +364,7 @@ class TestCache:
         out = model(more[[1, 0, 2], 3:4], past_key_values=cache)
         expected = model(torch.cat([ids, more[:, :4]], dim=1)).logits[[1, 0, 2], -1:]
         assert_close(out.logits, expected, 1e-9, "logits")
-        with pytest.raises(ValueError, match="asks for 2 tokens back, but 1 were recorded"):
+        with pytest.raises(ValueError, match="tokens_to_remove is 2 tokens, but 1 were recorded"):
             cache.crop(-2)
         cache.crop(-1)
         assert cache.pending is None

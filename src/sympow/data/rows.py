@@ -1,4 +1,4 @@
-"""Rows of a dataset, as slices of documents, and the order in which an epoch visits them."""
+"""Packs documents into rows of a batch, as slices of documents, and orders the rows of an epoch."""
 
 from __future__ import annotations
 

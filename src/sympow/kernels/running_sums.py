@@ -1,4 +1,4 @@
-"""Running sums over time in float64: of log gates, of rotation scales, and of their gradients.
+"""Running sums over time in float64, of log gates, rotation scales and their gradients, and their drift correction.
 
 The decay from token j to token i is b_ij = exp(G_i − G_j), with G the running sum of log γ. G grows with the length
 while only its differences matter: at 65,536 tokens float32 would already lose three digits of each decay. A closed

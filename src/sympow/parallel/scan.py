@@ -1,4 +1,6 @@
-"""The exclusive scan of states over ranks: the state at a rank's first token, or in reverse its gradient at the last.
+"""Sends states between ranks: an exclusive scan gives each rank the state before its first token.
+
+In reverse, it gives each rank the gradient of the state after its last token.
 
     before_r = Σ_{s<r} (∏_{s<u<r} D_u) S_s
 

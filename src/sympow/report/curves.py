@@ -1,4 +1,4 @@
-"""Metrics of a run as curves over its steps: downsampled for the page, smoothed, and against training time."""
+"""Data of the training curves: metrics over steps or training time, smoothed, and downsampled for the HTML page."""
 
 from __future__ import annotations
 

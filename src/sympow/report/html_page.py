@@ -1,4 +1,4 @@
-"""An HTML page in one file: it opens from disk, without a network."""
+"""Writes an HTML page as one file, with plotly.js inlined. `assets/report.js` draws the curves of `sympow report`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW's parameter groups, clipping, an update that the device can skip, and how W_β starts."""
+"""The optimizer: AdamW's parameter groups, clipping, an update that the device can skip, and options for β."""
 
 from __future__ import annotations
 

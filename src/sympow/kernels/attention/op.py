@@ -1,6 +1,7 @@
-"""The attention and chunked forms on the kernels as PyTorch operators: for autograd, torch.compile and opcheck.
+"""The attention and chunked forms on the kernels as PyTorch operators, with their tile sizes (`tiles_for`).
 
-An operator takes and returns tensors and nothing else, so an empty tensor represents what is missing (gates, states).
+As operators they work with autograd, torch.compile and opcheck. An operator takes and returns tensors and nothing else,
+so an empty tensor represents what is missing (gates, states).
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
