@@ -1,9 +1,9 @@
-"""Change the arithmetic of a running test: sums in the other order, or a deliberate mistake in one place.
+"""Changes the arithmetic of a running test: sums in the other order, or a deliberate mistake in one place.
 
-`installed()` puts one function in front of the sums that PyTorch does on a CPU and that Triton's interpreter does:
-matrix products, sums, running sums, elementwise products, and the interpreter's loads. The same stands in front of
-`sympow.attention`, where a token can be left out. `Arithmetic` says what that function changes. Sums in float64 are
-left alone, since tests compute what they expect in float64.
+`installed()` patches the operators of PyTorch on a CPU and of Triton's interpreter: matrix products, sums, running
+sums, elementwise products, and the interpreter's loads. It also patches `sympow.attention`, so that a token can be left
+out. Each patched operator asks the current `Arithmetic` what to change. Operators in float64 are not changed, because
+tests compute what they expect in float64.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake in one place.
+    """A deliberate mistake in one place.
 
     Args:
-        place: a key of `Arithmetic.places`.
-        kind: "term" leaves out the first term of a sum. "index" reads one operand, or what is loaded, one entry late.
-        call: the one execution of the place that is wrong; None: all of them.
+        place: an operator at a line of the package, a key of `Arithmetic.places`.
+        kind: "term" leaves out the first term of a sum; "index" shifts one operand, or what is loaded, by one entry.
+        call: which execution of the place is wrong; None: all of them.
     """
 
     place: str
@@ -54,12 +54,12 @@ class Mistake:
 
 @dataclass
 class Arithmetic:
-    """How the sums of a test are done, and which ones there were.
+    """What to change in the operators of a test, and a count of their executions.
 
     Args:
-        backwards: run over the terms of products and sums from the last to the first.
-        mistake: where to make a mistake, if anywhere.
-        precisions: the dtypes of sums that are counted and may have a mistake.
+        backwards: sum the terms of products and sums from the last to the first.
+        mistake: the mistake to make, if any.
+        precisions: dtypes of the operators that are counted and may have a mistake.
     """
 
     backwards: bool = False
@@ -83,16 +83,19 @@ _current = Arithmetic()
 
 
 def use(how: Arithmetic) -> None:
-    """Make this the arithmetic from now on."""
+    """Makes this the arithmetic from now on."""
     global _current
     _current = how
 
 
 def mistakes_in(places: Counter[str]) -> Iterator[Mistake]:
-    """First those made once, a third of the way through, where both sides of a comparison share code; then always."""
+    """Mistakes to try: first each in a single execution, a third of the way through, then each in all executions.
+
+    A mistake in all executions may cancel where both sides of a comparison run the same code.
+    """
     shuffled = sorted(places.items())
     random.Random(0).shuffle(shuffled)
-    # A token that is left out reaches every output and gradient.
+    # Places where a token can be left out first, since that changes every output and gradient.
     shuffled.sort(key=lambda place: not place[0].startswith("token"))
     for always in (False, True):
         for place, calls in shuffled:
@@ -101,7 +104,7 @@ def mistakes_in(places: Counter[str]) -> Iterator[Mistake]:
 
 
 def _line() -> str:
-    """The line of the package that is being executed; there is none in the gradients of PyTorch's own operators."""
+    """The line of the package that is being executed. Gradients of PyTorch's own operators have none."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith(SOURCE):
@@ -116,7 +119,7 @@ def _shape(x: Tensor) -> str:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Put `Arithmetic` in front of PyTorch's sums on a CPU, and of those of Triton's interpreter where there is one."""
+    """Patches PyTorch's operators on a CPU, and those of Triton's interpreter if it is installed."""
     library = torch.library.Library("aten", "IMPL")
     for name, function in (
         ("mm", _matrix_product),
@@ -141,7 +144,7 @@ def installed() -> Iterator[None]:
 
 
 def _operands(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands of a product over the last axis of one and the second-last of the other."""
+    """The operands of a matrix product, changed as the current arithmetic says."""
     change = _current.change("product", a.dtype, a, b)
     if a.shape[-1] == 0:
         return a, b
@@ -207,7 +210,10 @@ def _elementwise_product(a: Tensor, b: Tensor | float) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
-    """A token is left out, or values, gates and scales come one token late; `backend="torch"` is a test's reference."""
+    """`sympow.attention` with a token left out, or with values, gates and scales shifted by one token.
+
+    Calls with `backend="torch"` are not changed: they are a test's reference.
+    """
     change = None
     if options.get("backend") != "torch" and not torch.compiler.is_compiling():
         change = _current.change("token", q.dtype)
@@ -225,7 +231,7 @@ def _late(x: Tensor) -> Tensor:
 
 
 def call_with(how: Arithmetic, function: Callable[..., Any], *given: Any, **options: Any) -> tuple[Any, Counter[str]]:
-    """What a function returns under an arithmetic, in a process of its own, and the places that it executed."""
+    """Calls a function with an arithmetic, in the process of a pool; returns its result and the places executed."""
     here = Arithmetic(how.backwards, how.mistake, how.precisions)
     use(here)
     with installed():

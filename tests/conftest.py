@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 
-# Without a GPU, Triton's kernels run in its interpreter; it reads this when Triton is first imported.
+# Without a GPU, kernels run in Triton's interpreter. Triton reads the variable when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

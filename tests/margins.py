@@ -1,16 +1,15 @@
-"""Measure how far the float32 comparisons of the suite stay from their tolerances, and that mistakes still cross them.
+"""Measures the float32 tolerances of the suite: how far errors stay below them, and that deliberate mistakes do not.
 
     python tests/margins.py sweep --seeds 50 --jobs 14 --minutes 8 --out build/sweep
     python tests/margins.py mistakes --jobs 14 --minutes 8 --out build/mistakes
     python tests/margins.py table build/sweep build/mistakes --out tests/margins.tsv
 
-`support.within`, which every such comparison goes through, hands error and tolerance to this script while it runs the
-tests. `sweep` runs them with other random numbers and with sums in either order (see arithmetic.py). Half of its
-processes run with ATEN_CPU_CAPABILITY=default, and every fourth with two threads. It skips what its folder has already,
-so that a sweep can be continued. `mistakes` runs them with one line of
-the package broken at a time: a sum leaves out its first term, or an index is off by one. `table` joins what these two
-have written, and fails where a tolerance is less than four times the worst error or where no mistake crosses it.
-docs/testing.md says how tolerances are chosen.
+Every such comparison calls `support.within`, which reports its error and tolerance to this script. `sweep` runs the
+tests with other seeds and with sums in either order (see arithmetic.py). Half of its processes run with
+ATEN_CPU_CAPABILITY=default, and every fourth with two threads. It skips what its folder already contains, so that a
+sweep can be resumed. `mistakes` runs the tests with one line of the package broken at a time: a sum leaves out its
+first term, or an index is off by one. `table` joins the results of both, and fails if a tolerance is less than four
+times the worst error or if no mistake crosses it. docs/testing.md says how tolerances are chosen.
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 TABLE = TESTS / "margins.tsv"
-# A tolerance is at least four times the worst error that was seen, over at least 50 seeds in both orders.
+# A tolerance is at least four times the worst error over at least 50 seeds in both orders of summation.
 LARGEST_RATIO = 0.25
 FEWEST_SEEDS = 50
-# The cases of a parametrised test share its seeds out among so many of them at most.
+# The cases of a parametrised test share its seeds: each seed runs in one of every five cases.
 LARGEST_SHARE = 5
-# Tests that train in several processes take up to half a minute: they run with fewer seeds and have more room.
+# Tests that train in several processes take up to half a minute: they run with fewer seeds and wider tolerances.
 TRAINING_PROCESSES = ("tests/train/test_distributed.py", "tests/train/test_context_parallel.py")
 LARGEST_RATIO_OF_TRAINING = 0.1
 FEWEST_SEEDS_OF_TRAINING = 5
-# One side of what these compare comes from processes that they start, which random numbers shifted here do not reach.
+# In these, processes that the test starts compute one side of the comparison. Their seeds are shifted by
+# `support.seed_shift`.
 SEVERAL_PROCESSES = ("tests/parallel/", *TRAINING_PROCESSES)
 COLUMNS = ("test", "what", "tolerance", "worst error", "ratio", "seeds", "runs", "mistakes", "crossing", "least", "by")
 
@@ -54,7 +54,7 @@ COLUMNS = ("test", "what", "tolerance", "worst error", "ratio", "seeds", "runs",
 
 @dataclass
 class Margin:
-    """One tolerance of one test, and the errors that were compared with it."""
+    """The errors that were compared with one tolerance of one test."""
 
     worst: float = 0.0
     setting: str = ""
@@ -75,22 +75,22 @@ class Margin:
             self.least, self.by = other.least, other.by
 
 
-# By test, what it compares, and the tolerance.
+# Keyed by test, comparison and tolerance.
 Margins = dict[tuple[str, str, float], Margin]
-# By test, the seeds that were run and whether sums were taken backwards.
+# For each test, the seeds that were run, and whether sums were taken backwards.
 Settings = dict[str, set[tuple[int, bool]]]
 
 
 @dataclass
 class Measured:
-    """What the processes of `sweep` and `mistakes` have written, all together."""
+    """The joined results of all processes of `sweep` and `mistakes`."""
 
     margins: Margins
     settings: Settings
     failures: Counter[str]
 
     def seeds(self, test: str) -> int:
-        """Seeds with which a test was run in both orders, whichever case of it."""
+        """The number of seeds with which some case of a test was run in both orders."""
         cases = [ran for case, ran in self.settings.items() if function_of(case) == test]
         return len({seed for ran in cases for seed, backwards in ran if backwards and (seed, False) in ran})
 
@@ -104,7 +104,7 @@ def write_measured(path: Path, measured: Measured) -> None:
     lines = [json.dumps([*key, vars(margin)]) for key, margin in measured.margins.items()]
     lines += [json.dumps([test, sorted(ran)]) for test, ran in measured.settings.items()]
     lines += [json.dumps([message, count]) for message, count in measured.failures.items()]
-    # Whole, or as it was before.
+    # Written atomically.
     scratch = path.with_suffix(".part")
     scratch.write_text("\n".join(lines) + "\n")
     scratch.replace(path)
@@ -129,7 +129,7 @@ def read_measured(*folders: Path) -> Measured:
 
 @contextmanager
 def shifted_seeds(shift: int, *, here: bool = True) -> Iterator[None]:
-    """Other random numbers: every seed that a test sets is moved on, in this process or only in those it starts."""
+    """Shifts every seed that a test sets: in this process, or (here=False) only in those that it starts."""
     import torch
 
     import support
@@ -152,7 +152,7 @@ def shifted_seeds(shift: int, *, here: bool = True) -> Iterator[None]:
 
 @contextmanager
 def pool_with(how: Any) -> Iterator[None]:
-    """The arithmetic of a test in the processes of its pool as well."""
+    """Applies the arithmetic of a test in the processes of its pool as well."""
     import arithmetic
     from parallel.pool import Pool
 
@@ -172,7 +172,7 @@ def pool_with(how: Any) -> Iterator[None]:
 
 
 class Runner:
-    """A pytest plugin that runs tests again and again, and takes down what they compare."""
+    """A pytest plugin that runs tests repeatedly and collects the errors of their comparisons."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
@@ -181,7 +181,7 @@ class Runner:
         self.out = Path(job["out"])
 
     def observe(self, error: float, tolerance: float, what: str) -> None:
-        # Positions and lengths within one test are one comparison.
+        # Comparisons that differ only in a number, such as a position, count as one.
         key = re.sub(r"\d+", "#", what), tolerance
         error = error if error == error else math.inf
         self.errors[key] = max(error, self.errors.get(key, 0.0))
@@ -204,7 +204,7 @@ class Runner:
         return True
 
     def run(self, item: Any, following: Any, shift: int, how: Any) -> dict[tuple[str, float], float]:
-        """The errors of one run of one test, by what is compared."""
+        """Runs one test once; returns the errors of its comparisons."""
         import arithmetic
         from _pytest.runner import runtestprotocol
 
@@ -230,7 +230,7 @@ class Runner:
     def sweep(self, items: list[Any]) -> None:
         from arithmetic import Arithmetic
 
-        # Each process begins elsewhere, so that none is left out by all where time runs out.
+        # Each process starts at another test, so that all are run by some process before the time is up.
         start = self.job["number"] * len(items) // self.job["jobs"]
         items = items[start:] + items[:start]
         before = read_measured(self.out.parent).settings
@@ -238,10 +238,10 @@ class Runner:
         cases = {test: list(of) for test, of in itertools.groupby(sorted(x.nodeid for x in items), function_of)}
 
         def due(test: str, seed: int, backwards: bool) -> bool:
-            """Whether it is this case's turn and it has not been run yet."""
+            """Whether this case runs this seed, and has not been run with it yet."""
             others = cases[function_of(test)]
-            turn = (others.index(test) + seed) % min(LARGEST_SHARE, len(others)) == 0
-            return turn and test not in idle and (seed, backwards) not in before.get(test, ())
+            chosen = (others.index(test) + seed) % min(LARGEST_SHARE, len(others)) == 0
+            return chosen and test not in idle and (seed, backwards) not in before.get(test, ())
 
         for seed, backwards in self.job["settings"]:
             setting = f"seed {seed}, {'backwards' if backwards else 'forwards'}, {self.job['setting']}"
@@ -268,14 +268,14 @@ class Runner:
             right = Arithmetic()
             self.run(item, None, 0, right)
             if self.errors and not right.places:
-                # A model in float64 with a loss in float32: one of the two sides that are compared gets the mistake.
+                # The model is in float64 and only its loss in float32: make mistakes in float64, on one side.
                 right = Arithmetic(precisions=frozenset({"float64"}))
                 self.run(item, None, 0, right)
             missing = {kind: set(self.errors) for kind in ("term", "index")}
             tries = Counter[tuple[str, bool]]()
             for mistake in mistakes_in(right.places):
                 always = mistake.call is None
-                # Mistakes that are made every time are for tolerances that no other mistake crosses.
+                # Mistakes in all executions are made only for tolerances that no other mistake crosses.
                 needed = set.intersection(*missing.values()) if always else missing[mistake.kind]
                 if not needed or (tries[mistake.kind, always] >= self.job["mistakes"] and not always):
                     continue
@@ -298,7 +298,7 @@ def function_of(test: str) -> str:
 
 
 def work(path: str) -> int:
-    """One process of `sweep` or `mistakes`."""
+    """Runs one process of `sweep` or `mistakes`."""
     import pytest
 
     job = json.loads(Path(path).read_text())
@@ -307,10 +307,10 @@ def work(path: str) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> int:
-    """Start the processes of `sweep` or `mistakes` and wait for them."""
+    """Starts the processes of `sweep` or `mistakes` and waits for them."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     seeds = range(arguments.first, arguments.first + arguments.seeds)
-    # Every seed in one order or the other, and then in the one that is left, in case that time runs out.
+    # Every seed in one of the orders first, then in the other, in case the time is up before all have run.
     settings = [(seed, (seed // 2 + order) % 2 == 1) for order in (0, 1) for seed in seeds]
     functions = None
     if not arguments.only and not arguments.all:
@@ -361,20 +361,20 @@ def read_table(path: Path = TABLE) -> list[dict[str, str]]:
 
 
 def required(test: str) -> tuple[float, int]:
-    """The largest ratio of error and tolerance of a test, and the fewest seeds."""
+    """The largest allowed ratio of error to tolerance of a test, and the number of seeds that it needs."""
     if test.startswith(TRAINING_PROCESSES):
         return LARGEST_RATIO_OF_TRAINING, FEWEST_SEEDS_OF_TRAINING
     return LARGEST_RATIO, FEWEST_SEEDS
 
 
 def problems(measured: Measured) -> list[str]:
-    """Tolerances with too little room, those that no mistake crosses, and tests that were run too seldom."""
+    """Messages about tolerances that are too tight or that no mistake crosses, and about tests with too few seeds."""
     found = []
     for (test, what, tolerance), margin in measured.margins.items():
         if not margin.worst <= required(test)[0] * tolerance:
-            room = f"{margin.worst / tolerance:.2f} of its tolerance {tolerance:.1e}"
-            found.append(f"{test}: {what} is off by {margin.worst:.2e}, {room} ({margin.setting})")
-    # All cases of a test run the same code: it is enough that one of them shows a mistake there.
+            ratio = f"{margin.worst / tolerance:.2f} of its tolerance {tolerance:.1e}"
+            found.append(f"{test}: {what} is off by {margin.worst:.2e}, {ratio} ({margin.setting})")
+    # All cases of a test run the same code, so a mistake needs to cross the tolerance in one of them only.
     rows = rows_of(measured.margins)
     for (test, what, tolerance), row in rows.items():
         if not row.crossing:
@@ -389,7 +389,7 @@ def problems(measured: Measured) -> list[str]:
 
 
 def rows_of(margins: Margins) -> Margins:
-    """All cases of a test in one."""
+    """Joins the cases of each test."""
     rows: Margins = {}
     for (test, what, tolerance), margin in margins.items():
         merge(rows, {(function_of(test), what, tolerance): margin})
@@ -401,7 +401,7 @@ def make_table(arguments: argparse.Namespace) -> int:
     before = read_table(arguments.out)
     earlier = {(row["test"], row["what"], row["tolerance"]): row for row in before}
     for (test, what, tolerance), margin in rows_of(measured.margins).items():
-        # Mistakes that were not made again count as before, if the tolerance is the same.
+        # If mistakes were not measured again, the earlier counts are kept for an unchanged tolerance.
         row = earlier.get((test, what, f"{tolerance:.3g}"))
         if row is not None and not margin.mistakes:
             kept = Margin(mistakes=int(row["mistakes"]), crossing=int(row["crossing"]))
@@ -427,14 +427,18 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("sweep", "mistakes"):
         command = commands.add_parser(name)
-        command.add_argument("--out", type=Path, required=True, help="a folder; later runs add to what is there")
-        command.add_argument("--only", nargs="+", help="tests as pytest takes them (default: those of the table)")
-        command.add_argument("--all", action="store_true", help="look for comparisons in all tests")
+        command.add_argument("--out", type=Path, required=True, help="folder for results; later runs add to it")
+        command.add_argument("--only", nargs="+", help="tests as in pytest's arguments (default: those of the table)")
+        command.add_argument(
+            "--all", action="store_true", help="run all tests, to find comparisons that are not in the table"
+        )
         command.add_argument("--seeds", type=int, default=50)
         command.add_argument("--first", type=int, default=0, help="the first seed")
         command.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
         command.add_argument("--minutes", type=float, default=60)
-        command.add_argument("--mistakes", type=int, default=6, help="so many of a kind, then only as needed")
+        command.add_argument(
+            "--mistakes", type=int, default=6, help="mistakes of a kind to try per test before those in all executions"
+        )
     table = commands.add_parser("table")
     table.add_argument("folders", type=Path, nargs="+")
     table.add_argument("--out", type=Path, default=TABLE)

@@ -1,4 +1,4 @@
-"""Inputs and comparisons that tests share."""
+"""Random inputs of the operator, its reference, tolerances and comparisons that the tests share."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ import sympow
 from sympow.ops import reference
 
 FORMS = ("attention", "chunked", "recurrent")
-# Tolerances of comparisons in float64 lie below.
+# Comparisons in float64 have tolerances below this.
 LARGEST_FLOAT64 = 1e-8
-# The interpreter knows float32, the kernels on a GPU are for bfloat16: tests run in one or the other.
+# Triton's interpreter runs the kernels in float32, a GPU in bfloat16: a test runs in one or the other.
 interpreted = pytest.mark.skipif(
     torch.cuda.is_available(), reason="float32 runs in Triton's interpreter, without a GPU"
 )
 
 
-def _let_the_interpreter_count() -> None:
-    """Triton 3.6's interpreter takes an array of one entry for a number, which NumPy refuses from 2.4 on."""
+def _patch_interpreter_index() -> None:
+    """Lets Triton 3.6's interpreter use an array with one element as an index, which NumPy refuses from 2.4 on."""
     try:
         from triton.runtime import interpreter
     except ImportError:
@@ -41,7 +41,7 @@ def _let_the_interpreter_count() -> None:
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _let_the_interpreter_count()
+    _patch_interpreter_index()
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class Inputs:
         return replace(cut, theta=self.theta)
 
     def rounded(self, dtype: torch.dtype) -> Inputs:
-        """Queries, keys and values in another dtype; gates and rotations as they are."""
+        """The same inputs with queries, keys and values in another dtype."""
         return replace(self, q=self.q.to(dtype), k=self.k.to(dtype), v=self.v.to(dtype))
 
     def arguments(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def with_all_heads(self) -> Inputs:
-        """As many key heads as query heads, as the reference wants them."""
+        """The same inputs with key heads repeated to the number of query heads, as the reference expects."""
         group = self.q.shape[2] // self.k.shape[2]
         repeated = self.map(lambda t: t.repeat_interleave(group, dim=2) if t.ndim > 1 else t)
         return replace(repeated, q=self.q)
@@ -98,8 +98,8 @@ def random_inputs(
 ) -> Inputs:
     """Random inputs for which every form is well conditioned.
 
-    Queries and keys share a common direction. Without it, a row may have nothing but tiny scores, and a state then
-    gives them as small differences of large numbers, whose rounding no implementation can avoid.
+    Queries and keys share a common direction. Without it, all scores of a row may be tiny, and a state computes them as
+    small differences of large numbers, with rounding errors that no implementation can avoid.
 
     Args:
         gate: "none", "scalar" or "vector".
@@ -134,7 +134,7 @@ def random_inputs(
 
 
 def run(inputs: Inputs, power: int, form: str, **options: Any) -> Any:
-    """`sympow.attention`; the chunked form in chunks small enough to matter at test sizes."""
+    """Calls `sympow.attention`; the chunked form has chunks of 4, so that short inputs have several."""
     if form == "chunked":
         options.setdefault("chunk_size", 4)
     return sympow.attention(**inputs.arguments(), power=power, form=form, **options)
@@ -145,10 +145,9 @@ def run_reference(inputs: Inputs, power: int) -> Tensor:
 
 
 def run_plain(inputs: Inputs, power: int, rows: int | None = None) -> Tensor:
-    """The attention form as anyone would write it in PyTorch, whole matrices in the dtype of the inputs.
+    """The attention form in straightforward PyTorch: whole matrices, in the dtype of the inputs; scalar gates only.
 
-    Its error is the measure for that of a fast path. Scalar gates only. `rows`: as many rows of a matrix at a time, to
-    fit into memory.
+    Its error is the yardstick for that of a fast path. `rows`: rows of the score matrix at a time, to save memory.
     """
     inputs = inputs.with_all_heads()
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
@@ -177,11 +176,11 @@ def _plain_rows(q: Tensor, k: Tensor, v: Tensor, total: Tensor | None, power: in
     return (scores / scores.sum(-1, keepdim=True)) @ v[:, :, :stop]
 
 
-# What rounding to float32 does to outputs and to gradients, in units of eps: at least four times the worst of all that
-# margins.py measured.
+# Rounding errors of outputs and gradients in float32, in units of eps: at least four times the worst that margins.py
+# measured.
 ROUNDINGS = {"y": 60.0, "q": 160.0, "k": 200.0, "v": 60.0, "log_gamma": 160.0, "beta": 160.0}
-# The same for the gradient of rotation rates, for every token: a phase grows with the tokens before it, so that a token
-# has a weight in this gradient that grows with its position.
+# The same for the gradient of the rotation rates, per token of the sequence: the phase of a token, and so its weight in
+# this gradient, grows with its position.
 ROUNDINGS_OF_RATES = 16.0
 
 
@@ -189,7 +188,7 @@ def float32_tolerance(name: str, length: int) -> float:
     """How far attention in float32 may be from float64, for its output "y" or the gradient of an input.
 
     Args:
-        length: tokens of the longest document.
+        length: number of tokens of the longest document.
     """
     roundings = ROUNDINGS_OF_RATES * max(length, 16) if name == "theta" else ROUNDINGS[name]
     return roundings * torch.finfo(torch.float32).eps
@@ -199,18 +198,18 @@ def gradients(y: Tensor, inputs: Inputs, seed: int = 0) -> list[Tensor]:
     """Gradients of a fixed random combination of the outputs with respect to every input."""
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device, y.dtype)
-    # An input may have no part in an output, such as a rotation in that of a single token: its gradient is zero.
+    # The output may not depend on an input, as that of a single token does not on the rotation: its gradient is zero.
     return list(torch.autograd.grad(y, inputs.tensors(), weights, materialize_grads=True))
 
 
 # Set by margins.py, which measures errors instead of asserting that they are small.
 observe: Callable[[float, float, str], None] | None = None
-# Set by margins.py; what tests that start processes add to the seeds they hand them.
+# Set by margins.py. Tests that start processes add it to the seeds that they pass to them.
 seed_shift = 0
 
 
 def within(error: Tensor | float, tolerance: float, what: str) -> None:
-    """An error that is at most its tolerance; every comparison that allows for float32 rounding goes through here."""
+    """Asserts that an error is at most its tolerance; every comparison that allows for float32 rounding calls this."""
     error = error.item() if isinstance(error, Tensor) else error
     if observe is not None and tolerance > LARGEST_FLOAT64:
         observe(error, tolerance, what)
@@ -226,10 +225,10 @@ def assert_close(
     *,
     relative: bool = False,
 ) -> None:
-    """Largest difference within tolerance, relative to the largest expected entry where that exceeds 1.
+    """Asserts that the largest difference, divided by the largest expected entry or 1, is at most `tolerance`.
 
     Args:
-        relative: relative to the largest expected entry in any case.
+        relative: divide by the largest expected entry even if it is below 1.
     """
     actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
@@ -247,14 +246,14 @@ def assert_states_close(actual: sympow.State, expected: sympow.State, tolerance:
     assert_close(actual.normalizer, expected.normalizer, tolerance, "normalizer")
     assert (actual.phase is None) == (expected.phase is None)
     if actual.phase is not None and expected.phase is not None:
-        # Phases are in float64 whatever the rest.
+        # Phases are in float64 in any case.
         tolerance = min(tolerance, 1e-9)
         assert_close(torch.exp(1j * actual.phase).real, torch.exp(1j * expected.phase).real, tolerance, "phase")
         assert_close(torch.exp(1j * actual.phase).imag, torch.exp(1j * expected.phase).imag, tolerance, "phase")
 
 
 def flipped(content: bytes, bit: int) -> bytes:
-    """A file's content with one bit changed, counted from the lowest of the first byte."""
+    """A file's content with one bit flipped; bit 0 is the lowest of the first byte."""
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)

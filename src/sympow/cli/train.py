@@ -72,7 +72,7 @@ class DeferredTrain(Command):
     """Placeholder for `sympow train` in the list of commands; a call creates the command with its flags."""
 
     def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with Reported(f"{parent.command_path} {info_name}"):
+        with Reported(info_name if parent is None else f"{parent.command_path} {info_name}"):
             command = _with_flags()
         return command.make_context(info_name, args, parent=parent, **extra)
 
