@@ -1,4 +1,4 @@
-"""Models that know exactly what they remember, to see whether the probes find out."""
+"""Models with a known memory, which the probes must measure correctly."""
 
 from types import SimpleNamespace
 
@@ -7,9 +7,9 @@ from torch import nn
 
 
 class Oracle(nn.Module):
-    """Foretells what came after the last `order` tokens when they last stood in a row, if that is not too long ago.
+    """Predicts the token that followed the last occurrence of the last `order` tokens, if that is recent enough.
 
-    Otherwise it foretells `otherwise`. It keeps what it read as its state, as a GPT does.
+    Otherwise it predicts `otherwise`. Its state is the text so far, passed between calls like that of a GPT.
     """
 
     def __init__(self, vocabulary, order, memory, otherwise=0):
@@ -28,7 +28,7 @@ class Oracle(nn.Module):
 
     def _foretell(self, text):
         last = text[-self.order :]
-        # The answer lies `distance` tokens before the place it is asked for.
+        # The answer is `distance` tokens before its query.
         for distance in range(1, min(self.memory, len(text) - self.order) + 1):
             place = len(text) - distance
             if text[place - self.order : place] == last:

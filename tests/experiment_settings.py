@@ -1,4 +1,4 @@
-"""Settings of experiments' runs that take a moment."""
+"""Settings of tiny runs for the tests of experiments."""
 
 TINY = {
     "layers": 1,

@@ -1,13 +1,13 @@
-"""Trains a small model, kills the run again and again, damages its checkpoints, and compares it with one left alone.
+"""Soak test of resuming: kills a run many times, damages its checkpoints, and compares it with an undisturbed run.
 
     python tests/soak.py                 # 100 kills: a few minutes on two cores
     python tests/soak.py --kills 1000 --seed 7 --out build/soak
 
 Each attempt is killed (SIGKILL) at a random moment: while it starts, between two steps, or while it writes a
 checkpoint. After half of the kills, checkpoints are damaged: a bit is flipped, or a file is cut off, emptied,
-overwritten or removed. The next attempt continues with --resume. In the end, metrics and weights must be those of a run
-that was never killed, bit for bit, and stay so for some steps more, which shows that the optimiser and the position in
-the data are the same, too. No attempt may fail in another way than by being killed. Exits with 1 if anything differs.
+overwritten or removed. The next attempt uses --resume. At the end, metrics and weights must equal those of a run that
+was never killed, bit for bit, also after some further steps, which depend on the state of the optimiser and the
+position in the data. An attempt that ends in another way than by being killed is a failure. Exits with 1 on failure.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from collections import Counter
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-# Steps that both runs make at the end.
+# Further steps of both runs at the end.
 MORE_STEPS = 10
 WORDS = ("state", "gate", "turn", "key", "value", "decay", "power", "token", "and", "of")
 MODEL = {"layers": 1, "width": 32, "heads": 2, "context": 32, "batch-tokens": 192, "micro-batch-tokens": 96}
 OPTIMIZER = {"learning-rate": 3e-3, "warmup-steps": 20, "weight-decay": 0.1, "clip-norm": 1.0}
 RUN = {"save-every": 3, "keep": 3, "log-every": 25, "evaluate-every": 50, "evaluate-tokens": 256, "device": "cpu"}
-# Numbers that depend on the time.
+# Metrics that depend on time.
 TIMED = {"tokens_per_second"}
 TOO_LATE = "not at all, since it had come to its end"
-# How often to look at a run, in seconds.
+# Seconds between two polls of a run.
 POLL = 0.003
 
 
 class SoakError(Exception):
-    """A run that did not go as it must."""
+    """A run did not behave as it must."""
 
 
 class Launcher:
-    """Forks trainings from a process that has imported everything, so that an attempt begins within a second."""
+    """Forks training processes from one that has imported everything, so that an attempt starts within a second."""
 
     def __enter__(self) -> Launcher:
         self._process = subprocess.Popen(
@@ -61,11 +61,11 @@ class Launcher:
         self._process.stdout.close()
 
     def start(self, arguments: list[str], log: Path) -> int:
-        """The number of the new process."""
+        """Starts a process; returns its id."""
         return self._ask({"environment": {}, "arguments": arguments, "code": "", "log": str(log)})
 
     def poll(self, pid: int) -> int | None:
-        """The exit code, negative for a signal; None: it still runs."""
+        """The exit code, negative for a signal; None while the process runs."""
         return self._ask({"wait": pid})
 
     def _ask(self, request: dict[str, object]) -> int | None:
@@ -78,8 +78,8 @@ class Run:
     """A run and its attempts.
 
     Args:
-        folder: of the run; logs go beside it.
-        steps: to make.
+        folder: the run folder; logs are written beside it.
+        steps: number of training steps.
     """
 
     def __init__(self, launcher: Launcher, folder: Path, data: Path, steps: int) -> None:
@@ -98,9 +98,9 @@ class Run:
         return self.launcher.start(arguments, self.log)
 
     def finish(self) -> float:
-        """One attempt, to the end. Returns the seconds to its first step."""
+        """Runs an attempt to its end; returns the seconds to its first step."""
         pid, before = self.start(), self.steps_written()
-        # From now on: the first attempt of all waits for the launcher.
+        # Started here, since the very first attempt waits for the launcher.
         begin, first = time.monotonic(), 0.0
         while (code := self.launcher.poll(pid)) is None:
             if not first and self.steps_written() > before:
@@ -114,7 +114,7 @@ class Run:
             raise SoakError(f"an attempt ended with {code} instead of {expected} and said:\n{self.said()}")
 
     def said(self) -> str:
-        """What the last attempt printed."""
+        """The output of the last attempt."""
         with self.log.open("rb") as file:
             file.seek(self._logged)
             return file.read().decode(errors="replace")
@@ -134,15 +134,15 @@ class Run:
 
 
 def kill_at_random(run: Run, choose: random.Random, limit: int, start_seconds: float) -> tuple[str, int]:
-    """One attempt, killed. Returns when that was, and how many steps it had made.
+    """Runs an attempt and kills it; returns when that was, and the number of steps made.
 
     Args:
-        limit: steps after which it is killed in any case, so that there is something left to kill.
-        start_seconds: that an attempt takes to its first step, about.
+        limit: step after which it is killed in any case, so that the run does not end early.
+        start_seconds: approximate seconds to the first step.
     """
     way = choose.choice(("time", "step", "checkpoint"))
     before = run.steps_written()
-    # Steps after the last checkpoint are made again, so that the number falls first.
+    # Steps after the last checkpoint are repeated, so the number of steps falls first.
     wanted = before + choose.randint(1, 12)
     until = choose.uniform(0, 1.5 * start_seconds) if way == "time" else float("inf")
     pid, begin, lowest = run.start(), time.monotonic(), before
@@ -206,7 +206,7 @@ def damage_one(checkpoint: Path, choose: random.Random) -> str:
 
 
 def differences(run: Run, other: Run) -> list[str]:
-    """What two runs do not have in common."""
+    """The differences between two runs, as messages."""
     found = []
     mine, theirs = run.metrics(), other.metrics()
     if len(mine) != len(theirs):
@@ -233,7 +233,7 @@ def listed(counts: Counter[str]) -> str:
 
 
 def soak(kills: int, steps: int, seed: int, out: Path) -> None:
-    """Prints what was done; raises SoakError if a run does not end as it must."""
+    """Runs the soak and prints what was done; raises SoakError on failure."""
     choose = random.Random(seed)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)

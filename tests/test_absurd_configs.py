@@ -1,4 +1,4 @@
-"""Numbers that nothing could be done with are refused where they are read, before memory or time is spent on them."""
+"""Absurdly large numbers are refused where they are parsed, before they cost memory or time."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from sympow.parsing import parse_yaml, read_json, read_yaml
 from sympow.train import TrainConfig, train
 from sympow.train.provenance import TrainedOn
 
-# Nine levels of nine: a billion entries, were they written out.
+# Nine levels of nine aliases: a billion entries when expanded.
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
 MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 10))
 

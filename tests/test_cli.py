@@ -126,7 +126,7 @@ def test_bench_explains_mistakes(arguments, message):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """What `sympow bench` would time, in place of timing it."""
+    """Replaces the timing of `sympow bench`; collects what would be timed."""
     seen = SimpleNamespace()
 
     def remember(setting, contexts, backends, **options):
@@ -138,7 +138,7 @@ def timed(monkeypatch):
 
 
 def test_bench_has_sizes_for_a_cpu(timed):
-    """In float32: bfloat16 is emulated on most of them, hundreds of times slower."""
+    """They are in float32: most CPUs emulate bfloat16, hundreds of times slower."""
     result = runner.invoke(app, ["bench", "--device", "cpu"])
     assert result.exit_code == 0, result.output
     assert timed.setting.dtype is torch.float32
@@ -172,7 +172,7 @@ def test_bench_reports_progress():
     report = lambda *arguments: seen.append(arguments)  # noqa: E731
     rows = list(run_bench(setting, (32, 64), ["torch"], runs=2, only=["softmax"], on_progress=report))
     assert len(rows) == 2
-    # A round that is not counted and two that are, forward and with the backward pass, at two contexts.
+    # A warm-up round and two rounds, for forward and for both passes, at two contexts.
     assert [(done, total) for _, done, total in seen] == [(done, 12) for done in range(1, 13)]
     assert [what for what, _, _ in seen][::3] == [
         "32: forward", "32: forward and backward", "64: forward", "64: forward and backward"
@@ -220,7 +220,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monke
     ],
 )
 def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path, monkeypatch, arguments, where):
-    """Neither a model, nor runs are looked at before: there are none."""
+    """The check comes before models or runs are opened, which do not exist here."""
     if where.startswith("/proc") and not Path("/proc/self").exists():
         pytest.skip("this system has no /proc, the folder that nobody can write to")
     (tmp_path / "text.txt").write_text("text")
@@ -260,7 +260,7 @@ def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, module,
 
 
 def test_help_has_the_librarys_names_and_defaults():
-    """They are written twice, so that help does not import torch."""
+    """The names are copies, so that help does not import torch."""
     assert (common.GATES, common.ROTATIONS, common.MIXERS) == (GATES, ROTATIONS, MIXERS)
     assert tuple(PRESETS) == common.MODELS
     assert common.SEGMENT_SIZE == SEGMENT_SIZE

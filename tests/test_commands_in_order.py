@@ -1,4 +1,4 @@
-"""From text to a report: the commands in the README's order, on as few books as a user may have."""
+"""The README's commands in order, from text to a report, on very few books."""
 
 import json
 
@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from sympow.cli.app import app
 
 SENTENCES = ("The king had three daughters. ", "The youngest went into the wood! ", "Nobody knew the way back, ")
-# A model and a run that take a moment; held-out text is shorter than four times the context, or than the context.
+# A tiny model and run; held-out text is shorter than four times the context, or than the context.
 SMALL = ("--layers", 1, "--width", 16, "--heads", 2, "--steps", 2, "--batch-tokens", 512, "--no-tensorboard")
 
 
@@ -34,7 +34,7 @@ def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypa
     run("train", "--data", "data/books", "--context", 256, *kind, *SMALL, "--out", "runs/first", *device)
     metrics = (tmp_path / "runs/first/metrics.jsonl").read_text()
     run("train", "--resume", "--out", "runs/first", *device)
-    assert (tmp_path / "runs/first/metrics.jsonl").read_text() == metrics, "a finished run has nothing to go on with"
+    assert (tmp_path / "runs/first/metrics.jsonl").read_text() == metrics, "resuming a finished run changes nothing"
     if books == 1:
         flags = [*kind, *SMALL, *device, "--evaluate-every", 1, "--context", 256, "--data", "data/books"]
         result = CliRunner().invoke(app, ["train", *map(str, flags)])
@@ -49,7 +49,7 @@ def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypa
     assert "half_life" in json.loads((tmp_path / "runs/first/heads.json").read_text())["quantities"]
     assert "were not measured" not in (tmp_path / "report/index.html").read_text("utf-8")
     assert list((tmp_path / "report/figures/heads").iterdir())
-    # From another folder, too: the model's own knows where its data lies.
+    # From another working directory: the model's folder records where its data is.
     (tmp_path / "runs/first/heads.json").unlink()
     monkeypatch.chdir(tmp_path / "books")
     run("report", "../runs/", "-o", "../again", *device)

@@ -31,7 +31,7 @@ def test_every_dependency_of_the_project_admits_its_pin():
     pinned = pins()
     assert pinned.keys() >= {"torch", "triton", "numpy"}
     unmet = [str(r) for r in requirements if not r.specifier.contains(pinned.get(canonicalize_name(r.name), "0!999"))]
-    # wandb alone is not pinned: no test imports it. Extras that name this project have no version.
+    # Only wandb is not pinned, since no test imports it. Extras that name this project have no version.
     assert [text for text in unmet if not text.startswith("wandb")] == []
 
 
@@ -56,9 +56,9 @@ def test_pinned_packages_admit_each_others_pins():
 
 @pytest.fixture(scope="module")
 def pip(tmp_path_factory):
-    """Runs a new pip that reads the plain index: no configuration, no local wheels, no further index.
+    """Runs a recent pip with the default index only: no configuration, no local wheels, no other index.
 
-    An older one downloads gigabytes for a dry run, where this one reads the metadata out of the wheels.
+    An older pip downloads gigabytes for a dry run; this one reads the metadata out of the wheels.
     """
     folder = tmp_path_factory.mktemp("pip")
     hiding = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_CONSTRAINT", "PIP_REQUIREMENT", "PYTHONPATH")
@@ -94,9 +94,9 @@ def pip(tmp_path_factory):
 @pytest.mark.parametrize("python", ["3.11", "3.12"])
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_pip_resolves_the_constraints_from_the_plain_index(pip, tmp_path, machine, python, extra):
-    # Platforms other than this one take wheels alone, and this package has none.
+    # For other platforms pip accepts wheels only, and this package has none.
     pip("wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", "future==0.18.3")
-    # What a machine with glibc 2.35 accepts.
+    # Platform tags that a machine with glibc 2.35 accepts.
     tags = [f"manylinux_2_{minor}_{machine}" for minor in range(35, 4, -1)] + [f"manylinux2014_{machine}"]
     pip(
         "install", "--dry-run", "--use-feature=fast-deps", "--ignore-installed", "--target", tmp_path / "target",
@@ -108,7 +108,7 @@ def test_pip_resolves_the_constraints_from_the_plain_index(pip, tmp_path, machin
     pinned = pins()
     assert chosen.keys() >= {"torch", "triton", "numpy"}
     assert {name: version for name, version in chosen.items() if pinned.get(name, version) != version} == {}
-    # The wheel that brings its own Triton, not one for CPUs alone.
+    # The wheel with CUDA, which depends on Triton, not the one for CPUs.
     [torch_metadata] = [item["metadata"] for item in report if item["metadata"]["name"] == "torch"]
     assert any(Requirement(text).name == "triton" for text in torch_metadata["requires_dist"])
 

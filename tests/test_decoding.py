@@ -1,4 +1,4 @@
-"""Decoding token by token gives the logits of the whole forward pass, whatever is kept of what was read."""
+"""Decoding token by token gives the logits of the full forward pass under every cache policy."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torc
 
 
 def make(seed=0, dtype=torch.float64, **changes) -> GPT:
-    """A small model whose gates and rotations depend on the data."""
+    """A small model with data-dependent gates and rotations."""
     shape = {"vocab_size": VOCABULARY, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "max_document": 100}
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**{**shape, **changes})).to(dtype).eval()
@@ -40,11 +40,11 @@ def make(seed=0, dtype=torch.float64, **changes) -> GPT:
         for parameter in model.blocks.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
         for block in model.blocks:
-            # A direction that queries and keys share: without it, a state gives tiny scores as differences of large
+            # Queries and keys share a direction: without it, a state computes tiny scores as differences of large
             # numbers.
             heads = block.mixer.qkv_proj.bias.unflatten(0, (-1, model.config.width // model.config.heads))
             heads[: -(model.config.key_value_heads or model.config.heads), :2] += 1
-        # A tied embedding alone would predict the token just read.
+        # A tied embedding alone would predict the last input token.
         model.final_norm.weight.copy_(torch.randn_like(model.final_norm.weight))
     return model
 
@@ -145,7 +145,7 @@ def test_a_window_holds_no_more_than_a_state_would():
     model = make(power=4, dtype=torch.float32)
     window = Prefix.prefill(model, text(3), cache_policy="keys").state[0]
     assert isinstance(window, Window)
-    # d = 4, p = 4: 35 features; keys, values and one running sum a token.
+    # d = 4, p = 4: 35 features; keys, values and one running sum per token.
     assert window.state_nbytes == 35 * 5 * 4
     assert window.token_nbytes == 4 * 4 + 4 * 4 + 8
     assert break_even_tokens(model) == window.break_even_tokens == 17
@@ -174,7 +174,7 @@ def test_reading_on_folds_what_has_outgrown_the_state(power):
     assert not on_the_limit.folded
     beyond = on_the_limit.extend(model, tokens[:, most : most + 1])
     assert beyond.folded
-    assert not on_the_limit.folded  # it stays as it is
+    assert not on_the_limit.folded  # unchanged
     again = on_the_limit.extend(model, tokens[:, most : most + 1], cache_policy="keys")
     assert not again.folded
     assert_relative(beyond.logits, whole(model, tokens[:, : most + 1])[:, -1], 1e-9)
@@ -196,7 +196,7 @@ def test_readings_are_saved_loaded_forked_and_joined(cache_policy, tmp_path):
     forked = prefix.fork(2)
     both = decode(model, forked, new.repeat_interleave(2, dim=0))[0]
     assert_relative(both, expected.repeat_interleave(2, dim=0), 1e-9, "forked")
-    # Keys and values beside a state are folded to stand beside it.
+    # Keys and values in a batch with a state are folded, so that both are states.
     other = Prefix.prefill(model, tokens[:, :5], cache_policy="state")
     joined = Prefix.cat([prefix, other])
     assert joined.folded

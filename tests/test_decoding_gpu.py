@@ -1,4 +1,4 @@
-"""Decoding on a GPU: the same tokens with CUDA graphs as without, and no waiting for the device."""
+"""Decoding on a GPU: the same tokens with CUDA graphs as without, and no synchronization with the device."""
 
 import copy
 
@@ -97,7 +97,7 @@ def test_steps_wait_for_nothing_and_take_no_memory(kind):
     )
     token = tokens[:, 0].clone()
     sampling, generator = Sampling(top_k=20, top_p=0.9, min_p=0.01), torch.Generator("cuda").manual_seed(0)
-    for _ in range(140):  # steps and folds are recorded
+    for _ in range(140):  # steps and folds are captured
         token = sampling.choose(decoder.step(token), None, generator)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

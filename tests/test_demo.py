@@ -1,4 +1,4 @@
-"""`make demo` at a tiny size: what it leaves in its folder, and what it prints for the user to go on with."""
+"""`make demo` at a tiny size: the files that it writes, and the commands that it suggests next."""
 
 import importlib.util
 import json
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "demo.py"
 MODELS = ("softmax", "conformal")
-# As a user sees it: no number of threads is set, whatever the tests run with.
+# As for a user: OMP_NUM_THREADS of the tests is not passed on.
 UNSET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, str]:
-    """The folder of a finished demo, and all that was printed."""
+    """The folder of a finished demo, and its output."""
     pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     out = tmp_path_factory.mktemp("a folder") / "demo"
     environment = {name: value for name, value in os.environ.items() if name not in UNSET}
@@ -125,7 +125,7 @@ def test_suggested_commands_work_as_printed(demo):
 def script():
     spec = importlib.util.spec_from_file_location("demo_script", SCRIPT)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
+    # `dataclass` looks up the module in sys.modules.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     yield module

@@ -24,13 +24,13 @@ ATTRIBUTES = [(owner, old, new) for owner, names in deprecated.ATTRIBUTES.items(
 
 
 def caught(action):
-    """What an action returns, and the one warning that it gives."""
+    """The result of an action, and its only warning."""
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         result = action()
     (warning,) = given
     assert warning.category is DeprecationWarning
-    # It points at the line that uses the earlier name.
+    # The warning points at the line that uses the earlier name.
     assert warning.filename == __file__
     return result, str(warning.message)
 

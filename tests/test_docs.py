@@ -18,7 +18,7 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def without_code(text):
-    """A page less its blocks and spans of code, in which brackets are not links and # is no heading."""
+    """A page without code blocks and inline code, in which brackets are not links and # is not a heading."""
     return re.sub(r"`[^`\n]*`", "", re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
@@ -104,7 +104,7 @@ def site(tmp_path_factory):
 
 
 def test_docstrings_name_arguments_that_exist():
-    """Griffe's own check is off in mkdocs.yml, because it knows no entry for several arguments."""
+    """Griffe's own check is off in mkdocs.yml, because it does not support one entry for several arguments."""
     griffe = pytest.importorskip("griffe", reason="needs the extra docs")
     package = griffe.load("sympow", search_paths=[ROOT / "src"])
     wrong = []

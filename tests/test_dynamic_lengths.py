@@ -1,4 +1,4 @@
-"""torch.compile and torch.export with lengths that vary: one compilation, one program, the same numbers."""
+"""torch.compile and torch.export with dynamic lengths: one compilation, one program, the same numbers."""
 
 import pytest
 import torch
@@ -26,12 +26,12 @@ def compiled(function, **options):
 
 
 def graphs() -> int:
-    """How many were compiled in this test."""
+    """The number of graphs compiled in this test."""
     return counters["stats"]["unique_graphs"]
 
 
 def losses(y, state):
-    """What every output has a part in."""
+    """A vector of all outputs."""
     parts = [y] if state is None else [y, *state._tensors().values()]
     return torch.cat([part.flatten() for part in parts])
 
@@ -76,7 +76,7 @@ def test_attention_between_states_is_compiled_once_for_all_lengths(form, rotatio
 @pytest.mark.parametrize("form", ["auto", "attention", "chunked"])
 @pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_is_compiled_once_for_all_lengths(form, marked):
-    """With lengths declared to vary; else torch finds out at the second one, and compiles once more."""
+    """With lengths marked as dynamic; otherwise torch compiles again at the second length."""
     model = GPT(GPTConfig(**SMALL, form=form)).double()
     call = compiled(lambda tokens: model(tokens, return_state=False)[0])
     for length in LENGTHS:
@@ -116,7 +116,7 @@ def test_kernels_are_compiled_once_for_all_lengths(form):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "backend"), [(torch.float64, "torch"), (torch.bfloat16, "triton")])
 def test_training_on_a_gpu_is_compiled_once_for_all_lengths(dtype, backend):
-    """With PyTorch's own compiler; in float64 against the same without it."""
+    """With the inductor backend, compared with eager mode in float64."""
     config = GPTConfig(**SMALL | {"width": 128}, form="attention", backend=backend)
     model = GPT(config).to("cuda", dtype)
     plain = lambda tokens: model(tokens, return_state=False)[0]  # noqa: E731
@@ -137,7 +137,7 @@ def test_training_on_a_gpu_is_compiled_once_for_all_lengths(dtype, backend):
 @pytest.mark.parametrize(("form", "strict"), [("auto", False), ("attention", True)])
 @pytest.mark.parametrize("return_state", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_is_exported_for_all_lengths(form, strict, return_state):
-    """As PyTorch's own operators, so that the program runs where this package is not installed."""
+    """The program has PyTorch's own operators only, so that it runs where this package is not installed."""
     torch.manual_seed(0)
     layer = sympow.ConformalAttention(16, 4, key_value_heads=2, form=form).double()
     axes = {"x": {0: Dim("batch"), 1: Dim("t")}, "return_state": None}

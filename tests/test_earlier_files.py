@@ -24,7 +24,7 @@ FACTS = json.loads((FOLDER / "expected.json").read_text("utf-8"))
 PROMPT = torch.tensor([list(b"A state of fixed size")])
 NEXT = torch.tensor([list(b" holds it")])
 GREEDY = Sampling(temperature=0)
-# Float64 on one machine and another; float32 of two layers; float32 after a few steps of training.
+# Tolerances: float64 across machines; float32 of two layers; float32 after a few training steps.
 EXACT, ROUNDED, TRAINED = 1e-9, 1e-5, 2e-5
 READINGS = sorted(path.stem for path in (FOLDER / "readings").iterdir())
 
@@ -58,14 +58,14 @@ def test_a_prefilled_text_continues_as_before(name, numbers):
     longer = prefix.extend(model, NEXT.expand(prefix.batch, -1))
     assert_close(longer.logits, numbers[f"{name}.continued"], ROUNDED, "logits")
     whole = Prefix.prefill(model, torch.cat([PROMPT, NEXT], dim=1))
-    # The last text of a batch is the one that was read here.
+    # The last text of the batch is the one that was prefilled here.
     last = longer.select(slice(-1, None))
     assert_close(last.logits, whole.logits, ROUNDED, "logits")
     assert greedy(model, 5, prefix=last) == greedy(model, 5, prefix=whole)
 
 
 def test_a_prefilled_text_is_written_as_before(tmp_path):
-    """So that version 0.1 reads what the present one writes."""
+    """So that version 0.1 can load files of the present version."""
     model = TextModel.load(FOLDER / "sympow").model
     for name in ("sympow-state", "sympow-keys"):
         path = FOLDER / "readings" / f"{name}.reading"
@@ -84,7 +84,7 @@ def test_a_state_continues_as_before(numbers, tmp_path):
 
 def test_a_folder_of_transformers_gives_the_same_logits(numbers):
     transformers = pytest.importorskip("transformers")
-    # As those do who call no class of ours: the Auto classes know "sympow" once it is imported.
+    # As in programs that use only the Auto classes, which know "sympow" once it is imported.
     model = transformers.AutoModelForCausalLM.from_pretrained(FOLDER / "transformers").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER / "transformers")
     tokens = tokenizer("A state of fixed size", return_tensors="pt")

@@ -1,4 +1,4 @@
-"""What a command prints when it fails, and its exit code."""
+"""Messages and exit codes of commands that fail."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ HELP_WITHOUT_TORCH = (
 
 
 def fail_with(monkeypatch, error):
-    """Has `sympow info` fail so, in the middle of its work."""
+    """Makes `sympow info` raise the exception while it runs."""
 
     def fail(*arguments):
         raise error
@@ -54,7 +54,7 @@ def fail_with(monkeypatch, error):
 def test_a_failure_is_one_line_with_its_exit_code(monkeypatch, error, code, said):
     result = fail_with(monkeypatch, error)
     assert result.exit_code == code
-    # One line, and not how to call the command: it was called well.
+    # One line without the usage, since the arguments were correct.
     assert result.stderr == f"{said}\n"
 
 

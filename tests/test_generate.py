@@ -1,4 +1,4 @@
-"""Generation: tokens follow the model's own forward pass, and sampling keeps what it should."""
+"""Generation: tokens agree with the forward pass, and sampling filters keep the right tokens."""
 
 import copy
 import json
@@ -164,7 +164,7 @@ def test_damage_in_an_earlier_reading_is_a_value_error(small_model, tmp_path):
             Prefix.load(path, small_model)
         except ValueError:
             refused += 1
-    # The others are in words that nothing depends on, such as the number of tokens.
+    # The other bits are in metadata that nothing depends on, such as the number of tokens.
     assert refused > 0.9 * 8 * header
 
 
@@ -268,7 +268,7 @@ def test_a_penalty_makes_seen_tokens_rarer():
     seen = torch.tensor([[True, True, False, False]])
     choice = Sampling(temperature=0, repetition_penalty=2.0).choose(logits, seen, None)
     assert choice.item() == 2
-    # Both are pushed down, whichever their sign.
+    # Both are reduced, whatever their sign.
     probabilities = torch.tensor([[0.5, -2.0, 1.0, -1.0]]).softmax(-1)
     generator = torch.Generator().manual_seed(0)
     sampled = Sampling(repetition_penalty=2.0).choose(logits.expand(4000, -1), seen.expand(4000, -1), generator)
@@ -280,7 +280,7 @@ PENALISED = Sampling(temperature=0, repetition_penalty=1.5)
 
 
 def penalised(model, text, count):
-    """Greedy choices with the penalty on every token so far, from the forward pass alone."""
+    """Greedy decoding with the repetition penalty, by full forward passes."""
     for _ in range(count):
         logits = model(text)[0][:, -1].detach().clone()
         for row, tokens in zip(logits, text, strict=True):
@@ -291,7 +291,7 @@ def penalised(model, text, count):
 
 
 def test_the_penalty_counts_all_that_was_read_however_it_was_read(model, tmp_path):
-    # Short, so that many tokens of the vocabulary did not occur.
+    # Short, so that many tokens of the vocabulary do not occur.
     text = prompt(5)
     expected = penalised(model, text, 8)
     generated_alone = collect(model, text, 8, Sampling(temperature=0))
@@ -365,13 +365,13 @@ def test_sampling_of_a_wrong_type_is_named(options, message):
 @pytest.mark.parametrize("temperature", [0, 1e-300, 1.0])
 @pytest.mark.parametrize(("penalty", "expected"), [(1e300, 3), (1e-300, 1)])
 def test_extreme_penalties_push_seen_tokens_all_the_way(temperature, penalty, expected):
-    # A logit of exactly 0 is the trap: 0 times a factor that float32 rounds to infinity is no number.
+    # A logit of exactly 0 is the hard case: 0 times a factor that float32 rounds to infinity is NaN.
     logits = torch.tensor([[0.0, 2.0, -1.0, 1.0]])
     seen = torch.tensor([[True, True, True, False]])
     sampling = Sampling(temperature=temperature, repetition_penalty=penalty)
     choices = sampling.choose(logits.expand(200, -1), seen, torch.Generator().manual_seed(0))
     if temperature == 1.0 and penalty > 1:
-        # What is left: 0 for the seen tokens that were not negative, −∞ for the one that was.
+        # The result: 0 for seen tokens with logits of at least 0, −∞ for the one below.
         assert set(choices.tolist()) == {0, 1, 3}
     else:
         assert choices.unique().tolist() == [expected]

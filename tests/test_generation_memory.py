@@ -9,8 +9,8 @@ import pytest
 
 LENGTHS = (1_000, 100_000)
 
-# Each in a process of its own: what the allocator, or an earlier one, has left behind would blur the process's memory.
-# They are forked by a program that does nothing but import, which takes longer than to measure.
+# Each measurement runs in its own process, since memory that earlier ones left allocated would distort it. The
+# processes are forked from one that only imports, because importing takes longer than measuring.
 CODE = """
 import json, os, resource, sys
 import torch
@@ -43,14 +43,14 @@ while line := sys.stdin.readline():
 
 @pytest.fixture(scope="module")
 def peaks():
-    """Measures the memory of a prompt's length and a model's options."""
+    """Returns a function that measures peak memory for a prompt length and options of the model."""
     process = subprocess.Popen(
         [sys.executable, "-c", CODE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # glibc raises the size from which freed blocks go back to the system as it runs, and then keeps some of them:
-        # how many depends on the machine. With these settings a block of the size of a tensor always goes back.
+        # By default glibc raises the size above which it returns freed blocks to the system, and then keeps some of
+        # them, depending on the machine. With these settings, blocks of the size of a tensor are always returned.
         env={
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Commands as they are printed: to be pasted into the shell they are printed to."""
+"""Printed commands can be pasted into the shell in which they were printed."""
 
 import os
 import shlex
@@ -11,7 +11,7 @@ from sympow.invocation import command_line, program, recorded_command
 
 @pytest.fixture
 def environment(tmp_path, monkeypatch):
-    """A virtual environment in the folder one works in, which the shell does not know."""
+    """A virtual environment in the working directory that is not on PATH."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("python", "sympow"):
         path = tmp_path / ".venv" / "bin" / name
@@ -34,7 +34,7 @@ def test_the_script_is_named_by_its_path_where_the_shell_does_not_find_it(enviro
 def test_the_script_is_named_by_its_name_where_the_shell_finds_it(environment, monkeypatch):
     monkeypatch.setenv("PATH", f"{environment}{os.pathsep}/usr/bin")
     assert program() == "sympow"
-    # Not if the shell would find another one.
+    # Not if PATH has another one.
     other = environment.parent / "other"
     other.mkdir()
     (other / "sympow").touch()

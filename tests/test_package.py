@@ -1,4 +1,4 @@
-"""The package as a whole: who may import whom, and what an import needs."""
+"""The package as a whole: the direction of imports, and what an import loads."""
 
 import ast
 import graphlib
@@ -11,7 +11,8 @@ import pytest
 import sympow
 
 SOURCE = Path(sympow.__file__).parent
-# The floors of imports: a part imports only from floors before its own. Parts of one floor do not import each other.
+# Layers of imports: a package imports only from layers above its own here. Packages of one layer do not import each
+# other.
 LAYERS = (
     ("checks", "deprecated", "extras", "files", "invocation", "kernels"),
     ("parsing", "tensor_file"),
@@ -30,7 +31,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 
 
 def imported_parts(path: Path) -> set[str]:
-    """First-level parts of sympow that a source file imports, anywhere in it."""
+    """Top-level packages of sympow that a source file imports, anywhere in it."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -44,7 +45,7 @@ def imported_parts(path: Path) -> set[str]:
 
 
 def part_of(path: Path) -> str:
-    """The first-level part of a source file. Entry points (`python -m sympow.train`) may import everything."""
+    """The top-level package of a source file. Entry points (`python -m sympow.train`) may import everything."""
     return path.stem if path.stem == "__main__" else path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -52,7 +53,7 @@ SOURCES = sorted(SOURCE.rglob("*.py"))
 
 
 def reads_in_locale_encoding(path: Path) -> list[int]:
-    """Lines that open a text file without saying in which encoding: Python then asks the locale."""
+    """Lines that open a text file without an encoding, so that Python uses that of the locale."""
     found = []
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
@@ -80,7 +81,7 @@ def test_imports_point_one_way(path):
 
 
 def test_there_is_no_floor_too_many():
-    """Each floor has a part that imports from the floor right below: otherwise the two could be one."""
+    """Each layer has a package that imports from the layer right before: otherwise the two could be one."""
     highest = {}
     for path in SOURCES:
         part = part_of(path)
@@ -96,7 +97,7 @@ def test_the_reference_shares_no_code_with_what_it_checks():
 
 
 def test_importing_sympow_needs_torch_alone():
-    # Others may be looked for, but not loaded.
+    # Optional packages may be searched for, but not loaded.
     code = """
 import sys
 from importlib.machinery import ModuleSpec
@@ -119,7 +120,7 @@ sympow.attention(q, q, q)
 
 
 def test_an_import_leaves_torchs_compiler_alone():
-    """It takes as long to import as torch itself, and only those who compile need it."""
+    """torch._dynamo takes as long to import as torch itself, and only torch.compile needs it."""
     code = "import sys, sympow, sympow.cli.app, sympow.evaluate, sympow.parallel, sympow.train; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True, text=True)
     assert "torch._dynamo" not in result.stdout.split()
@@ -153,7 +154,7 @@ def test_public_names_are_documented():
 
 
 def imports_when_loaded(body: list[ast.stmt]) -> set[str]:
-    """Modules of sympow that run when a module with this body is imported, named as far as it names them."""
+    """Modules of sympow that a module with this body imports at its top level."""
     names: set[str] = set()
     for node in body:
         match node:
@@ -172,5 +173,5 @@ def test_modules_do_not_import_each_other_in_a_circle():
     paths = {".".join(("sympow", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in SOURCES}
     graph = {name: imports_when_loaded(ast.parse(path.read_text("utf-8")).body) for name, path in paths.items()}
     graph = {name: {other for other in imports if other in graph} - {name} for name, imports in graph.items()}
-    # TopologicalSorter raises CycleError, which names the circle.
+    # TopologicalSorter raises CycleError, which names the cycle.
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(graph)

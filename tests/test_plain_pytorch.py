@@ -1,6 +1,6 @@
-"""backend="torch" means it: nothing that a layer, a cache or a loss computes then runs in a Triton kernel.
+"""With backend="torch", no layer, cache or loss launches a Triton kernel.
 
-Without a GPU, tensors that claim to be on one stand in.
+Without a GPU, the tests use tensors that report a CUDA device.
 """
 
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ class KernelLaunchedError(Exception):
 
 @pytest.fixture
 def claimed_gpu(monkeypatch):
-    """All tensors claim to be on a GPU; the kernels that layers, caches and losses use there raise."""
+    """All tensors report a CUDA device; the kernels of layers, caches and losses raise."""
 
     def launch(*args, **kwargs):
         raise KernelLaunchedError
@@ -47,7 +47,7 @@ def claimed_gpu(monkeypatch):
 
 @contextmanager
 def kernel_expected(backend):
-    """A kernel is launched, unless backend is "torch"."""
+    """Asserts that a kernel is launched, unless backend is "torch"."""
     if backend == "torch":
         yield
     else:
@@ -59,7 +59,7 @@ BACKENDS = ["torch", "auto"]
 
 
 class Nothing:
-    """A memory from which every query reads zero."""
+    """A state from which every query returns zero."""
 
     values = torch.zeros(0, dtype=torch.bfloat16)
 
@@ -106,7 +106,7 @@ def test_the_rotation_of_a_cache(claimed_gpu, backend):
 
 @pytest.mark.gpu
 def test_no_kernel_is_launched_on_a_gpu():
-    """By a training step, a prefill and steps of decoding."""
+    """In a training step, a prefill and decoding steps."""
     launched = []
     config = sympow.GPTConfig(vocab_size=300, layers=2, width=64, heads=2, backend="torch")
     model = sympow.GPT(config).cuda()

@@ -1,4 +1,4 @@
-"""README.md: its code blocks run, its commands know their flags, and all of them run in a clone and from a wheel.
+"""README.md: its code blocks run, its commands have the flags they are given, and run in a clone and from a wheel.
 
 `SMALL` adds flags to commands that would otherwise take minutes.
 """
@@ -20,7 +20,7 @@ from sympow.cli.app import app
 
 ROOT = readme.README.parent
 SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"
-# What is added to a command, by its first words; the longest match counts.
+# Flags added to a command, by its first words; the longest match counts.
 SMALL = {
     "make demo": "ARGS=--tiny",
     "make test": "ARGS=tests/ops/test_paper.py",
@@ -116,7 +116,7 @@ def type_in(folder: Path, commands: list[str], environment: Path) -> None:
         (folder / name).write_text(
             "".join(f"The king had {n * m} daughters, and chapter {m} ends. " for m in range(300))
         )
-    # Neither this test's packages nor its settings.
+    # Without this test's packages and settings.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON", "TRITON"))}
     path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
     kept |= {"PATH": path, "VIRTUAL_ENV": str(environment), "OMP_NUM_THREADS": "1"}

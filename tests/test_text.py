@@ -1,4 +1,4 @@
-"""Text in, text out: whole characters, stop strings, prompts of different lengths, and the commands."""
+"""Text generation: whole characters, stop strings, prompts of different lengths, and the commands."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def test_characters_come_whole_and_in_order(text):
 
 @pytest.fixture(scope="module")
 def json_tokenizers():
-    """Byte pairs, whose tokens split characters, and single bytes among words, as of SentencePiece."""
+    """A byte-level BPE, whose tokens split characters, and one with byte fallback, as SentencePiece has."""
     tokenizers = pytest.importorskip("tokenizers")
     pairs = train_bpe(["naïve – 光 and the state 👩‍🚀 of keys", "日本語 テスト"] * 20, 320)
     words = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256)), ("▁the", -2.0), ("key", -3.0)]
@@ -75,7 +75,8 @@ def test_random_tokens_are_streamed_as_they_are_decoded_at_once(json_tokenizers,
         ids = torch.randint(tokenizer.vocab_size, (40,), generator=generator)
         ids = ids[ids != tokenizer.boundary].tolist()
         found = streamed(tokenizer, ids)
-        # Byte fallback decodes a whole run of bytes to replacements if one is invalid, which streaming learns too late.
+        # Byte fallback decodes a whole run of bytes to replacement characters if one is invalid; a stream cannot know
+        # that in time.
         assert found if kind == "byte fallback" else found == tokenizer.decode(ids)
 
 
@@ -180,7 +181,7 @@ def run(*arguments, **options):
 
 
 def message_of(result):
-    """What the command said of a mistake, on one line."""
+    """The error message of a command, on one line."""
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     return " ".join(result.output.split())
@@ -223,7 +224,7 @@ def test_what_was_read_from_a_file_is_not_printed(folder, tmp_path):
 def test_stop_strings_are_unescaped(folder):
     options = ("--prompt", "def ", "--tokens", 60, "--temperature", 0)
     text = run("generate", folder, *options).stdout.removeprefix("def ").rstrip("\n")
-    # A character of its middle, as a shell passes an escape on.
+    # A character from the middle of the text, written as an escape.
     wanted = next(character for character in text[5:] if ord(character) < 128)
     escaped = rf"\x{ord(wanted):02x}"
     stopped = run("generate", folder, *options, "--stop", escaped)
@@ -279,7 +280,7 @@ def test_a_dash_is_standard_input(folder, tmp_path):
 COMMANDS = ("generate", "state", "inspect", "prepare")
 
 
-# What is prepared comes from files alone.
+# Only files are tokenized by `prepare`.
 @pytest.mark.parametrize(
     ("command", "source"), [*((command, "file") for command in COMMANDS), *((name, "-") for name in COMMANDS[:3])]
 )

@@ -1,4 +1,4 @@
-"""The tutorials of docs/tutorials run as they are written: every code block, in order, in an empty folder."""
+"""The tutorials of docs/tutorials run: every code block, in order, in an empty folder."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""`sympow check`: what it compares with is right, it passes where all is well, and it fails where something is not."""
+"""`sympow check`: its references are right, it passes on a working installation, and fails on a broken kernel."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_the_plain_formula_of_softmax():
 
 @pytest.fixture
 def without_interpreter(monkeypatch):
-    """The portable forms, as on a CPU without TRITON_INTERPRET=1: the interpreter takes minutes."""
+    """Runs the portable forms, as on a CPU without TRITON_INTERPRET=1, since the interpreter takes minutes."""
     for module in (accuracy, ops_dispatch):
         monkeypatch.setattr(module, "triton_interpreted", lambda: False)
 
@@ -114,7 +114,7 @@ def test_numbers_that_are_not_finite_fail():
 
 
 def test_the_extras_are_those_of_the_project():
-    """All but those that name other extras, and those that no function of the package needs."""
+    """Without extras that only name other extras, and those that no function of the package needs."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
     for extra, packages in installation.EXTRAS.items():
         named = [re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"][extra]]
@@ -180,7 +180,7 @@ for module in pkgutil.walk_packages(sympow.kernels.__path__, "sympow.kernels."):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches in Triton's interpreter, without a GPU")
 def test_every_kernel_is_checked():
-    """The portable ones; those in Gluon, for Hopper, have no interpreter."""
+    """Covers the portable kernels; those in Gluon, for Hopper, have no interpreter."""
     pytest.importorskip("triton", reason="needs Triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     found = subprocess.run([sys.executable, "-c", COVERAGE], env=environment, capture_output=True, text=True)

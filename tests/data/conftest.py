@@ -31,13 +31,13 @@ class MemoryDataset:
 
 
 def unique_documents(lengths):
-    """Documents in which no two tokens are alike, so that every token says where it came from."""
+    """Documents in which all tokens are distinct, so that a token identifies its position."""
     return [np.arange(start, stop) for start, stop in pairwise(np.cumsum([0, *lengths]))]
 
 
 @pytest.fixture
 def memory():
-    """Makes a dataset of documents of given lengths, in which no two tokens are alike."""
+    """Makes a dataset of documents of given lengths, in which all tokens are distinct."""
 
     def make(lengths, blocks=None):
         dataset = MemoryDataset(unique_documents(lengths), blocks)
@@ -55,7 +55,7 @@ def memory_of():
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder with documents of all three kinds (without .parquet), and a file that is no document."""
+    """A folder with documents of all kinds but .parquet, and a file that is not a document."""
     folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
     (folder / "a.txt").write_text("first document\n")

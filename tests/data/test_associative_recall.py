@@ -15,7 +15,7 @@ def test_every_query_has_the_value_of_its_pair():
         assert len(pairs) == 5
         assert max(pairs) < 128 <= min(pairs.values())
         assert all(pairs[key] == value for key, value in tokens[5:].tolist())
-        # Every round asks for every pair once.
+        # Every round queries every pair once.
         assert set(tokens[5:10, 0].tolist()) == set(tokens[10:15, 0].tolist()) == set(pairs)
 
 

@@ -1,4 +1,4 @@
-"""`sympow data`: the commands a user types."""
+"""The commands `sympow data prepare` and `sympow data info`."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_info_as_json_is_complete(corpus, tmp_path):
     invoke("prepare", corpus, "--out", out, "--tokenizer", "bpe", "--vocab-size", "280", "--workers", "1")
     described = json.loads(invoke("info", out, "--json", "--tokens", "4").output)
     assert described["vocab_size"] == 280
-    # Of so few, one is held out without being asked for.
+    # Of so few documents, one is held out by default.
     assert [described["splits"][split]["documents"] for split in ("train", "heldout")] == [41, 1]
     assert described["counts"]["documents"] == 42
     first = described["splits"]["train"]["beginnings"][0]

@@ -18,7 +18,7 @@ from sympow.files import sha256_of, write_atomically
 
 @pytest.fixture(autouse=True)
 def no_waiting():
-    """Ends a test that waits, as for a pipe, instead of the whole suite."""
+    """Ends a test that blocks, as on a pipe, so that it does not block the suite."""
 
     def stop(*_):
         raise TimeoutError("it waits")
@@ -200,7 +200,7 @@ def test_a_flipped_bit_is_found_on_opening(folder, kind, opened_before):
     path = folder / f"train-00000.{kind}.npy"
     times = path.stat()
     flip(path)
-    # As tools that copy files do; the inode's own time they cannot set.
+    # As tools that copy files do. They cannot set the inode's ctime.
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ValueError, match=rf"train-00000\.{kind}\.npy (is damaged|must have the positions)"):
         open_dataset(folder)
@@ -243,7 +243,7 @@ def test_a_folder_that_can_only_be_read_has_its_record_elsewhere(folder, monkeyp
             raise PermissionError(13, "Permission denied", str(path))
         write_atomically(path, content)
 
-    # Permissions would not keep root from writing.
+    # Permissions do not keep root from writing.
     monkeypatch.setattr("sympow.data.manifest.write_atomically", refuse)
     hashed = []
     monkeypatch.setattr("sympow.data.manifest.sha256_of", spy(hashed))

@@ -132,7 +132,7 @@ def test_a_token_beyond_the_vocabulary_names_file_and_place(memory_of):
     dataset = memory_of([np.zeros(64), document])
     with pytest.raises(ValueError, match=r"1\.txt: token 70 of document 1 is 300, beyond the vocabulary of 257"):
         list(Loader(dataset, 32, 1, epochs=1))
-    # As the input before a row's first target it is found as well.
+    # An invalid token is also found as the input before a row's first target.
     document[70], document[63] = 0, 300
     with pytest.raises(ValueError, match=r"1\.txt: token 63 of document 1 is 300"):
         list(Loader(memory_of([np.zeros(64), document]), 32, 1, epochs=1, seed=1))
@@ -152,7 +152,7 @@ def test_the_order_follows_the_seed_and_changes_every_epoch(memory):
 
 
 def test_the_order_does_not_change_with_versions(memory):
-    """A run in progress depends on it."""
+    """A resumed run relies on the order of earlier versions."""
     loader = Loader(memory([64] * 8), 64, 1, epochs=1, seed=5)
     assert [batch.document_ids.item() for batch in loader] == [3, 7, 4, 2, 1, 0, 6, 5]
 

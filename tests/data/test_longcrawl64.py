@@ -82,7 +82,7 @@ def test_shorter_contexts_cut_the_row_and_still_see_the_token_before(store):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_shuffled_epoch_decodes_every_chunk_once(store, monkeypatch, seed):
-    # Blocks of 8, 8 and 4 rows; two of them at a time, and no room for more.
+    # Blocks of 8, 8 and 4 rows; the cache holds two of them.
     dataset = LongCrawl64(store[0], cache_bytes=2 * 16 * LENGTH)
     decoded = []
     decode = dataset._decode
@@ -110,7 +110,7 @@ def test_the_cache_stays_within_its_bytes(store):
 
 def test_a_row_needs_its_chunks_at_once_whatever_the_cache(store):
     tight = LongCrawl64(store[0], cache_bytes=1)
-    # The oldest chunk in the cache is one that the last read wants.
+    # The last read needs the oldest chunk of the cache.
     for row, start, stop in ((0, 0, 16), (8, 0, 32), (0, 0, LENGTH)):
         assert tight.read(row, start, stop).tolist() == store[1]["train"][row, start:stop].tolist()
 
@@ -127,7 +127,7 @@ def test_a_missing_chunk_is_refused_on_opening_a_folder(store):
         ValueError, match=r"train\.zarr: 1 of 12 chunks are missing, first 1\.2; they would read as zeros"
     ):
         open_dataset(store[0])
-    # The rows before it are whole.
+    # The rows before it are intact.
     assert len(LongCrawl64(store[0], documents=8).lengths) == 8
 
 

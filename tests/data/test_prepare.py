@@ -14,7 +14,7 @@ from sympow.data.sources import file_ranges, read_documents
 
 
 def texts_of(dataset):
-    """Every document, decoded, by the name of where it came from."""
+    """The decoded text of every document, by the document's name."""
     tokenizer = dataset.load_tokenizer()
     return {
         dataset.document_name(n): tokenizer.decode(dataset.read(n, 0, int(length)))
@@ -210,7 +210,7 @@ def test_of_few_documents_at_least_one_goes_to_each_side(tmp_path, count, heldou
     assert len(train) + len(heldout_texts) == 2 * count
     if heldout < 0.1:
         assert len(heldout_texts) == 2
-    # Where sources are cut changes nothing.
+    # The result does not depend on where sources are cut into ranges.
     prepare([folder], tmp_path / "cut", heldout=heldout, workers=1, shard_bytes=40)
     assert splits_of(tmp_path / "cut") == [train, heldout_texts]
 
@@ -273,7 +273,7 @@ def test_the_tokenizer_travels_with_the_data(corpus, tmp_path):
     prepare([corpus], tmp_path / "bpe", tokenizer="bpe", vocab_size=300, workers=1)
     saved = load_tokenizer(tmp_path / "bpe")
     assert saved.vocab_size == open_dataset(tmp_path / "bpe").vocab_size == 300
-    # And makes other data with the same ids.
+    # The saved tokenizer prepares other data with the same ids.
     prepare([corpus / "a.txt"], tmp_path / "other", tokenizer=str(tmp_path / "bpe"), heldout=0, workers=1)
     dataset = open_dataset(tmp_path / "other")
     assert dataset.read(0, 0, int(dataset.lengths[0]) - 1).tolist() == saved.encode("first document\n").tolist()

@@ -34,7 +34,7 @@ def test_a_character_cut_in_two_decodes_to_a_replacement():
     assert load_tokenizer("bytes").decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
 
 
-# Ids of OpenAI's own encoder.
+# Ids from OpenAI's encoder.
 @pytest.mark.parametrize(
     ("text", "ids"),
     [

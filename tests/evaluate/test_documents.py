@@ -1,4 +1,4 @@
-"""Sequences of held-out documents: their beginnings first, every document before any of them twice."""
+"""Sequences of held-out documents: the beginning of every document comes before later sequences of any."""
 
 from dataclasses import dataclass, field
 
@@ -52,7 +52,7 @@ def test_too_long_a_stretch_is_refused():
 
 
 def test_memory_does_not_depend_on_how_much_is_read():
-    """Four times the tokens, up to 65,536: what is kept of each is its loss, and no feature."""
+    """With four times the tokens, up to 65,536, only the stored losses grow: no features are kept per token."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(vocab_size=17, layers=1, width=32, heads=2))
     peaks = {}
@@ -62,7 +62,7 @@ def test_memory_does_not_depend_on_how_much_is_read():
             loss_by_position(model, [document], segment_size=2_048)
         peaks[length] = memory.peak
     per_token = (peaks[65_536] - peaks[16_384]) / (65_536 - 16_384)
-    # float32 and float64 losses, their sums and squares; the features of a token alone would have 128.
+    # float32 and float64 losses, their sums and squares; features alone would be 128 numbers per token.
     assert per_token < 64
 
 
@@ -79,10 +79,10 @@ def test_a_long_document_on_a_gpu_in_pieces_is_that_in_one_pass_in_memory_that_d
         return losses, torch.cuda.max_memory_allocated() - before
 
     whole, whole_peak = read(65_536, 65_536)
-    # Long enough for segments with a state at both ends.
+    # Long enough for segments that start from a state and end in one.
     _, short_peak = read(32_768, 8_192)
     in_pieces, peak = read(65_536, 8_192)
     torch.testing.assert_close(in_pieces, whole, rtol=1e-8, atol=1e-8)
-    # Tokens, targets and losses: 24 bytes each; features alone would have 512.
+    # Token, target and losses: 24 bytes per token; features alone would take 512.
     assert (peak - short_peak) / (65_536 - 32_768) < 64
     assert peak < whole_peak

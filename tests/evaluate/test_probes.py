@@ -1,4 +1,4 @@
-"""Probes of the state: they find what a model remembers and for how long, and nothing else."""
+"""Probes of the state measure what a model remembers, and for how many tokens."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_what_is_forgotten_is_not_recalled():
 
 
 def test_distances_are_those_to_the_pair():
-    """One pair is asked for right after it was told."""
+    """A single pair is queried right after it is shown."""
     (point,) = associative_recall(Oracle(41, order=1, memory=2), VOCABULARY, pairs=(1,), sequences=4)
     assert (point.nearest, point.farthest, point.accuracy) == (2, 2, 1)
 
@@ -66,7 +66,7 @@ def test_a_vocabulary_of_text_has_its_commonest_tokens():
 
 
 def test_by_default_there_are_no_more_pairs_than_keys():
-    """A text in bytes has fewer common tokens than the largest number asks for."""
+    """Text in bytes has fewer common tokens than the largest number of pairs needs."""
     points = associative_recall(Oracle(41, order=1, memory=10**6), VOCABULARY, sequences=2)
     assert {point.pairs for point in points} == {4, 16}
 
@@ -87,7 +87,7 @@ def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
     assert (near.distance, far.distance) == (50, 400)
     assert near.accuracy == 1
     assert near.loss == pytest.approx(0, abs=1e-4)
-    # A key that was not told is as unlikely from near as from far.
+    # A key that the text does not contain has the same loss at every distance.
     assert near.control > 10
     assert far.accuracy == 0
     assert far.loss == pytest.approx(far.control)

@@ -10,7 +10,7 @@ from sympow.experiments.grid import cpu
 
 @pytest.fixture
 def scale():
-    """Runs that take a moment."""
+    """A scale of tiny runs."""
     evaluation = Evaluation(tokens=256, length=64, documents=2, pairs=(2,), distances=(16,))
     return replace(cpu().changed(**TINY), evaluation=evaluation)
 

@@ -20,7 +20,7 @@ def runs(name, scale):
 
 @pytest.mark.parametrize(("scale", "name"), ALL)
 def test_a_name_is_of_one_config(scale, name):
-    """In all experiments of a scale, so that a run is trained once for all of them."""
+    """A name has the same config in all experiments of a scale, so that a run is trained once for all of them."""
     named = {}
     for other in EXPERIMENTS:
         for run in runs(other, scale):

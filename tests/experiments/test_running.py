@@ -69,7 +69,7 @@ def test_an_experiment_from_its_name_to_its_summary(folder, tmp_path):
         assert f"--only {row['run']}" in row["command"]
         assert "--set steps=20" in row["command"]
         assert TrainConfig.from_yaml(json.dumps(row["config"])) == TrainConfig.read(there / "config.yaml")
-        # Everything that figures are drawn from, as it is in the run's own folder.
+        # Everything that figures use, equal to the content of the run's folder.
         (of_folder,), (of_table,) = (
             [one for one in collect([path]).runs if one.name.endswith(row["run"])] for path in (there, results)
         )
@@ -88,7 +88,7 @@ def test_an_experiment_from_its_name_to_its_summary(folder, tmp_path):
     code, output = command(folder, tmp_path, "pair", "--only", "conformal*")
     assert code == 0, output
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*")} == before
-    # The table is of the whole experiment still, from the table or, without it, from the runs' folders.
+    # The table still has the whole experiment, taken from the earlier table or else from the runs' folders.
     assert [path.read_bytes() for path in sorted(results.iterdir())] == lines
     for path in results.iterdir():
         path.unlink()
@@ -159,7 +159,7 @@ def test_a_run_that_diverges_is_a_result(scale, tmp_path):
 
 
 def made_up(run, **changes):
-    """A result as version 0.1 stored it: files of its own for each run."""
+    """A result as version 0.1 stored it, with separate files for each run."""
     row = {"run": run.name, "status": "done", "final_loss": 2.5, "by_context": {"1": 3.0}, "by_position": {"8.7": 2.0}}
     evaluation = {"documents": 2, "trained_at": 32, "by_context": {"1": 3.0}, "by_position": {"8.7": 2.0}}
     facts = {"command": "a command", "data": "stdlib", "device": "cpu", "dtype": "float32", "environment": {}}

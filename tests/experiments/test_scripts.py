@@ -72,7 +72,7 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
             row("softmax", None, 8192, seed, 2.0 + noise),
             row("sympow", 2, 8192, seed, 2.5 + noise),
             row("gating", 2, 8192, seed, 2.1 + noise),
-            # Better by as much as it is worse, depending on the seed.
+            # Better with one seed by as much as it is worse with the other.
             row("conformal", 2, 8192, seed, 2.1 - 2 * noise),
             row("conformal", 2, 8192, seed, 2.05 + noise + seed / 1000, changes={"rotation_rate": 0.1}),
         ]
@@ -123,7 +123,7 @@ def test_an_ordering_holds_only_if_it_is_the_authors():
     assert ordering.endswith("| sympow is better | no |")
     growth = next(line for line in lines if "p = 4, 1,024 to 16,384 | -0.044 |" in line)
     assert growth.endswith("| the gap shrinks | no |")
-    # Equal as far as one can read off their plot: nothing to agree with.
+    # The authors' values are equal as far as one can read off their plot, so there is nothing to agree with.
     level = next(line for line in lines if "| p = 4, 1,024 |" in line)
     assert "| +0.000 | +0.10" in level
     assert level.endswith("| none | – |")

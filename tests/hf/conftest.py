@@ -23,12 +23,12 @@ def make():
             for parameter in model.model.blocks.parameters():
                 parameter += noise * torch.randn_like(parameter)
             for block in model.model.blocks:
-                # A direction that queries and keys share: without it, a state gives tiny scores as differences of large
+                # Queries and keys share a direction: without it, a state computes tiny scores as differences of large
                 # numbers.
                 bias = block.mixer.qkv_proj.bias
                 heads = bias.unflatten(0, (-1, model.config.hidden_size // model.config.num_attention_heads))
                 heads[: -(model.config.num_key_value_heads or model.config.num_attention_heads), :2] += 1
-            # A tied embedding alone would predict the token just read.
+            # A tied embedding alone would predict the last input token.
             model.model.final_norm.weight.copy_(torch.randn_like(model.model.final_norm.weight))
         return model
 
@@ -45,7 +45,7 @@ def tokens():
 
 @pytest.fixture
 def pad_left():
-    """Texts of different lengths as one batch, filled up on the left, and its attention mask."""
+    """Pads texts of different lengths on the left to one batch; returns it with its attention mask."""
 
     def pad(texts, token=0):
         longest = max(map(len, texts))

@@ -1,7 +1,7 @@
-"""transformers' own tests of what all models have in common, for ours. `test_mixin.py` runs this file.
+"""transformers' common model tests (`ModelTesterMixin`) for our models. `test_mixin.py` runs this file.
 
-They are part of transformers' source package. Two mixins that they import, for generation and export, are in its
-repository alone; what these check, `test_generation.py` and the tests of compilation and export check for our models.
+The tests are part of transformers' source package. Two mixins that they import, for generation and export, are only in
+its repository; `test_generation.py` and the tests of compilation and export check the same for our models.
 """
 
 import sys
@@ -18,7 +18,7 @@ for name, mixin in (("exporters.test_export", "ExportTesterMixin"), ("generation
 
 from transformers.models.auto import modeling_auto  # noqa: E402
 
-# The mixin finds in these lists what a class is for. They name transformers' own models; others are registered.
+# The mixin looks up the task of a class in these lists, which name transformers' own models only.
 modeling_auto.MODEL_MAPPING_NAMES["sympow"] = "SympowModel"
 modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["sympow"] = "SympowForCausalLM"
 modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["sympow"] = "SympowForSequenceClassification"
@@ -30,7 +30,7 @@ VOCABULARY = 99
 
 
 class SympowTester:
-    """Where the mixin gets a config and inputs from."""
+    """Provides the mixin with a config and inputs."""
 
     base_model_class, causal_lm_class = SympowModel, SympowForCausalLM
     batch_size, seq_length = 3, 7

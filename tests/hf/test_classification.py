@@ -1,4 +1,4 @@
-"""Scores of whole texts: classifiers and reward models."""
+"""Sequence classification: classifiers and reward models."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from sympow.hf import SympowForSequenceClassification
 
 @pytest.fixture
 def classifier(make):
-    """On top of a language model."""
+    """A classifier with the weights of a language model."""
     from copy import deepcopy
 
     language_model = make()

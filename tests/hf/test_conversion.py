@@ -1,4 +1,4 @@
-"""Native models and transformers' ones, and their tokenizers, both ways."""
+"""Conversion of models and tokenizers between native and transformers, in both directions."""
 
 import pytest
 import safetensors.torch

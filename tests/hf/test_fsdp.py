@@ -14,8 +14,8 @@ from sympow.hf import SympowCache
 
 @pytest.fixture
 def mesh(tmp_path):
-    """One process: what is cast does not depend on how many there are."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    """A mesh of one process: casting does not depend on the number of processes."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
@@ -23,7 +23,7 @@ def mesh(tmp_path):
 @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
 @torch.no_grad()
 def test_states_keep_their_precision_between_calls(make, tokens, mesh, mixer):
-    """FSDP2 casts the tensors that it finds among a module's inputs and outputs, as accelerate asks it to."""
+    """FSDP2, as accelerate configures it, casts the tensors among a module's inputs and outputs."""
     model, ids = make(mixer=mixer).float(), tokens()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
     for module in (*model.model.blocks, model):
@@ -33,7 +33,7 @@ def test_states_keep_their_precision_between_calls(make, tokens, mesh, mixer):
         assert layer.phase.dtype == torch.float64
         if mixer == "sympow":
             assert layer.kv.dtype == layer.normalizer.dtype == torch.float32
-            # Numbers that were not rounded on the way either.
+            # The values were not rounded either.
             assert not torch.equal(layer.kv, layer.kv.bfloat16().float())
     generated = model.generate(ids[:, :6], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert generated.shape == (2, 10)

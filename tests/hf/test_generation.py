@@ -1,4 +1,4 @@
-"""`generate()`: every way of searching gives what the forward pass says it should."""
+"""`generate()` of transformers: every search strategy gives the tokens that the forward pass implies."""
 
 import copy
 from functools import partial
@@ -24,12 +24,12 @@ PADDING = 49
 
 @pytest.fixture
 def make(make):
-    """Models that do not settle on one token at once."""
+    """Models that do not repeat one token from the start."""
     return partial(make, noise=0.3)
 
 
 def greedily(model, text, count):
-    """Argmax of the forward pass over everything so far, again and again."""
+    """Greedy decoding by a forward pass over the whole text for each token."""
     ids = text[None]
     for _ in range(count):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
@@ -37,7 +37,7 @@ def greedily(model, text, count):
 
 
 def log_probability(model, ids, start):
-    """Of the tokens of ids from `start` on, each given all before it: (b,)."""
+    """The log-probability of the tokens from `start` on, given those before: (b,)."""
     logs = model(ids, use_cache=False).logits.log_softmax(-1)[:, start - 1 : -1]
     return logs.gather(-1, ids[:, start:, None]).sum((1, 2))
 
@@ -98,7 +98,7 @@ def test_sampling_with_a_cache_draws_what_it_draws_without(make, tokens):
 
 @torch.no_grad()
 def test_beam_search_wide_enough_is_brute_force(make, tokens):
-    """With a beam for every prefix but the last token, nothing is lost: the best of all continuations comes out."""
+    """With a beam for every prefix, beam search finds the best of all continuations."""
     model, text = make(vocab_size=4), tokens(1, 5, vocabulary=4)[0]
     everything = torch.tensor([[*text.tolist(), *rest] for rest in product(range(4), repeat=4)])
     scores = log_probability(model, everything, 5)
@@ -119,7 +119,7 @@ def test_beam_search_wide_enough_is_brute_force(make, tokens):
 
 @torch.no_grad()
 def test_narrow_beams_follow_the_reordered_states(make, tokens):
-    """Against a beam search written out, which keeps no state and so has nothing to reorder."""
+    """Compares with a beam search without a state, which has nothing to reorder."""
     model, text, width = make(vocab_size=6), tokens(1, 5, vocabulary=6)[0], 3
     beams, scores = text[None], torch.zeros(1, dtype=torch.float64)
     origins = []
@@ -140,7 +140,7 @@ class TestAssisted:
     @pytest.mark.parametrize("kind", [{"power": 2}, {"power": 4}, {"mixer": "softmax"}])
     @torch.no_grad()
     def test_an_assistant_changes_nothing_but_the_work(self, make, tokens, kind):
-        """The assistant is the same model a little off, so that some of its tokens are accepted and some are not."""
+        """The assistant is a perturbed copy of the model, so that some of its tokens are accepted and some are not."""
         model, text = make(**kind), tokens(1, 6)
         assistant = copy.deepcopy(model)
         for parameter in assistant.parameters():
@@ -195,7 +195,7 @@ class TestContinuing:
         assert max(longest) == 5
 
     def test_a_prefix_read_with_gradients_serves_too(self, make, tokens):
-        """Copies of the cache are made outside of torch.no_grad(), where its tensors are part of a graph."""
+        """The cache is copied outside of torch.no_grad(), where its tensors are part of an autograd graph."""
         model, whole = make(), tokens(1, 9)
         cache = model(whole[:, :7], use_cache=True).past_key_values
         expected = model.generate(whole, max_new_tokens=5, do_sample=False)
@@ -225,13 +225,13 @@ class TestContinuing:
 
 
 class TestMemory:
-    """What is kept while tokens come one by one."""
+    """The cache policy during decoding."""
 
     @pytest.mark.parametrize("cache_policy", ["auto", "state", "keys"])
     @pytest.mark.parametrize("kind", [{"power": 2}, {"power": 4}, {"gating": "vector", "rotary": "pairs"}])
     @torch.no_grad()
     def test_all_give_what_the_forward_says(self, make, tokens, kind, cache_policy):
-        """Beyond a window of 64 tokens, and beyond where a state takes less than keys and values."""
+        """Beyond a window of 64 tokens, and beyond the break-even of a state."""
         model, ids = make(**kind), tokens(2, 83)
         cache = SympowCache(cache_policy)
         out = [model(ids[:, :3], past_key_values=cache).logits]
@@ -243,7 +243,7 @@ class TestMemory:
 
     @torch.no_grad()
     def test_keys_and_values_are_kept_while_they_take_less(self, make, tokens):
-        """With p = 4 and heads of 16, a state is worth 700 tokens."""
+        """With p = 4 and heads of 16, the break-even is at 700 tokens."""
         model = make(power=4, hidden_size=64)
         cache = SympowCache()
         model.generate(tokens(1, 5), past_key_values=cache, max_new_tokens=9)
@@ -261,7 +261,7 @@ class TestMemory:
         }
         assert len(sizes) == 1
 
-    # Earlier versions of transformers take the device of an offloaded model for "meta", and warn of it.
+    # Earlier versions of transformers report the device of an offloaded model as "meta", and warn about it.
     @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
     @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
     @torch.no_grad()
@@ -400,7 +400,7 @@ class TestCache:
 
 
 class TestAsTransformersTestsIt:
-    """What its repository, and no package of it, checks of every model that generates."""
+    """The generation tests of transformers' repository, which no package contains."""
 
     @pytest.mark.parametrize("kind", [{"power": 2}, {"mixer": "softmax"}])
     @torch.no_grad()
@@ -447,7 +447,7 @@ class TestAsTransformersTestsIt:
         for layer in range(3):
             found = torch.cat([step[layer] for step in out.hidden_states], 1)
             assert_close(found, expected[layer][:, :-1], 1e-9, "hidden states")
-        # The last token was drawn, and not read.
+        # The last token was sampled but not yet passed through the model.
         assert out.past_key_values.get_seq_length() == 9
         assert len(out.past_key_values) == len(out.past_key_values.layers) == 2
 

@@ -72,7 +72,7 @@ def test_classes_are_found_where_tools_look_them_up(name):
 
 
 def test_transformers_serve_loads_it(folder):
-    """The part of it that needs no web server."""
+    """Tests the part of `transformers serve` that needs no web server."""
     from transformers.cli.serving.model_manager import ModelManager
 
     model = ModelManager(device="cpu")._load_model(f"{folder}@main")
@@ -80,7 +80,7 @@ def test_transformers_serve_loads_it(folder):
 
 
 def test_a_folder_says_where_its_classes_are(folder, tokens):
-    """For programs that never import sympow, and allow a folder's code to."""
+    """For programs that do not import sympow and use trust_remote_code."""
     expected = SympowForCausalLM.from_pretrained(folder).generate(tokens(1, 4), max_new_tokens=4, do_sample=False)
     code = f"""
 import sys, torch
@@ -93,7 +93,7 @@ model.save_pretrained(sys.argv[2])
     environment = {**os.environ, "HF_MODULES_CACHE": str(folder / "modules")}
     result = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == str(expected.tolist())
-    # No copy of this package's source, and still loadable in the same way.
+    # The saved folder has no copy of this package's source, and loads in the same way.
     assert sorted(path.name for path in (folder / "again").glob("*.py")) == ["modeling_sympow.py"]
     assert AutoConfig.from_pretrained(folder / "again").auto_map["AutoModelForCausalLM"].startswith("modeling_sympow.")
 
@@ -194,7 +194,7 @@ def test_an_untied_model_keeps_its_own_head(make, tokens, tmp_path):
 
 
 def test_a_config_has_the_shape_of_its_heads():
-    """Tools read them from the config: servers, quantisers, counters of memory."""
+    """Inference servers, quantisers and memory estimators read them from the config."""
     config = SympowConfig(hidden_size=64, num_attention_heads=4)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
     grouped = SympowConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)

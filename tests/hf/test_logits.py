@@ -1,4 +1,4 @@
-"""A text read at once, in parts, padded or not, gives the same logits."""
+"""Logits are the same for a text in one call, in several calls, and with padding."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def assert_relative(actual, expected, tolerance, what):
 
 
 def read_on(model, ids, mask, start, stop):
-    """Prefills up to `start`, decodes token by token up to `stop`: logits of the tokens from start − 1 on."""
+    """Prefills up to `start` and decodes token by token up to `stop`; returns the logits from token start − 1 on."""
     out = model(ids[:, :start], attention_mask=mask[:, :start], use_cache=True, logits_to_keep=1)
     logits = [out.logits]
     for now in range(start, stop):
@@ -151,7 +151,7 @@ def test_embeddings_may_come_in_place_of_ids(make, tokens):
 
 @torch.no_grad()
 def test_embeddings_of_padding_do_not_matter(make, tokens):
-    """Not even in what comes out for padding, which tools compare though it means nothing."""
+    """Not even in the outputs of padding tokens, which some tools compare although they have no meaning."""
     model, ids = make(), tokens()
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 0], [1] * 12])
     from_ids = model(ids, attention_mask=mask).logits

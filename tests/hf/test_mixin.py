@@ -1,4 +1,4 @@
-"""transformers' own tests of a model (`mixin_suite.py`), run in a process of their own."""
+"""Runs transformers' common model tests (`mixin_suite.py`) in a separate process."""
 
 import os
 import re
@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers")
 
 SUITE = Path(__file__).with_name("mixin_suite.py")
-# Why a test of the mixin may be skipped, by what it says.
+# Accepted reasons for skipped tests of the mixin.
 REASONS = {
     r"accelerators?$|requires (MPS|deepspeed|Flash Attention|the kernels library)": "the machine or another package",
     r"does not (output|support) (output_)?attentions": "weights are not formed",
@@ -28,7 +28,7 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """The source package of the transformers that is installed."""
+    """The source package of the installed version of transformers."""
     folder = tmp_path_factory.mktemp("transformers")
     version = metadata.version("transformers")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:"]

@@ -1,4 +1,4 @@
-"""Packed documents, marked in each of the ways that transformers' collators have."""
+"""Packed documents, in each format that transformers' collators produce."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_documents_do_not_start_behind_a_cache(make, tokens):
 
 @torch.no_grad()
 def test_a_compiled_model_refuses_positions_that_start_again(make, tokens):
-    """It cannot read them for shapes, and must not ignore them."""
+    """Under torch.compile their values are unknown, so they cannot be split and must not be ignored."""
     model, ids = make(), tokens(1, 6)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     positions = torch.arange(6)[None]

@@ -1,4 +1,4 @@
-"""LoRA on all linear maps, those of gates and rotations among them."""
+"""LoRA adapters (peft) on all linear layers, including those of gates and rotations."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SMALL_MAPS = ("gamma_proj", "beta_proj")
 
 @pytest.fixture
 def adapted(make):
-    """A model with adapters that have learnt something."""
+    """A model with adapters whose weights are not zero."""
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(make(), config, autocast_adapter_dtype=False)
     torch.manual_seed(3)

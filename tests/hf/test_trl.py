@@ -15,7 +15,7 @@ from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassifi
 
 pytestmark = [
     pytest.mark.slow,
-    # Warnings of these libraries about each other are not ours to answer.
+    # Warnings of these libraries about each other.
     pytest.mark.filterwarnings("default"),
 ]
 OPTIONS = {
@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 
 def train(trainer, kind):
-    """Trains, and returns the losses; the model is of the class that its folder names, and learns."""
+    """Trains and returns the losses; checks that the model has the class that its folder names, and that it learns."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     assert type(model.get_base_model() if hasattr(model, "get_base_model") else model) is kind
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

@@ -1,4 +1,4 @@
-"""Compile every kernel for sm_90 with each supported release of Triton, without a GPU, and compare the results.
+"""Compiles every kernel for sm_90 with each supported release of Triton, without a GPU, and compares the results.
 
 python tests/kernels/releases.py            all of them, as a table in Markdown (minutes for each)
 python tests/kernels/releases.py 3.7.1 ...  these alone
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Those that the releases of torch bring which the project supports, and for which the Hopper kernels are switched on.
+# The versions that come with supported releases of torch, and those for which the Hopper kernels are enabled.
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 TOOL = Path(__file__).parent / "sm90.py"
 SOURCE = Path(__file__).parents[2] / "src"
@@ -23,7 +23,7 @@ LINE = re.compile(r"(.{30}) registers +(\d+) stack +(\d+) shared +(\d+) wgmma +(
 
 
 def table_of(release: str, folder: Path) -> dict[str, str]:
-    """What a release makes of each kernel: registers / bytes of stack / KiB of shared memory."""
+    """Resources of each kernel compiled with a release: registers / bytes of stack / KiB of shared memory."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*pip, f"triton=={release}"], check=True)
     environment = {

@@ -1,6 +1,6 @@
-"""Compile the kernels for sm_90 without a GPU: registers, stack, shared memory, and whether ptxas serialised a product.
+"""Compiles the kernels for sm_90 without a GPU: registers, stack, shared memory, and whether ptxas serialised wgmma.
 
-TRITON_INTERPRET must not be 1. `releases.py` does it with every supported release of Triton.
+TRITON_INTERPRET must not be 1. `releases.py` runs this with every supported release of Triton.
 
 python tests/kernels/sm90.py            a table of all kernels at their default tiles
 python tests/kernels/sm90.py NAME FILE  the machine code of one of them, and its loops with their instructions counted
@@ -41,10 +41,10 @@ from sympow.kernels.states.quartic import scan_kernel as quartic_scan_kernel
 from sympow.kernels.states.quartic import update_kernel as quartic_update_kernel
 from sympow.kernels.states.quartic_query import inner_gradient_kernel, outer_gradient_kernel, query_kernel
 
-# ptxas reports on a kernel only as it compiles it, so nothing may come from Triton's cache.
+# ptxas reports only when it compiles a kernel, so Triton's cache must be empty.
 triton.knobs.compilation.always_compile = True
 triton.knobs.nvidia.dump_ptxas_log = True
-# Types of pointers other than to the inputs' own dtype.
+# Pointer arguments whose type differs from the dtype of the inputs.
 POINTERS = {
     **dict.fromkeys(
         [
@@ -92,7 +92,7 @@ POINTERS = {
     **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
     **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
 }
-# Arguments that are several in one: a type for each; "constexpr" for one that is None.
+# Arguments that are NamedTuples: the type of each member; "constexpr" for a member that is None.
 TUPLES = {
     "xs": ("*fp32",) * 3,
     "outs": ("*bf16",) * 3,
@@ -103,7 +103,7 @@ TUPLES = {
     "start_strides": ("i32",) * 3,
     "end_strides": ("i32",) * 3,
 }
-# Counts that are no multiple of 16 in general; every other integer argument is one in the cases that matter.
+# Integer arguments that need not be multiples of 16. All others are, in the cases that matter.
 UNALIGNED = {
     "splits",
     "window_splits",
@@ -181,10 +181,10 @@ def compile_kernel(
 
 
 def carried(ptx: str) -> int:
-    """How many loops go round with a product in flight that reads its left operand from registers.
+    """The number of loops whose back edge is crossed by a wgmma in flight that reads its left operand from registers.
 
-    The registers must not be written before the product is done. A loop that makes the next operand at once has to wait
-    before it goes round (`common.wait_for_mma`); one that first waits for another product, as in attention, need not.
+    These registers must not be written before the wgmma is done. A loop that computes the next operand first has to
+    wait at its end (`common.wait_for_mma`); one that first waits for another product, as in attention, need not.
     """
     lines, labels, found = ptx.splitlines(), {}, 0
     for end, line in enumerate(lines):
@@ -236,7 +236,7 @@ def attention_case(
 
 
 def hopper_case(which, power=2, group=1, gated=True):
-    """The same for a kernel in Gluon."""
+    """The same for a Hopper kernel, in Gluon."""
     kernel, rows = {
         "forward": (hopper_forward.forward_kernel, 128),
         "query": (hopper_backward.query_gradient_kernel, 64),
@@ -280,7 +280,7 @@ def step_case(window, group=1, power=2, dim=64, rows=32, warps=4):
 
 
 def decode_tuples(*, gated, scaled):
-    """What both steps have in common."""
+    """The NamedTuple arguments that the decoding kernels share."""
     return {
         "token": state_step.Token(
             "*bf16", "*bf16", "*bf16", "*fp32" if gated else "constexpr", "*fp32" if scaled else "constexpr", "*fp64",
@@ -306,7 +306,7 @@ def softmax_step_case(group=1, gated=False):
     return softmax_step_kernel, {}, constants, 4, 1, None, "bf16", True, tuples
 
 
-# Of the kernels for p = 4.
+# Types of the kernels for p = 4.
 POINTERS |= dict.fromkeys(["result_ptr", "weights_ptr"], "*fp32") | dict.fromkeys(
     [
         "first_tile_ptr",

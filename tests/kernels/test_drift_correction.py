@@ -19,7 +19,7 @@ def test_the_drift_between_exact_sums_is_interpolated(length, spacing, known, do
     generator = torch.Generator().manual_seed(length)
     sums = torch.randn(batch, heads, length, dtype=torch.float64, generator=generator)
     exact = torch.randn(batch, heads, count, dtype=torch.float64, generator=generator)
-    # Past the last token the sum is 0.
+    # After the last token the sum is 0.
     exact[..., -1] = 0
     end = None
     if documents:

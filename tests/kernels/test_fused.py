@@ -94,14 +94,14 @@ def test_closed_gates_zero_queries_and_zero_keys(form, options):
 @pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("gate", ["none", "scalar"])
 def test_queries_that_no_earlier_chunk_answers_to(power, gate):
-    """What a state returns is rounding for them, and must count as nothing, in gradients too."""
+    """The state's contribution to them is rounding error, and must be treated as zero, in gradients too."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.nn.functional.normalize(torch.randn(16, generator=generator), dim=0)
     inputs = random_inputs(14, length=256, heads=1, dim=16, value_dim=16, gate=gate, rotation="none",
                            dtype=torch.float32)  # fmt: skip
     across = inputs.q - (inputs.q @ direction).unsqueeze(-1) * direction
     k = inputs.k[..., :1] * direction
-    k[:, 128:] = inputs.k[:, 128:]  # keys of their own chunk they do answer to
+    k[:, 128:] = inputs.k[:, 128:]  # their scores with keys of their own chunk are not zero
     inputs = replace(inputs, q=across, k=k).requires_grad()
     y = run(inputs, power, "chunked", backend="triton", chunk_size=128)
     expected = run(inputs, power, "chunked", backend="torch", chunk_size=128)
@@ -190,10 +190,10 @@ def test_states_at_both_ends(form, options, rotation, gate):
     ],
 )
 def test_states_at_both_ends_are_differentiable(power, form, options, gate):
-    """With respect to the inputs and to the state before them, for losses that read only some of what comes out."""
+    """Gradients of the inputs and of the initial state, for losses that use only some of the outputs."""
     inputs = random_inputs(8, length=170, heads=2, key_heads=1, dim=6, value_dim=5, gate=gate, dtype=torch.float32)
     if inputs.log_gamma is not None:
-        # Open enough that the state before still counts in the state after.
+        # Gates near 1, so that the initial state still matters in the final one.
         inputs = replace(inputs, log_gamma=0.01 * inputs.log_gamma)
     _, past = run(inputs.time(0, 30), power, "attention", backend="torch", return_state=True)
     losses = [("y",), ("kv",), ("normalizer",), ("y", "kv", "normalizer")]
@@ -233,7 +233,7 @@ def weights_like(x: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize(("gate", "rotation"), [("scalar", "scale"), ("none", "fixed"), ("scalar", "pairs")])
 def test_packed_documents_in_one_call(power, form, options, gate, rotation):
-    """Documents that begin and end in the same tile, fill several, and end on a border of tiles or chunks."""
+    """Documents within one tile, across several, and ending at a boundary of tiles or chunks."""
     lengths = [1, 40, 87, 200, 56, 16]
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     inputs = random_inputs(11, length=sum(lengths), heads=2, key_heads=1, dim=8, value_dim=5, gate=gate,
@@ -245,7 +245,7 @@ def test_packed_documents_in_one_call(power, form, options, gate, rotation):
 @pytest.mark.parametrize("group", [1, 2])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gates_far_from_the_end(monkeypatch, group, packed):
-    """The drift of their gradient is corrected after every block of queries; here blocks are short."""
+    """Drift correction of the gate gradient after every block of queries, with short blocks."""
     from sympow.kernels.attention import op as attention_op
 
     monkeypatch.setattr(attention_op, "DRIFT_SPACING", 128)
@@ -261,7 +261,7 @@ def test_gates_far_from_the_end(monkeypatch, group, packed):
     [(2, "attention", {}), (2, "chunked", {"chunk_size": 128}), (4, "chunked", {"chunk_size": 128})],
 )
 def test_no_kernel_reads_what_none_has_written(power, form, options):
-    """Deterministic algorithms fill new tensors with NaN."""
+    """Uninitialised memory: with deterministic algorithms, PyTorch fills new tensors with NaN."""
     inputs = random_inputs(4, length=140, heads=2, key_heads=1, dim=16, dtype=torch.float32)
     torch.use_deterministic_algorithms(True)
     try:
@@ -274,7 +274,7 @@ def test_no_kernel_reads_what_none_has_written(power, form, options):
 @interpreted
 @pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128}), ("recurrent", {})])
 def test_rates_and_states_of_any_strides(form, options):
-    """One state that several sequences go on from, and rates that are a column of a matrix."""
+    """A state expanded over several sequences, and rates that are a column of a matrix."""
     inputs = random_inputs(14, length=11, dim=8, dtype=torch.float32)
     _, state = run(inputs.time(0, 10), 2, "attention", backend="torch", return_state=True)
     several = replace(
@@ -386,7 +386,7 @@ def test_a_compiled_call_with_states_is_one_graph():
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize(("share", "counts"), [(1.5, True), (0.5, False)])
 def test_one_bound_tells_what_a_state_returns_from_rounding(backend, tokens, share, counts):
-    """φ(q) Z counts from eps Σ |φ(q)_i Z_i| on, in every form: one token from a state has a kernel of its own."""
+    """φ(q) Z below eps Σ |φ(q)_i Z_i| is treated as zero in every form, also in the kernel of one token."""
     q = torch.ones(1, tokens, 1, 2)
     k, v = torch.zeros_like(q), torch.zeros_like(q)
     # φ(q) Z = 1 − 1 + rest, where Σ |φ(q)_i Z_i| is about 2.

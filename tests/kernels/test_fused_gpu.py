@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 
 def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, batch=1, seed=0) -> Inputs:
-    """Normal queries, keys and values, as a fresh model would make them; `gamma` "closed" shuts some gates."""
+    """Normal queries, keys and values, as in an untrained model; with `gamma` "closed", some gates are 0."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape):
@@ -66,7 +66,7 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> float:
     ],
 )
 def test_errors_are_within_twice_those_of_plain_pytorch(form, power, length, gamma, heads, key_heads, dim, value_dim):
-    """Beside the same formula in bfloat16 throughout."""
+    """Compares with the same formula in bfloat16 throughout."""
     inputs = make_inputs(length, gamma, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim)
     compare(
         inputs,
@@ -122,7 +122,7 @@ def test_packed_documents(form, power, gamma):
 
 @pytest.mark.parametrize(("form", "power"), [("chunked", 2), ("attention", 4)])
 def test_gradients_through_states(form, power):
-    """Two calls with a state between them, beside one plain call over both."""
+    """Two calls with a state between them, compared with one call in plain PyTorch."""
     inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=64 if power == 2 else 16, value_dim=32)
 
     def in_two(x):

@@ -18,12 +18,12 @@ from sympow.kernels.running_sums import correct_drift, running_sum
 from sympow.ops.rotary import rotary_rates
 
 MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
-# As many columns as β has for 256 sequences of 12 heads of 32 pairs.
+# The columns of β of 256 sequences with 12 heads of 32 pairs.
 BATCH, HEADS, PAIRS = 256, 12, 32
 
 
 class Recorder:
-    """Replaces a kernel: keeps the grids it is launched with, and computes nothing."""
+    """Replaces a kernel: records the grids of its launches, and computes nothing."""
 
     def __init__(self):
         self.grids = []
@@ -77,7 +77,7 @@ def test_rotation_of_any_number_of_sequences(recorders):
 
 @interpreted
 def test_programs_find_their_tokens_and_columns():
-    """Several blocks of tokens, several columns, several sequences: what a wrong place on the grid would mix up."""
+    """With several token blocks, columns and sequences, a wrong grid index would mix them up."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 2050, 3, dtype=torch.float64, generator=generator)
     torch.testing.assert_close(running_sum(x), x.cumsum(1).transpose(1, 2), rtol=0, atol=1e-10)
@@ -97,14 +97,14 @@ def test_the_last_of_many_sequences_are_rotated_as_if_alone(per_pair):
     beta = torch.rand(*shape[:3], *columns, device="cuda", generator=generator)
     theta = rotary_rates(dim, 100, device="cuda")
 
-    def turn(part):
-        scales = beta[part].clone().requires_grad_()
-        rotated_q, rotated_k = fused_rotation(q[part], k[part], scales, theta, None, relative=True)
+    def rotated(rows):
+        scales = beta[rows].clone().requires_grad_()
+        rotated_q, rotated_k = fused_rotation(q[rows], k[rows], scales, theta, None, relative=True)
         (rotated_q.float().sum() + rotated_k.float().sum()).backward()
         return rotated_q, rotated_k, scales.grad
 
     last = slice(batch - 2, batch)
-    for together, alone in zip(turn(slice(None)), turn(last), strict=True):
+    for together, alone in zip(rotated(slice(None)), rotated(last), strict=True):
         assert torch.equal(together[last], alone)
 
 

@@ -1,4 +1,4 @@
-"""States of all products and the messages of symmetric features, one launch each way, against plain PyTorch."""
+"""Packing of states (all products of entries) into messages (symmetric features) and back, against plain PyTorch."""
 
 import math
 
@@ -23,7 +23,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def carried(shape, log_decay=None, seed=0):
-    """A state as other ranks have it."""
+    """A random state in the layout of `sympow.parallel.scan`."""
     batch, heads, dim, value_dim = shape
     features = (batch, heads, symmetric_dim(dim, 2))
     return Carried(random(*features, value_dim, seed=seed), random(*features, seed=seed), log_decay, 2)
@@ -32,7 +32,7 @@ def carried(shape, log_decay=None, seed=0):
 @pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (16, 32), (64, 16)])
 def test_packing_and_unpacking(dim, value_dim):
     shape = (2, 3, dim, value_dim)
-    # Not symmetric, as states are not to the last bit, nor their gradients.
+    # Not symmetric: states and their gradients are symmetric only up to rounding.
     full = FullState(random(2, 3, dim, value_dim, dim), random(2, 3, dim, dim))
     packed = carried(shape)
     assert_close(pack(full), pack_reference(*full), 1e-6, "packed")
@@ -51,7 +51,7 @@ def test_messages_say_what_passes():
     shape = (2, 3, 16, 16)
     full = FullState(random(2, 3, 16, 16, 16), random(2, 3, 16, 16))
     sums = -random(2, 3, 7).abs().double().cumsum(-1)
-    # As ranks read messages that do not come through the kernels.
+    # As `Carried` unpacks messages in PyTorch.
     template = carried(shape, torch.zeros(2, 3, 1, dtype=torch.float64))
     expected = {0.0: torch.zeros(2, 3), -math.inf: torch.full((2, 3), -math.inf), sums: sums[:, :, -1] / 2}
     for decay, log_decay in expected.items():
@@ -71,13 +71,13 @@ def test_messages_say_what_passes():
 def test_several_messages_leave_what_a_scan_over_them_does(count, decays, reverse):
     ranks, shape = 5, (2, 2, 16, 32)
     log_decays = -random(ranks, 2, 2, 1, seed=count).abs().double()
-    # Where nothing passes, and where so little does that float32 has no number for it.
+    # Decays of 0, and decays that underflow in float32.
     log_decays[2, 0, 0], log_decays[1, 1], log_decays[3, 0, 1] = -math.inf, -math.inf, -1000
     states = [carried(shape, log_decays[rank] if decays else None, seed=rank) for rank in range(ranks)]
     messages = torch.stack([state.pack() for state in states])
     nearest = ranks - count if reverse else count - 1
     found = unpack(messages, shape, decays=decays, nearest=nearest, count=count, reverse=reverse)
-    # The farthest first, in float64.
+    # From the farthest rank on, in float64.
     kv, normalizer = 0, 0
     for rank in range(ranks - 1, nearest - 1, -1) if reverse else range(count):
         passing = (2 * log_decays[rank]).exp() if decays else torch.ones(1, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_several_messages_leave_what_a_scan_over_them_does(count, decays, revers
 
 
 def test_nothing_comes_from_behind_a_closed_gate():
-    """Not even rounding: a state of the largest numbers there are, and nothing after it."""
+    """Not even rounding errors: the state before has the largest numbers of float32, and the one after is zero."""
     shape = (1, 1, 16, 16)
     huge, closed = carried(shape, torch.zeros(1, 1, 1).double()), torch.full((1, 1, 1), -math.inf).double()
     huge = Carried(torch.full_like(huge.kv, 3e38), torch.full_like(huge.normalizer, -3e38), huge.log_decay, 2)

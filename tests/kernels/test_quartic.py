@@ -65,7 +65,7 @@ def test_sums_and_gradients(gate, batch, heads, key_heads, dim, value_dim, lengt
     found = results(inputs, lambda *x: past_attention(*x, 4, chunk))
     for name, got, want in zip(NAMES, found, wanted, strict=False):
         assert got.isfinite().all(), name
-        # Where gates are strong, their gradients are small differences.
+        # With strong decay, gradients of gates are small differences of large numbers.
         within(error(got, want), 2e-5 if name == "d log_gamma" else 6e-6, name)
 
 
@@ -151,7 +151,7 @@ GPU_CASES = [
     GPU_CASES,
 )
 def test_errors_are_within_twice_those_of_plain_pytorch(gate, batch, heads, key_heads, dim, value_dim, length, chunk):
-    """Beside the same sums in bfloat16 throughout."""
+    """Compares with the same sums in bfloat16 throughout."""
     inputs = make_inputs(length, gate, batch=batch, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim,
                          device="cuda")  # fmt: skip
     inputs = [*(x.bfloat16() for x in inputs[:3]), inputs[3]]

@@ -1,7 +1,7 @@
-"""A decoder whose steps and folds are recorded and replayed, with a stand-in for CUDA graphs.
+"""Decoding with captured steps and folds, on a fake of CUDA graphs.
 
-Kernels run in Triton's interpreter. Recording leaves every memory as it was, and a replay does the device's work and
-none of the host's, which keeps count: what it leaves out, the decoder must do.
+Kernels run in Triton's interpreter. As with CUDA graphs, a capture changes no tensor, and a replay runs the device's
+work only: the decoder must update its counters on the host itself.
 """
 
 import pytest
@@ -25,7 +25,7 @@ VOCABULARY = 23
 
 @pytest.fixture
 def replays(monkeypatch):
-    """Puts a stand-in in place of `CapturedCall`; the list grows with every replay."""
+    """Replaces `CapturedCall` by a fake; each replay appends to the list."""
     host, made = [True], []
 
     class StandIn:

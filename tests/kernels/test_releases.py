@@ -1,4 +1,4 @@
-"""Releases of Triton: which of them get the Hopper kernels, and what their changed defaults must not change."""
+"""Releases of Triton: which of them run the Hopper kernels, and that results do not depend on their defaults."""
 
 import ast
 import importlib
@@ -54,7 +54,7 @@ def test_calls_that_the_hopper_kernels_never_take_bring_no_warning(hopper_with):
 
 
 def test_every_launch_says_whether_products_and_sums_are_fused():
-    # What they are by default depends on the release: fused up to Triton 3.9, which announces the opposite for 3.10.
+    # The default depends on the release: fused up to Triton 3.9, which announces the opposite for 3.10.
     launches = [
         (path.name, call.lineno, [keyword.arg for keyword in call.keywords])
         for path in KERNELS.rglob("*.py")

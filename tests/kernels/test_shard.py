@@ -1,4 +1,4 @@
-"""The steps of a shard, one after the other on one device: two shards are one sequence."""
+"""The steps of `kernels.attention.shard` on one device: two shards give the result of one sequence."""
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from sympow.kernels.states.message_packing import pack, unpack
 
 
 def to_other(end):
-    """A state after a message."""
+    """A state, packed into a message and unpacked."""
     batch, heads, dim, value_dim, _ = end.kv.shape
     return unpack(pack(end).unsqueeze(0), (batch, heads, dim, value_dim))
 
 
 class TwoShards(torch.autograd.Function):
-    """Attention to rotated keys in two shards: a state goes from the first to the second, its gradient back."""
+    """Attention in two shards: the first passes its state to the second, whose gradient is passed back."""
 
     @staticmethod
     def forward(ctx, q, k, v, log_gamma, border, chunk):

@@ -15,7 +15,7 @@ TOOL = Path(__file__).parent / "sm90.py"
 
 @pytest.fixture(scope="module")
 def table():
-    # A process of its own: where the interpreter is on, kernels cannot be compiled.
+    # In a separate process, since kernels cannot be compiled with TRITON_INTERPRET=1.
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     tool = subprocess.run([sys.executable, str(TOOL)], env=environment, capture_output=True, text=True)
     assert tool.stdout, tool.stderr

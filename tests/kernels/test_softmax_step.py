@@ -1,4 +1,4 @@
-"""Softmax with a cache of fixed room: the kernel in Triton's interpreter, and plain PyTorch, against the whole pass."""
+"""A softmax step with a cache of fixed capacity, as a kernel and in plain PyTorch, against the full forward pass."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_the_kernel_across_its_parts_and_closed_gates():
     inputs = random_inputs(3, batch=1, length=600, heads=1, dim=4, value_dim=4, dtype=torch.float32)
     inputs.log_gamma[:, [100, 258, 590]] = -torch.inf
     inputs.log_gamma.mul_(0.01)
-    inputs.q[:, 510:] *= 30  # logits of some hundreds: the largest has to be taken out
+    inputs.q[:, 510:] *= 30  # logits of several hundred: the maximum must be subtracted
     expected = softmax_attention(**inputs.map(torch.Tensor.double).arguments())
     start = 505
     cache = cache_of(inputs, start, 700)
@@ -88,7 +88,7 @@ def test_a_step_without_room_is_not_a_number(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rotation", ["scale", "pairs"])
 def test_a_step_without_room_changes_nothing(backend, rotation):
-    """One sequence of two has no room: it stays as it is, and the other goes on."""
+    """The full cache of one sequence stays unchanged, and the other sequence continues."""
     if backend == "triton":
         pytest.importorskip("triton", reason="needs Triton")
     inputs = inputs_of(rotation, "scalar", 1, torch.float32)

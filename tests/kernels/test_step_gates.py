@@ -22,7 +22,7 @@ def test_they_are_those_of_the_formulas(rows, inputs, gates, rotations):
         return torch.randn(*shape, generator=generator)
 
     x, gate_weight, rotation_weight = normal(rows, inputs), normal(gates, inputs), normal(rotations, inputs)
-    # Gates that are wide open, and some that are shut.
+    # Gates near 1, and some near 0.
     gate_bias = 7 + 10 * normal(gates)
     arguments = (
         x,
@@ -35,7 +35,7 @@ def test_they_are_those_of_the_formulas(rows, inputs, gates, rotations):
     assert log_gamma.shape == (rows, gates)
     assert beta.shape == (rows, rotations)
     expected, expected_beta = step_gates_reference(*(None if t is None else t.double() for t in arguments))
-    # Both come out of sums of as many terms as there are inputs, and the smallest out of differences in an exponent.
+    # Both are sums with a term per input feature, and the smallest are differences in an exponent.
     size = x.abs().sum(-1, keepdim=True).double()
     if gates:
         error = (log_gamma - expected).abs() / (size * expected.abs().clamp(max=1))

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 
 
 def make_inputs(length, *, batch=2, heads=2, key_heads=2, dim=64, value_dim=64, seed=0) -> Inputs:
-    """Normal queries, keys and values; gates mostly open, some of them shut."""
+    """Normal queries, keys and values; gates mostly near 1, some of them 0."""
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape):
@@ -76,7 +76,7 @@ def test_one_captured_step_and_one_captured_fold_serve_a_whole_generation():
     expected, after = exact(inputs, 2)
     _, state = exact(inputs, 2, prompt)
     window = Window.open(state, capacity=capacity, dtype=torch.bfloat16)
-    outputs = [window.step(**inputs.time(prompt, prompt + 1).arguments())]  # the first compiles the kernels
+    outputs = [window.step(**inputs.time(prompt, prompt + 1).arguments())]  # the first call compiles the kernels
     window.fold()
     token = inputs.time(prompt, prompt + 1).map(torch.Tensor.clone)
     torch.cuda.synchronize()

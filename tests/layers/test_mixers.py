@@ -75,7 +75,7 @@ def test_documents_do_not_see_each_other(kind):
 @pytest.mark.parametrize("gating", GATES)
 @pytest.mark.parametrize("rotary", ROTATIONS)
 def test_padding_is_as_if_it_were_not_there(kind, gating, rotary):
-    """On the left, between tokens and on the right, now and for what follows."""
+    """Padding on the left, between tokens and on the right, for the output and for the state."""
     layer = make(kind, gating=gating, rotary=rotary, key_value_heads=2)
     x, later = sample(), sample(length=3)
     mask = torch.tensor([[0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], [1] * 12], dtype=torch.bool)

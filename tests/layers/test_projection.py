@@ -25,7 +25,7 @@ def test_only_x_is_rounded(device):
     exact = x.double() @ weight.double().mT
     result = multiply_precisely(x, weight)
     assert result.dtype == torch.float32
-    # A weight in bfloat16 would be off by 2⁻⁹ of itself.
+    # A weight in bfloat16 would have a relative error of 2⁻⁹.
     rounded = x.double() @ weight.bfloat16().double().mT
     assert_close(result, exact, 2e-5, "product", relative=True)
     within((result - exact).abs().max() / (rounded - exact).abs().max(), 0.02, "product, beside a rounded weight")
@@ -81,7 +81,7 @@ def test_gates_and_scales_of_a_layer_under_autocast_are_nearly_float32(gating, r
 
 
 class Adapter(torch.nn.Module):
-    """Around a projection, as peft puts one: it has the weight of what is inside, and adds something of its own."""
+    """Wraps a projection as peft does: it exposes the projection's weight, and adds its own output."""
 
     def __init__(self, inside):
         super().__init__()
@@ -107,7 +107,7 @@ def test_projections_are_linear_maps_to_tools():
 @pytest.mark.parametrize("steps", [1, 20])
 @torch.no_grad()
 def test_adapters_count_in_every_path(device, steps):
-    """Also where gates and rotations come out of one product, or of a kernel, which take weights and not modules."""
+    """Also in the fused projection and in the decoding kernel, which use weights and do not call modules."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(1)
     layer = ConformalAttention(128, 2).to(device)

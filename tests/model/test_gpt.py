@@ -236,7 +236,7 @@ class TestConfig:
         config = GPTConfig(width=768, mlp_ratio=2048 / 768)
         assert config.mlp_width == 2048
         assert GPTConfig(**{**SMALL, "mlp_ratio": 43 / 16}).mlp_width == 43
-        # As text, a config tells models apart: 4.0, as the command line reads it, must not be another than 4.
+        # Configs are compared as text: 4.0, as parsed from the command line, must equal 4.
         assert repr(GPTConfig(mlp_ratio=4.0)) == repr(GPTConfig(mlp_ratio=4))
 
     def test_a_config_is_frozen(self):

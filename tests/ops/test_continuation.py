@@ -1,4 +1,4 @@
-"""A sequence cut anywhere, documents packed in any way, forms mixed in any order: always the same numbers."""
+"""Sequences cut anywhere, documents packed in any way and forms mixed in any order give the same result."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ LENGTH = 11
 
 
 def run_in_parts(inputs: Inputs, power: int, cuts: list[int], forms: list[str], initial_state=None):
-    """One call per part, the state passed on."""
+    """One call per segment, with the state passed on."""
     outputs, state = [], initial_state
     for start, stop, form in zip([0, *cuts], [*cuts, inputs.q.shape[1]], forms, strict=True):
         y, state = run(inputs.time(start, stop), power, form, initial_state=state, return_state=True)

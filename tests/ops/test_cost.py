@@ -1,4 +1,4 @@
-"""The cost model: what it counts is what is computed, and what it chooses is cheapest by its own count."""
+"""The cost model: its counts are those of PyTorch, and its choices are the cheapest by its count."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from sympow.ops.torch import products as blocks
 
 
 def counted_operations(work: Workload, form: str, chunk_size: int | None = None) -> int:
-    """Operations in matrix products that PyTorch itself counts in a call."""
+    """FLOPs of matrix products in a call, as PyTorch counts them."""
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, work.length, work.group, work.key_dim, generator=generator)
     k = torch.randn(1, work.length, 1, work.key_dim, generator=generator)

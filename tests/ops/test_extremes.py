@@ -1,4 +1,4 @@
-"""Inputs at the edge of what numbers can hold: finite, right against float64, with finite gradients."""
+"""Inputs near overflow and underflow: outputs agree with float64, and gradients are finite."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 from support import FORMS, Inputs, assert_close, float32_tolerance, gradients, random_inputs, run, run_plain
 from sympow.ops.window import Window
 
-LENGTH = 37  # odd, and no multiple of the chunk
+LENGTH = 37  # odd, and not a multiple of the chunk size
 
 
 def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float = 0.9) -> Inputs:
@@ -19,8 +19,8 @@ def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float
 def nearly_parallel(inputs: Inputs) -> Inputs:
     """Queries and keys with positive entries that hardly rotate.
 
-    All terms of φ(q)·φ(k) are then positive. Where they are not, a score is a small difference of large terms, the more
-    so the higher the power, and a state in float32 has no correct digit of it.
+    All terms of φ(q)·φ(k) are then positive. Otherwise a score may be a small difference of large terms, more so for
+    higher powers, and a state in float32 has no correct digit of it.
     """
     return replace(inputs, q=inputs.q.abs(), k=inputs.k.abs(), theta=0.02 * inputs.theta)
 
@@ -28,7 +28,7 @@ def nearly_parallel(inputs: Inputs) -> Inputs:
 def check(inputs: Inputs, power: int, form: str, tolerance: float = 1e-4, **options) -> torch.Tensor:
     """Output and gradients in float32 against the attention form in float64.
 
-    Gradients are compared in units of their own size, but at least of what a change of the whole input would do.
+    Gradients are compared relative to their size, but at least to the effect of a change of the whole input.
     """
     exact = inputs.map(lambda t: t.double()).requires_grad()
     expected = run(exact, power, "attention")
@@ -83,7 +83,7 @@ def test_scaled_keys_through_a_state(power, key_scale):
 @pytest.mark.parametrize("power", [6, 8, 12])
 @pytest.mark.parametrize("scales", [(1e-4, 1e4), (1e4, 1e-4), (1e-10, 1.0)])
 def test_keys_of_very_different_length_in_one_call(form, power, scales):
-    """What comes later does not change what came before, not even by pushing it out of range."""
+    """Long keys later in the sequence do not change earlier outputs, not even by underflow."""
     inputs = nearly_parallel(float_inputs(dim=4))
     k = inputs.k.clone()
     k[:, :18] *= scales[0]
@@ -136,7 +136,7 @@ def test_what_is_not_finite_changes_no_earlier_row(form, gate, name, value):
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 @pytest.mark.parametrize(("power", "log_gamma"), [(2, -torch.inf), (4, -torch.inf), (8, -torch.inf), (2, -600.0)])
 def test_gates_that_close_hide_long_keys(form, gate, power, log_gamma):
-    """Keys of which gates have left nothing do not push later, shorter ones out of range."""
+    """Long keys that have decayed to nothing do not make later, shorter keys underflow."""
     inputs = random_inputs(3, length=LENGTH, gate=gate)
     before, closing, after = slice(0, 18), slice(18, 24), slice(24, None)
     inputs.k[:, before] *= 1e150
@@ -162,7 +162,7 @@ def test_gates_that_close_hide_long_keys_in_float32(form, power, longest):
 @pytest.mark.parametrize("power", [2, 4])
 @pytest.mark.parametrize("folded", [False, True])
 def test_gates_that_close_hide_long_keys_of_a_window(power, folded):
-    """Also where the long keys are in a state that the window stands behind."""
+    """The same, with the long keys in the state of a window."""
     inputs = random_inputs(4, length=8, rotation="none")
     inputs.k[:, :4] *= 1e35  # whose p-th power a state can hold
     inputs.k[:, 4:] *= 1e-80
@@ -261,7 +261,7 @@ def test_a_gate_of_one_half_held_for_4096_tokens():
     expected = run_plain(exact, 2)
     wanted = gradients(expected, exact)
     inputs = inputs.requires_grad()
-    # Both here, since what they are compared with takes longer than they do.
+    # Both in one test, since their reference takes longer than they do.
     for form, options in (("attention", {}), ("chunked", {"chunk_size": 256})):
         actual = run(inputs, 2, form, **options)
         assert_close(actual, expected, float32_tolerance("y", 4096), f"y, {form}")

@@ -100,9 +100,9 @@ def test_tiles_smaller_than_the_sequence_change_nothing(gate, monkeypatch):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_lower_precisions_are_as_good_as_rounding_allows(form, dtype):
-    """Inside, half precision is computed in float32: what is left is the rounding of outputs and gradients.
+    """Half precision is computed in float32 internally, so the error is the rounding of outputs and gradients.
 
-    For float32 itself it is that of sums over tokens: at most about one rounding per token.
+    For float32 itself it is that of sums over tokens: about one rounding per token at most.
     """
     exact = random_inputs(4, length=40, heads=4, key_heads=2, dim=8)
     rounded = exact.rounded(dtype)
@@ -115,7 +115,7 @@ def test_lower_precisions_are_as_good_as_rounding_allows(form, dtype):
     tolerance = torch.finfo(dtype).eps * (256 if dtype == torch.float32 else 3)
     assert_close(actual, expected, tolerance, "y")
     for got, want in zip(gradients(actual, rounded), gradients(expected, expected_inputs), strict=True):
-        # The output is rounded once more on the way back, as the incoming gradient.
+        # The incoming gradient is rounded as well.
         assert_close(got, want, 2 * tolerance, "gradient")
 
 

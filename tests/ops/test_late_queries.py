@@ -40,7 +40,7 @@ def test_they_come_behind_a_state_too(form, rotation):
 
 
 def test_one_query_costs_no_more_than_its_scores():
-    """A cache of keys is asked one query at a time: neither t × t scores nor a state may be formed."""
+    """With a KV cache there is one query at a time: neither t × t scores nor a state may be formed."""
     inputs = random_inputs(2, length=4096, heads=1, dim=32, value_dim=32, dtype=torch.float32)
     with FlopCounterMode(display=False) as counter:
         run(replace(inputs, q=inputs.q[:, -1:]), 4, "auto")

@@ -1,4 +1,4 @@
-"""What exists at once: never all scores, never all features."""
+"""Peak memory of the forms: never all scores or all features at once."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def inputs(length: int, grad: bool = False):
 def peak_of_forward(length: int, **options) -> tuple[int, int]:
     arguments = inputs(length)
     with torch.no_grad():
-        sympow.attention(**arguments, **options)  # tables that are made once
+        sympow.attention(**arguments, **options)  # tables that are cached
         with PeakMemory() as memory:
             y = sympow.attention(**arguments, **options)
     return memory.peak - y.nbytes, memory.largest

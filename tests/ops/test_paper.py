@@ -1,4 +1,4 @@
-"""The paper's propositions, each under its own name, and its numbers."""
+"""The paper's propositions, one test for each, and its numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random shapes, powers, heads, splits and documents."""
+"""Property tests (hypothesis) with random shapes, powers, heads, splits and documents."""
 
 from itertools import pairwise
 

@@ -11,7 +11,7 @@ from sympow.ops import reference
 @pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
 @pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
 def test_attention_recurrent_and_conformal_formulations_agree(power, gate, rotation):
-    dim = 2 if power == 6 else 4  # the explicit P̄ lives among d^p × d^p matrices
+    dim = 2 if power == 6 else 4  # the explicit P̄ is a d^p × d^p matrix
     inputs = random_inputs(power, dim=dim, length=7, gate=gate, rotation=rotation)
     attention = reference.attention(**inputs.arguments(), power=power)
     recurrent, _ = reference.recurrent(**inputs.arguments(), power=power)

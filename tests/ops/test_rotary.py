@@ -50,7 +50,7 @@ def exact_phase(beta: torch.Tensor, theta: float) -> float:
     """Σ β_i θ modulo 2π, in rational arithmetic, as a float in [−π, π]."""
     # 2π to 60 digits: its double is off by 2.4e-16, which a million revolutions would make visible.
     revolution = Fraction("6.28318530717958647692528676655900576839433879875021164194988918461563")
-    # As whole numbers of a common unit, which are far faster to add up than fractions, and as exact.
+    # As integers in a common unit, which are as exact as fractions and far faster to add.
     scaled = (beta.double() * UNITS).tolist()
     assert all(value.is_integer() for value in scaled)
     phase = Fraction(sum(map(int, scaled)), UNITS) * Fraction(theta)

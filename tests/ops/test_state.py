@@ -134,7 +134,7 @@ def test_a_flipped_bit_of_an_earlier_file_is_noticed_or_harmless(tmp_path):
 
 def test_a_failed_save_leaves_the_earlier_file(state, tmp_path):
     small_state().save(tmp_path / "kept")
-    # As on a full disk: the system has room for a few bytes more.
+    # As on a full disk: only a few more bytes can be written.
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:

@@ -1,4 +1,4 @@
-"""Every mistake gets a message that names the argument, what came, and what was expected."""
+"""Every invalid argument gets a message that names it, what was given and what was expected."""
 
 import pytest
 import torch

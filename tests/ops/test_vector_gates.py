@@ -1,4 +1,4 @@
-"""A gate for every rotated pair: tiles of every size side by side, and what that costs."""
+"""One gate per rotated pair: correct at all boundaries of tiles, with few operations."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +16,7 @@ from sympow.ops.torch import products as blocks
 
 
 def inputs_with_closed_gates(length: int, seed: int) -> Inputs:
-    """Two query heads to a key head; one gate in ten is exactly 0, and so are all gates of one token in twenty."""
+    """Two query heads per key head; one gate in ten is exactly 0, and so are all gates of one token in twenty."""
     inputs = random_inputs(seed, length=length, heads=4, key_heads=2, gate="vector", rotation="none")
     generator = torch.Generator().manual_seed(seed)
     closed = torch.rand(inputs.log_gamma.shape, generator=generator) < 0.1
@@ -29,10 +29,10 @@ def inputs_with_closed_gates(length: int, seed: int) -> Inputs:
     [*((2, length) for length in (1, 7, 8, 9, 15, 16, 17, 255, 256, 257, 300)), (4, 1), (4, 9), (4, 17), (4, 40)],
 )
 def test_outputs_and_gradients_at_the_borders_of_tiles(power, length):
-    """Against the recurrence of the reference, from a state and through gates that are closed."""
+    """Compares with the recurrence of the reference, from a state, with closed gates."""
     inputs = inputs_with_closed_gates(length, seed=length).requires_grad()
     generator = torch.Generator().manual_seed(length)
-    # A state of 3 tokens: features of keys, so that it could have come about.
+    # The state of 3 tokens, since not every tensor is a possible state.
     keys = reference.phi(1 + 0.4 * torch.randn(1, 2, 3, 4, generator=generator, dtype=torch.float64), power)
     values = torch.randn(1, 2, 3, 3, generator=generator, dtype=torch.float64)
     kv, normalizer = (x.requires_grad_() for x in (keys.mT @ values, keys.sum(2)))
@@ -52,7 +52,7 @@ def test_outputs_and_gradients_at_the_borders_of_tiles(power, length):
 
 
 class CountedOperations(TorchDispatchMode):
-    """How many operations PyTorch was asked for while active."""
+    """Counts the operators that PyTorch dispatches while active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_operations_grow_with_the_logarithm_of_the_length():
     counts = [operations(length) for length in (256, 512, 1024, 2048)]
     steps = [after - before for before, after in pairwise(counts)]
     assert steps[0] < counts[0] / 4
-    assert steps == [steps[0]] * 3  # as many for every doubling
+    assert steps == [steps[0]] * 3  # the same number for every doubling
 
 
 def peak_of_training(length: int) -> PeakMemory:

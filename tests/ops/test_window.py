@@ -1,4 +1,4 @@
-"""Decoding with a window: the same numbers as every other form, whatever the window's size and filling."""
+"""Decoding with a window gives the result of every other form, for any capacity and number of tokens in it."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def empty_window(inputs: Inputs, power: int, **options) -> Window:
 
 
 def open_window(inputs: Inputs, power: int, prompt: int = PROMPT, **options) -> Window:
-    """A window behind the state of the first tokens."""
+    """A window that starts from the state of the first tokens."""
     _, state = run(inputs.time(0, prompt), power, "chunked", return_state=True)
     options.setdefault("gate_per_pair", inputs.log_gamma is not None and inputs.log_gamma.ndim == 4)
     return Window.open(state, dtype=inputs.q.dtype, **options)
@@ -292,7 +292,7 @@ def test_windows_of_different_fillings_stand_side_by_side():
     parts = [inputs.map(lambda t, i=i: t[i : i + 1] if t.ndim > 1 else t) for i in range(2)]
     windows = [empty_window(part, 2, capacity=LENGTH) for part in parts]
     step_through(windows[0], parts[0], 0, 9)
-    # The second starts in the middle of its text: another text altogether, as far as it knows.
+    # The second starts in the middle of the sequence, so that it is another text.
     step_through(windows[1], parts[1], 6, 9)
     joined = Window.cat(windows).resized(LENGTH)
     assert joined.tokens == 9

@@ -26,7 +26,7 @@ def random_lengths(choose, total, ranks):
 
 def compare(group, seed, *, power=2, lengths, offsets=None, closed=(), exchange="auto", initial=False, final=False,
             form="auto", kind=None):  # fmt: skip
-    """Largest differences of outputs, states and gradients, relative where they are large, by name.
+    """Largest differences of outputs, states and gradients by name, relative to entries above 1.
 
     Args:
         initial: whether the sequence starts from a state.
@@ -78,7 +78,7 @@ def compare(group, seed, *, power=2, lengths, offsets=None, closed=(), exchange=
 
 
 def states_carry_on(group, seed, *, lengths, more):
-    """Two sharded calls, the state of the first passed on to the second, beside one call; gradients through both."""
+    """Two sharded calls with the state passed on, compared with one call, gradients included."""
     first_length, second_length = sum(lengths), sum(more)
     inputs = random_inputs(seed, length=first_length + second_length, heads=2)
     whole = inputs.requires_grad()
@@ -106,7 +106,7 @@ def states_carry_on(group, seed, *, lengths, more):
 
 
 def _weighed(state, seed):
-    """A loss that every entry of a state counts in."""
+    """A loss that depends on every entry of a state."""
     if state is None:
         return 0.0
     generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def _pairs(own, whole):
 
 
 def _summed(shared, group):
-    """The gradient of what ranks have in common: the sum of their shares."""
+    """The gradient of a tensor that all ranks share: the sum of the ranks' gradients."""
     total = torch.zeros_like(shared) if shared.grad is None else shared.grad.clone()
     dist.all_reduce(total, group=group)
     return total
@@ -134,7 +134,7 @@ def _tracked(state):
 
 
 def _difference(actual, expected):
-    if actual is None or expected is None:  # no part in the outputs is a gradient of zero
+    if actual is None or expected is None:  # an input that the outputs do not depend on has a gradient of zero
         return max((x.abs().max().item() for x in (actual, expected) if x is not None and x.numel()), default=0.0)
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if not actual.numel():
@@ -148,7 +148,7 @@ def random_cases(group, seeds, **options):
 
 
 def random_case(group, seed, *, final=False):
-    """Everything at random: lengths, empty shards, documents, gates closed at a border, power, form, exchange.
+    """A random case: lengths, empty shards, documents, gates closed at a boundary, power, form, exchange.
 
     Args:
         final: whether the state after the sequence is asked for; then there are no documents.
@@ -189,7 +189,7 @@ def traffic(group, length, *, power=2, exchange="gather", kind=None, dtype=torch
 
 
 def softmax_traffic(group, length):
-    """The same for softmax by an all-gather, and by a ring; and how far apart their results are."""
+    """The same for softmax with an all-gather and with a ring, and the difference of their results."""
     shards = Shards.even(length, group)
     inputs = random_inputs(0, length=length, heads=2, value_dim=4, gate="none", rotation="none")
     own = inputs.time(shards.start, shards.start + shards.length).requires_grad()
@@ -232,7 +232,7 @@ def softmax_compare(group, seed):
 
 
 def model_logits(group, mixer):
-    """Logits of a model on shards of packed documents, beside one process's; and parameters' gradients."""
+    """Compares a model on shards of packed documents with one process: logits and gradients of parameters."""
     torch.manual_seed(0)
     model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer)).double()
     tokens = torch.randint(13, (1, 19), generator=torch.Generator().manual_seed(1))
@@ -251,7 +251,7 @@ def model_logits(group, mixer):
 
 
 def evaluation(group, mixer, segment_size, length):
-    """Losses by position of documents that ranks read together, beside one process's."""
+    """Compares losses by position of sharded documents with those of one process."""
     torch.manual_seed(0)
     model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer)).double()
     generator = torch.Generator().manual_seed(1)
@@ -262,7 +262,7 @@ def evaluation(group, mixer, segment_size, length):
 
 
 def mistake(group, what):
-    """The message of a mistake that every rank makes alike."""
+    """The message of an error that all ranks make alike."""
     inputs = random_inputs(0, length=4)
     state = sympow.attention(**inputs.arguments(), return_state=True)[1]
     documents = torch.tensor([0, 3, 8])
@@ -287,7 +287,7 @@ def mistake(group, what):
 
 
 def shards_by_themselves(group):
-    """Ranks that tell each other how many tokens they have."""
+    """Shards made from each rank's number of tokens, which the ranks exchange."""
     inputs = random_inputs(3, length=9)
     lengths = [2, 4, 3]
     start = sum(lengths[: group.rank()])
@@ -297,7 +297,7 @@ def shards_by_themselves(group):
 
 
 def of_a_mesh(group):
-    """The group of a mesh's dimension "cp" is used, and no other."""
+    """Shards of a mesh use the group of its dimension "cp"."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
     inputs = random_inputs(mesh.get_local_rank("dp"), length=7)
     shards = Shards.even(7, mesh)
@@ -310,7 +310,7 @@ def of_a_mesh(group):
 
 def on_kernels(group, seed, lengths, kind=None, offsets=None, chunk_size=None, closed=(), exchange="auto"):
     """Whether this rank's shard went through the fused kernels, and its errors in float32 against float64."""
-    torch.use_deterministic_algorithms(True)  # which fill new tensors with NaN
+    torch.use_deterministic_algorithms(True)  # these fill new tensors with NaN
     try:
         return _on_kernels(group, seed, lengths, kind, offsets, chunk_size, closed, exchange)
     finally:

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-# A ring sends all shards but one.
+# A ring all-gather sends all shards but one.
 GATHERS = ("all_gather_single", "all_gather_into_tensor")
 SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
@@ -16,13 +16,13 @@ class Traffic:
 
 @contextmanager
 def counted():
-    """While it lasts, adds up the bytes that this process sends."""
+    """Counts the bytes that this process sends inside the block."""
     traffic = Traffic()
     before = {name: getattr(dist, name) for name in (*GATHERS, *SCATTERS, "batch_isend_irecv") if hasattr(dist, name)}
-    # Anything else would go uncounted.
+    # Other collectives would not be counted.
     others = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "reduce", "all_gather", "send", "recv")}
 
-    def watch(name, original):
+    def counting(name, original):
         def gather(output, given, *args, group=None, **options):
             traffic.sent += (group.size() - 1) * given.nbytes
             return original(output, given, *args, group=group, **options)
@@ -41,7 +41,7 @@ def counted():
         raise AssertionError("a collective that is not counted")
 
     for name, original in before.items():
-        setattr(dist, name, watch(name, original))
+        setattr(dist, name, counting(name, original))
     for name in others:
         setattr(dist, name, refuse)
     try:

@@ -10,14 +10,14 @@ from multiprocessing import connection
 import torch
 import torch.distributed as dist
 
-# As much patience as a busy machine may need. No test expects this to pass.
+# Timeout in seconds for a busy machine; no test waits this long otherwise.
 PATIENCE = 60.0
 
 
 class Pool:
     """`size` ranks over Gloo. A function runs on the first `ranks` of them, with their group as its first argument.
 
-    After a failure the processes are ended, since some may wait for others, and the next run starts new ones.
+    After a failure the processes are ended, since some may still wait for others; the next run starts new ones.
     """
 
     def __init__(self, size):
@@ -36,7 +36,7 @@ class Pool:
             self._processes.append(process)
 
     def run(self, function, ranks, **arguments):
-        """What the function returns on each rank."""
+        """Runs the function on each rank; returns the results."""
         if not self._processes:
             self._start()
         waiting = dict(zip(self._ends[:ranks], range(ranks), strict=True))

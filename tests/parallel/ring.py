@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 def pass_on(x, group):
-    """Sends a tensor to the next rank and gets the previous one's."""
+    """Sends a tensor to the next rank and receives that of the previous one."""
     received, rank, size = torch.empty_like(x), group.rank(), group.size()
     operations = [
         dist.P2POp(dist.isend, x.contiguous(), dist.get_global_rank(group, (rank + 1) % size), group),
@@ -17,7 +17,7 @@ def pass_on(x, group):
 
 
 def scores(q, k, rank, source):
-    """exp(q·k/√d) (b, h, t, t) of own queries and another rank's keys, zero for later ones; as many tokens each."""
+    """exp(q·k/√d) (b, h, t, t) of own queries and another rank's keys, zero for later keys; equal shards."""
     weights = (torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5).exp()
     if source == rank:
         return weights.tril()

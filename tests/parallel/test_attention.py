@@ -22,7 +22,7 @@ def test_ranks_equal_one_process(pool, ranks):
 @pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(1, 8))])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_state_after_the_sequence_equals_that_of_one_process(pool, ranks, batch):
-    """Over 500 cases, in batches that a pool is patient enough for."""
+    """Over 500 cases, in batches that finish within the pool's timeout."""
     first = 1000 * ranks + 21 * batch
     for found in pool.run(cases.random_cases, ranks, seeds=range(first, first + 21), final=True):
         for differences, case in found:

@@ -18,7 +18,7 @@ LONGEST = 290  # tokens of a case below
         ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [True, False, True], {}),
         # Ranks with one slice of a document run the fused kernels, those with several do not.
         ([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}),
-        # Several chunks a rank; gates closed at a rank's first token and at a chunk's.
+        # Several chunks per rank; gates closed at the first token of a rank and of a chunk.
         pytest.param(
             [130, 140, 20],
             {"heads": 4, "key_heads": 2},
@@ -28,10 +28,10 @@ LONGEST = 290  # tokens of a case below
             marks=pytest.mark.slow,
         ),
         ([9, 130, 5], {"gate": "none", "batch": 2}, None, [True, True, True], {"chunk_size": 128}),
-        # Halves of the batch, one of them larger, the first gate closed; a rank with nothing passes everything on.
+        # An odd batch, so that the overlapped halves differ; a gate closed at a rank's first token; an empty rank.
         ([40, 0, 30], {"batch": 3, "heads": 1}, None, [True, False, True], {"closed": (40,)}),
         ([30, 20, 10], {"batch": 1, "heads": 1, "rotation": "none"}, None, [True, True, True], {"exchange": "gather"}),
-        # Without gates: what passes through whole, and what documents end.
+        # Without gates: states pass unchanged, or end at a document boundary.
         ([30, 40, 20], {"gate": "none"}, [0, 20, 90], [False, True, True], {}),
     ],
     ids=["gated", "ungated", "documents", "chunks", "ungated chunks", "batch", "one head", "ungated documents"],

@@ -6,7 +6,7 @@ from parallel import cases
 
 from sympow.parallel.traffic import LayerShape, gathered_key_value_bytes, ring_attention_bytes, state_bytes
 
-# Of the inputs that the counted calls have.
+# The shape of the inputs of the counted calls.
 KINDS = {"scalar": 1, "vector": 2, "none": 0}
 
 

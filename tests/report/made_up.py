@@ -16,12 +16,12 @@ def write_run(folder, losses, *, lines=None, evaluation=None, probes=None, head_
     """Writes a run folder as training does, from given numbers.
 
     Args:
-        losses: of every step made.
-        lines: by step, what else its line of metrics has.
-        evaluation: loss at each position.
-        probes: what else the evaluation has.
+        losses: the loss of every step.
+        lines: further metrics, by step.
+        evaluation: the loss at each position.
+        probes: further entries of the evaluation.
         head_table: quantities by layer and head.
-        changes: of the config; as many steps as there are losses unless it says otherwise.
+        changes: settings that differ from the config's defaults; `steps` is the number of losses by default.
     """
     folder.mkdir(parents=True)
     changes = {"steps": len(losses), "context": 64, "batch_tokens": 128, **changes}

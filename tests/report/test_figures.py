@@ -45,7 +45,7 @@ def check(figures):
 
 
 def write_runs(folder, powers, contexts, rates, **changes):
-    """Runs that differ in everything that figures distinguish, with numbers as large as they get."""
+    """Writes runs that differ in everything that figures distinguish, with the largest numbers that occur."""
     first = (contexts[0], rates[0])
     for place, (name, variant) in enumerate(VARIANTS.items()):
         for context in contexts:
@@ -131,7 +131,7 @@ def test_probes(tmp_path, saved, kinds):
 
 
 def everything_timed(device, monkeypatch):
-    """Names of all methods of a device, as if all peers were installed."""
+    """Names of all methods of a device, as if all other packages were installed."""
     monkeypatch.setattr("sympow.bench.operator._importable", lambda module: True)
     return list(methods(Setting(device=device), ("triton", "torch", "auto")))
 

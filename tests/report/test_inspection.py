@@ -28,7 +28,7 @@ TEXT = "naïve – 'γ' <script>\n\tturns"
 
 
 def decoded_forgetting(codes):
-    """As the page reads them: −log γ."""
+    """−log γ, decoded as in the page."""
     low, high = np.log(SLOWEST), np.log(FASTEST)
     return np.where(codes == 0, 0, np.exp(low + (codes.astype(float) - 1) / 65534 * (high - low)))
 

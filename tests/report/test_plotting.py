@@ -49,7 +49,7 @@ def lab(rgb):
 @pytest.mark.parametrize(("theme", "paper"), [("light", LIGHT_PAPER), ("dark", DARK_PAPER)])
 def test_lines_stand_out_from_the_page(theme, paper):
     for style in STYLES:
-        # What WCAG asks of graphics.
+        # The contrast that WCAG requires of graphics.
         assert contrast(getattr(style, theme), paper) >= 3, style
 
 
@@ -69,7 +69,7 @@ def test_variants_keep_their_look_and_no_two_series_share_one():
         *((f"conformal, rate {n}", "conformal") for n in range(12)),
         ("sympow", "sympow"),
     ]
-    # As often as there are contexts.
+    # Repeated for each context.
     styles = assign_styles(names * 2)
     assert list(styles) == [label for label, _ in names]
     assert styles["conformal"] == VARIANTS["conformal"]

@@ -408,7 +408,7 @@ def test_it_prints_light_and_without_controls(browser, path, tmp_path):
 
 
 def test_names_of_runs_are_text(browser, tmp_path):
-    """HTML, Plotly's tags and its templates in names are shown as they are, and scripts do not run."""
+    """HTML, Plotly's tags and its templates in names are shown literally, and scripts do not run."""
     name = "<img src=x onerror=fail()><b>bold</b>%{x}<script>fail()</script>"
     small = {"width": 64, "heads": 2, "layers": 2, "mlp_ratio": 4}
     large = {"width": 128, "heads": 4, "layers": 3, "mlp_ratio": 2}

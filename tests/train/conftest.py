@@ -19,7 +19,7 @@ from sympow.data.preparation import prepare
 from sympow.train import TrainConfig, train
 from sympow.train.metrics import read_metrics
 
-# As much patience as a busy machine may need. No test expects this to pass.
+# Timeout in seconds for a busy machine; no test waits this long otherwise.
 PATIENCE = 60.0
 TINY = {
     "layers": 1,
@@ -28,8 +28,8 @@ TINY = {
     "context": 32,
     "batch_tokens": 192,
     "learning_rate": 3e-3,
-    # Above the rounding errors of gradients: Adam divides by their size, and would turn the sign of a gradient that is
-    # nothing but rounding into a whole step.
+    # Above the rounding errors of gradients: Adam divides by their size, and would make a full step of a gradient that
+    # is only rounding error.
     "epsilon": 1e-5,
     "warmup_steps": 0,
     "clip_norm": 0.0,
@@ -39,13 +39,13 @@ TINY = {
 
 
 def seed():
-    """Other than zero while margins.py measures."""
+    """The seed of runs; margins.py shifts it."""
     return {"seed": support.seed_shift}
 
 
 @pytest.fixture(autouse=True)
 def nothing_to_collect():
-    """A run begins by collecting garbage: what was imported by now is none, and takes long to look through."""
+    """A run starts with a garbage collection; freezing what is imported makes it fast."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -65,7 +65,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture
 def tiny(texts):
-    """Makes a config of a run that takes a moment."""
+    """Makes the config of a tiny run."""
 
     def make(**changes):
         return TrainConfig().changed(**{"data": str(texts), "steps": 6, "save_every": 2, **TINY, **seed(), **changes})
@@ -87,7 +87,7 @@ def losses():
 
 @pytest.fixture(scope="session")
 def known():
-    """The metrics of single processes, by what was asked for."""
+    """A cache of the metrics of single-process runs."""
     return {}
 
 
@@ -124,7 +124,7 @@ class Training:
     codes: dict[int, int] = field(default_factory=dict)
 
     def wait(self, patience=PATIENCE):
-        """Exit codes, negative for the number of a signal."""
+        """Waits for the processes; returns their exit codes, negative for a signal."""
         end = time.monotonic() + patience
         while running := [pid for pid in self.pids if pid not in self.codes]:
             for pid in running:
@@ -136,14 +136,14 @@ class Training:
         return [self.codes[pid] for pid in self.pids]
 
     def kill(self):
-        """Ends what a failed test left running."""
+        """Kills processes that a failed test left running."""
         for pid in self.pids:
             if pid not in self.codes:
                 os.kill(pid, signal.SIGKILL)
         self.wait()
 
     def wait_for_step(self, step):
-        """Until metrics.jsonl has the step."""
+        """Waits until metrics.jsonl has the step."""
         end = time.monotonic() + PATIENCE
         while self.steps_written() < step:
             if time.monotonic() > end:
@@ -162,8 +162,8 @@ class Training:
 
 @pytest.fixture(scope="session")
 def launcher():
-    """Asks the program that forks trainings."""
-    # Warnings are errors there, too.
+    """Returns a function that starts training processes through launcher.py."""
+    # Warnings are errors in the launcher as well.
     process = subprocess.Popen(
         [sys.executable, "-W", "error", str(Path(__file__).parent / "launcher.py")],
         stdin=subprocess.PIPE,
@@ -214,7 +214,7 @@ def start(launcher, texts, tmp_path):
 
 @pytest.fixture
 def finish(start):
-    """Starts a run, waits for its end, which must be a good one, and gives what it printed."""
+    """Starts a run, waits until it ends successfully, and returns its output."""
 
     def run(out, **options):
         training = start(out, **options)

@@ -1,7 +1,7 @@
-"""Starts trainings for the tests: imports once, then forks a process for every line of JSON on standard input.
+"""Starts training processes for the tests: imports once, then forks for every line of JSON on standard input.
 
-A program of its own, since a test process has threads and must not fork. Importing torch takes seconds and a tiny
-training less than one.
+Importing torch takes seconds, and a tiny training less than one. This is a separate program, because the test process
+has threads and must not fork.
 """
 
 import gc
@@ -12,13 +12,13 @@ from importlib import import_module
 
 import sympow.cli.train
 
-# What a training imports when it comes to it.
+# Modules that training imports later.
 for name in ("fsspec", "safetensors.torch", "sympow.train.trainer", "torch.distributed.checkpoint.filesystem", "yaml"):
     import_module(name)
 
 
 def become(request):
-    """What `python -m sympow.train ARGUMENTS` does, after some code that breaks things on purpose."""
+    """Runs `python -m sympow.train ARGUMENTS`, after code that injects a failure."""
     os.environ.update(request["environment"])
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -30,7 +30,7 @@ def become(request):
 
 
 if __name__ == "__main__":
-    # Nothing imported so far is ever collected: forked processes need not look at it, and share it.
+    # Objects imported so far are excluded from garbage collection, so that forked processes share their memory.
     gc.freeze()
     while line := sys.stdin.readline():
         request = json.loads(line)

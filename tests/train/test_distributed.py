@@ -19,14 +19,14 @@ from sympow.train.checkpoint import read_seal
 from sympow.train.distributed import Place, any_process
 from sympow.train.metrics import read_metrics
 
-# A checkpoint every step: what is written in the background must not disturb what processes exchange.
+# A checkpoint every step: writing in the background must not interfere with the collectives of training.
 THOROUGH = {"layers": 2, "micro_batch_tokens": 64, "clip_norm": 0.5, "save_every": 1, "evaluate_every": 2}
 THOROUGH |= {"evaluate_tokens": 256}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_processes_agree_to_stop_without_waiting_for_their_devices(monkeypatch, elsewhere):
-    """Asked for at every step: what is exchanged lies on the host, and a device that has no numbers is no obstacle."""
+    """At every step the flag is exchanged between hosts, also if the device (here "meta") holds no data."""
 
     def all_reduce(flag, op):
         assert flag.device.type == "cpu"
@@ -136,7 +136,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(start, tmp_path):
     training = start(tmp_path / "run", processes=2, batch_tokens=96)
     assert training.wait() == [2, 2]
     printed = " ".join(training.log.read_text().split())
-    # Once: it is the same mistake in both processes.
+    # Printed once, since both processes have the same error.
     said = "Error: --batch-tokens must hold as many sequences for each of 2 processes; got 96, 3 sequences of 32"
     assert printed.count(said) == 1
     assert printed.count("Error") == 1
@@ -144,7 +144,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(start, tmp_path):
 
 
 def test_the_first_process_chooses_the_folder(start, losses, tmp_path):
-    """By default its name is the time, which is not the same everywhere."""
+    """The default name is the time, which may differ between processes."""
     code = "import os, sys; sys.argv[sys.argv.index('--out') + 1] += os.environ['RANK']"
     training = start(tmp_path / "run", processes=2, code=code)
     assert training.wait() == [0, 0], training.log.read_text()

@@ -2,7 +2,7 @@
 
 import pytest
 
-# From a step on, files cannot grow beyond a size that a checkpoint exceeds and metrics do not reach.
+# From a given step on, files are limited to a size that checkpoints exceed and metrics do not reach.
 LIMITED = """
 import resource
 from sympow.train import trainer
@@ -45,7 +45,7 @@ trainer._Run.step = full
 
 @pytest.fixture
 def fail(start, losses):
-    """Runs until a disk is full, looks for the one line that says so, and checks that nothing was lost."""
+    """Runs until the disk is full; checks for the one-line message and that nothing was lost."""
 
     def run(out, code, message, **changes):
         training = start(out, code=code, **changes)

@@ -17,7 +17,7 @@ LAST = "step-000000004"
 
 
 class Payload:
-    """What runs when it is unpickled: it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -41,7 +41,7 @@ def out(original, tiny, tmp_path):
 
 @pytest.fixture
 def changed(out):
-    """Lets a function change the files of the last checkpoint, and seals it again."""
+    """Lets a function change the files of the last checkpoint, and recomputes the checksums."""
 
     def change(how, **content):
         path = out / "checkpoints" / LAST

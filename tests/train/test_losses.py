@@ -121,7 +121,7 @@ def test_a_second_derivative_is_refused_rather_than_wrong():
 def test_the_kernel_gives_value_and_gradient(vocabulary, columns):
     pytest.importorskip("triton", reason="needs Triton")
     generator = torch.Generator().manual_seed(vocabulary)
-    # Large enough that exponentials would overflow without their maximum taken out.
+    # Large enough that exponentials overflow unless the maximum is subtracted.
     logits = 60 * torch.randn(7, columns, generator=generator)
     targets = torch.randint(vocabulary, (7,), generator=generator)
     expected, gradient = losses._step(logits.double(), targets, vocabulary, 0.1)

@@ -23,7 +23,7 @@ def dying(self, batch):
     return step(self, batch)
 trainer._Run.step = dying
 """
-# A stopped process keeps its connections, so that only its silence tells; not as long here as in earnest.
+# A stopped process keeps its connections open, so only the missing heartbeat reveals it. The limit is shortened.
 IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER = 4.0\n"
 
 
@@ -36,7 +36,7 @@ def test_a_process_that_is_killed_ends_all_by_name(start, tmp_path, rank):
     assert codes.pop(rank) == -signal.SIGKILL
     assert codes == [1, 1], training.log.read_text()
     said = [line for line in training.log.read_text().splitlines() if line.startswith("stopped: ")]
-    # Rank 0 hosts the store: without it the others know no counters, and no names.
+    # Rank 0 hosts the store: without it the others cannot read heartbeats or names.
     named = f"rank {rank}, which hosts" if rank == 0 else f"rank {rank} (process {training.pids[rank]} on "
     assert len(said) == 2, training.log.read_text()
     assert all(named in line for line in said), said

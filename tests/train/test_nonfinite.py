@@ -16,7 +16,7 @@ from sympow.train.trainer import NonFiniteLossError
 
 
 def spoil(monkeypatch, step, how):
-    """Does something to the model before a step, counted from 1."""
+    """Modifies the model before a given step, counted from 1."""
     original = trainer._Run.step
 
     def spoiled(self, batch):
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_was_begun_is_finished_although_the_run_stops(tiny, tm
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeypatch, device):
-    """The loss is finite; clipping by a norm that is not would spread it over all parameters."""
+    """The loss is finite, but clipping by a norm that is not finite would spread it to all parameters."""
 
     def infinite_gradient(model):
         model.final_norm.bias.register_hook(lambda gradient: gradient * math.inf)
@@ -109,7 +109,7 @@ def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeyp
 
 
 def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(tiny, tmp_path, monkeypatch):
-    """A last update can make them so with a loss and gradients that are finite."""
+    """The last update can do this although the loss and gradients are finite."""
     original = trainer._Run.step
 
     def overflowing(self, batch):

@@ -1,4 +1,4 @@
-"""The same losses whatever happens to a run: killed, stopped, damaged, resumed."""
+"""Resuming: the same losses after a kill, a stop or a damaged checkpoint."""
 
 import json
 import random
@@ -20,7 +20,7 @@ from sympow.train.metrics import JsonLines, read_metrics
 from sympow.train.signals import stop_on_signals
 
 STEPS = 24
-# Long enough that a signal finds the run where a test wants it.
+# Long enough that a signal arrives during the phase that a test wants.
 SLOWER = """
 import time
 from sympow.train import trainer
@@ -38,15 +38,15 @@ def checkpoints(out):
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """Where the losses of runs without trouble are kept, by what was asked for."""
+    """A cache of the losses of uninterrupted runs."""
     return {}
 
 
 @pytest.fixture
 def expected(uninterrupted, finish, losses, tmp_path):
-    """The losses of a run without interruption, in a process of its own.
+    """The losses of an uninterrupted run in a separate process.
 
-    Not in this one: what it has loaded and set for other tests may change the last bit of a sum.
+    Modules and settings of other tests in this process may change the last bit of a sum.
     """
 
     def run(**changes):
@@ -120,7 +120,7 @@ def test_a_signal_saves_first_and_the_run_goes_on_exactly(start, losses, expecte
     assert 4 <= step < STEPS
     assert checkpoints(out) == [f"step-{step:09d}"]
     assert f"{name}: saved after step {step}" in training.log.read_text()
-    # Its path may have the command broken into lines.
+    # A long path may break the command into several lines.
     said = " ".join(training.log.read_text().replace("\\\n", "").split())
     assert f"sympow train --resume --out {out}" in said
     assert start(out, resume=True).wait() == [0]
@@ -148,7 +148,7 @@ def test_training_works_in_a_thread_that_cannot_catch_signals(tiny, losses, expe
 
 @pytest.fixture(scope="module")
 def original(texts, tmp_path_factory):
-    """Where the run of `trained` is kept."""
+    """The run that `trained` copies."""
     return tmp_path_factory.mktemp("original") / "run"
 
 
@@ -221,7 +221,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
 
 
 def test_damaged_checkpoints_do_not_count_among_those_kept(tiny, tmp_path):
-    """They are newer than those a resumed run writes, which would be removed first."""
+    """Damaged checkpoints have higher steps than those that a resumed run writes, which would be removed first."""
     out = train(tiny(save_every=1, keep=2, steps=6), tmp_path / "run", device="cpu")
     shutil.copytree(out / "checkpoints" / "step-000000005", out / "checkpoints" / "step-000000007")
     shutil.move(out / "checkpoints" / "step-000000006", out / "checkpoints" / "step-000000008")
@@ -314,7 +314,7 @@ def test_a_resumed_run_that_is_another_is_refused_and_leaves_the_first_as_it_was
 
 
 def test_what_a_resumed_run_changes_takes_effect(tiny, losses, expected_here, tmp_path):
-    """Adam's settings are in a checkpoint, too; those asked for are the ones that count."""
+    """A checkpoint also has Adam's settings, but those of the command apply."""
     out = train(tiny(steps=4), tmp_path / "run", device="cpu")
     seen = []
     make = trainer.make_optimizer
@@ -336,7 +336,7 @@ def test_what_a_resumed_run_changes_takes_effect(tiny, losses, expected_here, tm
 
 
 def test_the_random_state_is_part_of_a_checkpoint(tiny, tmp_path, monkeypatch):
-    """Nothing here is random after the first parameters are; what someone adds will be."""
+    """Only initialization is random now; later additions such as dropout will need the RNG state."""
     drawn = []
     step = trainer._Run.step
 
@@ -354,7 +354,7 @@ def test_the_random_state_is_part_of_a_checkpoint(tiny, tmp_path, monkeypatch):
 
 
 def test_checkpoints_are_exchanged_apart_from_training(tiny, tmp_path, monkeypatch):
-    """They are written in a thread: in the group that training uses, messages of the two could be taken for another."""
+    """A thread writes them: in the process group of training, messages of both could be mixed up."""
     groups = []
     save = checkpoint_module.async_save
 

@@ -17,7 +17,7 @@ def model(rotary="scale"):
 
 
 def gradients(rotary, scale):
-    """Of W_β and of what it reads, and β itself."""
+    """Gradients of W_β and of its input, and β itself."""
     torch.manual_seed(1)
     rotation = make_rotation(rotary, 12, 3, 4, 1_000).double()
     torch.nn.init.normal_(rotation.beta_proj.weight)
@@ -60,10 +60,10 @@ def test_a_model_without_such_rotations_is_left_as_it_is():
 
 def test_training_uses_the_settings(tiny, tmp_path):
     still = train(tiny(steps=3, rotation_gradient=0.0), tmp_path / "still", device="cpu")
-    turning = train(tiny(steps=3), tmp_path / "turning", device="cpu")
+    learned = train(tiny(steps=3), tmp_path / "learned", device="cpu")
     started = train(tiny(steps=1, rotation_init=0.5, learning_rate=0.0), tmp_path / "started", device="cpu")
     weights = [
-        load_model(folder / "model").blocks[0].mixer.rotation.beta_proj.weight for folder in (still, turning, started)
+        load_model(folder / "model").blocks[0].mixer.rotation.beta_proj.weight for folder in (still, learned, started)
     ]
     assert (weights[0] == 0).all()
     assert (weights[1] != 0).any()

@@ -95,7 +95,7 @@ def test_a_run_that_is_under_way_is_not_resumed(start, losses, tmp_path):
     assert unfinished.exists()
     assert training.wait() == [0]
     assert len(losses(out)) == 12
-    # It is free again, also when the run did not end by itself.
+    # The lock is free again, also if the run was killed.
     third = start(out, resume=True, code=SLOWER, steps=40)
     third.wait_for_step(13)
     third.send(signal.SIGKILL)
@@ -129,7 +129,7 @@ def test_a_run_without_a_folder_gets_one(tiny, losses, tmp_path, monkeypatch):
 
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
-    """A run that was refused removes its folder while the next is about to lock it."""
+    """A refused run removes its folder while the next run is about to lock it."""
     flock, tried = fcntl.flock, []
 
     def removing(handle, how):

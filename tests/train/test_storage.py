@@ -48,7 +48,7 @@ def test_a_model_comes_back_as_it_was(tmp_path, gating, rotary):
     expected, state = model(tokens)
     actual, loaded_state = loaded(tokens)
     assert torch.equal(actual, expected)
-    # And it goes on: the state is usable, and so are gradients.
+    # States and gradients of the loaded model work.
     assert torch.equal(loaded(tokens, loaded_state)[0], model(tokens, state)[0])
     actual.sum().backward()
     assert all(parameter.grad is not None for parameter in loaded.parameters())

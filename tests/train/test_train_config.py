@@ -25,7 +25,7 @@ def test_what_yaml_leaves_out_has_its_default():
 
 
 def test_numbers_with_an_exponent_and_no_point_are_numbers():
-    """To YAML they are text."""
+    """YAML parses them as strings."""
     config = TrainConfig.from_yaml("optimizer: {learning_rate: 6e-4, epsilon: 1e-10}")
     assert (config.optimizer.learning_rate, config.optimizer.epsilon) == (6e-4, 1e-10)
 
@@ -102,7 +102,7 @@ def test_changes_find_their_part():
 
 
 def test_no_field_is_in_two_parts():
-    """A flag and a change are named without their part."""
+    """Flags and changes are named without their section."""
     names = [field.name for kind in (GPTConfig, DataConfig, OptimizerConfig, RunConfig) for field in fields(kind)]
     assert len(names) == len(set(names))
 
@@ -120,7 +120,7 @@ def test_the_preset_of_the_paper_is_its_recipe():
     assert (config.run.batch_tokens, config.run.precision, config.run.steps) == (524_288, "bf16", 100_000)
     optimizer = config.optimizer
     assert (optimizer.learning_rate, optimizer.schedule, optimizer.warmup_steps) == (6e-4, "constant", 0)
-    # Adam, not AdamW, and nothing that was not said: PyTorch's own settings.
+    # Adam, not AdamW, and PyTorch's defaults for what the paper does not say.
     assert (optimizer.weight_decay, optimizer.clip_norm, optimizer.rotation_rate) == (0, 0, 1)
     assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon) == (0.9, 0.999, 1e-8)
     assert {optimizer.rate_at(step, 100_000) for step in (0, 1, 50_000, 99_999)} == {6e-4}

@@ -31,7 +31,7 @@ from sympow.train.provenance import TrainedOn
 
 @pytest.fixture
 def run(tiny, losses, tmp_path):
-    """Losses of a run."""
+    """The losses of a run."""
 
     def make(name="run", **changes):
         return losses(train(tiny(**{"steps": 3, "save_every": 0, **changes}), tmp_path / name, device="cpu"))
@@ -47,7 +47,7 @@ def test_a_model_learns(run):
 
 def test_parts_of_a_batch_add_up_to_it(run):
     whole = run("whole")
-    # Two rows at a time, four (and then two), one, since less is not possible; and the loss of a few tokens at a time.
+    # Micro-batches of two rows, of four (then two), and of one, the least; and the loss of a few tokens at a time.
     for change in (
         {"micro_batch_tokens": 64},
         {"micro_batch_tokens": 128},
@@ -58,7 +58,7 @@ def test_parts_of_a_batch_add_up_to_it(run):
 
 
 def test_packed_parts_add_up_to_a_packed_batch(run):
-    # Rows long enough, and enough of them, that what a document does not see makes a difference.
+    # Long and many rows, so that attention across documents would change the loss.
     changes = {"learning_rate": 0.01, "steps": 4, "context": 96, "batch_tokens": 768}
     whole = run("whole", short="pack", **changes)
     assert_close(run("parts", short="pack", micro_batch_tokens=192, **changes), whole, 4e-6, "losses")
@@ -71,7 +71,7 @@ def test_recomputing_changes_nothing(run, short):
 
 
 def test_recomputing_keeps_less(tiny, tmp_path):
-    """Bytes that autograd keeps for the backward pass."""
+    """Compares the bytes that autograd saves for the backward pass."""
 
     def kept(recompute):
         total = 0
@@ -108,10 +108,10 @@ def test_clipping_shortens_the_gradient_and_reports_its_norm_before(tiny, tmp_pa
     assert clipped[0]["gradient_norm"] == plain[0]["gradient_norm"] > 0.1
 
 
-# Said by the compiler, about itself.
+# Warnings of the compiler about itself.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_give_the_same(run, monkeypatch):
-    """As far as compiling goes without generating code, which takes a minute on a CPU."""
+    """With the backend "eager", since code generation takes a minute on a CPU."""
     real, calls = nn.Module.compile, []
 
     def graphs_only(module, **options):
@@ -221,7 +221,7 @@ def test_the_model_folder_says_what_it_was_trained_on(tiny, texts, tmp_path, mon
     )
     monkeypatch.chdir(tmp_path)
     assert record.source == str(texts.resolve())
-    # What a config names and what was read instead are two things.
+    # The dataset of the config and the one that was passed instead differ.
     out = train(tiny(steps=1), tmp_path / "given", device="cpu", dataset=dataset)
     with pytest.raises(ValueError, match="a dataset that a program made"):
         _ = TrainedOn.find(out / "model").source
@@ -318,7 +318,7 @@ def test_the_three_groups_of_parameters():
 
 
 def test_learned_rates_of_a_rotation_are_no_projection():
-    """rotation_rate is for W_β: rates θ that are learned move as fast as everything else."""
+    """rotation_rate applies to W_β only: learned rates θ have the usual learning rate."""
     model = GPT(GPTConfig(vocab_size=16, layers=1, width=16, heads=2, rotary="learned"))
     optimizer = make_optimizer(model, OptimizerConfig(weight_decay=0.1, rotation_rate=0.5))
     set_rate(optimizer, 0.2)
@@ -392,7 +392,7 @@ def test_tokens_a_second(monkeypatch):
 def test_operations_of_a_step():
     config = GPTConfig.preset("gpt2-124m")
     assert peak_flops(torch.device("cpu")) is None
-    # Six for every weight a token meets, and attention beside it, which a state bounds.
+    # Six FLOPs per weight and token, and those of attention, which a state bounds.
     weights = 6 * 124e6
     assert weights < training_flops(config, 1_024) < 1.2 * weights
     assert training_flops(config, 65_536) < training_flops(config.preset("gpt2-124m", mixer="softmax"), 65_536)
