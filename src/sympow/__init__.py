@@ -1,7 +1,7 @@
 """Conformal symmetric power transformers: attention whose past fits in a state of fixed size.
 
-`attention` is the operator, `ConformalAttention` the layer, `GPT` the model. Names are loaded when they are first asked
-for: torch takes seconds to import, and some commands answer without it.
+`attention` is the operator, `ConformalAttention` the layer, `GPT` the model. Names are loaded when they are first
+used: torch takes seconds to import, and some commands do not need it.
 """
 
 from importlib import import_module
@@ -51,7 +51,7 @@ _SUBPACKAGES = ("layers", "model", "ops")
 def __getattr__(name: str) -> Any:
     if name in __all__:
         value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'ops')}"), name)
-        # From now on it is found without this function.
+        # Later lookups do not call this function.
         globals()[name] = value
         return value
     if name in _SUBPACKAGES:

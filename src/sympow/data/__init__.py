@@ -7,7 +7,7 @@ tokenizers, each imported where it is used.
 
 from sympow.extras import require
 
-# First, so that a user without NumPy reads which extra brings it.
+# First, so that without NumPy the error names the extra to install.
 require("numpy", "data")
 
 from sympow.data.dataset import TokenDataset, open_dataset  # noqa: E402

@@ -1,6 +1,6 @@
 """The manifest of prepared data: its shards, how they were made, their hashes, and the verification of these.
 
-Beside it lie, for every shard, two arrays in NumPy's own format:
+Beside it are, for every shard, two arrays in NumPy's format:
 
 - `NAME.tokens.npy`, uint16 or uint32, (tokens,): the documents one after the other, each ending in the boundary token;
 - `NAME.index.npy`, int64, (documents, 3): a document's length, the number of its file among the shard's sources, and

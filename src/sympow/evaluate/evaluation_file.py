@@ -1,4 +1,4 @@
-"""The format of `evaluation.json`: what is measured of a model, how it is written, read and matched with runs.
+"""The format of `evaluation.json`: what is measured of a model, how the file is written, read and matched with runs.
 
     {"command": …, "data": …, "device": …, "dtype": …, "environment": {…},
      "models": {NAME: {"documents": 16, "trained_at": 1024, "unit": "token",
@@ -31,7 +31,7 @@ FIRST_RANGE = 8
 
 @dataclass(frozen=True)
 class ModelEvaluation:
-    """The evaluation of one model, as it was measured.
+    """The evaluation of one model, as measured.
 
     Attributes:
         losses: loss by position.
@@ -66,7 +66,7 @@ class ModelEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one model, as it is read from a file.
+    """The evaluation of one model, as read from a file.
 
     Attributes:
         documents: number of documents.

@@ -29,7 +29,7 @@ from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.train.provenance import TrainedOn
 
-# Of a model that does not say at which context it was trained.
+# Training context of a model whose folder does not record it.
 UNKNOWN_CONTEXT = 1_024
 PROBES = ("recall", "passkey")
 
@@ -45,7 +45,7 @@ class Setting:
         probes: any of "recall" and "passkey".
         pairs: numbers of pairs of the recall probe; None: those that there are enough tokens for.
         distances: distances of the passkey probe.
-        segment_size: tokens read at a time.
+        segment_size: tokens per prefill segment.
         device: "cuda" or "cpu".
         dtype: dtype of autocast; None: no autocast.
     """

@@ -1,11 +1,11 @@
 """Probes of what the state holds: associative recall of random pairs, and retrieval of a passkey.
 
-**Associative recall.** Pairs of tokens from the model's own vocabulary are shown once each and asked for in another
-order. A model of text has not been trained for this: a value that it has not stored has a loss of about the logarithm
-of the number of values, and how far the loss lies below that shows what the state holds. A model trained on the task
-(`mqar` of `sympow.data`) is probed in the same way.
+**Associative recall.** Key-value pairs of tokens from the model's vocabulary are shown once each; then the keys are
+repeated in another order as queries. A language model has not been trained for this: a value that its state does not
+hold has a loss of about the logarithm of the number of values, and a lower loss shows what the state holds. A model
+trained on the task (`mqar` of `sympow.data`) is probed in the same way.
 
-**Passkey.** A number is told once within other text, and asked for at the end.
+**Passkey.** A number is stated once within other text, and queried at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATEMENT = "\nThe pass key is {key}. Remember it: {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 DISTANCES = (64, 256, 1_024, 4_096)
 PASSKEYS = 16
-# Tokens of other text before the key is told.
+# Tokens of other text before the key.
 LEAD = 64
 
 
@@ -84,11 +84,11 @@ class RecallPoint:
 
     Attributes:
         pairs: number of pairs that were shown.
-        nearest, farthest: smallest and largest number of tokens between a value and where it is asked for.
+        nearest, farthest: smallest and largest number of tokens between a value and its query.
         accuracy: share of values that the model predicted (argmax).
         loss: mean loss of the values, in nats.
         guess: loss of a uniform guess among all values.
-        answers: number of values that were asked for.
+        answers: number of queries.
     """
 
     pairs: int
@@ -182,7 +182,7 @@ class PasskeyPoint:
         distance: tokens of other text between the key and the question.
         accuracy: share of keys whose every token the model predicted (argmax).
         loss: mean loss of a whole key, in nats.
-        control: mean loss of a key that was not told, in the same texts; the difference shows what the state holds.
+        control: mean loss of a key that the same texts do not contain; the difference shows what the state holds.
         keys: number of keys.
     """
 
@@ -207,14 +207,14 @@ def passkey_retrieval(
 ) -> list[PasskeyPoint]:
     """Accuracy and loss of a key of five digits, by its distance from the question.
 
-    A small model may never predict a whole key, and still give the key that it was told a lower loss than another.
+    A small model may never predict a whole key, and still give the stated key a lower loss than another.
 
     Args:
         model: the model.
         tokenizer: the model's tokenizer.
         text: held-out documents to take the other text from.
         distances: numbers of tokens between key and question. Some document must be long enough for each.
-        keys: number of keys for each distance, each in a text of its own.
+        keys: number of keys for each distance, each in its own text.
         seed: seed of the keys.
         segment_size, dtype: as in `score_answers`.
     """
@@ -235,7 +235,7 @@ def passkey_retrieval(
             told = tokenizer.encode(STATEMENT.format(key=key))
             rows.append(np.concatenate([[tokenizer.boundary], other[:LEAD], told, other[LEAD:], question]))
         loss, accuracy = _score(model, rows, answers, segment_size, dtype)
-        # Each text again, with another text's key.
+        # The same texts, scored with the key of another text.
         control, _ = (
             _score(model, rows, np.roll(answers, 1, axis=0), segment_size, dtype) if keys > 1 else (float("nan"), 0)
         )
@@ -257,7 +257,7 @@ def _keys_of_one_length(tokenizer: Tokenizer, count: int, choose: np.random.Gene
 
 
 def _texts_around(text: TokenDataset, length: int, count: int) -> list[NDArray[np.int64]]:
-    """`count` sequences of `length` tokens, from the documents in turn, their beginnings first."""
+    """`count` sequences of `length` tokens, one from each document in order, beginnings first."""
     long_enough = np.flatnonzero(np.asarray(text.lengths) > length)
     if not long_enough.size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Scheduler of an experiment: each run in a process of its own, several at a time, within a time limit if there is one.
+"""Scheduler of an experiment: runs each run in its own process, several at a time, optionally within a time limit.
 
 A finished run is skipped, and an interrupted one is resumed from its checkpoint. A run that would not finish within the
 limit is not started, and runs still in training when it expires are asked to stop, which leaves a checkpoint.
@@ -36,7 +36,7 @@ class RunnerConfig:
 
     Attributes:
         out: folder of the runs' own folders, with models and checkpoints.
-        jobs: runs at a time; with several GPUs they are assigned in turn.
+        jobs: runs at a time; several GPUs are assigned round-robin.
         seconds: time limit; None: until all is done.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         command: returns the command that repeats one run, given its name.
@@ -72,12 +72,12 @@ class Outcome:
 class Estimator:
     """Estimates how long runs take: as long as similar runs took, otherwise by the scale's speed.
 
-    Runs that share a GPU slow each other down; the estimate assumes in proportion, and measured times correct it.
+    Runs that share a GPU slow each other down; the estimate assumes proportionally, and measured times correct it.
 
     Args:
         scale: for its speed.
         jobs: runs at a time on one device.
-        rows: results there are already.
+        rows: rows of runs that have finished.
     """
 
     def __init__(self, scale: Scale, jobs: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -87,7 +87,7 @@ class Estimator:
             self.learn(row)
 
     def learn(self, row: Mapping[str, Any]) -> None:
-        """Takes the time of a run that was never interrupted and had as many jobs; the slowest of a kind counts."""
+        """Takes the time of an uninterrupted run with the same number of jobs; the slowest run of a kind counts."""
         if row.get("jobs") == self._jobs and row.get("sittings") == 1 and row.get("status") == "done":
             key = (row["power"], row["context"], row["tokens"], row["device"] == "cpu")
             self._measured[key] = max(self._measured.get(key, 0.0), row["total_seconds"])
@@ -239,12 +239,12 @@ def _start(run: Run, scale: Scale, config: RunnerConfig, index: int) -> subproce
         command = [sys.executable, *worker]
         environment = {**os.environ, **_resources(config, index)}
     with (folder / LOG_FILE).open("ab") as log:
-        # In a session of its own, so that Ctrl-C reaches this process only.
+        # In its own session, so that Ctrl-C reaches this process only.
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
 def _resources(config: RunnerConfig, index: int) -> dict[str, str]:
-    """Environment variables that give each of the concurrent runs its share of the cores, and a GPU in turn."""
+    """Environment variables that give each concurrent run its share of the cores, and a GPU (round-robin)."""
     cores = str(max(1, (os.cpu_count() or 1) // config.jobs))
     variables = {name: os.environ.get(name, cores) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
     if config.device != "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:

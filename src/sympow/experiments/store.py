@@ -139,7 +139,7 @@ def write_table(table: Path, runs: Iterable[StoredRun]) -> list[Path]:
 
 
 class Store:
-    """The results there are, of tables and of runs that are in no table yet.
+    """The results on disk: those in tables, and those of runs that are in no table yet.
 
     Args:
         results: folder of tables.

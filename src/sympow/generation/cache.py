@@ -89,7 +89,7 @@ class DecodingCache:
 
     @torch.no_grad()
     def ensure_capacity(self, fold: Callable[[], None] | None = None) -> bool:
-        """Makes room for one more token: folds or grows full caches. Returns whether any cache was replaced.
+        """Ensures capacity for one more token: folds or grows full caches. Returns whether any cache was replaced.
 
         Args:
             fold: the function that folds all layers; None: `fold`.

@@ -136,7 +136,7 @@ class Prefix:
         )
 
     def fork(self, count: int) -> Prefix:
-        """A batch with every text `count` times, in memory of its own, to be continued in different ways."""
+        """A batch with every text `count` times, to be continued in different ways; shares no memory with this one."""
         if count < 1:
             raise ValueError(f"count must be at least 1, got {count}")
         return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))

@@ -19,7 +19,7 @@ from sympow.model.storage import load_model
 
 # Decoders insert it for bytes that are not a character, or not yet a complete one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# After so many tokens decoding starts again, so that the cost of a token does not grow with the text.
+# After this many tokens, decoding starts again, so that the cost of a token does not grow with the text.
 RESTART_TOKENS = 64
 
 
@@ -43,7 +43,7 @@ class TextModel:
         return cls(model if dtype is None else model.to(dtype), load_tokenizer(folder))
 
     def encode(self, text: str) -> Tensor:
-        """Tokens of a text, (1, t), behind the boundary token that begins every document in training."""
+        """Tokens of a text, (1, t), after the boundary token that begins every document in training."""
         ids = [self.tokenizer.boundary, *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
@@ -56,7 +56,7 @@ class TextModel:
     def extend(
         self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
     ) -> Prefix:
-        """The prefix with more text of the same document behind it; with an empty text, the prefix itself."""
+        """The prefix with more text of the same document appended; with an empty text, the prefix itself."""
         tokens = self.encode(text)[:, 1:]
         if not tokens.shape[1]:
             return prefix
@@ -230,7 +230,7 @@ class _LibraryStream(_TextStream):
             if type(error) is not Exception:
                 raise
             # The library raises plain Exception for a token that changes the text of earlier ones, as some decoders do
-            # for invalid UTF-8. That text was returned already, so the stream starts again behind it.
+            # for invalid UTF-8. That text was returned already, so a new stream starts after it.
             new = self.flush()
             self._advance = self._open()
         if new is None:

@@ -163,7 +163,7 @@ class SympowModel(SympowPreTrainedModel):
             # So that the outputs for padding, too, are the same from ids and from their embeddings.
             inputs_embeds = inputs_embeds.masked_fill(~mask.unsqueeze(-1), 0.0)
         if offsets is not None and cu_seq_lens_q is None:
-            # All rows as one sequence of documents; padding tokens are documents of their own.
+            # All rows as one sequence of documents; each padding token is a separate document.
             inputs_embeds, mask = inputs_embeds.flatten(0, 1).unsqueeze(0), None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and offsets is None

@@ -1,7 +1,7 @@
 """Finds packed documents in `position_ids` that restart or in `seq_idx`, as transformers' collators pass them.
 
-`cu_seq_lens_q` has the offsets themselves, which need no look at values. The values of the other two have to be looked
-at: if they were ignored, a document would attend to the ones before it.
+`cu_seq_lens_q` already has the offsets. The other two must be searched for documents: if they were ignored, a document
+would attend to the ones before it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def packed_offsets(
         return None
     if bool((follows & ~starts & (places - before > 1)).any()):
         raise ValueError("attention_mask must not have padding inside of packed documents, only between them")
-    # Rows end documents, and each padding token becomes a document of its own.
+    # Documents end at the ends of rows, and each padding token becomes a separate document.
     starts |= ~real | ~follows
     offsets = starts.flatten().nonzero().flatten()
     return torch.cat([offsets, offsets.new_tensor([starts.numel()])]).to(torch.int32)

@@ -20,7 +20,7 @@ class ParameterCount:
     Attributes:
         base: no gating, fixed rotary (or none, if the config has none).
         gated: the config's gating, rotary as in base.
-        total: the config as it is.
+        total: the config itself.
     """
 
     base: int

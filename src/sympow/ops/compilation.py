@@ -70,7 +70,7 @@ def register_as_pytree(cls: type[TensorRecord], *values: str) -> None:
     Unflattening skips __init__, whose checks would refuse what torch puts in place of the tensors.
 
     Args:
-        values: names of the members that are no tensors.
+        values: names of the members that are not tensors.
     """
 
     def flatten(record: TensorRecord) -> tuple[list[Any], tuple[Any, ...]]:

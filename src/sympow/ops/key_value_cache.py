@@ -90,7 +90,7 @@ class KeyValueCache(TensorRecord):
         return KeyValueCache.open(self.close(), capacity=capacity)
 
     def close(self) -> KeyValueState:
-        """The keys and values as a state of its own; shorter sequences are padded on the left."""
+        """The keys and values as a `KeyValueState`; shorter sequences are padded on the left."""
         counts = self.count[:, :1].long()  # (b, 1)
         length = self.tokens
         # Position s of the state is position s − (length − count) of the cache.

@@ -1,8 +1,8 @@
-"""Reference implementation: the paper's equations written out, slow, and without code of what they check.
+"""Reference implementation: the paper's equations written out, slow, and sharing no code with what it checks.
 
 Every function takes q (b, t, h, d), k (b, t, h, d), v (b, t, h, e), log_gamma (b, t, h) or (b, t, h, d/2) or None,
-beta (b, t, h) or (b, t, h, d/2) or None, theta (d/2,) or None, all in one dtype (float64, to be worth comparing with),
-as many key as query heads, and returns y (b, t, h, e). Memory and time are those of the formulas.
+beta (b, t, h) or (b, t, h, d/2) or None, theta (d/2,) or None, all in one dtype (usually float64) and
+with as many key as query heads, and returns y (b, t, h, e). Memory and time are those of the formulas.
 
 Misprints of the paper corrected here: b_ij = ∏ γ_k (printed γ_m), c_ij = Σ β_k (printed β_i), and the transpose on
 R(c_ij θ) that §2.2 has and §3.2 lacks.

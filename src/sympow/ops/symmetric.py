@@ -18,7 +18,7 @@ from torch import Tensor
 from sympow.checks import check_at_most
 
 Table = TypeVar("Table")
-# Beyond it, a score of three quarters of the largest is lost in float32 when the two are added: 0.75^64 < 2^-24.
+# For larger p, float32 loses a score of 3/4 of the largest when the two are added: 0.75^64 < 2^-24.
 LARGEST_POWER = 64
 # Kernels and tables count features in 32 bits.
 MOST_FEATURES = 2**31 - 1
@@ -97,7 +97,7 @@ def multinomial_weights(dim: int, power: int, dtype: torch.dtype, device: torch.
 def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     """The P̄ with φ^p(P x) = P̄ φ^p(x) for every x (paper Prop. 3): (m, n) → (D_m, D_n).
 
-    P̄ inherits what P is: the power of a product is the product of the powers, the power of a rotation is a rotation.
+    P̄ inherits properties of P: the power of a product is the product of the powers, that of a rotation is a rotation.
     Entry (α, β) sums, over the distinct orderings of the multi-index β, the products P[α_1, β_1] ⋯ P[α_p, β_p],
     and rescales from plain monomials to weighted ones.
     """

@@ -1,4 +1,4 @@
-"""Checks of the operator's arguments. Their messages say what was expected and what came.
+"""Checks of the operator's arguments. Their messages name what was expected and what was given.
 
 Shapes, dtypes and devices are always checked. The values of log_gamma are checked on the CPU; on a GPU this would
 synchronize with the device, so there it needs the environment variable SYMPOW_CHECK_VALUES=1.

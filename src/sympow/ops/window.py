@@ -121,10 +121,10 @@ class Window(PortableWindow):
         gate_per_pair: bool = False,
         copy: bool = True,
     ) -> Window:
-        """An empty window behind a state.
+        """An empty window that continues a state.
 
         Args:
-            state: of all tokens before.
+            state: the state of all tokens before.
             capacity, dtype, key_dtype, gate_per_pair: as in `empty`.
             copy: whether to copy the state; otherwise folds overwrite it, for states too large to hold twice.
         """

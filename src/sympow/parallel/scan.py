@@ -200,9 +200,10 @@ class StateScan:
     received state is known, and waited for where the gradient of the rank's own state is needed.
 
     Args:
-        anchor: requires a gradient if and only if tensors of the other ranks do, whatever this rank's state comes from.
-        kv, normalizer: what this rank leaves, (b, h_kv, D, e) and (b, h_kv, D).
-        log_decay: of what passes through, (b, h_kv, 1 or d/2) float64; None: no decay.
+        anchor: a tensor that requires a gradient if and only if the other ranks' does, so that all ranks run the
+            backward pass of the scan, even if this rank's state has no gradient.
+        kv, normalizer: the state of this rank's tokens, (b, h_kv, D, e) and (b, h_kv, D).
+        log_decay: of a state that passes through this rank, (b, h_kv, 1 or d/2) float64; None: no decay.
         power: p.
     """
 
@@ -243,7 +244,7 @@ class _Start(torch.autograd.Function):
             return None, None, torch.zeros_like(kv), torch.zeros_like(normalizer), None
         d_log_decay = None
         if log_decay is not None and ctx.needs_input_grad[4]:
-            # What left this rank was D · incoming + own.
+            # The state sent on is D · incoming + own.
             product = (after.kv * kv).sum(-1) + after.normalizer * normalizer
             with torch.enable_grad():
                 log_decay = log_decay.detach().requires_grad_()

@@ -95,7 +95,7 @@ class Checkpoints:
         self.folder = folder
         self._keep, self._place, self._report = keep, place, report
         self._pending: tuple[Future[Any], Path, dict[str, Any]] | None = None
-        # A process group of its own: background collectives must not interleave with those of training.
+        # A separate process group: background collectives must not interleave with those of training.
         self._group = dist.new_group(backend="gloo")
         folder.mkdir(parents=True, exist_ok=True)
         if place.first:

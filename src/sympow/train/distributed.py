@@ -4,8 +4,8 @@ A run of one process has a process group of one, so that no other module treats 
 
 Rendezvous: when torchrun restarts its workers it keeps the TCPStore, with all keys of the failed attempt, addresses at
 which nobody listens any more among them. Its restart count does not identify an attempt, since each node counts its own
-restarts. So rank 0 draws a random id for the attempt and passes it to each rank in reply to a request with a random id
-of its own; keys carry the attempt's id as a prefix.
+restarts. So rank 0 draws a random id for the attempt. Each rank requests it under a random id of the request, and rank
+0 replies. All later keys are prefixed by the attempt's id.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Place:
         rank: number of the process.
         world_size: number of processes.
         device: of its tensors.
-        attempt: id that all processes have had in common since torchrun last started them.
+        attempt: id of the attempt, which all processes share since torchrun last started them.
     """
 
     rank: int

@@ -109,7 +109,7 @@ class WeightsAndBiases:
         self._run.log(numbers, step=step)
 
     def flush(self) -> None:
-        """Nothing to do: W&B has a process of its own that writes metrics as they come."""
+        """Nothing to do: W&B writes metrics in a separate process as they come."""
 
     def close(self) -> None:
         self._run.finish()

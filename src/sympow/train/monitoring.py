@@ -23,7 +23,7 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "R
 
 
 class Throughput:
-    """Tokens per second between two readings."""
+    """Tokens per second between two calls of `read`."""
 
     def __init__(self) -> None:
         self._last, self._tokens = time.monotonic(), 0
@@ -32,14 +32,14 @@ class Throughput:
         self._tokens += tokens
 
     def read(self) -> float:
-        """Tokens per second since the last reading."""
+        """Tokens per second since the last call."""
         now = time.monotonic()
         rate = self._tokens / max(now - self._last, 1e-9)
         self._last, self._tokens = now, 0
         return rate
 
     def restart(self) -> None:
-        """Excludes the time since the last reading."""
+        """Excludes the time since the last call of `read`."""
         self._last, self._tokens = time.monotonic(), 0
 
 

@@ -80,7 +80,7 @@ def take_step(
     Args:
         norm: of all gradients together.
         clip_norm: largest norm; 0: no clipping.
-        unless: a bool on the device: if true, parameters, gradients and Adam's moments stay as they are. Only with the
+        unless: a bool on the device: if true, parameters, gradients and Adam's moments are not changed. Only with the
             fused optimizer.
     """
     if unless is not None:

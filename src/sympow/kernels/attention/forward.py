@@ -4,8 +4,7 @@ y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = exp(G_i − G_j) (q_i · k
 
 A CTA owns a tile of queries that starts at row r and visits, in this order,
 1. the state at the start of its chunk (chunked form, p = 2): Σ_a Σ_i q_i q_a S_ia = Σ_i (q * q_i) S_i, one matrix
-   product
-   for each entry i of the query, its left operand computed in registers;
+   product for each entry i of the query, its left operand computed in registers;
 2. the keys of its chunk before r: scores to the p-th power times exp(G_r − G_j), one factor per column;
 3. the keys of its own tile, where exp(G_i − G_j) is formed for each element.
 Between 2 and 3 the sums are multiplied by exp(G_i − G_r) per row. No exponent is ever positive.

@@ -48,8 +48,7 @@ class Folded(NamedTuple):
     Attributes:
         chunks: the sums of each chunk alone; None if there is one chunk and no state comes in or goes out.
         end: after `fold`, the state after the shard's tokens if none came in; after `fold_gradient`, the gradient of
-        the
-            incoming state due to this shard's outputs; None if no state goes out, or none came in.
+            the incoming state due to this shard's outputs; None if no state goes out, or none came in.
     """
 
     chunks: ChunkSums | None
@@ -57,8 +56,7 @@ class Folded(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """What `attend` writes: y (b, t, h, e), and the rows' weights and φ(q) Z of their states, (b, h, t) float32
-    each."""
+    """What `attend` writes: y (b, t, h, e); the rows' weights and φ(q) Z of their states, (b, h, t) float32 each."""
 
     y: Tensor
     weight: Tensor
@@ -75,8 +73,7 @@ class Outputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the backward pass reads of a row: scaled queries and their scales (`scale_queries`); dy' and −δ
-    (`attention_backward.prepare`)."""
+    """What the backward pass reads of rows: scaled queries and scales (`scale_queries`), dy' and −δ (`prepare`)."""
 
     q: Tensor
     scale: Tensor

@@ -24,7 +24,7 @@ def _token(
     theta: Tensor | None,
     phase: Tensor | None,
 ) -> Token:
-    """A token of any strides; the phase, which kernels write to, is passed as it is."""
+    """A token of any strides; the phase is not copied, since kernels write to it."""
     log_gamma, beta, theta = (None if x is None else x.contiguous() for x in (log_gamma, beta, theta))
     return Token(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), log_gamma, beta, theta, phase)
 

@@ -128,7 +128,7 @@ def softmax_step_kernel(
         tl.store(exchange.arrivals + sequence, 0)
         tl.store(cache.count + sequence, tl.minimum(count + 1, sizes.capacity))
         if ROTATED:
-            # As for keys and values: a full cache stays as it is.
+            # As for keys and values: a full cache is not changed.
             tl.store(
                 token.phase + pair_offsets,
                 (revolutions - tl.floor(revolutions + 0.5)) * TWO_PI,
@@ -176,8 +176,7 @@ def softmax_step(token: Token, cache: RecentTokens, arrivals: Tensor, workspace:
 
     Args:
         cache: rotated keys (b, h_kv, W, d); values (b, h_kv, W, e); running sums of log γ, (b, h_kv, W) float64, or
-        None
-            without gates; and the number of cached tokens, (b, h_kv) int32, which is incremented.
+            None without gates; and the number of cached tokens, (b, h_kv) int32, which is incremented.
         arrivals: zeros, (b, h_kv) int32, left as zeros.
         workspace: `softmax_workspace` numbers of float32, uninitialised.
     """

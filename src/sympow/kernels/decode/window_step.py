@@ -101,7 +101,7 @@ def fold_window_kernel(
                 added = wait_for_mma(tl.dot(high_bits, values, added))
             else:
                 added = tl.dot(phi, values.to(tl.float32), added, input_precision="ieee")
-        # Loaded only now: in registers all along, it would leave room for fewer CTAs.
+        # Loaded only now: kept in registers all along, it would let fewer CTAs run at once.
         block = (sequence * features_count + rows)[:, None] * value_dim + columns[None, :]
         mask = valid[:, None] & inside[None, :]
         kv = tl.load(kv_ptr + block, mask=mask, other=0.0)

@@ -6,9 +6,8 @@ As in `sympow.kernels.attention.forward`, a CTA owns 128 queries that start at r
 multiplies their weights by exp(G_r − G_j), one factor per column. Differences:
 
 - The rows are processed as an upper and a lower half: while the weights of one half are computed, the matrix products
-  of
-  the other half run. Without this the two CTAs of a multiprocessor synchronise by chance and wait for the tensor cores
-  at the same time.
+  of the other half run. Without this the two CTAs of a multiprocessor synchronise by chance and wait for the tensor
+  cores at the same time.
 - There is no float64 arithmetic, which would use the tensor cores' pipe (`split_sums`).
 - With weak gates the diagonal is treated as any other tile, plus a mask: exp(G_r − G_j) exceeds 1 there, but not by
   much, and the rows' factor exp(G_i − G_r) cancels in y. Strong gates take one exponential per element.

@@ -1,2 +1,1 @@
-"""States at chunk boundaries: kernels that fold tokens into them and query them, p = 2 and 4, and messages between
-ranks."""
+"""States at chunk boundaries, p = 2 and 4: kernels that fold tokens into them, query them, and pack them to be sent."""

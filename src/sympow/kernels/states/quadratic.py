@@ -85,8 +85,8 @@ class ChunkSums:
         chunk: tokens between two boundaries.
         first: the boundary of the first state.
         started: whether the scan starts from a given state, so that its first boundary has no chunk of its own.
-        reverse: whether a chunk counts at the boundary before it, and the scan runs from the last boundary to the
-        first.
+        reverse: whether a chunk counts at the boundary before it, and the scan runs backwards from the last
+            boundary.
     """
 
     low: Tensor

@@ -77,7 +77,8 @@ class StateLayout:
         tile_block: the block of outer pairs of each tile, (tiles,) int32.
         block_tile: for each block, the index that the tile of column 0 has or would have, (blocks,) int32.
         column_blocks: how many blocks (always the first ones) have each tile of inner columns, (tiles of columns,)
-        int32. weights: the coefficients c, (tiles · COLUMNS, pairs) float32.
+            int32.
+        weights: the coefficients c, (tiles · COLUMNS, pairs) float32.
     """
 
     dim: int

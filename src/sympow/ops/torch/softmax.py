@@ -145,11 +145,11 @@ def softmax_attention(
     A gate per rotated pair has no counterpart here, since there is no finite state to decay pair by pair. It acts by
     its geometric mean over pairs, so that equal entries still give the scalar gate.
 
-    Packed documents leave caches of different lengths, so states do not go together with `cu_seqlens` here.
+    Packed documents would return caches of different lengths, so states and `cu_seqlens` cannot be combined here.
 
     `mask`, (b, t) bool, is True for tokens and False for padding: no token sees padding, now or from the state. A row
-    of padding sees itself too, since it may have nothing else to see. Gates and `beta` of padding are the caller's,
-    who sets them to 0 for padding to be as if it were not there.
+    of padding sees itself too, since it may have nothing else to see. The caller sets gates (log γ) and `beta` of
+    padding to 0, so that padding has no effect.
     """
     check_tensors(q, k, v, log_gamma, beta, theta)
     if mask is not None and mask.shape != q.shape[:2]:

@@ -80,13 +80,13 @@ class PortableWindow(TensorRecord):
             numerator, denominator = numerator + past[0], denominator + past[1]
         y = divide(numerator, denominator, sequence.q.dtype)
 
-        # As in the kernels, NaN makes a token visible for which there was no room.
+        # As in the kernels, NaN marks a token beyond the capacity.
         full = (self.count >= self.capacity).repeat_interleave(sequence.group, dim=1)
         self._put(key, value, decay)
         return y.masked_fill(full[:, None, :, None], float("nan"))
 
     def _portable_read(self, sequence: Sequence) -> Tensor:
-        """y (b, t, h, e) of tokens for which there is room, and which are added to the window."""
+        """y (b, t, h, e) of tokens within the capacity, which are added to the window."""
         power, dtype = self.power, sequence.compute_dtype
         query, key = self._rotate(sequence)
         value = sequence.v.to(dtype).transpose(1, 2)  # (b, n, t, e)
@@ -189,6 +189,6 @@ class PortableWindow(TensorRecord):
         position = position.clamp(max=self.capacity - 1)
         for held, tokens in ((self.keys.mT, key), (self.values, value), (self.decay, decay)):
             places = position.expand(-1, -1, -1, held.shape[-1])
-            # As in the kernels, a token for which there is no room changes nothing.
+            # As in the kernels, a token beyond the capacity changes nothing.
             held.scatter_(2, places, torch.where(room, tokens.to(held.dtype), held.gather(2, places)))
         self.count.add_(key.shape[2]).clamp_(max=self.capacity)
