@@ -314,5 +314,5 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match="prefix must be of a model with 2 layers, got 1"):
         Decoder(model, replace(prefix, state=prefix.state[:1]))
     window = Prefix.prefill(model, text(3, 1), cache_policy="keys").state
-    with pytest.raises(ValueError, match="cu_seqlens cannot go with a state of keys and values"):
+    with pytest.raises(ValueError, match="cu_seqlens cannot be combined with a state of keys and values"):
         model(text(4, 1), window, cu_seqlens=torch.tensor([0, 2, 4]))

@@ -104,7 +104,7 @@ def test_files_that_are_no_readings_are_refused(model, tmp_path):
     Prefix.prefill(model, prompt()).save(path, model)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="is no file of a prefix, or is damaged"):
+    with pytest.raises(ValueError, match="is not a prefix file, or is damaged"):
         Prefix.load(path, model)
     path.write_bytes(content)
     other = copy.deepcopy(model)
@@ -129,7 +129,7 @@ def test_every_flipped_bit_of_a_reading_is_noticed(small_model, tmp_path):
     content = path.read_bytes()
     for bit in range(8 * len(content)):
         path.write_bytes(flipped(content, bit))
-        with pytest.raises(ValueError, match=r"text\.prefix (is no file of a prefix|was made by another model)"):
+        with pytest.raises(ValueError, match=r"text\.prefix (is not a prefix file|was made by another model)"):
             Prefix.load(path, small_model)
 
 

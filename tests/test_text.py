@@ -111,7 +111,7 @@ def test_the_boundary_ends_a_text():
 
 
 def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="stop must hold no empty string"):
+    with pytest.raises(ValueError, match="stop must not contain an empty string"):
         TextDecoder(TOKENIZER, [""])
 
 
@@ -324,7 +324,7 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
     state.write_bytes(state.read_bytes()[:100])
     damaged = run("generate", folder, "--state", state)
     assert damaged.exit_code == 2
-    assert "is no file of a prefix, or is damaged" in " ".join(damaged.output.split())
+    assert "is not a prefix file, or is damaged" in " ".join(damaged.output.split())
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> t
             flat = torch.frombuffer(content, dtype=entry.dtype) if content else torch.empty(0, dtype=entry.dtype)
             tensors[name] = flat.reshape(entry.shape)
     if digest is not None and checksum != digest.hexdigest():
-        raise ValueError(f"{path} is damaged: its content does not have its checksum")
+        raise ValueError(f"{path} is damaged: its content does not match its checksum")
     return tensors, words
 
 
@@ -159,7 +159,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> _Header:
         raise ValueError(f"{path} has a damaged header: it must map names to tensors")
     words = content.pop(METADATA, {})
     if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
-        raise ValueError(f"{path} has a damaged header: {METADATA} must map names to texts")
+        raise ValueError(f"{path} has a damaged header: {METADATA} must map names to strings")
     entries = {name: _entry(name, described, path) for name, described in content.items()}
     tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     end = 0
@@ -181,7 +181,7 @@ def _entry(name: str, described: Any, path: str | os.PathLike[str]) -> _Entry:
             begin, end = offsets
             if math.prod(shape) * DTYPES[dtype].itemsize == end - begin:
                 return _Entry(DTYPES[dtype], tuple(shape), begin, end)
-    raise ValueError(f"{path} has a damaged header: {name} is not described as a tensor is")
+    raise ValueError(f"{path} has a damaged header: the entry of {name} is malformed")
 
 
 def _is_axes(value: Any) -> bool:

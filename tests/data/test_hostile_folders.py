@@ -82,8 +82,8 @@ def test_names_that_leave_the_folder_are_refused(folder, name):
         (changed(tokenizer={"vocab_size": 257, "boundary": "x"}), "boundary must be an int, got str"),
         (changed(counts={"tokens": "many"}), "counts must be numbers or lists, got tokens='many'"),
         (changed(request=3), "request must map names to values, got int"),
-        (changed(surplus=3), "it lacks or has too much of surplus"),
-        (lambda content: content.pop("counts"), "it lacks or has too much of counts"),
+        (changed(surplus=3), "missing or unknown fields: surplus"),
+        (lambda content: content.pop("counts"), "missing or unknown fields: counts"),
         (lambda content: shard(content).pop("tokens"), "a shard must have name, documents, tokens"),
         (changed_shard(surplus=1), "a shard must have name, documents, tokens"),
         (changed_shard(tokens=-1), "tokens of train-00000 must be at least 1, got -1"),
@@ -91,7 +91,7 @@ def test_names_that_leave_the_folder_are_refused(folder, name):
         (changed_shard(documents=10**30), "documents of train-00000 must be at most"),
         (changed_shard(tokens_sha256="x"), "tokens_sha256 of train-00000 must be 64 hexadecimal digits, got 'x'"),
         (changed_shard(sources="files"), "sources of a shard must be a list, got str"),
-        (changed_shard(sources=[3]), "sources of train-00000 must be texts"),
+        (changed_shard(sources=[3]), "sources of train-00000 must be strings"),
     ],
 )
 def test_malformed_manifests_are_refused(folder, change, message):

@@ -95,9 +95,9 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("missing", "lacks model.blocks.1.mlp.up_proj.weight, which config.json asks for"),
-        ("unknown", "has model.blocks.1.mlp.side_proj.weight, for which config.json has no use"),
-        ("reshaped", "has model.blocks.1.mlp.up_proj.weight of other shapes than config.json asks for"),
+        ("missing", "lacks model.blocks.1.mlp.up_proj.weight, which config.json requires"),
+        ("unknown", "has model.blocks.1.mlp.side_proj.weight, which config.json does not describe"),
+        ("reshaped", "has model.blocks.1.mlp.up_proj.weight of other shapes than config.json requires"),
         ("cut off", "has weights that cannot be read"),
     ],
 )

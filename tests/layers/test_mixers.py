@@ -130,7 +130,7 @@ def test_a_padded_state_takes_tokens_and_more_padding(kind):
         (
             {"mask": torch.ones(1, 12, dtype=torch.bool), "cu_seqlens": torch.tensor([0, 12]), "return_state": False},
             ValueError,
-            r"mask cannot go with cu_seqlens",
+            r"mask cannot be combined with cu_seqlens",
         ),
     ],
 )

@@ -194,7 +194,7 @@ def cache(**changes):
             ValueError,
             r"made with rotation, but is used without",
         ),
-        ({"cu_seqlens": torch.tensor([0, T]), "return_state": True}, ValueError, r"cu_seqlens cannot go with"),
+        ({"cu_seqlens": torch.tensor([0, T]), "return_state": True}, ValueError, r"cu_seqlens cannot be combined with"),
         ({"cu_seqlens": torch.tensor([0, 2])}, ValueError, r"cu_seqlens must end"),
         ({"log_gamma": zeros(1, T, H) + 1}, ValueError, r"log_gamma must not be positive"),
     ],

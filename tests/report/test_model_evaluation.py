@@ -128,7 +128,7 @@ def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_
     assert "name what to compare them on with --data" in said(result)
     given = make_model(tmp_path / "given" / "model")
     TrainedOn(None, None, 8, "join", name="random tokens").save(given)
-    assert "trained on random tokens, a dataset that a program made" in said(evaluate(given))
+    assert "trained on random tokens, a dataset object that cannot be opened" in said(evaluate(given))
 
 
 def test_data_prepared_again_otherwise_is_mentioned(texts, tmp_path):

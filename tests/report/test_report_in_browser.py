@@ -264,7 +264,7 @@ def test_probes_of_the_state(page):
         page.locator("#probe").select_option(probe)
         (line, *_) = lines(page, "probes", "conformal")
         assert [text.partition("  ")[0] for text in line["customdata"]] == [shown] * 2
-    assert axis_labels(page, "probes")[1] == "gained by being told (nats per key)"
+    assert axis_labels(page, "probes")[1] == "loss reduction (nats per key)"
 
 
 def test_heat_maps_of_heads(page):

@@ -100,14 +100,14 @@ def test_a_config_that_is_wrong_is_named(folder, text, message):
 
 def test_weights_that_do_not_fit_are_named(folder):
     change_config(folder, layers=1)
-    with pytest.raises(ValueError, match=r"model\.safetensors has blocks\.1\..*, for which model\.json has no use"):
+    with pytest.raises(ValueError, match=r"model\.safetensors has blocks\.1\..*, which model\.json does not describe"):
         load_model(folder)
     change_config(folder, layers=3)
-    with pytest.raises(ValueError, match=r"model\.safetensors lacks blocks\.2\..*, which model\.json asks for"):
+    with pytest.raises(ValueError, match=r"model\.safetensors lacks blocks\.2\..*, which model\.json requires"):
         load_model(folder)
     change_config(folder, layers=2, vocab_size=20)
     with pytest.raises(
-        ValueError, match=r"embedding\.weight has shape \(19, 16\), but model\.json asks for \(20, 16\)"
+        ValueError, match=r"embedding\.weight has shape \(19, 16\), but model\.json requires \(20, 16\)"
     ):
         load_model(folder)
     change_config(folder, vocab_size=19)

@@ -223,7 +223,7 @@ def test_the_model_folder_says_what_it_was_trained_on(tiny, texts, tmp_path, mon
     assert record.source == str(texts.resolve())
     # The dataset of the config and the one that was passed instead differ.
     out = train(tiny(steps=1), tmp_path / "given", device="cpu", dataset=dataset)
-    with pytest.raises(ValueError, match="a dataset that a program made"):
+    with pytest.raises(ValueError, match="a dataset object that cannot be opened"):
         _ = TrainedOn.find(out / "model").source
 
 

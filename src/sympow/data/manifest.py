@@ -75,7 +75,7 @@ class Shard:
             if not isinstance(value, str) or not SHA256.fullmatch(value):
                 raise ValueError(f"{field} of {self.name} must be 64 hexadecimal digits, got {value!r}")
         if not all(isinstance(source, str) for source in self.sources):
-            raise TypeError(f"sources of {self.name} must be texts")
+            raise TypeError(f"sources of {self.name} must be strings")
 
     @property
     def tokens_file(self) -> str:
@@ -146,7 +146,7 @@ class Manifest:
         expected = {field.name for field in fields(cls)}
         if content.keys() != expected:
             differing = ", ".join(sorted(content.keys() ^ expected))
-            raise ValueError(f"{path} is a damaged manifest: it lacks or has too much of {differing}")
+            raise ValueError(f"{path} is a damaged manifest: missing or unknown fields: {differing}")
         try:
             return cls(**{**content, "splits": _shards(content["splits"])})
         except (TypeError, ValueError) as error:
@@ -191,9 +191,7 @@ def verify(folder: Path, expected: Mapping[str, str]) -> None:
         found = threads.map(lambda name: sha256_of(folder / name), expected)
         for name, digest in zip(expected, found, strict=True):
             if digest != expected[name]:
-                raise ValueError(
-                    f"{folder / name} is damaged: its content does not have the hash that the manifest names"
-                )
+                raise ValueError(f"{folder / name} is damaged: its content does not match the hash in the manifest")
     content = json.dumps({**_read_verified(folder), **states}, indent=1).encode()
     for path in _verified_paths(folder):
         # If it cannot be written, the next opening verifies again.

@@ -91,7 +91,7 @@ class JsonTokenizer:
             boundary_token = next((token for token in BOUNDARY_TOKENS if token in vocabulary), None)
             if boundary_token is None:
                 raise ValueError(
-                    f"{name} has none of {', '.join(BOUNDARY_TOKENS)} to put between documents; name its token for that"
+                    f"{name} has none of {', '.join(BOUNDARY_TOKENS)} to put between documents; name its boundary token"
                 )
         if boundary_token not in vocabulary:
             raise ValueError(f"boundary token {boundary_token!r} is not in the vocabulary of {name}")

@@ -277,7 +277,7 @@ def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
     if folder is None:
         folder = _default_folder()
     elif not folder.is_dir():
-        raise ValueError(f"folder must have Python files with experiments, and {folder} is no folder")
+        raise ValueError(f"folder must have Python files with experiments, and {folder} is not a folder")
     found: dict[str, Experiment] = {}
     for path in sorted(folder.glob("*.py")):
         module = _load(path)

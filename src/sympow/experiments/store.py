@@ -256,7 +256,7 @@ def _read_folder(folder: Path) -> StoredRun:
     path = folder / RESULT_FILE
     row = read_json(path)
     if not isinstance(row, dict) or "run" not in row:
-        raise ValueError(f"{path} is no result of a run")
+        raise ValueError(f"{path} is not the result of a run")
     curves = row.pop("curves", None)
     return StoredRun(row, curves, path) if curves is not None else _read_earlier_layout(folder, row)
 

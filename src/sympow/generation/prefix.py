@@ -166,7 +166,7 @@ class Prefix:
         try:
             tensors, words = tensor_file.load(path, FORMAT, OLDER_FORMAT)
         except ValueError as error:
-            raise ValueError(f"{path} is no file of a prefix, or is damaged: {error}") from error
+            raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
         made_by, own = words.get("fingerprint", ""), fingerprint_of(model)
         if made_by != own:
             raise ValueError(
@@ -177,7 +177,7 @@ class Prefix:
             layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(words["layers"]))]
             prefix = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors.get("seen"))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} is no file of a prefix, or is damaged: {error}") from error
+            raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
         if len(layers) != len(model.blocks) or prefix.logits.shape[1:] != (model.config.vocab_size,):
             raise ValueError(
                 f"{path} is damaged: it must have {len(model.blocks)} layers and logits of {model.config.vocab_size:,} "

@@ -143,7 +143,7 @@ class TextDecoder:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         if any(not text for text in stop):
-            raise ValueError("stop must hold no empty string: it would end every text at once")
+            raise ValueError("stop must not contain an empty string: it would end every text at once")
         self._boundary, self._stop = tokenizer.boundary, tuple(stop)
         self._stream = _LibraryStream(tokenizer) if hasattr(tokenizer, "decode_stream") else _TextStream(tokenizer)
         self._held = ""

@@ -159,12 +159,12 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
     model, told = loaded
     if missing := sorted(told["missing_keys"]):
-        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} asks for")
+        raise ValueError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} requires")
     if unknown := sorted(told["unexpected_keys"]):
-        raise ValueError(f"{folder} has {', '.join(unknown)}, for which {TRANSFORMERS_CONFIG_FILE} has no use")
+        raise ValueError(f"{folder} has {', '.join(unknown)}, which {TRANSFORMERS_CONFIG_FILE} does not describe")
     if differing := sorted(name for name, *_ in told["mismatched_keys"]):
         raise ValueError(
-            f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} asks for"
+            f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} requires"
         )
     assert isinstance(model, SympowForCausalLM)
     return model

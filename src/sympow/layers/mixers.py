@@ -144,7 +144,7 @@ class Mixer(nn.Module, ABC):
         log_gamma = self.gate(x, for_gate)
         theta, beta = self.rotation(x, for_rotation)
         if shards is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot go with shards: pass the offsets of the whole sequence there")
+            raise ValueError("cu_seqlens cannot be combined with shards: pass the offsets of the whole sequence there")
         if mask is not None:
             _check_mask(mask, x, cu_seqlens)
             k, v, log_gamma, beta = _without_padding(mask, k, v, log_gamma, beta, rotated=theta is not None)
@@ -241,7 +241,7 @@ class ConformalAttention(Mixer):
     ) -> tuple[Tensor, LayerState | None]:
         """Continues after a window of keys and values instead of a state, and returns a longer one."""
         if cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot go with a state of keys and values: fold it first")
+            raise ValueError("cu_seqlens cannot be combined with a state of keys and values: fold it first")
         # A copy, since the given window belongs to the caller.
         window = initial_state.resized(initial_state.tokens + q.shape[1])
         y = window.read(*_in(window.values.dtype, q, k, v), backend=self.backend, **options)
@@ -305,7 +305,7 @@ def _check_mask(mask: Tensor, x: Tensor, cu_seqlens: Tensor | None) -> None:
     if mask.shape != x.shape[:2]:
         raise ValueError(f"mask must be (batch, time), {tuple(x.shape[:2])}; got {tuple(mask.shape)}")
     if cu_seqlens is not None:
-        raise ValueError("mask cannot go with cu_seqlens: packed documents need no padding")
+        raise ValueError("mask cannot be combined with cu_seqlens: packed documents need no padding")
 
 
 def _without_padding(

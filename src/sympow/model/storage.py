@@ -86,12 +86,12 @@ def _read_weights(path: Path, device: torch.device | str) -> dict[str, Tensor]:
 def _check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     missing, unknown = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}, which {CONFIG_FILE} asks for")
+        raise ValueError(f"{path} lacks {', '.join(missing)}, which {CONFIG_FILE} requires")
     if unknown:
-        raise ValueError(f"{path} has {', '.join(unknown)}, for which {CONFIG_FILE} has no use")
+        raise ValueError(f"{path} has {', '.join(unknown)}, which {CONFIG_FILE} does not describe")
     for name, tensor in weights.items():
         if tensor.shape != expected[name].shape:
             raise ValueError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, but {CONFIG_FILE} asks for "
+                f"{path}: {name} has shape {tuple(tensor.shape)}, but {CONFIG_FILE} requires "
                 f"{tuple(expected[name].shape)}"
             )

@@ -140,7 +140,7 @@ class KeyValueCache(TensorRecord):
             log_gamma = log_gamma.mean(-1)
         sequence = Sequence(q, k, v, log_gamma, beta, theta, power=1)
         if sequence.needs_grad:
-            raise ValueError("q, k, v and what goes with them must not require gradients: steps of a cache have none")
+            raise ValueError("the inputs of a cache's step must not require gradients: steps are not differentiable")
         fused = softmax_step_backend(backend, sequence) == "triton"
         self.tokens = min(self.tokens + 1, self.capacity)
         with torch.no_grad(), without_autocast(q.device):

@@ -383,7 +383,7 @@ class Window(PortableWindow):
             raise ValueError("log_gamma has a gate per rotated pair, but the window was made for one per head")
         sequence = Sequence(q, k, v, log_gamma, beta, theta, self.power)
         if sequence.needs_grad:
-            raise ValueError("q, k, v and what goes with them must not require gradients: steps of a window have none")
+            raise ValueError("the inputs of a window's step must not require gradients: steps are not differentiable")
         return sequence
 
     def _check_room(self, tokens: int) -> None:

@@ -146,7 +146,7 @@ def _attention_on_shards(
     initial_state, return_state = states["initial_state"], states["return_state"]
     shards = as_shards(shards, q.shape[1])
     if shards.cu_seqlens is not None and (initial_state is not None or return_state):
-        raise ValueError("initial_state and return_state cannot go with shards of packed documents")
+        raise ValueError("initial_state and return_state cannot be combined with shards of packed documents")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
         return operator.attention(**_arguments(sequence), cu_seqlens=documents, **states, **execution)
@@ -335,10 +335,11 @@ def softmax_attention(
     for name, given in (("initial_state", initial_state is not None), ("return_state", return_state)):
         if given:
             raise ValueError(
-                f"{name} cannot go with shards in softmax attention: its state would be keys and values of all ranks"
+                f"{name} cannot be combined with shards in softmax attention: its state would be the keys and values "
+                "of all ranks"
             )
     if mask is not None:
-        raise ValueError("mask cannot go with shards in softmax attention")
+        raise ValueError("mask cannot be combined with shards in softmax attention")
     if shards.size == 1:
         documents = None if shards.cu_seqlens is None else shards.cu_seqlens.to(q.device)
         return softmax.softmax_attention(q, k, v, log_gamma, beta, theta, documents)

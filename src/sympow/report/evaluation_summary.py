@@ -44,7 +44,10 @@ def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None
             for n, point in enumerate(next(iter(keys.values())))
         ]
         _print_table(
-            "Passkey: accuracy, loss of the key, loss of a key that was not told", f"{unit}s ago", list(keys), rows
+            "Passkey: accuracy, loss of the key, loss of a key that the text does not contain",
+            f"{unit}s ago",
+            list(keys),
+            rows,
         )
 
 

@@ -166,7 +166,7 @@ def _draw_passkey(axes: Any, passkey: Mapping[str, Sequence[PasskeyPoint]], styl
         look = {**styles[name].with_marker, "marker": PASSKEY_MARKER}
         axes.plot([point.distance for point in points], gained, label=f"{name}, passkey", **look)
     axes.axhline(0, color="#888888", linewidth=0.8)
-    _finish(axes, ylabel="gained by being told (nats per key)")
+    _finish(axes, ylabel="loss reduction (nats per key)")
     set_title(axes, "passkey")
 
 

@@ -365,4 +365,4 @@ class _MetadataUnpickler(pickle.Unpickler):
         # dtypes are pickled as attributes of torch.
         if admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
-        raise UnreadableMetadataError(f"{METADATA} names {module}.{name}, which is no part of a checkpoint")
+        raise UnreadableMetadataError(f"{METADATA} names {module}.{name}, which does not belong to a checkpoint")

@@ -92,9 +92,7 @@ class TrainedOn:
             ValueError: the data has no name, or its folder does not exist any more.
         """
         if self.data is None:
-            raise ValueError(
-                f"the model was trained on {self.name}, a dataset that a program made and nothing can open"
-            )
+            raise ValueError(f"the model was trained on {self.name}, a dataset object that cannot be opened by name")
         if not names_a_folder(self.data):
             return self.data
         moved = self.folder is None or not Path(self.folder).exists()

@@ -158,11 +158,11 @@ def softmax_attention(
         check_documents(cu_seqlens, q)
         offsets = document_offsets(cu_seqlens, q.shape[1])
         if mask is not None:
-            raise ValueError("mask cannot go with cu_seqlens: packed documents need no padding")
+            raise ValueError("mask cannot be combined with cu_seqlens: packed documents need no padding")
         if initial_state is not None or return_state:
             raise ValueError(
-                "cu_seqlens cannot go with initial_state or return_state in softmax attention: documents of different "
-                "lengths leave caches of different lengths"
+                "cu_seqlens cannot be combined with initial_state or return_state in softmax attention: documents of "
+                "different lengths have caches of different lengths"
             )
     if initial_state is not None:
         _check_cache(initial_state, k, v, gated=log_gamma is not None, rotated=theta is not None)

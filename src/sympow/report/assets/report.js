@@ -288,7 +288,7 @@ function drawProbes() {
   if (!probe) return;
   showLines(byId("probes"), panelsByContext("trained at", (groups) => linesOf(groups, (run) => probeCurve(run, probe))), {
     x: { title: { text: `${data.unit}s ago` }, type: "log" },
-    y: { title: { text: probe === "passkey" ? "gained by being told (nats per key)" : "share recalled" }, rangemode: "tozero" },
+    y: { title: { text: probe === "passkey" ? "loss reduction (nats per key)" : "share recalled" }, rangemode: "tozero" },
     // Pairs are close together, far within any context.
     look: { markers: true, mark: probe === "passkey" },
     key: probe,
