@@ -138,7 +138,7 @@ def test_mistakes_are_named():
         cache.step(**inputs.map(torch.Tensor.float).time(0, 1).arguments())
     with pytest.raises(ValueError, match=r"k must have \(batch, heads, dim\) \(2, 2, 6\)"):
         cache.step(**inputs.map(lambda t: t[:1] if t.ndim > 1 else t).time(0, 1).arguments())
-    with pytest.raises(ValueError, match="backend='triton' takes"):
+    with pytest.raises(ValueError, match="backend='triton' does not support"):
         cache.step(**token, backend="triton")
     with pytest.raises(ValueError, match="capacity must be at least 6"):
         cache_of(inputs, PROMPT, 5)

@@ -159,23 +159,28 @@ def frames_of_launches(monkeypatch) -> list[list[tuple[str, str]]]:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("form", "states", "tokens"),
+    ("power", "form", "states", "tokens"),
     [
-        ("attention", False, 130),
-        ("attention", True, 130),
-        ("chunked", False, 300),
-        ("chunked", True, 300),
-        ("auto", True, 1),
+        (2, "attention", False, 130),
+        (2, "attention", True, 130),
+        (2, "chunked", False, 300),
+        (2, "chunked", True, 300),
+        (2, "auto", True, 1),
+        (4, "attention", False, 130),
+        (4, "chunked", True, 140),
+        (4, "auto", True, 1),
     ],
 )
-def test_from_the_operator_to_a_launch_there_are_at_most_five_frames_in_three_files(monkeypatch, form, states, tokens):
+def test_from_the_operator_to_a_launch_there_are_at_most_five_frames_in_three_files(
+    monkeypatch, power, form, states, tokens
+):
     pytest.importorskip("triton", reason="needs Triton")
     inputs = random_inputs(3, batch=1, length=tokens + 1, heads=2, dim=16, value_dim=16, dtype=torch.float32)
     before, after = inputs.time(0, 1), inputs.time(1, tokens + 1)
-    state = run(before, 2, "auto", return_state=True)[1] if states else None
+    state = run(before, power, "auto", return_state=True)[1] if states else None
     found = frames_of_launches(monkeypatch)
     options = {"chunk_size": 128} if form == "chunked" else {}
-    run(after, 2, form, backend="triton", initial_state=state, return_state=states, **options)
+    run(after, power, form, backend="triton", initial_state=state, return_state=states, **options)
     assert found
     for frames in found:
         assert frames[0] == ("attention", "ops/interface.py")

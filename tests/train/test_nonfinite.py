@@ -120,7 +120,7 @@ def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(tiny, tmp_path,
         return numbers
 
     monkeypatch.setattr(trainer._Run, "step", overflowing)
-    with pytest.raises(NonFiniteLossError, match=r"step 4 left parameter final_norm\.weight with numbers that are not"):
+    with pytest.raises(NonFiniteLossError, match=r"step 4 left parameter final_norm\.weight with values that are not"):
         train(tiny(), tmp_path / "run", device="cpu")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000002"]
 

@@ -218,7 +218,7 @@ def _run(
         )
         return y.unsqueeze(1), _state_after(sequence, kv, normalizer, phase) if return_state else None
 
-    from sympow.kernels.attention.op import fused_attention
+    from sympow.kernels.attention.op import fused_attention, query_scales
     from sympow.kernels.common import close_gates, locate
     from sympow.kernels.rotary import fused_rotation
 
@@ -236,7 +236,7 @@ def _run(
         log_gamma = close_gates(log_gamma, documents, sequence.key_heads)
     rotated = replace(rotated, log_gamma=log_gamma)
 
-    # With p = 2 the chunked kernels take states in and out. Otherwise states are queried and updated in `_add_past`.
+    # With p = 2 the chunked kernels take states in and out. Otherwise `_add_past` adds what states contribute.
     carries_states = chunk > 0 and sequence.power == 2
     dim = max(_padded_dim(sequence.key_dim), _padded_dim(sequence.value_dim))
     full_state: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -255,8 +255,16 @@ def _run(
         carries_states and return_state,
     )
     y = y[..., : sequence.value_dim]
-    if not carries_states:
-        y = _add_past(rotated, y, weight, chunk, initial_state, dim)
+    if not carries_states and (chunk or initial_state is not None):
+        # The scale of the weights. It is a constant to autograd, since y does not depend on it.
+        scale = query_scales(_padded(rotated.q, dim).detach()).transpose(1, 2).unsqueeze(-1).to(rotated.q.dtype)
+        scaled = replace(rotated, q=rotated.q * scale)
+        past = None
+        if chunk:
+            from sympow.kernels.states.quartic_op import past_attention
+
+            past = past_attention(*_padded_for_states(scaled), log_gamma, sequence.power, chunk)
+        y = _add_past(scaled, y, weight, past, initial_state)
     if not return_state:
         return y, None
     if carries_states:
@@ -294,49 +302,40 @@ def _run_nothing(sequence: Sequence, initial_state: State | None, return_state: 
     return y, initial_state
 
 
-def _add_past(sequence: Sequence, y: Tensor, weight: Tensor, chunk: int, state: State | None, dim: int) -> Tensor:
+def _add_past(
+    sequence: Sequence, y: Tensor, weight: Tensor, past: tuple[Tensor, Tensor, Tensor] | None, state: State | None
+) -> Tensor:
     """y of the attention form (b, t, h, e), with what earlier chunks and a given state add to it.
 
     Args:
-        sequence: with rotated queries and keys, and gates in float32.
+        sequence: with rotated queries and keys, queries scaled by `query_scales`, and gates in float32.
         y: the output of each token from its own chunk alone.
         weight: the sums of its weights, (b, h, t) float32.
-        chunk: tokens per chunk, for p = 4; 0: one chunk.
+        past: what `past_attention` returned for earlier chunks (p = 4); None: there is one chunk.
         state: the state before the first token, or None.
-        dim: what the kernels' head dims were padded to.
     """
-    if not chunk and state is None:
-        return y
-    from sympow.kernels.attention.op import query_scales
-
-    # The scale of the weights. It is a constant to autograd, since y does not depend on it.
-    scale = query_scales(_padded(sequence.q, dim).detach()).transpose(1, 2).unsqueeze(-1).to(sequence.q.dtype)
-    scaled = replace(sequence, q=sequence.q * scale)
-    past = []
-    if chunk:
-        past.append(_query_chunks(scaled, chunk))
+    terms = []
+    if past is not None:
+        by_group = past[1].unflatten(1, (sequence.key_heads, sequence.group))
+        terms.append((_by_head(past[0][..., : sequence.value_dim], sequence), by_group))
     if state is not None:
         kv, normalizer = state.kv.to(torch.float32), state.normalizer.to(torch.float32)
-        queries = _by_head(scaled.q.to(torch.float32), sequence)
-        past.append(query_state(queries, _decay(sequence), kv, normalizer, sequence.power))
+        queries = _by_head(sequence.q.to(torch.float32), sequence)
+        terms.append(query_state(queries, _decay(sequence), kv, normalizer, sequence.power))
     denominator = weight.unflatten(1, (sequence.key_heads, sequence.group))
     numerator = _by_head(y, sequence) * denominator.unsqueeze(-1)
-    for values, weights in past:
+    for values, weights in terms:
         numerator, denominator = numerator + values, denominator + weights
     return divide(numerator, denominator, y.dtype)
 
 
-def _query_chunks(sequence: Sequence, chunk: int) -> tuple[Tensor, Tensor]:
-    """What earlier chunks add to the sums of each token, p = 4: (b, h_kv, g, t, e) and (b, h_kv, g, t) float32."""
-    from sympow.kernels.states.quartic_op import DIMS, VALUE_DIMS, past_attention
+def _padded_for_states(sequence: Sequence) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with zeros up to the next head dims that the state kernels of p = 4 support."""
+    from sympow.kernels.states.quartic_op import DIMS, VALUE_DIMS
 
     dim = next(size for size in DIMS if size >= sequence.key_dim)
     value_dim = next(size for size in VALUE_DIMS if size >= sequence.value_dim)
-    q, k = _padded(sequence.q, dim), _padded(sequence.k, dim)
-    v = _padded(sequence.v, value_dim)
-    numerator, denominator = past_attention(q, k, v, sequence.log_gamma, sequence.power, chunk)
-    by_group = denominator.unflatten(1, (sequence.key_heads, sequence.group))
-    return _by_head(numerator[..., : sequence.value_dim], sequence), by_group
+    return _padded(sequence.q, dim), _padded(sequence.k, dim), _padded(sequence.v, value_dim)
 
 
 def _fold(sequence: Sequence, state: State | None) -> tuple[Tensor, Tensor]:

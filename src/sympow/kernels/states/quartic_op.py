@@ -43,10 +43,12 @@ CHUNK_UNIT = 128
 SCRATCH_BYTES = 1 << 30
 
 
+@torch.library.custom_op("sympow::quartic_past", mutates_args=())
 def past_attention(
     q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Σ_j B_ij v_j (b, t, h, e) and Σ_j B_ij (b, h, t) over the keys j of earlier chunks than i's, both float32.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ_j B_ij v_j (b, t, h, e) and Σ_j B_ij (b, h, t) over the keys j of earlier chunks than i's, both float32, and
+    whether each row sees its state, (b, h, t) bool.
 
     B_ij = exp(G_i − G_j) (q_i · k_j)^4 with G the running sum of log γ. Differentiable in all tensors.
 
@@ -58,28 +60,8 @@ def past_attention(
         power: 4.
         chunk: tokens per chunk, a multiple of 128.
     """
-    if power != POWER:
-        raise ValueError(f"power must be {POWER}, got {power}")
-    if chunk < 1 or chunk % CHUNK_UNIT:
-        raise ValueError(f"chunk must be a positive multiple of {CHUNK_UNIT}, got {chunk}")
-    if q.shape[-1] not in DIMS or k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"q and k must have heads of {DIMS} entries alike, got {q.shape[-1]} and {k.shape[-1]}")
-    if v.shape[-1] not in VALUE_DIMS:
-        raise ValueError(f"v must have heads of {VALUE_DIMS} entries, got {v.shape[-1]}")
-    if q.shape[2] % k.shape[2] or v.shape[2] != k.shape[2]:
-        raise ValueError(
-            f"k and v must have as many heads as each other, and q a multiple of it: got {q.shape[2]} heads of q, "
-            f"{k.shape[2]} of k and {v.shape[2]} of v"
-        )
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
-    numerator, denominator, _ = _past(rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), log_gamma, chunk)
-    return numerator, denominator
-
-
-@torch.library.custom_op("sympow::quartic_past", mutates_args=())
-def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Numerators, denominators, and whether each row sees its state, (b, h, t) bool."""
+    _check(q, k, v, power, chunk)
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     batch, length, heads, _ = q.shape
     numerator = q.new_empty(batch, length, heads, v.shape[-1], dtype=torch.float32)
     denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -90,8 +72,10 @@ def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
         return numerator, denominator, sees_state
     magnitude = torch.empty_like(denominator)
     plan = _plan(q, k, v, log_gamma, chunk)
+    end = plan.state_count * chunk
     for block in _head_blocks(q, k, v, chunk, tensors=1):
-        past = _fold(block, k, v, plan)
+        keys, values = block.keys(k)[:, :end], block.keys(v)[:, :end]
+        past = _sum_states(_features(keys, 0, block, plan), values, _ones(values), block, plan)
         x = _features(block.queries(q)[:, chunk:], chunk, block, plan)
         where, tiles = plan.where(block), plan.tiles
         query_states(x, past.kv, *where, plan.layout, block.queries(numerator)[:, chunk:], **tiles.query)
@@ -111,8 +95,10 @@ def _past(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
     return numerator, denominator, sees_state
 
 
-@_past.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+@past_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, power: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
     batch, length, heads, _ = q.shape
     numerator = q.new_empty(batch, length, heads, v.shape[-1], dtype=torch.float32)
     denominator = q.new_empty(batch, heads, length, dtype=torch.float32)
@@ -124,6 +110,7 @@ def _past_backward(
     d_numerator: Tensor, d_denominator: Tensor, q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and d log γ (empty without gates)."""
+    q, k, v = rows_contiguous(q), rows_contiguous(k), rows_contiguous(v)
     batch, length, heads, _ = q.shape
     dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     rows = q.new_zeros(batch, heads, length, dtype=torch.float32)
@@ -139,7 +126,8 @@ def _past_backward(
             g = rows_contiguous(block.queries(d_numerator)[:, chunk:].to(q.dtype))
             g_one = block.queries(d_denominator.transpose(1, 2))[:, chunk:].to(q.dtype).unsqueeze(-1).contiguous()
             x = _features(queries, chunk, block, plan)
-            past = _fold(block, k, v, plan)
+            keys, values = block.keys(k)[:, :end], block.keys(v)[:, :end]
+            past = _sum_states(_features(keys, 0, block, plan), values, _ones(values), block, plan)
             gradient = _feature_gradient(x, g, g_one, past, block, plan)
             _pull_back(queries, gradient, chunk, block, plan, block.queries(dq)[:, chunk:], block.query_rows(rows))
             del gradient
@@ -149,7 +137,6 @@ def _past_backward(
                 across += overlap(past.normalizer, future.normalizer, plan.state_count, plan.normalizer_layout)
                 block.key_rows(spanning)[:, :, 1:-1] = across.view(-1, block.kv_heads, plan.state_count - 1)
             del x, g, g_one, past
-            keys, values = block.keys(k)[:, :end], block.keys(v)[:, :end]
             x = _features(keys, 0, block, plan)
             result = block.keys(dv)[:, :end]
             gradient = _feature_gradient(x, values, _ones(values), future, block, plan, result)
@@ -168,7 +155,7 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:
-    q, k, v, log_gamma, chunk = inputs
+    q, k, v, log_gamma, _, chunk = inputs
     ctx.save_for_backward(q, k, v, log_gamma, output[2])
     ctx.chunk = chunk
     ctx.mark_non_differentiable(output[2])
@@ -180,10 +167,28 @@ def _differentiate(ctx, d_numerator, d_denominator, _):
     d_denominator = d_denominator.masked_fill(~sees_state, 0.0)
     d_numerator = d_numerator.masked_fill(~sees_state.transpose(1, 2).unsqueeze(-1), 0.0)
     dq, dk, dv, d_log_gamma = _past_backward(d_numerator, d_denominator, *saved, ctx.chunk)
-    return dq, dk, dv, None if log_gamma is None else d_log_gamma.to(log_gamma.dtype), None
+    return dq, dk, dv, None if log_gamma is None else d_log_gamma.to(log_gamma.dtype), None, None
 
 
-_past.register_autograd(_differentiate, setup_context=_save)
+past_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, power: int, chunk: int) -> None:
+    if power != POWER:
+        raise ValueError(f"power must be {POWER}, got {power}")
+    if chunk < 1 or chunk % CHUNK_UNIT:
+        raise ValueError(f"chunk must be a positive multiple of {CHUNK_UNIT}, got {chunk}")
+    if q.shape[-1] not in DIMS or k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"q and k must have heads of {DIMS} entries alike, got {q.shape[-1]} and {k.shape[-1]}")
+    if v.shape[-1] not in VALUE_DIMS:
+        raise ValueError(f"v must have heads of {VALUE_DIMS} entries, got {v.shape[-1]}")
+    if q.shape[2] % k.shape[2] or v.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"k and v must have as many heads as each other, and q a multiple of it: got {q.shape[2]} heads of q, "
+            f"{k.shape[2]} of k and {v.shape[2]} of v"
+        )
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
 
 
 @dataclass(frozen=True)
@@ -284,16 +289,11 @@ def _features(x: Tensor, first_token: int, block: _HeadBlock, plan: _Plan) -> Pa
     return pair_features(x, block.sums(plan), first_token, block.kv_heads, plan.chunk, plan.lists)
 
 
-def _fold(block: _HeadBlock, k: Tensor, v: Tensor, plan: _Plan) -> _States:
-    """States at the ends of all chunks but the last."""
-    end = plan.state_count * plan.chunk
-    values = block.keys(v)[:, :end]
-    return _sum_states(_features(block.keys(k)[:, :end], 0, block, plan), values, _ones(values), block, plan)
-
-
 def _sum_states(
     x: PairFeatures, y: Tensor, y_one: Tensor, block: _HeadBlock, plan: _Plan, reverse: bool = False
 ) -> _States:
+    """States of features x and values y at the ends of all chunks but the last; reverse: of queries x and output
+    gradients y, over the tokens after each end."""
     where = (block.kv_heads, block.sums(plan), plan.chunk)
     kv = chunk_states(x, _transposed(y), *where, plan.layout, reverse=reverse, **plan.tiles.update)
     normalizer = chunk_states(
