@@ -255,9 +255,9 @@ def soak(kills: int, steps: int, seed: int, out: Path) -> None:
             moments[moment] += 1
             made += count
             said = killed.said()
-            resumed["refused a damaged checkpoint and took one before it"] += "is damaged" in said
-            resumed["went on from a checkpoint"] += "resumed from" in said
-            resumed["began again"] += "starting from the beginning" in said
+            resumed["rejected a damaged checkpoint and used an earlier one"] += "is damaged" in said
+            resumed["resumed from a checkpoint"] += "resumed from" in said
+            resumed["started from the beginning"] += "starting from the beginning" in said
             if choose.random() < 0.5:
                 damages.update(damage(killed, choose))
         last = killed.steps_written()
