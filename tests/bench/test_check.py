@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from support import FORMS, random_inputs, run_reference
 from sympow.bench import installation
 from sympow.bench import kernel_accuracy as accuracy
-from sympow.bench.kernel_accuracy import plain_attention
+from sympow.bench.kernel_accuracy import plain_attention, plain_softmax_attention
 from sympow.cli.app import app
 from sympow.ops import dispatch as ops_dispatch
 from sympow.ops.interface import attention
@@ -45,7 +45,7 @@ def test_the_plain_formula_of_softmax():
     inputs = random_inputs(2, length=6, gate="none", rotation="none")
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    assert torch.allclose(plain_attention(inputs.q, inputs.k, inputs.v, None), expected, atol=1e-12, rtol=1e-12)
+    assert torch.allclose(plain_softmax_attention(inputs.q, inputs.k, inputs.v), expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Accuracy of every kernel on this machine (`sympow check`): outputs and gradients against plain PyTorch in float64.
 
+Plain PyTorch is the kernels' twins (`reference.py` beside them), which share no code with what is checked.
 The tolerance of a tensor is four times the error of plain PyTorch in the kernels' dtype on the same inputs. The test
 suite allows twice that error, on fixed seeds; a check that accepts any seed needs the wider margin. Where kernels
 cannot run, the portable forms are checked instead, in float32.
@@ -10,17 +11,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sympow.kernels.attention.reference import attention_reference
+from sympow.kernels.decode.reference import softmax_step_reference, step_gates_reference
+from sympow.kernels.reference import cross_entropy_reference, rotation_reference, running_sum_reference
+from sympow.kernels.states.reference import pack_reference, unpack_reference
 from sympow.model.losses import linear_cross_entropy
 from sympow.ops.dispatch import Backend, Form, triton_available, triton_interpreted
 from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
-from sympow.ops.symmetric import from_full, symmetric_dim, to_full
+from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
 
@@ -212,7 +218,7 @@ def decode(machine: Machine, *, power: int, dim: int | None = None, window: bool
                 **token, power=power, initial_state=state, return_state=True, form="recurrent", backend=machine.backend
             )
             outputs.append(y)
-    return _compare_rows(torch.cat(outputs, dim=1), inputs, power, prompt, machine)
+    return _compare_rows(torch.cat(outputs, dim=1), inputs, partial(plain_attention, power=power), prompt, machine)
 
 
 def decode_softmax(machine: Machine) -> Comparison:
@@ -223,15 +229,15 @@ def decode_softmax(machine: Machine) -> Comparison:
     cache = KeyValueCache.open(state, capacity=48)
     tokens = [_tokens(inputs, i, i + 1) for i in range(prompt, 48)]
     y = torch.cat([cache.step(**token, backend=machine.backend) for token in tokens], dim=1)
-    return _compare_rows(y, inputs, None, prompt, machine)
+    return _compare_rows(y, inputs, plain_softmax_attention, prompt, machine)
 
 
-def _compare_rows(y: Tensor, inputs: Tensors, power: int | None, first: int, machine: Machine) -> Comparison:
+def _compare_rows(y: Tensor, inputs: Tensors, plain: Callable[..., Tensor], first: int, machine: Machine) -> Comparison:
     """Outputs from position `first` on, without gradients."""
     rows = []
     for dtype in (torch.float64, machine.dtype):
         cast = {name: x.to(dtype) if name in "qkv" else x.double() for name, x in inputs.items()}
-        rows.append({"y": plain_attention(**cast, power=power)[:, first:]})
+        rows.append({"y": plain(**cast)[:, first:]})
     return Comparison({"y": y}, *rows)
 
 
@@ -266,12 +272,10 @@ def cross_entropy_in_place(machine: Machine) -> Comparison:
     targets = torch.randint(vocabulary, (rows,), generator=generator).to(machine.device)
 
     def plain(dtype: torch.dtype) -> Tensors:
-        sums = torch.promote_types(dtype, torch.float32)
-
-        def loss(x: Tensors) -> Tensor:
-            return torch.nn.functional.cross_entropy(x["logits"][:, :vocabulary].to(sums), targets)
-
-        return _with_gradients({"logits": logits.to(dtype)}, loss, None)
+        # As in PyTorch, half precision is computed in float32, and the gradient rounded.
+        wide = logits.to(torch.promote_types(dtype, torch.float32))
+        losses, gradient = cross_entropy_reference(wide, targets, vocabulary, 1 / rows)
+        return {"y": losses.mean(), "gradient of logits": gradient.to(dtype)}
 
     gradient = logits.clone()
     losses = fused(gradient, targets, vocabulary, 1 / rows)
@@ -286,10 +290,8 @@ def gate_sums(machine: Machine) -> Comparison:
     log_gamma = torch.nn.functional.logsigmoid(torch.randn(2, 2_500, 3, generator=_generator(machine)) + 4)
     log_gamma = log_gamma.to(machine.device)
 
-    def plain(dtype: torch.dtype) -> Tensors:
-        return {"sums": log_gamma.to(dtype).cumsum(1).transpose(1, 2)}
-
-    return Comparison({"sums": fused(log_gamma).sums}, plain(torch.float64), plain(torch.float32))
+    in_float32 = log_gamma.cumsum(1).transpose(1, 2)
+    return Comparison({"sums": fused(log_gamma).sums}, {"sums": running_sum_reference(log_gamma)}, {"sums": in_float32})
 
 
 def step_gates(machine: Machine) -> Comparison:
@@ -307,8 +309,8 @@ def step_gates(machine: Machine) -> Comparison:
 
     return Comparison(
         named(fused(**made)),
-        named(plain_gates(**{name: x.double() for name, x in made.items()})),
-        named(plain_gates(**{name: x.float() for name, x in made.items()})),
+        named(step_gates_reference(**{name: x.double() for name, x in made.items()})),
+        named(step_gates_reference(**{name: x.float() for name, x in made.items()})),
     )
 
 
@@ -317,21 +319,18 @@ def state_messages(machine: Machine) -> Comparison:
     from sympow.kernels.states.message_packing import pack, unpack
     from sympow.kernels.states.quadratic import FullState
 
-    dim, shape = 32, (2, 3, symmetric_dim(32, 2))
-    generator = _generator(machine)
-    kv, normalizer = (
-        torch.randn(size, generator=generator, dtype=torch.float64).to(machine.device)
-        for size in ((*shape, dim), shape)
-    )
+    batch, heads, dim, value_dim = shape = (2, 3, 32, 32)
+    numbers = batch * heads * symmetric_dim(dim, 2) * (value_dim + 1)
+    made = torch.randn(numbers, generator=_generator(machine), dtype=torch.float64).to(machine.device)
 
-    def twice(dtype: torch.dtype) -> Tensors:
-        full = to_full(kv.to(dtype), normalizer.to(dtype), dim, dim)
-        packed = from_full(*full, dim, dim)
-        return {"unpacked": full[0], "message": torch.cat([x.flatten() for x in packed])}
+    def plain(dtype: torch.dtype) -> Tensors:
+        kv, normalizer, _ = unpack_reference(made.to(dtype), shape)
+        return {"unpacked": kv, "message": pack_reference(kv, normalizer)}
 
-    message = pack(FullState(*to_full(kv.float(), normalizer.float(), dim, dim)))
-    unpacked = unpack(message.unsqueeze(0), (2, 3, dim, dim))
-    return Comparison({"unpacked": unpacked.kv, "message": message}, twice(torch.float64), twice(torch.float32))
+    kv, normalizer, _ = unpack_reference(made.float(), shape)
+    message = pack(FullState(kv, normalizer))
+    unpacked = unpack(message.unsqueeze(0), shape)
+    return Comparison({"unpacked": unpacked.kv, "message": message}, plain(torch.float64), plain(torch.float32))
 
 
 def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
@@ -424,7 +423,7 @@ def plain_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    power: int | None,
+    power: int,
     log_gamma: Tensor | None = None,
     beta: Tensor | None = None,
     theta: Tensor | None = None,
@@ -432,52 +431,37 @@ def plain_attention(
 ) -> Tensor:
     """Y_i = Σ_j B_ij V_j / Σ_j B_ij with B_ij = b_ij (R(c_ij θ) Q_i · K_j)^p (paper §3.3), in the dtype of q.
 
-    It shares no code with `sympow.ops`, so that it cannot inherit a mistake.
-
     Args:
         q, k, v, log_gamma, beta, theta: as in `sympow.attention`, with one gate per head.
-        power: p; None: softmax, B_ij = b_ij exp(Q_i · K_j / √d).
+        power: p.
         documents: lengths of packed documents; None: one document.
     """
+    document_start = None
     if documents is not None:
-        inputs = {"q": q, "k": k, "v": v, "log_gamma": log_gamma, "beta": beta}
-        given = {name: x for name, x in inputs.items() if x is not None}
-        by_document: list[dict[str, Any]] = [
-            {name: x[:, start:stop] for name, x in given.items()}
-            for start, stop in itertools.pairwise((0, *itertools.accumulate(documents)))
-        ]
-        return torch.cat([plain_attention(**one, power=power, theta=theta) for one in by_document], dim=1)
-    group, length = q.shape[2] // k.shape[2], q.shape[1]
-    k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
+        starts = itertools.accumulate(documents[:-1], initial=0)
+        document_start = torch.tensor(list(starts)).repeat_interleave(torch.tensor(documents)).to(q.device)
     if theta is not None:
-        # One phase per key head and pair: (b, t, h, d/2). In float64, since it grows with the length.
-        scales = torch.ones_like(k[..., :1], dtype=torch.float64)
-        if beta is not None:
-            scales = (beta if beta.ndim == 4 else beta.unsqueeze(-1)).double().repeat_interleave(group, dim=2)
-        phase = (scales * theta.double()).cumsum(1) % (2 * torch.pi)
-        q, k = _rotated(q, phase), _rotated(k, phase)
-    products = torch.einsum("bihd,bjhd->bhij", q, k)
-    causal = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
-    log_decay = torch.zeros_like(products, dtype=torch.float64)
-    if log_gamma is not None:
-        sums = log_gamma.double().cumsum(1).transpose(1, 2).repeat_interleave(group, dim=1)
-        log_decay = sums.unsqueeze(-1) - sums.unsqueeze(-2)
-    log_decay = log_decay.masked_fill(~causal, -torch.inf)
-    if power is None:
-        weights = (products / q.shape[-1] ** 0.5 + log_decay.to(q.dtype)).softmax(-1)
-    else:
-        scores = products**power * log_decay.exp().to(q.dtype)
-        weights = scores / scores.sum(-1, keepdim=True)
-    return torch.einsum("bhij,bjhe->bihe", weights, v)
+        q, k = rotation_reference(q, k, beta, theta, document_start=document_start)
+    return attention_reference(q, k, v, log_gamma, power, document_start=document_start)[0]
 
 
-def plain_gates(x: Tensor, gate_weight: Tensor, gate_bias: Tensor, rotation_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """log γ = log σ(W_γ x + b) and β = 1 + tanh(W_β x) (paper §3.1 and §3.2) of rows x (n, width)."""
-    return torch.nn.functional.logsigmoid(x @ gate_weight.mT + gate_bias), 1 + torch.tanh(x @ rotation_weight.mT)
-
-
-def _rotated(x: Tensor, phase: Tensor) -> Tensor:
-    """x (b, t, h, d) with each pair of entries rotated by its angle in phase (b, t, h, d/2)."""
-    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+def plain_softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor | None = None,
+    beta: Tensor | None = None,
+    theta: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention token by token: B_ij = b_ij exp(R(c_ij θ) Q_i · K_j / √d), in the dtype of q."""
+    keys, values = k[:, :0].transpose(1, 2), v[:, :0].transpose(1, 2)
+    sums = None if log_gamma is None else log_gamma[:, :0].transpose(1, 2).double()
+    phase = None if theta is None else theta.new_zeros(*k[:, 0, :, 0].shape, len(theta), dtype=torch.float64)
+    rows = []
+    for i in range(q.shape[1]):
+        token = [None if x is None else x[:, i] for x in (log_gamma, beta)]
+        y, keys, values, sums, phase = softmax_step_reference(
+            q[:, i], k[:, i], v[:, i], *token, theta, keys, values, sums, phase
+        )
+        rows.append(y)
+    return torch.stack(rows, dim=1)

@@ -61,7 +61,7 @@ def pack_reference(kv: Tensor, normalizer: Tensor, log_decay: Tensor | None = No
         kv, normalizer: a full state, (b, h, d, e, d) and (b, h, d, d) float32.
         log_decay: logarithm of the square root of the decay; None: the message has none.
     """
-    i, a, scale = _features(kv.shape[2], kv.device)
+    i, a, scale = _features(kv.shape[2], kv)
     features = (kv[:, :, i, :, a] + kv[:, :, a, :, i]).permute(1, 2, 0, 3) * (scale / 2)[:, None]
     normalizers = (normalizer[:, :, i, a] + normalizer[:, :, a, i]) * (scale / 2)
     parts = [features.flatten(), normalizers.flatten()]
@@ -77,7 +77,7 @@ def unpack_reference(message: Tensor, shape: tuple[int, int, int, int]) -> tuple
         shape: b, h, d and e.
     """
     batch, heads, dim, value_dim = shape
-    i, a, scale = _features(dim, message.device)
+    i, a, scale = _features(dim, message)
     count = batch * heads * len(i)
     features, normalizers, rest = message.split([count * value_dim, count, len(message) - count * (value_dim + 1)])
     features = features.view(batch, heads, len(i), value_dim) / scale[:, None]
@@ -90,7 +90,7 @@ def unpack_reference(message: Tensor, shape: tuple[int, int, int, int]) -> tuple
     return kv, normalizer, rest.clone().view(torch.float64).view(batch, heads) if len(rest) else None
 
 
-def _features(dim: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The entries i ≤ a of each feature of degree 2, and its scale."""
-    i, a = torch.triu_indices(dim, dim, device=device)
-    return i, a, torch.where(i == a, 1.0, math.sqrt(2.0))
+def _features(dim: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The entries i ≤ a of each feature of degree 2, and its scale in the dtype of `like`."""
+    i, a = torch.triu_indices(dim, dim, device=like.device)
+    return i, a, torch.where(i == a, like.new_tensor(1.0), like.new_tensor(math.sqrt(2.0)))
