@@ -71,7 +71,8 @@ FIND_BROKEN_WORDS = """
 """
 
 
-@pytest.mark.parametrize("width", [1280, pytest.param(700, marks=pytest.mark.slow), 390])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 700, 390])
 def test_no_line_breaks_inside_a_word(browser, text_model, tmp_path, width):
     # One long line, so that blocks of tokens begin within it, with letters of two bytes.
     text = "Naïve café owners repeated señor Müller's incomprehensible circumlocutions about coöperation. " * 40
@@ -83,6 +84,7 @@ def test_no_line_breaks_inside_a_word(browser, text_model, tmp_path, width):
         assert page.evaluate(FIND_BROKEN_WORDS) == []
 
 
+@pytest.mark.slow
 def test_what_is_not_read_as_bytes_is_counted_in_tokens(browser, tmp_path):
     tokenizer = train_bpe([TEXT], 257 + 20)
     model = TextModel(lively_model(vocab_size=tokenizer.vocab_size), tokenizer)
@@ -112,6 +114,7 @@ def test_pointing_at_a_token_reads_its_numbers(page, text_model, layer, head, to
     assert page.locator("#tooltip strong").text_content() == f'"{TEXT[token - 1]}"'
 
 
+@pytest.mark.slow
 def test_layer_head_and_quantity_change_the_colours(page):
     seen = [colours(page)]
     page.locator("#head").select_option("1")
@@ -126,6 +129,7 @@ def test_layer_head_and_quantity_change_the_colours(page):
     assert colours(page) not in seen
 
 
+@pytest.mark.slow
 def test_the_most_forgetful_token_is_the_strongest(page, text_model):
     page.locator("#quantity").select_option("forgetting")
     strengths = page.locator(".token").evaluate_all(
@@ -138,6 +142,7 @@ def test_the_most_forgetful_token_is_the_strongest(page, text_model):
     assert strengths[by_forgetting[0]] >= strengths[by_forgetting[50]] >= strengths[by_forgetting[-1]]
 
 
+@pytest.mark.slow
 def test_the_map_has_every_heads_median(page, text_model):
     def cells():
         """Half-lives are coloured by their logarithms."""
@@ -152,6 +157,7 @@ def test_the_map_has_every_heads_median(page, text_model):
     assert cells() == pytest.approx(torch.cat([beta[1:].mean(0) for _, beta in read]).tolist(), abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_head_can_be_chosen_on_the_map(page):
     box = drawn(page.locator("#map")).locator(".nsewdrag").bounding_box()
     page.mouse.click(box["x"] + 3 * box["width"] / 4, box["y"] + 3 * box["height"] / 4)
@@ -161,6 +167,7 @@ def test_a_head_can_be_chosen_on_the_map(page):
     assert "Layer 1, head 1" in page.locator("#profile-title").text_content()
 
 
+@pytest.mark.slow
 def test_a_long_text_is_made_as_it_comes_into_view(page):
     there = page.locator(".token").count()
     assert 400 <= there < 3000
@@ -178,6 +185,7 @@ def test_a_long_text_is_made_as_it_comes_into_view(page):
     page.wait_for_function("document.querySelectorAll('.token').length > 2000")
 
 
+@pytest.mark.slow
 def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
     model = TextModel(lively_model(rotary="fixed"), ByteTokenizer())
     path = tmp_path / "page.html"
@@ -189,13 +197,10 @@ def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
         assert "β" not in page.locator("#tooltip").text_content()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "scheme"),
-    [
-        (1280, "dark"),
-        (390, "light"),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1280, "light"), (390, "dark"))),
-    ],
+    [(1280, "dark"), (390, "light"), (1280, "light"), (390, "dark")],
 )
 def test_it_looks_right(browser, path, tmp_path, width, scheme):
     with open_page(browser, path, width=width, scheme=scheme) as page:

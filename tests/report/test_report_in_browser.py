@@ -104,6 +104,7 @@ def test_it_shows_every_section(page):
         assert all(len(line["y"]) > 1 for line in lines(page, section))
 
 
+@pytest.mark.slow
 def test_a_series_can_be_hidden_everywhere_and_shown_again(page):
     legend_entry(page, "final", "sympow").click()
     wait_for_runs(page, "20 of 28 runs")
@@ -116,6 +117,7 @@ def test_a_series_can_be_hidden_everywhere_and_shown_again(page):
     assert len(lines(page, "curves", "sympow")) == 4
 
 
+@pytest.mark.slow
 def test_a_double_click_shows_one_series_alone(page):
     legend_entry(page, "curves", "conformal").dblclick()
     wait_for_runs(page, "8 of 28 runs")
@@ -124,6 +126,7 @@ def test_a_double_click_shows_one_series_alone(page):
     wait_for_runs(page, "28 runs")
 
 
+@pytest.mark.slow
 def test_smoothing_smooths(page):
     def set_smoothing(value):
         page.locator("#smoothing").fill(str(value))
@@ -136,6 +139,7 @@ def test_smoothing_smooths(page):
     assert page.locator("#smoothing-value").text_content() == "none"
 
 
+@pytest.mark.slow
 def test_curves_against_tokens_and_time_and_on_logarithmic_axes(page):
     assert axis_labels(page, "curves") == ["step", "training loss (nats per token)"]
     assert "40" in ticks(page, "curves")
@@ -156,6 +160,7 @@ def test_curves_against_tokens_and_time_and_on_logarithmic_axes(page):
     assert axis_range(page, "curves", "y") == pytest.approx([math.log10(y) for y in linear], abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_beginning_can_have_its_room(page):
     highest = max(lines(page, "curves")[0]["y"])
     assert axis_range(page, "curves", "y")[1] < highest
@@ -163,6 +168,7 @@ def test_the_beginning_can_have_its_room(page):
     assert axis_range(page, "curves", "y")[1] > highest
 
 
+@pytest.mark.slow
 def test_another_metric_and_each_seed(page):
     page.locator("#metric").select_option(label="held-out loss (nats per token)")
     assert axis_labels(page, "curves")[1] == "held-out loss (nats per token)"
@@ -189,6 +195,7 @@ def test_pointing_reads_numbers(page):
     page.locator("#final .hoverlayer text").first.wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_arrow_keys_read_numbers_too(page):
     plot(page, "final").focus()
     page.keyboard.press("ArrowRight")
@@ -199,6 +206,7 @@ def test_arrow_keys_read_numbers_too(page):
     page.locator("#final .hoverlayer text").first.wait_for(state="detached")
 
 
+@pytest.mark.slow
 def test_dragging_looks_closer_and_a_double_click_goes_back(page):
     area = plot(page, "curves").locator(".nsewdrag")
     box = area.bounding_box()
@@ -227,6 +235,7 @@ def test_dragging_looks_closer_and_a_double_click_goes_back(page):
     assert ranges() == whole
 
 
+@pytest.mark.slow
 def test_a_filter_is_for_the_whole_page(page):
     page.locator("#filter").fill("conformal context=64 p=2")
     wait_for_runs(page, "2 of 28 runs")
@@ -246,6 +255,7 @@ def test_a_filter_is_for_the_whole_page(page):
     assert len(lines(page, "curves")) == 16
 
 
+@pytest.mark.slow
 def test_loss_beyond_the_training_context(page):
     marks = page.locator("#beyond .plot").evaluate_all("hosts => hosts.map((host) => host.plot.layout.shapes[0].x0)")
     assert marks == [64, 256, 64, 256]
@@ -256,6 +266,7 @@ def test_loss_beyond_the_training_context(page):
     assert len(lines(page, "beyond", "conformal")[0]["x"]) > 10
 
 
+@pytest.mark.slow
 def test_probes_of_the_state(page):
     assert titles(page, "probes") == titles(page, "beyond")
     choices = page.locator("#probe option").all_text_contents()
@@ -267,6 +278,7 @@ def test_probes_of_the_state(page):
     assert axis_labels(page, "probes")[1] == "loss reduction (nats per key)"
 
 
+@pytest.mark.slow
 def test_heat_maps_of_heads(page):
     def cells(n=0):
         return plot(page, "heads", n).evaluate("host => host.data[0].text.flat()")
@@ -292,6 +304,7 @@ def test_heat_maps_of_heads(page):
     assert cells() == ["1", "0.4", "1.6", "1.1"]
 
 
+@pytest.mark.slow
 def test_the_final_loss_can_be_the_held_out_one(page):
     page.locator("#final-kind").select_option("finalHeldoutLoss")
     assert axis_labels(page, "final")[1] == "held-out loss (nats per token)"
@@ -300,6 +313,7 @@ def test_the_final_loss_can_be_the_held_out_one(page):
     assert row.locator("td").all_text_contents() == ["p = 4", "conformal", "3.01", "3.01"]
 
 
+@pytest.mark.slow
 def test_the_table_sorts_marks_and_opens(page):
     head = page.locator("#run-table thead")
     assert "learning rate" not in head.text_content()
@@ -323,6 +337,7 @@ def test_the_table_sorts_marks_and_opens(page):
     assert "learning rate" in page.locator("#run-table thead").text_content()
 
 
+@pytest.mark.slow
 def test_light_and_dark_can_be_chosen(page):
     def colours():
         (line, *_) = lines(page, "curves", "conformal")
@@ -340,13 +355,10 @@ def test_light_and_dark_can_be_chosen(page):
     assert colours() == light
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "scheme"),
-    [
-        (1440, "light"),
-        (390, "dark"),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1440, "dark"), (1024, "light"), (390, "light"))),
-    ],
+    [(1440, "light"), (390, "dark"), (1440, "dark"), (1024, "light"), (390, "light")],
 )
 def test_it_looks_right(browser, path, tmp_path, width, scheme):
     with open_page(browser, path, width=width, scheme=scheme) as page:
@@ -374,6 +386,7 @@ def fast_bytes(tmp_path_factory):
     return folder / "index.html"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1440, 390])
 def test_axis_labels_stand_beside_long_numbers(browser, fast_bytes, width):
     with open_page(browser, fast_bytes, width=width) as page:
@@ -382,6 +395,7 @@ def test_axis_labels_stand_beside_long_numbers(browser, fast_bytes, width):
         assert overlaps(page) == []
 
 
+@pytest.mark.slow
 def test_byte_level_runs_are_counted_in_bytes(browser, fast_bytes):
     with open_page(browser, fast_bytes) as page:
         assert axis_labels(page, "speed") == ["training context (bytes)", "bytes per second"]
@@ -393,6 +407,7 @@ def test_byte_level_runs_are_counted_in_bytes(browser, fast_bytes):
         assert "token" not in page.locator("main").inner_text()
 
 
+@pytest.mark.slow
 def test_it_prints_light_and_without_controls(browser, path, tmp_path):
     with open_page(browser, path, scheme="dark") as page:
         page.emulate_media(media="print")
