@@ -459,9 +459,9 @@ def plain_softmax_attention(
     phase = None if theta is None else theta.new_zeros(*k[:, 0, :, 0].shape, len(theta), dtype=torch.float64)
     rows = []
     for i in range(q.shape[1]):
-        token = [None if x is None else x[:, i] for x in (log_gamma, beta)]
+        gate, scale = (None if x is None else x[:, i] for x in (log_gamma, beta))
         y, keys, values, sums, phase = softmax_step_reference(
-            q[:, i], k[:, i], v[:, i], *token, theta, keys, values, sums, phase
+            q[:, i], k[:, i], v[:, i], gate, scale, theta, keys, values, sums, phase
         )
         rows.append(y)
     return torch.stack(rows, dim=1)

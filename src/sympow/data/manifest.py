@@ -160,15 +160,7 @@ def _shards(splits: Any) -> dict[str, tuple[Shard, ...]]:
 
 
 def verify_once(folder: Path, expected: Mapping[str, str]) -> None:
-    """Compares files with their hashes, except those that were verified and have not changed since.
-
-    Args:
-        folder: where the files are.
-        expected: SHA-256 by the file's name.
-
-    Raises:
-        ValueError: a file does not have its hash.
-    """
+    """As `verify`, except for files that were verified and have not changed since."""
     known = _read_verified(folder)
     pending = {name: digest for name, digest in expected.items() if known.get(name) != _state(folder / name, digest)}
     if pending:

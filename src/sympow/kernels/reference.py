@@ -65,10 +65,11 @@ def rotation_reference(
         phase = phase - before[:, document_start.long()]
     if start is not None:
         phase = phase + start.unsqueeze(1)
-    return _rotated(q, phase.repeat_interleave(q.shape[2] // heads, dim=2)), _rotated(k, phase)
+    return rotate_pairs(q, phase.repeat_interleave(q.shape[2] // heads, dim=2)), rotate_pairs(k, phase)
 
 
-def _rotated(x: Tensor, phase: Tensor) -> Tensor:
+def rotate_pairs(x: Tensor, phase: Tensor) -> Tensor:
+    """x (…, d) with each pair of entries rotated by its angle in phase (…, d/2)."""
     cos, sin = (phase % (2 * math.pi)).cos().to(x.dtype), (phase % (2 * math.pi)).sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sympow.kernels.reference import rotate_pairs
+
 
 class Step(NamedTuple):
     """A token after rotation: q (b, h_kv, group, d), k (b, h_kv, d), v (b, h_kv, e), its log gate and its phase."""
@@ -160,15 +162,9 @@ def _rotate(
         phase = phase + scale.double() * theta.double()
         # Into [−π, π], as the kernels keep it.
         phase = phase - 2 * math.pi * (phase / (2 * math.pi) + 0.5).floor()
-        q, k = _rotated(q, phase.unsqueeze(2)), _rotated(k, phase)
+        q, k = rotate_pairs(q, phase.unsqueeze(2)), rotate_pairs(k, phase)
     gate = k.new_zeros(batch, heads, dtype=torch.float64) if log_gamma is None else log_gamma.double()
     return Step(q, k, v, gate, phase)
-
-
-def _rotated(x: Tensor, phase: Tensor) -> Tensor:
-    cos, sin = phase.cos().to(x.dtype), phase.sin().to(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
 def _divide(numerator: Tensor, denominator: Tensor) -> Tensor:
