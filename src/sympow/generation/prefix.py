@@ -1,4 +1,4 @@
-"""`Prefix`: a prefilled text, which can be extended, forked, saved, loaded, and decoded from.
+"""`Prefix`: a text prefilled in segments, which can be extended, forked, saved, loaded, and decoded from.
 
     prefix = Prefix.prefill(model, tokens)      # tokens (b, t); memory depends on the segment size, not on t
     prefix.save("book.prefix", model)
