@@ -30,14 +30,15 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
 
 forms: $(INSTALLED)
-	$(BIN)/python examples/three_forms.py
+	$(BIN)/python examples/three_forms.py $(ARGS)
 
 # One thread each: two workers with their own thread pools would fight over the cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
+# A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)

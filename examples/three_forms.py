@@ -6,7 +6,7 @@ python examples/three_forms.py --out build/three_forms
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,12 +82,12 @@ def in_two_calls(inputs: dict[str, Any], power: int, cut: int) -> Tensor:
 
 
 @torch.no_grad()
-def time_forms(console: Console) -> dict[str, dict[int, Timing]]:
+def time_forms(console: Console, contexts: Sequence[int]) -> dict[str, dict[int, Timing]]:
     """Times the forward pass of the operator with gates, p = 2, float32."""
     timings: dict[str, dict[int, Timing]] = {"softmax": {}, "attention form": {}, "chunked form": {}}
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("timing", total=len(CONTEXTS))
-        for context in CONTEXTS:
+        task = progress.add_task("timing", total=len(contexts))
+        for context in contexts:
             inputs = make_inputs(context, HEADS, DIM, torch.float32)
             plain = {name: x for name, x in inputs.items() if name != "log_gamma"}
             calls: dict[str, Callable[[], Tensor]] = {
@@ -108,7 +108,7 @@ def show_timings(console: Console, timings: dict[str, dict[int, Timing]]) -> Non
     table.add_column("context", justify="right")
     for method in timings:
         table.add_column(method, justify="right")
-    for context in CONTEXTS:
+    for context in timings["softmax"]:
         cells = [
             f"{1e3 * by[context].median:.1f} ± {1e3 * (by[context].slowest - by[context].fastest) / 2:.1f}"
             for by in timings.values()
@@ -137,10 +137,12 @@ def show_states(console: Console) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/three_forms"), help="folder for the figure")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--tiny", action="store_true", help="only the two shortest contexts")
+    arguments = parser.parse_args()
+    out: Path = arguments.out
     console = Console()
     show_agreement(console)
-    timings = time_forms(console)
+    timings = time_forms(console, CONTEXTS[:2] if arguments.tiny else CONTEXTS)
     show_timings(console, timings)
     show_states(console)
     figure = out / "time_against_context.png"

@@ -14,7 +14,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "index: reads the package index for minutes; run with -m index (make resolve)")
 
 
+# Files whose slow tests take minutes: they start first, so that none of them runs alone at the end.
+LONGEST_FILES = ("test_readme.py", "test_sm90.py", "test_check.py", "test_mixin.py", "test_quartic.py", "test_demo.py")
+
+
 def pytest_collection_modifyitems(config, items):
+    if "slow" in config.getoption("-m"):
+        order = {name: number for number, name in enumerate(LONGEST_FILES)}
+        items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if "index" not in config.getoption("-m"):
         for item in items:
             if "index" in item.keywords:

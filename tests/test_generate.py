@@ -123,6 +123,7 @@ def small_model():
     return GPT(GPTConfig(vocab_size=2, layers=1, width=2, heads=1))
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_reading_is_noticed(small_model, tmp_path):
     path = tmp_path / "text.prefix"
     Prefix.prefill(small_model, torch.tensor([[0, 1]])).save(path, small_model)
@@ -152,6 +153,7 @@ def test_readings_of_earlier_versions_are_read(model, tmp_path):
     assert torch.equal(collect(model, None, 5, prefix=loaded, seed=5), expected)
 
 
+@pytest.mark.slow
 def test_damage_in_an_earlier_reading_is_a_value_error(small_model, tmp_path):
     path = tmp_path / "text.prefix"
     save_as_before_checksums(Prefix.prefill(small_model, torch.tensor([[0, 1]])), path, small_model)

@@ -71,7 +71,8 @@ def peaks():
         yield measure
 
 
-@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [2, 4])
 def test_a_hundred_times_the_prompt_takes_the_same_memory(peaks, power):
     short, long = (peaks(length, power=power) for length in LENGTHS)
     for what in ("tensors", "resident"):

@@ -23,6 +23,7 @@ SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-t
 # Flags added to a command, by its first words; the longest match counts.
 SMALL = {
     "make demo": "ARGS=--tiny",
+    "make forms": "ARGS=--tiny",
     "make test": "ARGS=tests/ops/test_paper.py",
     "sympow train": SMALL_RUN,
     "sympow train --data": SMALL_RUN + " --context 128",

@@ -51,6 +51,7 @@ def test_too_long_a_stretch_is_refused():
         document_sequences(DATASET, 3, 0)
 
 
+@pytest.mark.slow
 def test_memory_does_not_depend_on_how_much_is_read():
     """With four times the tokens, up to 65,536, only the stored losses grow: no features are kept per token."""
     torch.manual_seed(0)

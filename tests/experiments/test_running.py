@@ -107,6 +107,7 @@ def test_an_experiment_from_its_name_to_its_summary(folder, tmp_path):
     assert "is of another config: learning_rate 0.003 and 0.0001" in output
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_where_it_was(scale, tmp_path):
     """The resumed run has the same losses as a run that was never stopped."""
     run = scale.changed(steps=60).run("conformal", context=32)

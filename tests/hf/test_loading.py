@@ -47,7 +47,7 @@ def test_a_saved_model_comes_back(make, tokens, tmp_path):
     "order",
     [
         "import sympow; from transformers import AutoModelForCausalLM",
-        "from transformers import AutoModelForCausalLM; import sympow",
+        pytest.param("from transformers import AutoModelForCausalLM; import sympow", marks=pytest.mark.slow),
     ],
 )
 def test_the_auto_classes_know_it_in_a_fresh_process(folder, tokens, order):
@@ -79,6 +79,7 @@ def test_transformers_serve_loads_it(folder):
     assert type(model) is SympowForCausalLM
 
 
+@pytest.mark.slow
 def test_a_folder_says_where_its_classes_are(folder, tokens):
     """For programs that do not import sympow and use trust_remote_code."""
     expected = SympowForCausalLM.from_pretrained(folder).generate(tokens(1, 4), max_new_tokens=4, do_sample=False)

@@ -278,6 +278,7 @@ def test_a_fresh_model_starts_as_a_native_one():
     assert scalar.mixer.gate.gamma_proj.bias.tolist() == pytest.approx([6.906768] * 2)
 
 
+@pytest.mark.slow
 def test_padded_batches_of_all_lengths_are_compiled_once(make, tokens):
     model = make()
     torch._dynamo.reset()

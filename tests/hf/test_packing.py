@@ -88,6 +88,7 @@ def test_documents_do_not_start_behind_a_cache(make, tokens):
         model(ids, past_key_values=cache, position_ids=torch.tensor([[6, 7, 8, 0, 1, 2]]))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_refuses_positions_that_start_again(make, tokens):
     """Under torch.compile their values are unknown, so they cannot be split and must not be ignored."""

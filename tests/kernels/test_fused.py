@@ -65,7 +65,8 @@ def test_the_chunked_form(gate, rotation, group, dim, value_dim, length):
 
 @interpreted
 @pytest.mark.parametrize(
-    ("gate", "group", "dim", "value_dim", "packed"), [("scalar", 2, 6, 5, True), ("none", 1, 16, 20, False)]
+    ("gate", "group", "dim", "value_dim", "packed"),
+    [("scalar", 2, 6, 5, True), pytest.param("none", 1, 16, 20, False, marks=pytest.mark.slow)],
 )
 def test_the_chunked_form_of_power_four(gate, group, dim, value_dim, packed):
     inputs = random_inputs(13, batch=1, length=300, heads=group, key_heads=1, dim=dim, value_dim=value_dim, gate=gate,

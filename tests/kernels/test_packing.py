@@ -29,7 +29,7 @@ def carried(shape, log_decay=None, seed=0):
     return Carried(random(*features, value_dim, seed=seed), random(*features, seed=seed), log_decay, 2)
 
 
-@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (16, 32), (64, 16)])
+@pytest.mark.parametrize(("dim", "value_dim"), [(32, 32), (16, 32), pytest.param(64, 16, marks=pytest.mark.slow)])
 def test_packing_and_unpacking(dim, value_dim):
     shape = (2, 3, dim, value_dim)
     # Not symmetric: states and their gradients are symmetric only up to rounding.

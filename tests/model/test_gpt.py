@@ -171,7 +171,9 @@ def test_shapes_can_be_found_without_numbers():
     assert state[0].kv.shape == (2, 4, 10, 4)
 
 
-@pytest.mark.parametrize("form", ["auto", "attention", "chunked"])
+@pytest.mark.parametrize(
+    "form", ["auto", *(pytest.param(form, marks=pytest.mark.slow) for form in ("attention", "chunked"))]
+)
 def test_a_model_compiles_into_one_graph(form):
     model, x = make(form=form), tokens()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

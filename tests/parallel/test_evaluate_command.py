@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from support import assert_close
@@ -14,6 +15,7 @@ from sympow.cli.app import app
 from sympow.model.storage import save_model
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_as_one_does(tmp_path):
     config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
     save_model(tmp_path / "run" / "model", config, GPT(config).state_dict())

@@ -27,12 +27,21 @@ LONGEST = 290  # tokens of a case below
             {"chunk_size": 128, "closed": (130, 258), "exchange": "rounds"},
             marks=pytest.mark.slow,
         ),
-        ([9, 130, 5], {"gate": "none", "batch": 2}, None, [True, True, True], {"chunk_size": 128}),
+        pytest.param(
+            [9, 130, 5],
+            {"gate": "none", "batch": 2},
+            None,
+            [True, True, True],
+            {"chunk_size": 128},
+            marks=pytest.mark.slow,
+        ),
         # An odd batch, so that the overlapped halves differ; a gate closed at a rank's first token; an empty rank.
-        ([40, 0, 30], {"batch": 3, "heads": 1}, None, [True, False, True], {"closed": (40,)}),
+        pytest.param(
+            [40, 0, 30], {"batch": 3, "heads": 1}, None, [True, False, True], {"closed": (40,)}, marks=pytest.mark.slow
+        ),
         ([30, 20, 10], {"batch": 1, "heads": 1, "rotation": "none"}, None, [True, True, True], {"exchange": "gather"}),
         # Without gates: states pass unchanged, or end at a document boundary.
-        ([30, 40, 20], {"gate": "none"}, [0, 20, 90], [False, True, True], {}),
+        pytest.param([30, 40, 20], {"gate": "none"}, [0, 20, 90], [False, True, True], {}, marks=pytest.mark.slow),
     ],
     ids=["gated", "ungated", "documents", "chunks", "ungated chunks", "batch", "one head", "ungated documents"],
 )

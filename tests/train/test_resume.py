@@ -73,6 +73,7 @@ def expected_here(uninterrupted, tiny, losses, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses_and_another_gives_others(finish, losses, expected, tmp_path):
     finish(tmp_path / "a")
     finish(tmp_path / "b", seed=1)
@@ -97,6 +98,7 @@ def test_a_run_killed_three_times_gives_the_losses_of_one_that_was_not(start, lo
     assert losses(out) == expected(**changes)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(start, losses, expected, tmp_path):
     out = tmp_path / "run"
     training = start(out, code=SLOWER, save_every=0)
