@@ -19,7 +19,7 @@ LONGEST_FILES = ("test_readme.py", "test_sm90.py", "test_check.py", "test_mixin.
 
 
 def pytest_collection_modifyitems(config, items):
-    if "slow" in config.getoption("-m"):
+    if config.getoption("-m") == "slow":
         order = {name: number for number, name in enumerate(LONGEST_FILES)}
         items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if "index" not in config.getoption("-m"):
