@@ -37,6 +37,8 @@ TABLE = TESTS / "margins.tsv"
 # A tolerance is at least four times the worst error over at least 50 seeds in both orders of summation.
 LARGEST_RATIO = 0.25
 FEWEST_SEEDS = 50
+# Seconds between two writes of what a process of the sweep has measured.
+WRITE_INTERVAL = 10
 # The cases of a parametrised test share its seeds: each seed runs in one of every five cases.
 LARGEST_SHARE = 5
 # Tests that train in several processes take up to half a minute: they run with fewer seeds and wider tolerances.
@@ -113,7 +115,8 @@ def write_measured(path: Path, measured: Measured) -> None:
 def read_measured(*folders: Path) -> Measured:
     measured = Measured({}, {}, Counter())
     for path in sorted(path for folder in folders for path in folder.rglob("*.jsonl")):
-        for line in path.read_text().splitlines():
+        # A process whose time was up before its first test has written an empty line.
+        for line in filter(None, path.read_text().splitlines()):
             match json.loads(line):
                 case [test, what, tolerance, values]:
                     merge(measured.margins, {(test, what, tolerance): Margin(**values)})
@@ -243,6 +246,7 @@ class Runner:
             chosen = (others.index(test) + seed) % min(LARGEST_SHARE, len(others)) == 0
             return chosen and test not in idle and (seed, backwards) not in before.get(test, ())
 
+        written = time.time()
         for seed, backwards in self.job["settings"]:
             setting = f"seed {seed}, {'backwards' if backwards else 'forwards'}, {self.job['setting']}"
             left = [item for item in items if due(item.nodeid, seed, backwards)]
@@ -257,6 +261,10 @@ class Runner:
                 self.measured.settings.setdefault(item.nodeid, set()).add((seed, backwards))
                 margins = {(item.nodeid, *key): Margin(error, setting, 1) for key, error in found.items()}
                 merge(self.measured.margins, margins)
+                # Often, so that little is lost if the sweep is killed.
+                if time.time() > written + WRITE_INTERVAL:
+                    write_measured(self.out, self.measured)
+                    written = time.time()
             write_measured(self.out, self.measured)
             print(f"{setting}: done", flush=True)
 
