@@ -17,7 +17,6 @@ from sympow.kernels.attention.backward import key_gradient, prepare, query_gradi
 from sympow.kernels.attention.forward import attend
 from sympow.kernels.common import Documents, scale_queries
 from sympow.kernels.running_sums import (
-    KEY_TILE,
     SCAN_BLOCK,
     Gates,
     correct_drift,
@@ -32,8 +31,8 @@ from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, 
 DRIFT_SPACING = 4096
 # ... or fewer times for long sequences: what the kernel writes for it grows with the number of blocks and the length.
 MAX_DRIFT_BLOCKS = 16
-# For longer sequences the portable kernel of the keys' gradient is faster than the Hopper kernel.
-HOPPER_KEY_GRADIENT_MAX_LENGTH = 8192
+# Blocks are multiples of the tiles of every kernel.
+DRIFT_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,7 @@ def fused_attention(
         if chunks is not None:
             states, end, _ = scan_sums(chunks, initial, want_end=final)
     if _on_hopper(q, k, v, chunk, documents):
-        from sympow.kernels.hopper.forward import attend as attend_on_hopper
-
-        y, weight = attend_on_hopper(q, k, v, power, gates)
+        y, weight = hopper.attend(q, k, v, power, gates)
         past = None
     else:
         y, weight, past = attend(
@@ -242,11 +239,10 @@ def _attend_backward(
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     on_hopper = _on_hopper(q, k, v, chunk, documents)
     if on_hopper:
-        from sympow.kernels.hopper import backward as hopper_backward
         from sympow.kernels.hopper.common import split_sums
 
         split = None if gates is None else split_sums(gates)
-        dq, row_terms = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
+        dq, row_terms = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
     else:
         dq, row_terms = query_gradient(
             q, scale, k, v, divided, minus_delta, power, gates, states, past=kept.past,
@@ -266,11 +262,13 @@ def _attend_backward(
         assert chunks is not None
         reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
     length, block_terms = k.shape[1], None
-    block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // KEY_TILE) * KEY_TILE)
+    block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
     if gates is not None and states is None and length > block:
         block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
-    if on_hopper and block_terms is None and length <= HOPPER_KEY_GRADIENT_MAX_LENGTH:
-        dk, dv, column_terms = hopper_backward.key_gradient(q, k, v, divided, minus_delta, power, gates, split)
+    if on_hopper and hopper.supports_key_gradient(k, block_terms):
+        dk, dv, column_terms = hopper.key_gradient(
+            q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block
+        )
     else:
         dk, dv, column_terms = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import LOG2_E, aligned
@@ -43,6 +43,23 @@ def matrix(buffers, stage):
     """The tile of a stage in a circular buffer, as a matrix."""
     buffer = buffers.index(stage)
     return buffer.reshape([buffer.shape[2], buffer.shape[3]])
+
+
+@gluon.jit
+def new_barriers(count: gl.constexpr, arrivals: gl.constexpr):
+    """`count` barriers in shared memory, each of which completes a phase after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(count):
+        mbarrier.init(barriers.index(n), count=arrivals)
+    return barriers
+
+
+@gluon.jit
+def free_stage(empty, stage):
+    """Tells the warp that copies that this partition no longer reads a stage of a circular buffer."""
+    # A warp waits for its own part of a product only, and one thread arrives for all.
+    thread_barrier()
+    mbarrier.arrive(empty.index(stage), count=1)
 
 
 @gluon.jit

@@ -1,0 +1,489 @@
+"""Backward pass of the attention form on Hopper for heads of 128, warp-specialised as in `wide_forward`.
+
+The equations are those of `sympow.kernels.attention.backward`. Two kernels, each of which owns its outputs, so that
+results are bitwise reproducible. With the decays of a block of 128 tokens folded into the operand that a kernel visits
+(`decayed`; p-th roots, so s' = d^(1/p) s for scores s and decays d),
+    d s^(p−1) dB k = s'^(p−1) dB k'    and    d s^(p−1) dB q = s'^(p−1) dB q',
+so that both products of a tile read the folded operand, and only the decay between the blocks is left, one factor per
+tile.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sympow.kernels.common import divide_steps, empty_aligned, even_power, odd_power
+from sympow.kernels.hopper.common import (
+    SplitSums,
+    async_load,
+    async_store,
+    free_stage,
+    head_major,
+    matrix,
+    new_barriers,
+    prefetch,
+    split_sums,
+    thread_barrier,
+)
+from sympow.kernels.hopper.decayed import BLOCK, decayed
+from sympow.kernels.hopper.wide_forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.running_sums import Gates
+
+# Tokens per tile and per warpgroup; tiles of keys and of values in shared memory for the gradient of the queries; tiles
+# of queries and of output gradients for that of the keys.
+TILE, KEY_RING, QUERY_RING = 64, 4, 3
+
+
+@gluon.jit
+def _copy_keys(k_desc, decayed_desc, v_desc, batch, head, before, steps, buffers, ready, empty, STAGES: gl.constexpr):
+    """Copies the tiles of keys and values of all steps; those from `before` on lie on the diagonal."""
+    COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
+    k_buffers, v_buffers = buffers
+    for step in range(steps):
+        stage = step % STAGES
+        start = [batch, head, step * COLUMNS, 0]
+        barrier = ready.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        async_load(decayed_desc, start, barrier, k_buffers.index(stage), pred=step < before)
+        async_load(k_desc, start, barrier, k_buffers.index(stage), pred=step >= before)
+        async_load(v_desc, start, barrier, v_buffers.index(stage))
+
+
+@gluon.jit
+def _query_rows(
+    descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty,
+    MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dq_i and q_i · dq_i for the queries of one warpgroup."""
+    q_desc, v_desc, dq_desc = descriptors
+    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr = pointers
+    batch, head, sequence, first, before, steps, length, padded = place
+    q_buffers, dy_buffers = own_buffers
+    k_buffers, v_buffers = buffers
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
+    OWNED: gl.constexpr = 2 * ROWS
+    dtype: gl.constexpr = q_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    LEFT_DQ: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    DQ_BY_ROW: gl.constexpr = gl.SliceLayout(1, DQ)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+
+    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, BY_ROW)
+    minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + sequence.to(gl.int64) * padded + rows), 1)
+    if GATED:
+        reference_whole = gl.load(whole_ptr + first)
+        reference_rest = gl.load(rest_ptr + first)
+    mbarrier.wait(own_ready, 0)
+    q = matrix(q_buffers, MEMBER)
+    dy = matrix(dy_buffers, MEMBER)
+    blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
+    dq = gl.zeros((ROWS, D), gl.float32, DQ)
+
+    if before > 0:
+        mbarrier.wait(ready.index(0), 0)
+        scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
+        dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
+        scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
+        grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+        if GATED:
+            log_decay = (reference_whole - gl.load(whole_ptr + OWNED - 1)).to(gl.float32)
+            log_decay += reference_rest - gl.load(rest_ptr + OWNED - 1)
+            grads *= gl.exp2(log_decay)
+        for step in range(1, before):
+            stage = step % STAGES
+            last = (step - 1) % STAGES
+            left = gl.convert_layout(grads.to(dtype), LEFT_DQ)
+            if GATED:
+                block_end = (step * COLUMNS // OWNED + 1) * OWNED - 1
+                end_whole = gl.load(whole_ptr + block_end)
+                end_rest = gl.load(rest_ptr + block_end)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+            dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+            dq = warpgroup_mma(left, matrix(k_buffers, last), dq, is_async=True)
+            scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
+            grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+            if GATED:
+                grads *= gl.exp2((reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest))
+            dq, grads = warpgroup_mma_wait(0, deps=(dq, grads))
+            free_stage(empty, last)
+        last = (before - 1) % STAGES
+        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, last), dq)
+        free_stage(empty, last)
+
+    if GATED:
+        row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
+        row_rest = gl.load(rest_ptr + rows) - reference_rest
+        dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
+    for step in range(before, steps):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+        dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+        columns = step * COLUMNS + gl.arange(0, COLUMNS, BY_COLUMN)
+        causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
+        scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
+        grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+        if GATED:
+            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
+            column_rest = gl.load(rest_ptr + columns) - reference_rest
+            log_decays = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
+                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
+            )
+            grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+        else:
+            grads = gl.where(causal, grads, 0.0)
+        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
+        free_stage(empty, stage)
+
+    dq *= POWER
+    own = q.load(DQ).to(gl.float32)
+    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
+    row_offsets = sequence.to(gl.int64) * length + rows
+    gl.store(row_term_ptr + row_offsets, gl.sum(dq * own, axis=1), mask=rows < length)
+    dq *= gl.expand_dims(gl.load(scale_ptr + row_offsets, mask=rows < length, other=0.0), 1)
+    q.store(dq.to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    async_store(dq_desc, [batch, head, first + MEMBER * ROWS, 0], q_buffers.index(MEMBER))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def query_gradient_kernel(
+    q_desc, k_desc, decayed_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
+    whole_ptr, rest_ptr, length, padded, gates_padded, heads, tiles,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for 128 queries, times the scale of the query, and q_i · dq_i."""
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    program = gl.program_id(0)
+    tile = tiles - 1 - program % tiles  # tiles with the most keys start first
+    sequence = program // tiles
+    batch, head = sequence // heads, sequence % heads
+    kv_head = head // GROUP
+    first = tile * 2 * ROWS
+    before = first // v_desc.block_type.shape[2]
+    steps = (first + 2 * ROWS) // v_desc.block_type.shape[2]
+    if GATED:
+        kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
+        whole_ptr += kv_sequence * gates_padded
+        rest_ptr += kv_sequence * gates_padded
+
+    q_buffers = gl.allocate_shared_memory(dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    dy_buffers = gl.allocate_shared_memory(dtype, [2] + dy_desc.block_type.shape, dy_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    own_ready = new_barriers(1, 1)
+    ready = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 2)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.expect(own_ready.index(0), 2 * (q_desc.block_type.nbytes + dy_desc.block_type.nbytes))
+    for member in gl.static_range(2):
+        async_load(q_desc, [batch, head, first + member * ROWS, 0], own_ready.index(0), q_buffers.index(member))
+        async_load(dy_desc, [batch, head, first + member * ROWS, 0], own_ready.index(0), dy_buffers.index(member))
+
+    descriptors = (q_desc, v_desc, dq_desc)
+    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr)
+    place = (batch, head, sequence, first, before, steps, length, padded)
+    own_buffers = (q_buffers, dy_buffers)
+    buffers = (k_buffers, v_buffers)
+    gl.warp_specialize([
+        (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                       gl.constexpr(0), POWER, GATED, STAGES)),
+        (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                       gl.constexpr(1), POWER, GATED, STAGES)),
+        (_copy_keys, (k_desc, decayed_desc, v_desc, batch, kv_head, before, steps, buffers, ready, empty, STAGES)),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+
+
+@gluon.jit
+def _tiles_of_block(index, after, length, query_block, COLUMNS: gl.constexpr):
+    """The first query of block `index` that comes after the keys, and the number of tiles from there on."""
+    start = gl.maximum(after, index * query_block)
+    return start, gl.maximum(gl.cdiv(gl.minimum(length, (index + 1) * query_block) - start, COLUMNS), 0)
+
+
+@gluon.jit
+def _copy_query_tile(q_desc, dy_desc, batch, head, row, step, buffers, ready, empty, STAGES: gl.constexpr):
+    q_buffers, dy_buffers = buffers
+    stage = step % STAGES
+    barrier = ready.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
+    async_load(q_desc, [batch, head, row, 0], barrier, q_buffers.index(stage))
+    async_load(dy_desc, [batch, head, row, 0], barrier, dy_buffers.index(stage))
+
+
+@gluon.jit
+def _copy_queries(
+    q_desc, decayed_desc, dy_desc, batch, head, first, length, query_block, buffers, ready, empty,
+    OWNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copies the queries and output gradients after the keys, block by block and head by head, then the diagonal's."""
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
+    after = first + OWNED
+    blocks = gl.cdiv(length, query_block)
+    step = 0
+    for index in range(after // query_block, blocks):
+        start, tiles = _tiles_of_block(index, after, length, query_block, COLUMNS)
+        for n in range(GROUP * tiles):
+            member, tile = divide_steps(n, tiles, GROUP)
+            row = start + tile * COLUMNS
+            _copy_query_tile(decayed_desc, dy_desc, batch, head + member, row, step, buffers, ready, empty, STAGES)
+            step += 1
+    DIAGONAL: gl.constexpr = OWNED // COLUMNS
+    for n in range(GROUP * DIAGONAL):
+        row = first + n % DIAGONAL * COLUMNS
+        _copy_query_tile(q_desc, dy_desc, batch, head + n // DIAGONAL, row, step, buffers, ready, empty, STAGES)
+        step += 1
+
+
+@gluon.jit
+def _key_rows(
+    descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty, MEMBER: gl.constexpr,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk_j, dv_j and k_j · dk_j for the keys of one warpgroup; rows are keys here, and columns queries."""
+    k_desc, q_desc, dk_desc, dv_desc = descriptors
+    minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr = pointers
+    batch, kv_head, kv_sequence, first, length, padded, query_block = place
+    k_buffers, v_buffers = own_buffers
+    q_buffers, dy_buffers = buffers
+    ROWS: gl.constexpr = k_desc.block_type.shape[2]
+    D: gl.constexpr = k_desc.block_type.shape[3]
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
+    E: gl.constexpr = dv_desc.block_type.shape[3]
+    OWNED: gl.constexpr = 2 * ROWS
+    dtype: gl.constexpr = k_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    LEFT_DK: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
+    LEFT_DV: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    DK_BY_ROW: gl.constexpr = gl.SliceLayout(1, DK)
+    DV_BY_ROW: gl.constexpr = gl.SliceLayout(1, DV)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+
+    mine = first + MEMBER * ROWS
+    after = first + OWNED
+    offsets = gl.arange(0, COLUMNS, BY_COLUMN)
+    spread = gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [4], [0]))
+    if GATED:
+        reference_whole = gl.load(whole_ptr + after - 1)
+        reference_rest = gl.load(rest_ptr + after - 1)
+    mbarrier.wait(own_ready, 0)
+    k = matrix(k_buffers, MEMBER)
+    v = matrix(v_buffers, MEMBER)
+    blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
+    dk = gl.zeros((ROWS, D), gl.float32, DK)
+    dv = gl.zeros((ROWS, E), gl.float32, DV)
+    known = gl.zeros((ROWS,), gl.float32, DK_BY_ROW)
+
+    step = 0
+    blocks = gl.cdiv(length, query_block)
+    for index in range(after // query_block, blocks):
+        start, tiles = _tiles_of_block(index, after, length, query_block, COLUMNS)
+        for n in range(GROUP * tiles):
+            member, tile = divide_steps(n, tiles, GROUP)
+            row = start + tile * COLUMNS
+            stage = step % STAGES
+            prefetch(minus_delta_ptr + member * padded + row + spread)
+            scale = 1.0
+            if GATED:
+                start_whole = gl.load(whole_ptr + row // OWNED * OWNED)
+                start_rest = gl.load(rest_ptr + row // OWNED * OWNED)
+                scale = gl.exp2((start_whole - reference_whole).to(gl.float32) + (start_rest - reference_rest))
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+            dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+            scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
+            # Loaded only now: no registers are free before.
+            dp += gl.expand_dims(gl.load(minus_delta_ptr + member * padded + row + offsets), 0)
+            grads = gl.convert_layout((odd_power(scores, POWER - 1) * scale * dp).to(dtype), LEFT_DK)
+            weights = gl.convert_layout((even_power(scores, POWER) * scale).to(dtype), LEFT_DV)
+            dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
+            dk = warpgroup_mma(grads, matrix(q_buffers, stage), dk, is_async=True)
+            dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+            free_stage(empty, stage)
+            step += 1
+        if BLOCK_TERMS:
+            # Decays count from the end of a tile of keys, as in the portable kernel.
+            total = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
+            to_reference = 1.0
+            if GATED:
+                log_decay = (reference_whole - gl.load(whole_ptr + mine + ROWS - 1)).to(gl.float32)
+                to_reference = gl.exp2(log_decay + (reference_rest - gl.load(rest_ptr + mine + ROWS - 1)))
+            rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
+            target = block_terms_ptr + (kv_sequence.to(gl.int64) * blocks + index) * length + rows
+            gl.store(target, (total - known) * to_reference, mask=rows < length)
+            known = total
+
+    rows = mine + gl.arange(0, ROWS, BY_ROW)
+    if GATED:
+        row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
+        row_rest = gl.load(rest_ptr + rows) - reference_rest
+        row_decay = gl.exp2(-(row_whole + row_rest))
+        dk *= gl.expand_dims(gl.convert_layout(row_decay, DK_BY_ROW), 1)
+        dv *= gl.expand_dims(gl.convert_layout(row_decay, DV_BY_ROW), 1)
+    DIAGONAL: gl.constexpr = OWNED // COLUMNS
+    for n in range(GROUP * DIAGONAL):
+        stage = step % STAGES
+        columns = first + n % DIAGONAL * COLUMNS + offsets
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+        dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
+        scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
+        dp += gl.expand_dims(gl.load(minus_delta_ptr + n // DIAGONAL * padded + columns), 0)
+        factor = odd_power(scores, POWER - 1)
+        causal = gl.expand_dims(columns, 0) >= gl.expand_dims(rows, 1)
+        if GATED:
+            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
+            column_rest = gl.load(rest_ptr + columns) - reference_rest
+            log_decays = (gl.expand_dims(column_whole, 0) - gl.expand_dims(row_whole, 1)) + (
+                gl.expand_dims(column_rest, 0) - gl.expand_dims(row_rest, 1)
+            )
+            factor *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
+        else:
+            factor = gl.where(causal, factor, 0.0)
+        weights = gl.convert_layout((factor * scores).to(dtype), LEFT_DV)
+        grads = gl.convert_layout((factor * dp).to(dtype), LEFT_DK)
+        dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
+        dk = warpgroup_mma(grads, matrix(q_buffers, stage), dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+        free_stage(empty, stage)
+        step += 1
+
+    dk *= POWER
+    rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
+    column_term = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
+    gl.store(column_term_ptr + kv_sequence.to(gl.int64) * length + rows, column_term, mask=rows < length)
+    k.store(dk.to(dtype))
+    v.store(dv.to(dtype))
+    fence_async_shared()
+    thread_barrier()
+    async_store(dk_desc, [batch, kv_head, mine, 0], k_buffers.index(MEMBER))
+    async_store(dv_desc, [batch, kv_head, mine, 0], v_buffers.index(MEMBER))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def key_gradient_kernel(
+    q_desc, decayed_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, block_terms_ptr,
+    whole_ptr, rest_ptr, length, padded, gates_padded, kv_heads, tiles, query_block,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dv_j and dk_j for 128 keys, summed over the query heads that read them, and k_j · dk_j.
+
+    BLOCK_TERMS: also what each block of `query_block` queries, a multiple of 128, adds to k_j · dk_j, without what lies
+    in one block of 128 tokens with the key.
+    """
+    ROWS: gl.constexpr = k_desc.block_type.shape[2]
+    OWNED: gl.constexpr = 2 * ROWS
+    dtype: gl.constexpr = k_desc.dtype
+    program = gl.program_id(0)
+    first = program % tiles * OWNED
+    kv_sequence = program // tiles
+    batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
+    minus_delta_ptr += kv_sequence.to(gl.int64) * GROUP * padded
+    if GATED:
+        whole_ptr += kv_sequence.to(gl.int64) * gates_padded
+        rest_ptr += kv_sequence.to(gl.int64) * gates_padded
+
+    k_buffers = gl.allocate_shared_memory(dtype, [2] + k_desc.block_type.shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2] + v_desc.block_type.shape, v_desc.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    dy_buffers = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
+    own_ready = new_barriers(1, 1)
+    ready = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 2)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.expect(own_ready.index(0), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for member in gl.static_range(2):
+        async_load(k_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), k_buffers.index(member))
+        async_load(v_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), v_buffers.index(member))
+
+    descriptors = (k_desc, q_desc, dk_desc, dv_desc)
+    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr)
+    place = (batch, kv_head, kv_sequence, first, length, padded, query_block)
+    own_buffers = (k_buffers, v_buffers)
+    buffers = (q_buffers, dy_buffers)
+    gl.warp_specialize([
+        (_key_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                     gl.constexpr(0), GROUP, POWER, GATED, BLOCK_TERMS, STAGES)),
+        (_key_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                     gl.constexpr(1), GROUP, POWER, GATED, BLOCK_TERMS, STAGES)),
+        (_copy_queries, (q_desc, decayed_desc, dy_desc, batch, kv_head * GROUP, first, length, query_block, buffers,
+                         ready, empty, OWNED, GROUP, STAGES)),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+
+
+def query_gradient(
+    q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
+    gates: Gates | None, split: SplitSums | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t); arguments as in `hopper.backward`."""
+    if gates is not None and split is None:
+        split = split_sums(gates)
+    batch, length, heads, _ = q.shape
+    dq = empty_aligned(q, *q.shape)
+    row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
+    tiles = triton.cdiv(length, BLOCK)
+    query_gradient_kernel[(tiles * batch * heads,)](
+        head_major(q, TILE), head_major(k, TILE), head_major(decayed(k, split, power, to_end=True), TILE),
+        head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dq, TILE), row_term, scale,
+        split and split.whole, split and split.rest,
+        length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles,
+        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=KEY_RING,
+        num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dq, row_term
+
+
+def key_gradient(
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
+    gates: Gates | None, split: SplitSums | None = None, *,
+    block_terms: Tensor | None = None, query_block: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as in `hopper.backward`.
+
+    Args:
+        block_terms, query_block: as in `attention.backward.key_gradient`; query_block is a multiple of 128.
+    """
+    assert query_block % BLOCK == 0
+    if gates is not None and split is None:
+        split = split_sums(gates)
+    batch, length, kv_heads, _ = k.shape
+    dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
+    column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
+    tiles = triton.cdiv(length, BLOCK)
+    key_gradient_kernel[(tiles * batch * kv_heads,)](
+        head_major(q, TILE), head_major(decayed(q, split, power, to_end=False), TILE), head_major(k, TILE),
+        head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dk, TILE), head_major(dv, TILE), column_term,
+        block_terms, split and split.whole, split and split.rest,
+        length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
+        tiles * BLOCK if block_terms is None else query_block,
+        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, BLOCK_TERMS=block_terms is not None,
+        STAGES=QUERY_RING, num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
+    )  # fmt: skip
+    return dk, dv, column_term
