@@ -109,6 +109,8 @@ UNALIGNED = {
     "window_splits",
     "heads",
     "kv_heads",
+    "chunk_count",
+    "wide_tiles",
     "state_count",
     "first_entry",
     "first_boundary",
@@ -118,6 +120,7 @@ UNALIGNED = {
     "nearest",
     "count",
     "numbers",
+    "programs",
 }
 
 
@@ -384,7 +387,7 @@ CASES = {
     "quartic query, d=16": quartic_case("query", 8, 16, warps=4),
     "quartic query, d=32": quartic_case("query", 8, 32),
     "quartic query, e=128": quartic_case("query", 1, 128),
-    "quartic outer, d=16": quartic_case("outer", 8, 16),
+    "quartic outer, d=16": (*quartic_case("outer", 8, 16), 128),
     "quartic outer, d=32": quartic_case("outer", 8, 32),
     "quartic outer, e=64": quartic_case("outer", 4, 64),
     "quartic outer, e=128": quartic_case("outer", 1, 128),

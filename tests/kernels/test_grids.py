@@ -1,25 +1,49 @@
-"""Launches whose number of CTAs grows with batch, heads and pairs stay within the limits of a CUDA grid.
+"""No launch depends on how many CTAs CUDA takes along the second and third axis of a grid.
 
-A grid has up to 2³¹ − 1 CTAs along its first axis and 65,535 along the second. Triton's interpreter has no such
-limit, so these tests look at the grids.
+A grid has up to 2³¹ − 1 CTAs along its first axis and 65,535 along the others. Triton's interpreter has no such limit,
+so the first tests look at the grids of all launches; those marked `gpu` launch more CTAs than fit on a second axis.
 """
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-import sympow
-from support import interpreted
-from sympow.kernels import rotary as rotation
-from sympow.kernels import running_sums
-from sympow.kernels.rotary import fused_rotation
-from sympow.kernels.running_sums import correct_drift, running_sum
-from sympow.ops.rotary import rotary_rates
+from triton.runtime import KernelInterface
 
-MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)
-# The columns of β of 256 sequences with 12 heads of 32 pairs.
-BATCH, HEADS, PAIRS = 256, 12, 32
+import sympow
+import sympow.kernels
+from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
+from sympow.kernels import common
+from sympow.kernels.attention import shard
+from sympow.kernels.common import flat_grid
+from sympow.kernels.cross_entropy import cross_entropy_in_place
+from sympow.kernels.decode.gate_projection import step_gates
+from sympow.kernels.decode.softmax_step import split_keys
+from sympow.kernels.decode.state_step import split_state
+from sympow.kernels.decode.window_step import split_window
+from sympow.kernels.hopper import backward as hopper_backward
+from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.reference import cross_entropy_reference
+from sympow.kernels.rotary import fused_rotation
+from sympow.kernels.running_sums import gate_sums, running_sum
+from sympow.kernels.states.message_packing import pack, unpack
+from sympow.kernels.states.quadratic import FullState
+from sympow.ops.key_value_cache import KeyValueCache
+from sympow.ops.rotary import rotary_rates
+from sympow.ops.torch.softmax import softmax_attention
+from sympow.ops.window import Window
+
+# 16,384 sequences with 8 heads of 8 pairs: twice as many sequences × heads as CTAs fit on a second axis, and a million
+# columns of β.
+BATCH, HEADS, PAIRS = 16_384, 8, 8
+# Sequences at both ends of the batch, and around the 65,536th pair of a sequence and a head.
+SAMPLED = [0, 1, 8190, 8191, 8192, BATCH - 2, BATCH - 1]
 
 
 class Recorder:
@@ -29,50 +53,133 @@ class Recorder:
         self.grids = []
 
     def __getitem__(self, grid):
-        self.grids.append(grid)
+        self.grids.append(tuple(grid))
         return lambda *args, **kwargs: None
+
+
+def launched_kernels():
+    """Module and name of every kernel that a module of `sympow.kernels` launches, read off its source."""
+    found = []
+    for info in pkgutil.walk_packages(sympow.kernels.__path__, "sympow.kernels."):
+        module = importlib.import_module(info.name)
+        for node in ast.walk(ast.parse(Path(module.__file__).read_text("utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                name = getattr(node.func.value, "id", None)
+                if isinstance(getattr(module, name or "", None), KernelInterface):
+                    found.append((module, name))
+    return found
 
 
 @pytest.fixture
 def recorders(monkeypatch):
-    """All kernels that launch over columns of β, or over sequences and heads without a limit on them."""
-    kernels = {
-        "scan": (running_sums, "_scan_kernel"),
-        "drift": (running_sums, "_correct_drift_kernel"),
-        "rotate": (rotation, "_rotate_kernel"),
-        "rotate backward": (rotation, "_rotate_backward_kernel"),
-    }
+    """A recorder in the place of every kernel, by module and name."""
     found = {}
-    for name, (module, attribute) in kernels.items():
-        found[name] = Recorder()
-        monkeypatch.setattr(module, attribute, found[name])
+    for module, name in launched_kernels():
+        key = f"{module.__name__.removeprefix('sympow.kernels.')}.{name}"
+        if key not in found:
+            found[key] = Recorder()
+            monkeypatch.setattr(module, name, found[key])
     return found
 
 
-def assert_launchable(grids):
-    assert grids
-    for grid in grids:
-        assert all(axis <= most for axis, most in zip(grid, MOST_PROGRAMS, strict=False)), grid
+def attend(batch, heads, chunks, power, form, *, states=False):
+    """Forward and backward pass with everything that has a kernel of its own."""
+    x = random_inputs(0, batch=batch, heads=2 * heads, key_heads=heads, length=128 * chunks + 1, dim=16, value_dim=16,
+                      rotation="pairs", dtype=torch.float32).requires_grad()  # fmt: skip
+    initial = sympow.State.zeros(batch, heads, 16, 16, power=power, rotated=True) if states else None
+    chunk = {"chunk_size": 128} if form == "chunked" else {}
+    result = sympow.attention(
+        **x.arguments(), power=power, form=form, backend="triton", initial_state=initial, return_state=states, **chunk
+    )
+    (result[0] if states else result).sum().backward()
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_running_sums_of_any_number_of_columns(recorders, reverse):
-    running_sum(torch.empty(BATCH, 1, HEADS * PAIRS), reverse=reverse)
-    assert_launchable(recorders["scan"].grids)
+def attend_on_hopper(batch, heads, chunks):
+    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.bfloat16) for n in (2, 1))
+    gates = gate_sums(torch.empty(batch, q.shape[1], heads))
+    gate_sums(torch.empty(batch, 1024 * chunks, heads))  # sums of so many tokens take another launch
+    rows = torch.empty(batch, 2 * heads, q.shape[1])
+    hopper_forward.attend(q, k, k, 2, gates)
+    hopper_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
+    hopper_backward.key_gradient(q, k, k, q, rows, 2, gates)
 
 
-def test_drift_correction_of_any_number_of_columns(recorders):
-    correct_drift(torch.empty(BATCH, HEADS * PAIRS, 1, dtype=torch.float64), None, 1)
-    assert_launchable(recorders["drift"].grids)
+def attend_to_shard(batch, heads, chunks):
+    x = random_inputs(0, batch=batch, heads=heads, length=128 * chunks + 1, dim=32, value_dim=32, rotation="none",
+                      dtype=torch.float32)  # fmt: skip
+    plan = shard.Plan(128, initial=True, final=True)
+    gates = shard.gate_sums(x.log_gamma)
+    state = unpack(pack(shard.fold(x.k, x.v, gates, plan).end).unsqueeze(0), (batch, heads, 32, 32))
+    out = shard.Outputs.new(x.q, x.v, plan)
+    shard.attend(x.q, x.k, x.v, gates, shard.fold(x.k, x.v, gates, plan).chunks, state, out)
+    rows = shard.prepare_gradient(x.v, x.q, out)
+    shard.fold_gradient(rows, x.k, gates, out.past, plan)
 
 
-def test_rotation_of_any_number_of_sequences(recorders):
-    q = torch.empty(BATCH * PAIRS, 1, HEADS, 2)
-    theta = torch.empty(1, dtype=torch.float64)
-    rotation.rotate_forward(q, q, None, theta, None)
-    rotation.rotate_backward(q, q, q, q, None, theta, None, want_theta=True)
-    assert_launchable(recorders["rotate"].grids)
-    assert_launchable(recorders["rotate backward"].grids)
+def decode(batch, heads, chunks):
+    x = random_inputs(0, batch=batch, heads=2 * heads, key_heads=heads, length=2, dim=16, value_dim=16,
+                      dtype=torch.float32)  # fmt: skip
+    first, token = x.time(0, 1), x.time(1, 2)
+    _, state = run(first, 2, "chunked", backend="torch", return_state=True)
+    run(token, 2, "recurrent", backend="triton", initial_state=state)
+    window = Window.open(state, capacity=128 * chunks)
+    window.step(**token.arguments(), backend="triton")
+    window.fold("triton")
+    _, keys = softmax_attention(**first.arguments(), return_state=True)
+    KeyValueCache.open(keys, capacity=128 * chunks).step(**token.arguments(), backend="triton")
+    width = torch.empty(heads * 8, 32)
+    step_gates(torch.empty(batch, 32), width, torch.empty(heads * 8), width)
+
+
+def cross_entropy(batch, heads, chunks):
+    cross_entropy_in_place(torch.empty(batch * chunks, heads), torch.zeros(batch * chunks, dtype=torch.int64), 1, 1.0)
+
+
+# Every family of kernels, as functions of batch size, key heads and chunks.
+FAMILIES = {
+    "attention": lambda *sizes: attend(*sizes, 2, "attention"),
+    "chunked": lambda *sizes: attend(*sizes, 2, "chunked", states=True),
+    "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
+    "hopper": attend_on_hopper,
+    "shard": attend_to_shard,
+    "decode": decode,
+    "cross entropy": cross_entropy,
+}
+
+
+@interpreted
+def test_only_the_first_axis_of_a_grid_grows(recorders):
+    """With batch, heads and chunks; and no kernel is left out."""
+    grids = []
+    for sizes in [(2, 3, 3), (4, 3, 3), (2, 6, 3), (2, 3, 6)]:
+        for family in FAMILIES.values():
+            family(*sizes)
+        grids.append({name: list(recorder.grids) for name, recorder in recorders.items()})
+        for recorder in recorders.values():
+            recorder.grids.clear()
+    assert [name for name, launches in grids[0].items() if not launches] == []
+    for name in recorders:
+        assert sum(grid[0] for grid in grids[1][name]) > sum(grid[0] for grid in grids[0][name]), name
+        for first, *larger in zip(*(of_sizes[name] for of_sizes in grids), strict=True):
+            # More keys in a window or a cache are split among more CTAs: `test_splits_are_few`.
+            compared = larger[:2] if name.startswith("decode.") else larger
+            assert all(axis <= most for grid in compared for axis, most in zip(grid[1:], first[1:], strict=True)), name
+
+
+def test_splits_are_few():
+    """A decoding step has an axis for the CTAs that share a head: as many as run at once, however large the cache."""
+    for sequences in (1, 1000, 2**20):
+        window = split_window(sequences, 10**7, 64, 1, 10**7, has_state=True)
+        assert window.window_splits + window.count <= 10_000
+        assert split_keys(sequences, 10**9)[0] <= 10_000
+        assert split_state(sequences, 10**7, 64, 1).count <= 10_000
+
+
+def test_a_grid_that_cuda_cannot_launch_is_refused():
+    assert flat_grid(2, 3, 5) == (30,)
+    assert flat_grid(common.MOST_PROGRAMS) == (2**31 - 1,)
+    with pytest.raises(ValueError, match=r"65,536 × 32,768 = 2,147,483,648 CTAs, and CUDA .* 2,147,483,647: split"):
+        flat_grid(65_536, 32_768)
 
 
 @interpreted
@@ -85,39 +192,149 @@ def test_programs_find_their_tokens_and_columns():
     torch.testing.assert_close(running_sum(x, reverse=True), later, rtol=0, atol=1e-10)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("per_pair", [True, False])
-def test_the_last_of_many_sequences_are_rotated_as_if_alone(per_pair):
-    """More columns of β, and more sequences times heads, than CTAs fit along a second axis."""
-    batch, heads, dim = (BATCH, HEADS, 2 * PAIRS) if per_pair else (BATCH * PAIRS, HEADS, 2)
+@interpreted
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_programs_find_their_tiles_heads_and_sequences(form):
+    """Each of them more than one, and different in number."""
+    x = random_inputs(0, batch=2, heads=3, length=260 if form == "attention" else 132, dim=16, value_dim=16,
+                      rotation="pairs", dtype=torch.float32)  # fmt: skip
+    found, exact = x.requires_grad(), x.map(torch.Tensor.double).requires_grad()
+    chunk = {"chunk_size": 128} if form == "chunked" else {}
+    y = run(found, 2, form, backend="triton", **chunk)
+    expected = run(exact, 2, "attention", backend="torch")
+    assert_close(y, expected, float32_tolerance("y", 260), "y")
+    for name, got, wanted in zip(found.arguments(), gradients(y, found), gradients(expected, exact), strict=True):
+        assert_close(got, wanted, float32_tolerance(name, 260), name)
+
+
+# On a GPU ------------------------------------------------------------------------------------------------------------
+
+
+def many_sequences(length, dim=2 * PAIRS, *, pairs=True) -> Inputs:
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (batch, 3, heads, dim)
-    q, k = (torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(2))
-    columns = (dim // 2,) if per_pair else ()
-    beta = torch.rand(*shape[:3], *columns, device="cuda", generator=generator)
+    shape = (BATCH, length, HEADS)
+
+    def normal(*shape):
+        return torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16)
+
+    scales = torch.rand(*shape, *((dim // 2,) if pairs else ()), device="cuda", generator=generator)
+    log_gamma = -torch.rand(shape, device="cuda", generator=generator)
     theta = rotary_rates(dim, 100, device="cuda")
+    return Inputs(*(normal(*shape, dim) for _ in range(3)), log_gamma, scales, theta)
+
+
+def sampled(x: Inputs) -> Inputs:
+    """Some of the sequences, in float64."""
+    return x.map(lambda t: (t[SAMPLED] if t.ndim > 1 else t).double())
+
+
+def relative_error(found, expected):
+    """About 1 for the results of another sequence; below 0.1 for those of bfloat16."""
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("power", "form", "length", "dim"),
+    [
+        (2, "attention", 3, 16),
+        (2, "attention", 3, 64),  # the Hopper kernels, on Hopper
+        (4, "attention", 3, 16),
+        (2, "chunked", 130, 16),
+        (4, "chunked", 130, 16),
+    ],
+)
+def test_a_million_columns_give_what_each_sequence_gives_alone(power, form, length, dim):
+    torch.cuda.reset_peak_memory_stats()
+    x = many_sequences(length, dim).map(lambda t: t.requires_grad_())
+    chunk = {"chunk_size": 128} if form == "chunked" else {}
+    y = run(x, power, form, backend="triton", **chunk)
+    y.float().square().sum().backward()
+    exact = sampled(x.map(torch.Tensor.detach)).map(lambda t: t.requires_grad_())
+    expected = run(exact, power, "attention", backend="torch")
+    expected.square().sum().backward()
+    assert relative_error(y[SAMPLED], expected) < 2e-2
+    for name, leaf in x.arguments().items():
+        if name != "theta":  # its gradient is a sum over all sequences
+            assert relative_error(leaf.grad[SAMPLED], exact.arguments()[name].grad) < 0.1, name
+    assert torch.cuda.max_memory_allocated() < 20e9
+
+
+@pytest.mark.gpu
+def test_more_chunks_than_a_second_axis_has_ctas():
+    generator = torch.Generator("cuda").manual_seed(0)
+    length, tail = 65_537 * 128, 4096
+    q, k, v = (torch.randn(1, length, 1, 16, device="cuda", generator=generator).bfloat16() for _ in range(3))
+    # Nothing is left of a token 2,000 tokens later, so that the last tokens can be compared without the others.
+    x = Inputs(q, k, v, torch.full((1, length, 1), -0.05, device="cuda")).requires_grad()
+    exact = x.time(-tail).map(torch.Tensor.double).requires_grad()
+    y = run(x, 2, "chunked", chunk_size=128, backend="triton")
+    expected = run(exact, 2, "attention", backend="torch")
+    late = slice(-1024, None)
+    assert relative_error(y[:, late], expected[:, late]) < 2e-2
+    found = torch.autograd.grad(y[:, late].float().square().sum(), x.tensors())
+    wanted = torch.autograd.grad(expected[:, late].square().sum(), exact.tensors())
+    for name, gradient, exact_gradient in zip("qkv", found, wanted, strict=False):
+        assert relative_error(gradient[:, late], exact_gradient[:, late]) < 0.1, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pairs", [True, False])
+def test_many_sequences_are_rotated_as_if_alone(pairs):
+    """More columns of β, and more sequences times heads, than CTAs fit along a second axis."""
+    x = many_sequences(3, pairs=pairs)
 
     def rotated(rows):
-        scales = beta[rows].clone().requires_grad_()
-        rotated_q, rotated_k = fused_rotation(q[rows], k[rows], scales, theta, None, relative=True)
-        (rotated_q.float().sum() + rotated_k.float().sum()).backward()
-        return rotated_q, rotated_k, scales.grad
+        scales = x.beta[rows].clone().requires_grad_()
+        q, k = fused_rotation(x.q[rows], x.k[rows], scales, x.theta, None, relative=True)
+        (q.float().sum() + k.float().sum()).backward()
+        return q, k, scales.grad
 
-    last = slice(batch - 2, batch)
-    for together, alone in zip(rotated(slice(None)), rotated(last), strict=True):
-        assert torch.equal(together[last], alone)
+    for together, alone in zip(rotated(slice(None)), rotated(SAMPLED), strict=True):
+        assert torch.equal(together[SAMPLED], alone)
 
 
 @pytest.mark.gpu
-def test_attention_with_a_rotation_scale_per_pair_takes_many_sequences():
+def test_many_sequences_decode_as_if_alone():
+    x = many_sequences(2)
+    first, token = x.time(0, 1), x.time(1, 2)
+    expected = run(sampled(x), 2, "attention", backend="torch")[:, 1:]
+    _, state = run(first, 2, "chunked", chunk_size=128, backend="triton", return_state=True)
+    assert relative_error(run(token, 2, "recurrent", backend="triton", initial_state=state)[SAMPLED], expected) < 2e-2
+    window = Window.open(state, capacity=4)
+    assert relative_error(window.step(**token.arguments(), backend="triton")[SAMPLED], expected) < 2e-2
+    window.fold("triton")
+    exact = run(sampled(x), 2, "attention", backend="torch", return_state=True)[1]
+    assert relative_error(window.close("triton").kv[SAMPLED], exact.kv) < 2e-2
+
+
+@pytest.mark.gpu
+def test_many_sequences_decode_with_softmax_as_if_alone():
+    x = many_sequences(2, pairs=False)
+    _, keys = softmax_attention(**x.time(0, 1).arguments(), return_state=True)
+    y = KeyValueCache.open(keys, capacity=4).step(**x.time(1, 2).arguments(), backend="triton")
+    expected = softmax_attention(**sampled(x).arguments())[:, 1:]
+    assert relative_error(y[SAMPLED], expected) < 2e-2
+
+
+@pytest.mark.gpu
+def test_many_states_survive_a_message():
     generator = torch.Generator("cuda").manual_seed(0)
-    shape = (BATCH, 4, HEADS, 2 * PAIRS)
-    q, k, v = (torch.randn(shape, device="cuda", generator=generator, dtype=torch.bfloat16) for _ in range(3))
-    beta = torch.rand(BATCH, 4, HEADS, PAIRS, device="cuda", generator=generator).requires_grad_()
-    theta = rotary_rates(2 * PAIRS, 100, device="cuda")
-    y = sympow.attention(q, k, v, beta=beta, theta=theta, backend="triton")
-    y.float().sum().backward()
-    last = slice(BATCH - 2, BATCH)
-    alone = sympow.attention(q[last], k[last], v[last], beta=beta[last], theta=theta, backend="triton")
-    assert torch.equal(y[last], alone)
-    assert beta.grad.isfinite().all()
+    kv = torch.randn(BATCH, HEADS * PAIRS, 4, 4, 4, device="cuda", generator=generator)
+    normalizer = torch.randn(BATCH, HEADS * PAIRS, 4, 4, device="cuda", generator=generator)
+    symmetric = FullState((kv + kv.transpose(2, 4)) / 2, (normalizer + normalizer.mT) / 2)
+    found = unpack(pack(symmetric).unsqueeze(0), (BATCH, HEADS * PAIRS, 4, 4))
+    torch.testing.assert_close(found.kv, symmetric.kv)
+    torch.testing.assert_close(found.normalizer, symmetric.normalizer)
+
+
+@pytest.mark.gpu
+def test_the_loss_of_a_million_rows():
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = BATCH * HEADS * PAIRS
+    logits = torch.randn(rows, 24, device="cuda", generator=generator)
+    targets = torch.randint(0, 20, (rows,), device="cuda", generator=generator)
+    expected = cross_entropy_reference(logits.clone(), targets, 20, 0.5)
+    losses = cross_entropy_in_place(logits, targets, 20, 0.5)
+    torch.testing.assert_close(losses, expected[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, expected[1], rtol=1e-4, atol=1e-5)

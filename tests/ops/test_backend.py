@@ -42,7 +42,6 @@ def choose(monkeypatch):
         {"step": True, "form": "chunked", "chunk_size": 64},
         {"step": True, "form": "recurrent"},
         {"step": True, "power": 4, "form": "chunked"},
-        {"step": True, "sequences": 65_536},
     ],
 )
 def test_auto_takes_the_kernels_on_a_gpu(choose, changes):
@@ -63,7 +62,6 @@ def test_auto_takes_the_kernels_on_a_gpu(choose, changes):
         ({"key_dim": 256}, "head dims up to 128, not 2"),
         ({"value_dim": 200}, "head dims up to 128, not 2"),
         ({"vector_gate": True}, "one gate per head"),
-        ({"sequences": 65_536}, "at most 65,535 sequences times query heads"),
         ({"form": "recurrent"}, "only for one token after a given state, without gradients"),
         ({"form": "chunked", "power": 6}, "not power 6 with key dim 64"),
         ({"form": "chunked", "power": 4}, "not power 4 with key dim 64"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,18 +19,36 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # interpreter treats `EPSILON * tensor` as a constant, which it rejects as an operand since 3.7.
 EPSILON = tl.constexpr(2.0**-23)
 STATE_EPSILON = tl.constexpr(2.0**-10)
+# How many CTAs CUDA launches along the first axis of a grid.
+MOST_PROGRAMS = 2**31 - 1
+
+
+def flat_grid(*axes: int) -> tuple[int]:
+    """The grid of a launch over logical axes, the innermost first, as one axis: CTAs start in the same order.
+
+    A CUDA grid has up to 2³¹ − 1 CTAs along its first axis but only 65,535 along the others: too few for an axis that
+    grows with sequences, heads, pairs or chunks. The kernel finds its indices with `split_program_id`.
+    """
+    programs = math.prod(axes)
+    if programs > MOST_PROGRAMS:
+        sizes = " × ".join(f"{axis:,}" for axis in axes)
+        raise ValueError(
+            f"a kernel of this call needs {sizes} = {programs:,} CTAs, and CUDA launches at most {MOST_PROGRAMS:,}: "
+            "split the batch"
+        )
+    return (programs,)
 
 
 @triton.jit
-def split_program_id(inner):
-    """The indices of a CTA along two logical axes that are launched as one: the inner (below `inner`, int32) and the
-    outer (int64).
+def split_program_id(inner, outer_type: tl.constexpr = tl.int64):
+    """The indices of a CTA along two logical axes that `flat_grid` launches as one: the inner (below `inner`, int32)
+    and the outer.
 
-    A CUDA grid has up to 2³¹ − 1 CTAs along its first axis but only 65,535 along the second: too few for an axis that
-    grows with sequences, heads and pairs.
+    Both fit in 32 bits; products of the outer with a size or a stride need not. Where the outer is a coordinate of a
+    TMA descriptor, or is divided further, `outer_type` is int32.
     """
     program = tl.program_id(0)
-    return program % inner, (program // inner).to(tl.int64)
+    return program % inner, (program // inner).to(outer_type)
 
 
 @triton.jit
@@ -215,8 +234,8 @@ def power_of_two_scale(x):
 @triton.jit
 def scale_kernel(q_desc, scaled_desc, scale_ptr, length, heads, D: tl.constexpr, ROWS: tl.constexpr):
     """Each row of q times its `power_of_two_scale`, and the scales."""
-    first = tl.program_id(0) * ROWS
-    sequence = tl.program_id(1)
+    tile, sequence = split_program_id(tl.cdiv(length, ROWS), tl.int32)
+    first = tile * ROWS
     batch, head = sequence // heads, sequence % heads
     rows = first + tl.arange(0, ROWS)
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
@@ -232,7 +251,7 @@ def scale_queries(q: Tensor, rows: int = 128) -> tuple[Tensor, Tensor]:
     block = (rows, block_dim(dim))
     scaled = empty_aligned(q, *q.shape)
     scale = q.new_empty(batch, heads, length, dtype=torch.float32)
-    scale_kernel[(triton.cdiv(length, rows), batch * heads)](
+    scale_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
         head_major(q, block), head_major(scaled, block), scale, length, heads,
         D=block[1], ROWS=rows, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import Documents, rows_contiguous, split_program_id, sums_from_start, sums_to_end
+from sympow.kernels.common import (
+    Documents,
+    flat_grid,
+    rows_contiguous,
+    split_program_id,
+    sums_from_start,
+    sums_to_end,
+)
 from sympow.kernels.running_sums import correct_drift, running_sum
 
 TWO_PI = tl.constexpr(2 * math.pi)
@@ -194,7 +201,7 @@ def rotate_forward(
         torch.empty_like(k, memory_format=torch.contiguous_format),
     )
     batch, length, heads, _ = k.shape
-    _rotate_kernel[(triton.cdiv(length, TOKENS) * batch * heads,)](
+    _rotate_kernel[flat_grid(triton.cdiv(length, TOKENS), batch * heads)](
         q, k, q_out, k_out, sums, theta, start, length, heads, *q.stride()[:3], *k.stride()[:3],
         **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip
@@ -227,7 +234,7 @@ def rotate_backward(
         k.new_empty(batch * heads, blocks, dim // 2, dtype=torch.float64) if wanted else None
         for wanted in (want_theta, start is not None)
     )
-    _rotate_backward_kernel[(blocks * batch * heads,)](
+    _rotate_backward_kernel[flat_grid(blocks, batch * heads)](
         q, k, dq, dk, q_out, k_out, sums, theta, start, d_sums, d_theta, d_start, length, heads, blocks,
         *dq.stride()[:3], *dk.stride()[:3], **_launch_options(q, k, sums, start), enable_fp_fusion=True,
     )  # fmt: skip

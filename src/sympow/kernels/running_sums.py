@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.kernels.common import split_program_id
+from sympow.kernels.common import flat_grid, split_program_id
 
 # exp(−110) is 0 in float32, subnormals included.
 CLOSED_GATE = tl.constexpr(-110.0)
@@ -65,7 +65,7 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
     totals = x.new_empty(batch, columns, blocks, dtype=torch.float64)
     out = x.new_empty(batch, columns, length, dtype=torch.float64)
     for totals_only in (True, False):
-        _scan_kernel[(blocks * batch * columns,)](
+        _scan_kernel[flat_grid(blocks, batch * columns)](
             x, totals, out, length, columns, blocks, *x.stride(),
             BLOCK=SCAN_BLOCK, REVERSE=reverse, TOTALS_ONLY=totals_only, enable_fp_fusion=True,
         )  # fmt: skip
@@ -77,7 +77,8 @@ def running_sum(x: Tensor, *, reverse: bool = False) -> Tensor:
 
 @triton.jit
 def _load_gates(log_gamma_ptr, batch, head, rows, length, stride_b, stride_t, stride_h):
-    pointers = log_gamma_ptr + batch.to(tl.int64) * stride_b + rows.to(tl.int64) * stride_t + head * stride_h
+    pointers = log_gamma_ptr + batch.to(tl.int64) * stride_b + rows.to(tl.int64) * stride_t
+    pointers += head.to(tl.int64) * stride_h
     gates = tl.load(pointers, mask=rows < length, other=0.0)
     return tl.maximum(gates.to(tl.float32), CLOSED_GATE).to(tl.float64)
 
@@ -87,7 +88,7 @@ def _block_totals_kernel(
     log_gamma_ptr, totals_ptr, length, heads, blocks, stride_b, stride_t, stride_h, BLOCK: tl.constexpr
 ):
     """Sum of log γ over each block of BLOCK tokens: (b, h, blocks)."""
-    block, sequence = tl.program_id(0), tl.program_id(1)
+    block, sequence = split_program_id(blocks, tl.int32)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     gates = _load_gates(log_gamma_ptr, sequence // heads, sequence % heads, rows, length, stride_b, stride_t, stride_h)
     tl.store(totals_ptr + sequence * blocks + block, tl.sum(gates, axis=0))
@@ -111,7 +112,7 @@ def _running_sums_kernel(
 ):
     """G_j, (b, h, t), and the decays from j to the end of its tile of TILE tokens and from the tile's start to j,
     exp(G_end − G_j) and exp(G_j − G_start), padded to whole blocks."""
-    block, sequence = tl.program_id(0), tl.program_id(1)
+    block, sequence = split_program_id(blocks, tl.int32)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, block, BLOCK):
@@ -147,7 +148,7 @@ def _gate_gradient_kernel(
     B_ij is homogeneous of degree p in q_i and in k_j, so Σ_j B_ij dB_ij = q_i · dq_i / p, and likewise for columns.
     Analytically q_i · dq_i = 0 (rows are normalised); kept, it cancels the rounding of the columns' terms.
     """
-    block, sequence = tl.program_id(0), tl.program_id(1)
+    block, sequence = split_program_id(blocks, tl.int32)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     mask = rows < length
     terms = -tl.load(column_ptr + sequence.to(tl.int64) * length + rows, mask=mask, other=0.0).to(tl.float64)
@@ -193,7 +194,7 @@ def gate_sums(log_gamma: Tensor, tile: int = KEY_TILE) -> Gates:
     sums = log_gamma.new_empty(batch, heads, length, dtype=torch.float64)
     to_end = log_gamma.new_empty(batch, heads, blocks * SCAN_BLOCK, dtype=torch.float32)
     from_start = torch.empty_like(to_end)
-    grid = (blocks, batch * heads)
+    grid = flat_grid(blocks, batch * heads)
     if blocks > 1:
         _block_totals_kernel[grid](
             log_gamma, totals, length, heads, blocks, *log_gamma.stride(), BLOCK=SCAN_BLOCK, enable_fp_fusion=True
@@ -217,7 +218,7 @@ def gate_gradient(row_terms: Tensor, column_terms: Tensor, power: int) -> Tensor
     blocks = triton.cdiv(length, SCAN_BLOCK)
     totals = column_terms.new_empty(batch, heads, blocks, dtype=torch.float64)
     out = column_terms.new_empty(batch, heads, length, dtype=torch.float64)
-    grid = (blocks, batch * heads)
+    grid = flat_grid(blocks, batch * heads)
     for totals_only in (True, False):
         _gate_gradient_kernel[grid](
             row_terms, column_terms, totals, out, length, blocks, GROUP=row_terms.shape[1] // heads, POWER=power,
@@ -319,7 +320,7 @@ def correct_drift(
     batch, heads, length = sums.shape
     out = sums.new_empty(batch, length, heads, dtype=dtype)
     exact = None if exact is None else exact.contiguous()
-    _correct_drift_kernel[(triton.cdiv(length, DRIFT_BLOCK) * batch * heads,)](
+    _correct_drift_kernel[flat_grid(triton.cdiv(length, DRIFT_BLOCK), batch * heads)](
         sums.contiguous(), exact, document_end, out, length, heads, spacing,
         0 if exact is None else exact.shape[-1], DOCUMENTS=document_end is not None, BLOCK=DRIFT_BLOCK,
         enable_fp_fusion=True,

@@ -27,8 +27,6 @@ Backend = Literal["auto", "torch", "triton"]
 # Limits of the attention kernels.
 KERNEL_POWERS = (2, 4, 6, 8)
 LARGEST_DIM = 128
-# CUDA launches at most so many CTAs along the second axis of a grid, which has one for each sequence and query head.
-MOST_SEQUENCES = 65_535
 # Limits of the chunked kernels: the largest key and value dims, by power.
 LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
@@ -73,7 +71,6 @@ class Request:
         form, chunk_size: as in `sympow.attention`.
         vector_gate: whether each rotated pair has its own gate.
         step: whether the call is one token after a given state, without gradients.
-        sequences: batch size times query heads.
     """
 
     device: str
@@ -85,7 +82,6 @@ class Request:
     chunk_size: int | None = None
     vector_gate: bool = False
     step: bool = False
-    sequences: int = 1
 
 
 def backend_for(
@@ -102,7 +98,6 @@ def backend_for(
         chunk_size=chunk_size,
         vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
         step=step,
-        sequences=sequence.batch * sequence.q.shape[2],
     )
     return choose_backend(backend, request)
 
@@ -149,8 +144,6 @@ def unsupported_reason(request: Request) -> str | None:
         return _limit_of_dims(request.key_dim, request.value_dim)
     if request.vector_gate:
         return "The kernels support one gate per head, not one per rotated pair."
-    if request.sequences > MOST_SEQUENCES and not request.step:
-        return f"The kernels support at most {MOST_SEQUENCES:,} sequences times query heads, not {request.sequences:,}."
     if request.form == "recurrent" and not request.step:
         return "The recurrent form has a kernel only for one token after a given state, without gradients."
     if chunked:

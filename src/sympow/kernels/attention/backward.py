@@ -27,10 +27,12 @@ from sympow.kernels.common import (
     divide_steps,
     dot_precision,
     empty_aligned,
+    flat_grid,
     head_major,
     odd_power,
     or_one,
     pairwise_decay,
+    split_program_id,
     split_sum,
     wait_for_mma,
 )
@@ -45,8 +47,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """dy' and −δ for a tile of rows; −δ is 0 past the last token. WEIGHTED: −δ plus the gradient of the rows'
     weights."""
-    first = tl.program_id(0) * ROWS
-    sequence = tl.program_id(1)
+    tile, sequence = split_program_id(padded // ROWS, tl.int32)
+    first = tile * ROWS
     batch, head = sequence // heads, sequence % heads
     rows = first + tl.arange(0, ROWS)
     weight = tl.load(weight_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=1.0)
@@ -70,8 +72,9 @@ def query_gradient_kernel(
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    sequence = tl.program_id(1)
+    tiles = tl.cdiv(length, ROWS)
+    order, sequence = split_program_id(tiles, tl.int32)
+    tile = tiles - 1 - order  # tiles with the most keys start first
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
     kv_sequence = batch * (heads // GROUP) + kv_head
@@ -205,8 +208,8 @@ def key_gradient_kernel(
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
     and k_j · dk_j. BLOCK_TERMS: also what each block of `query_block` queries adds to k_j · dk_j."""
-    first = tl.program_id(0) * ROWS
-    kv_sequence = tl.program_id(1)
+    key_tile, kv_sequence = split_program_id(tl.cdiv(length, ROWS), tl.int32)
+    first = key_tile * ROWS
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     rows = first + tl.arange(0, ROWS)
     boundary = first // chunk + 1
@@ -325,7 +328,7 @@ def prepare(
     block = (rows, block_dim(value_dim))
     divided = empty_aligned(dy, *dy.shape)
     minus_delta = y.new_empty(batch, heads, tiles * rows, dtype=torch.float32)
-    prepare_kernel[(tiles, batch * heads)](
+    prepare_kernel[flat_grid(tiles, batch * heads)](
         head_major(y, block), head_major(dy, block), weight, d_weight, head_major(divided, block), minus_delta,
         length, tiles * rows, heads, WEIGHTED=d_weight is not None, E=block[1], ROWS=rows, num_warps=4,
         enable_fp_fusion=True,
@@ -366,7 +369,7 @@ def query_gradient(
     d, e = block_dim(dim), block_dim(v.shape[-1])
     dq, row_term = out or (empty_aligned(q, *q.shape), q.new_empty(batch, heads, length, dtype=torch.float32))
     state, location = _state_arguments(q, states, chunk, length, d, e)
-    query_gradient_kernel[(triton.cdiv(length, rows), batch * heads)](
+    query_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
         gates and gates.sums, gates and gates.to_end, *state, past, documents and documents.start,
@@ -404,7 +407,7 @@ def key_gradient(
         dk, dv, column_term = out
     k_desc = head_major(k, (rows, d))
     state, location = _state_arguments(k_desc.base.transpose(1, 2), states, chunk, length, d, e)
-    key_gradient_kernel[(triton.cdiv(length, rows), batch * kv_heads)](
+    key_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * kv_heads)](
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
         gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, block_terms,

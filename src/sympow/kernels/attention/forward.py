@@ -30,12 +30,14 @@ from sympow.kernels.common import (
     dot_precision,
     empty_aligned,
     even_power,
+    flat_grid,
     head_major,
     or_one,
     pairwise_decay,
     partial_row_sums,
     power_of_two_scale,
     round_to,
+    split_program_id,
     split_sum,
     wait_for_mma,
 )
@@ -99,8 +101,9 @@ def forward_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y_i for a tile of queries, their weights Σ_j B_ij, and φ(q_i) Z of the chunk's state without further decay."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # tiles with the most keys start first
-    sequence = tl.program_id(1)
+    tiles = tl.cdiv(length, ROWS)
+    order, sequence = split_program_id(tiles, tl.int32)
+    tile = tiles - 1 - order  # tiles with the most keys start first
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
     kv_sequence = batch * (heads // GROUP) + kv_head
@@ -242,7 +245,7 @@ def attend(
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d])
         past = torch.zeros_like(weight) if past is None else past
-    forward_kernel[(triton.cdiv(length, rows), batch * heads)](
+    forward_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
         q_half_desc, low_desc, high_desc, normalizer_desc, past, documents and documents.start,

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.kernels.common import flat_grid, split_program_id
+
 BLOCK_OUTPUTS = 16
 BLOCK_INPUTS = 256
 WARPS = 4
@@ -40,10 +42,10 @@ def step_gates_kernel(
     x_ptr, gate_weight_ptr, gate_bias_ptr, log_gamma_ptr, rotation_weight_ptr, beta_ptr, inputs, gates, rotations,
     GATED: tl.constexpr, ROTATED: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """CTA (row, block of outputs): first the blocks of the gates, then those of the rotations."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x_ptr += row * inputs
+    """CTA (block of outputs, row): first the blocks of the gates, then those of the rotations."""
     gate_blocks = tl.cdiv(gates, OUTPUTS)
+    block, row = split_program_id(gate_blocks + tl.cdiv(rotations, OUTPUTS))
+    x_ptr += row * inputs
     if GATED:
         if block < gate_blocks:
             at, logit = _project(x_ptr, gate_weight_ptr, block, inputs, gates, OUTPUTS, INPUTS)
@@ -77,7 +79,7 @@ def step_gates(
     gates, rotations = (0 if weight is None else len(weight) for weight in (gate_weight, rotation_weight))
     log_gamma, beta = (x.new_empty(rows, outputs, dtype=torch.float32) for outputs in (gates, rotations))
     blocks = triton.cdiv(gates, BLOCK_OUTPUTS) + triton.cdiv(rotations, BLOCK_OUTPUTS)
-    step_gates_kernel[(rows, blocks)](
+    step_gates_kernel[flat_grid(blocks, rows)](
         x, gate_weight, gate_bias, log_gamma, rotation_weight, beta, inputs, gates, rotations,
         GATED=gates > 0, ROTATED=rotations > 0, OUTPUTS=BLOCK_OUTPUTS, INPUTS=BLOCK_INPUTS, num_warps=WARPS,
         enable_fp_fusion=True,

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import divide_steps, empty_aligned, odd_power
+from sympow.kernels.common import divide_steps, empty_aligned, flat_grid, odd_power, split_program_id
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -68,8 +68,9 @@ def query_gradient_kernel(
     DQ_BY_ROW: gl.constexpr = gl.SliceLayout(1, DQ)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
 
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # tiles with the most keys start first
-    sequence = gl.program_id(1)
+    tiles = gl.cdiv(length, ROWS)
+    order, sequence = split_program_id(tiles, gl.int32)
+    tile = tiles - 1 - order  # tiles with the most keys start first
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
     kv_sequence = batch * (heads // GROUP) + kv_head
@@ -228,8 +229,8 @@ def key_gradient_kernel(
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     gl.static_assert(ROWS == COLUMNS)
 
-    first = gl.program_id(0) * ROWS
-    kv_sequence = gl.program_id(1)
+    key_tile, kv_sequence = split_program_id(gl.cdiv(length, ROWS), gl.int32)
+    first = key_tile * ROWS
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     head = kv_head * GROUP
     after = first + ROWS
@@ -388,7 +389,7 @@ def query_gradient(
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
-    query_gradient_kernel[(triton.cdiv(length, TILE), batch * heads)](
+    query_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
@@ -409,7 +410,7 @@ def key_gradient(
     batch, length, kv_heads, _ = k.shape
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    key_gradient_kernel[(triton.cdiv(length, TILE), batch * kv_heads)](
+    key_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * kv_heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dk, TILE), head_major(dv, TILE), column_term,
         split and split.whole, split and split.rest, gates and gates.from_start,

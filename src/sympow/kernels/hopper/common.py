@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import LOG2_E, aligned
+from sympow.kernels.common import LOG2_E, aligned, flat_grid, split_program_id
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
@@ -85,8 +85,8 @@ class SplitSums:
 
 @triton.jit
 def _split_kernel(sums_ptr, whole_ptr, rest_ptr, length, padded, BLOCK: tl.constexpr):
-    sequence = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    block, sequence = split_program_id(padded // BLOCK)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
     sums = tl.load(sums_ptr + sequence * length + tl.minimum(rows, length - 1)) * LOG2_E
     whole = tl.floor(sums)
     tl.store(whole_ptr + sequence * padded + rows, whole.to(tl.int32))
@@ -102,7 +102,7 @@ def split_sums(gates: Gates) -> SplitSums:
     batch, heads, padded = gates.to_end.shape
     whole = torch.empty_like(gates.to_end, dtype=torch.int32)
     rest = torch.empty_like(gates.to_end)
-    _split_kernel[(padded // SCAN_BLOCK, batch * heads)](
+    _split_kernel[flat_grid(padded // SCAN_BLOCK, batch * heads)](
         gates.sums, whole, rest, gates.sums.shape[-1], padded, BLOCK=SCAN_BLOCK, enable_fp_fusion=True
     )
     return SplitSums(whole, rest)

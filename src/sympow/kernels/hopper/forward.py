@@ -28,7 +28,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import empty_aligned, even_power, partial_row_sums, power_of_two_scale, round_to
+from sympow.kernels.common import (
+    empty_aligned,
+    even_power,
+    flat_grid,
+    partial_row_sums,
+    power_of_two_scale,
+    round_to,
+    split_program_id,
+)
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -126,8 +134,9 @@ def forward_kernel(
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
     gl.static_assert(ROWS == COLUMNS)
 
-    tile = gl.num_programs(0) - 1 - gl.program_id(0)  # tiles with the most keys start first
-    sequence = gl.program_id(1)
+    tiles = gl.cdiv(length, 2 * ROWS)
+    order, sequence = split_program_id(tiles, gl.int32)
+    tile = tiles - 1 - order  # tiles with the most keys start first
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
     kv_sequence = batch * (heads // GROUP) + kv_head
@@ -326,7 +335,7 @@ def attend(
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
-    forward_kernel[(triton.cdiv(length, QUERY_TILE), batch * heads)](
+    forward_kernel[flat_grid(triton.cdiv(length, QUERY_TILE), batch * heads)](
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
         split and split.whole, split and split.rest, gates and gates.to_end,
         length, gates.to_end.shape[-1] if gates else 0, heads,

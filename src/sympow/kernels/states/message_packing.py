@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sympow.kernels.common import flat_grid, split_program_id
 from sympow.kernels.states.quadratic import FullState
 
 ROOT_HALF = tl.constexpr(math.sqrt(0.5))
@@ -47,8 +48,8 @@ def pack_kernel(
 
     DECAYS: the message holds decays. CLOSED: the decay is 0. Without `sums_ptr` and CLOSED it is 1.
     """
-    i, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    sequences = tl.num_programs(1).to(tl.int64)
+    i, sequence = split_program_id(D)
+    sequences = (tl.num_programs(0) // D).to(tl.int64)
     FEATURES: tl.constexpr = D * (D + 1) // 2
     a, values = tl.arange(0, D), tl.arange(0, E)
     wanted = a >= i
@@ -79,8 +80,8 @@ def unpack_kernel(
     Each message is multiplied by the decays of the ranks between it and this one; the nearest counts in full. A message
     has `numbers` float32 numbers.
     """
-    i, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    sequences = tl.num_programs(1).to(tl.int64)
+    i, sequence = split_program_id(D)
+    sequences = (tl.num_programs(0) // D).to(tl.int64)
     FEATURES: tl.constexpr = D * (D + 1) // 2
     a, values = tl.arange(0, D), tl.arange(0, E)
     source = sequence * FEATURES + _feature(i, a, D)
@@ -114,7 +115,7 @@ def pack(state: FullState, decay: Tensor | float | None = None) -> Tensor:
     batch, heads, dim, value_dim, _ = state.kv.shape
     sums = decay if isinstance(decay, Tensor) else None
     message = state.kv.new_empty(message_size(batch, heads, dim, value_dim, decay is not None))
-    pack_kernel[(dim, batch * heads)](
+    pack_kernel[flat_grid(dim, batch * heads)](
         state.kv.contiguous(), state.normalizer.contiguous(), sums, message, 0 if sums is None else sums.shape[-1],
         DECAYS=decay is not None, CLOSED=sums is None and decay == -math.inf, D=dim, E=value_dim, num_warps=4,
         enable_fp_fusion=True,
@@ -152,7 +153,7 @@ def unpack(
     batch, heads, dim, value_dim = shape
     kv = messages.new_empty(batch, heads, dim, value_dim, dim)
     normalizer = messages.new_empty(batch, heads, dim, dim)
-    unpack_kernel[(dim, batch * heads)](
+    unpack_kernel[flat_grid(dim, batch * heads)](
         messages, kv, normalizer, nearest, count, messages.shape[1],
         DECAYS=decays, REVERSE=reverse, D=dim, E=value_dim, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

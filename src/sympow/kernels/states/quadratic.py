@@ -33,7 +33,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, dot_precision, head_major, wait_for_mma
+from sympow.kernels.common import (
+    divide_steps,
+    dot_precision,
+    flat_grid,
+    head_major,
+    split_program_id,
+    wait_for_mma,
+)
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
@@ -141,7 +148,7 @@ def _token_weights(
 @triton.jit
 def fold_kernel(
     x_desc, sums_ptr, factor_ptr, past_ptr, transposed_ptr, normalizer_ptr,
-    length, all_tiles, factor_padded, kv_heads,
+    length, all_tiles, factor_padded, kv_heads, chunk_count,
     state_count, first_chunk, first_state, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -151,7 +158,7 @@ def fold_kernel(
     REVERSE: tokens are queries, decayed to the end of the previous chunk; those that did not see their state count as
     zero, and Z has a further factor per token.
     """
-    step_chunk, kv_sequence = tl.program_id(0), tl.program_id(1)
+    step_chunk, kv_sequence = split_program_id(chunk_count, tl.int32)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     index, state_index = step_chunk + first_chunk, step_chunk + first_state
     chunk_start = index * chunk
@@ -188,13 +195,14 @@ def fold_kernel(
 
 @triton.jit
 def update_kernel(
-    x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, state_count, first_chunk, first_state, chunk,
-    first_entry, first_column,
+    x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, chunk_count, state_count, first_chunk, first_state,
+    chunk, first_entry, first_column,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S_iᵀ = Σ (y * x_i)ᵀ x over the tokens of a chunk for ENTRIES entries i: (e, COLUMNS) each."""
-    group, step_chunk, kv_sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, rest = split_program_id(D // 2 // ENTRIES, tl.int32)
+    step_chunk, kv_sequence = rest % chunk_count, rest // chunk_count
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     entry = first_entry + group * ENTRIES
     chunk_start = (step_chunk + first_chunk) * chunk
@@ -258,7 +266,7 @@ def _scan_block(
 @triton.jit
 def scan_kernel(
     xs, outs, begins, ends, others, product_ptr, sums_ptr, length, state_count, first, chunk,
-    sizes, start_strides, end_strides,
+    sizes, start_strides, end_strides, programs,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
     ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -269,14 +277,14 @@ def scan_kernel(
     STARTED: the first boundary visited is that of the start, which is zero unless GIVEN. KEPT: store all states. ENDED:
     store the last one visited in float32. MULTIPLIED: store each CTA's partial inner products with other states.
     """
-    program, kv_sequence = tl.program_id(0), tl.program_id(1)
+    program, kv_sequence = split_program_id(programs, tl.int32)
     block = program
     for n in tl.static_range(3):
         blocks = sizes[n] // BLOCK
         if (block >= 0) & (block < blocks):
             _scan_block(
                 block, kv_sequence, xs[n], outs[n], begins[n], ends[n], others[n],
-                product_ptr + program if MULTIPLIED else None, tl.num_programs(0), sums_ptr, length, state_count, first,
+                product_ptr + program if MULTIPLIED else None, programs, sums_ptr, length, state_count, first,
                 chunk, sizes[n], start_strides[n], end_strides[n],
                 GATED, REVERSE, STARTED, GIVEN, KEPT, ENDED, MULTIPLIED, BLOCK,
             )  # fmt: skip
@@ -293,10 +301,9 @@ def _scan(
     block = min(1024, *sizes)
     programs = sum(sizes) // block
     products = None if others[0] is None else xs[0].new_empty(batch, heads, state_count, programs, dtype=torch.float32)
-    scan_kernel[(programs, batch * heads)](
+    scan_kernel[flat_grid(programs, batch * heads)](
         xs, outs, starts, ends, others, products, chunks.sums, chunks.length, state_count, chunks.first, chunks.chunk,
-        sizes,
-        _head_strides(starts), _head_strides(ends),
+        sizes, _head_strides(starts), _head_strides(ends), programs,
         GATED=chunks.sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
         KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
         enable_fp_fusion=True,
@@ -357,9 +364,9 @@ def chunk_sums(
     precision = dot_precision(x.dtype)
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
-    where = (state_count, first, 0, chunk) if reverse else (state_count, 0, 1 - first, chunk)
+    where = (count, state_count, *((first, 0) if reverse else (0, 1 - first)), chunk)
     if count:
-        fold_kernel[(count, batch * kv_heads)](
+        fold_kernel[flat_grid(count, batch * kv_heads)](
             head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
@@ -371,7 +378,7 @@ def chunk_sums(
             columns = out.shape[-1]
             together = entries * dim // columns  # as many as fit in registers
             flat = out.view(-1, half, value_dim, columns)
-            update_kernel[(half // together, count, batch * kv_heads)](
+            update_kernel[flat_grid(half // together, count, batch * kv_heads)](
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
                 TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
                 all_tiles, kv_heads, *where, first_entry, dim - columns,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, dot_precision, wait_for_mma
+from sympow.kernels.common import divide_steps, dot_precision, flat_grid, split_program_id, wait_for_mma
 from sympow.kernels.states.quartic_features import COLUMNS, PairFeatures, StateLayout, update_tiles
 
 SCAN_BLOCK = 2048
@@ -26,12 +26,13 @@ OVERLAP_SPLITS = 16
 @triton.jit
 def update_kernel(
     inner_desc, outer_desc, y_desc, states_ptr, first_tile_ptr, column_ptr, block_ptr,
-    kv_heads, state_count, chunk, state_rows, inner_columns,
+    wide_tiles, kv_heads, state_count, chunk, state_rows, inner_columns,
     GROUP: tl.constexpr, E: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
     TOKENS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σ x_o y x_m over the tokens of a chunk, for a block of PAIRS outer pairs o and up to COLUMNS inner columns m."""
-    wide_tile, state_index, kv_sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wide_tile, rest = split_program_id(wide_tiles, tl.int32)
+    state_index, kv_sequence = rest % state_count, rest // state_count
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     column = tl.load(column_ptr + wide_tile)
     pair = tl.load(block_ptr + wide_tile) * PAIRS
@@ -62,8 +63,8 @@ def scan_kernel(
     E: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """state_s = c x_s + exp(G_{R_s} − G_{R_{s−1}}) state_{s−1} over the boundaries, in place; REVERSE: backwards."""
-    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    kv_sequence = tl.program_id(1).to(tl.int64)
+    block, kv_sequence = split_program_id(size // BLOCK)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
     weights = tl.load(weights_ptr + offsets // E)
     base = states_ptr + kv_sequence * state_count * size + offsets
     state = tl.zeros((BLOCK,), tl.float32)
@@ -128,16 +129,16 @@ def chunk_states(
     width = layout.pairs * value_dim
     states = y.new_empty(batch * kv_heads * state_count, layout.rows, width)
     first_tile, column, block = update_tiles(layout.dim, layout.pairs, columns, y.device)
-    update_kernel[(column.shape[0], state_count, batch * kv_heads)](
+    update_kernel[flat_grid(column.shape[0], state_count, batch * kv_heads)](
         TensorDescriptor.from_tensor(x.inner.flatten(0, 1), [1, tokens, columns]),
         TensorDescriptor.from_tensor(x.outer.flatten(0, 1), [1, layout.pairs, tokens]),
         TensorDescriptor.from_tensor(y.flatten(0, 1), [1, value_dim, tokens]),
-        states, first_tile, column, block, kv_heads, state_count, chunk, layout.rows, inner_columns,
+        states, first_tile, column, block, column.shape[0], kv_heads, state_count, chunk, layout.rows, inner_columns,
         GROUP=heads // kv_heads, E=value_dim, PAIRS=layout.pairs, COLUMNS=columns, TILE=COLUMNS, TOKENS=tokens,
         PRECISION=dot_precision(y.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     size = layout.rows * width
-    scan_kernel[(size // SCAN_BLOCK, batch * kv_heads)](
+    scan_kernel[flat_grid(size // SCAN_BLOCK, batch * kv_heads)](
         states, layout.weights, sums, 0 if sums is None else sums.shape[-1], state_count, chunk, size,
         E=value_dim, GATED=sums is not None, REVERSE=reverse, BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import dot_precision
+from sympow.kernels.common import dot_precision, flat_grid, split_program_id
 
 # Inner columns per tile. With 64, heads of 32 would take 18 % more products, heads of 16 half as many again.
 COLUMNS = 32
@@ -46,7 +46,9 @@ def tiles_for(dim: int, value_dim: int) -> Tiles:
     """By head dimension: heads of 16 have short lists, wide values take registers from wide products."""
     wide = dim > 16 and value_dim <= 64
     warps = {"warps": 4 if dim == 16 and value_dim <= 32 else 8}
-    return Tiles(256 if wide else 128, {"columns": 64, "warps": 4}, query=warps, outer={"warps": 8}, inner=warps)
+    # With at most 128 registers per thread, two CTAs fit on a multiprocessor; without this limit it takes 132.
+    outer = {"warps": 8, "registers": 128 if dim == value_dim == 16 else None}
+    return Tiles(256 if wide else 128, {"columns": 64, "warps": 4}, query=warps, outer=outer, inner=warps)
 
 
 @dataclass(frozen=True)
@@ -260,8 +262,8 @@ def features_kernel(
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Both lists of products for a tile of tokens."""
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    sequence = tl.program_id(1)
+    tile, sequence = split_program_id(padded // TOKENS, tl.int32)
+    tokens = tile * TOKENS + tl.arange(0, TOKENS)
     batch, head = sequence // heads, sequence % heads
     kv_sequence = batch * (heads // GROUP) + head // GROUP
     rows = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
@@ -291,8 +293,8 @@ def pull_back_kernel(
     TOKENS: tl.constexpr,
 ):  # fmt: skip
     """dx_a = Σ_b (1 + [a = b]) d_ab x_b from the gradients d of the products, and x · dx."""
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    sequence = tl.program_id(1)
+    tile, sequence = split_program_id(padded // TOKENS, tl.int32)
+    tokens = tile * TOKENS + tl.arange(0, TOKENS)
     batch, head = sequence // heads, sequence % heads
     kv_sequence = batch * (heads // GROUP) + head // GROUP
     dims = tl.arange(0, D)
@@ -312,7 +314,8 @@ def pull_back_kernel(
         dx += (d_inner * decay[None, :] + d_outer) * (entry[None, :] * twice)
     mask = present[None, :]
     x = tl.load(rows[None, :] + dims[:, None], mask=mask, other=0.0).to(tl.float32)
-    out = dx_ptr + batch.to(tl.int64) * dx_stride_b + head * dx_stride_h + tokens.to(tl.int64) * dx_stride_t
+    out = dx_ptr + batch.to(tl.int64) * dx_stride_b + head.to(tl.int64) * dx_stride_h
+    out += tokens.to(tl.int64) * dx_stride_t
     tl.store(out[None, :] + dims[:, None], dx.to(dx_ptr.dtype.element_ty), mask=mask)
     terms = term_ptr + batch.to(tl.int64) * term_stride_b + head.to(tl.int64) * term_stride_h + tokens
     tl.store(terms, tl.sum(x * dx, axis=0), mask=present)
@@ -330,7 +333,7 @@ def pair_features(
     padded = triton.cdiv(length, ROWS) * ROWS
     inner = x.new_empty(batch, heads, padded, lists.inner.shape[1])
     outer = x.new_empty(batch, heads, lists.outer.shape[1], padded)
-    features_kernel[(padded // FEATURE_TOKENS, batch * heads)](
+    features_kernel[flat_grid(padded // FEATURE_TOKENS, batch * heads)](
         x, sums, lists.inner, lists.outer, inner, outer, *x.stride()[:3],
         length, padded, 0 if sums is None else sums.shape[-1], first_token, heads, chunk,
         GROUP=heads // kv_heads, D=dim, INNER=inner.shape[-1], OUTER=outer.shape[2], GATED=sums is not None,
@@ -355,7 +358,7 @@ def pull_back(
     batch, length, heads, dim = x.shape
     padded = gradient.inner.shape[-1]
     assert terms.stride(-1) == 1 and dx.stride(-1) == 1
-    pull_back_kernel[(padded // FEATURE_TOKENS, batch * heads)](
+    pull_back_kernel[flat_grid(padded // FEATURE_TOKENS, batch * heads)](
         x, sums, lists.inner_column, lists.outer_column, gradient.inner, gradient.outer, dx, terms,
         *x.stride()[:3], *dx.stride()[:3], *terms.stride()[:2],
         length, padded, 0 if sums is None else sums.shape[-1], first_token, heads, chunk,

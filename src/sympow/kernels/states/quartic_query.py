@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sympow.kernels.common import dot_precision, wait_for_mma
+from sympow.kernels.common import dot_precision, flat_grid, split_program_id, wait_for_mma
 from sympow.kernels.states.quartic_features import COLUMNS, ROWS, PairFeatures, StateLayout
 
 
@@ -26,7 +26,8 @@ def query_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """φ(x) S for a tile of tokens."""
-    first, sequence = tl.program_id(0) * ROWS, tl.program_id(1)
+    token_tile, sequence = split_program_id(padded // ROWS, tl.int32)
+    first = token_tile * ROWS
     batch, head = sequence // heads, sequence % heads
     state_index = (batch * (heads // GROUP) + head // GROUP) * state_count + first // chunk
     tokens = first + tl.arange(0, ROWS)
@@ -55,7 +56,8 @@ def outer_gradient_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """d x_o for a tile of tokens, and φ(x) S; ADD: to what d_outer holds already."""
-    first, sequence = tl.program_id(0) * ROWS, tl.program_id(1)
+    token_tile, sequence = split_program_id(padded // ROWS, tl.int32)
+    first = token_tile * ROWS
     batch, head = sequence // heads, sequence % heads
     state_index = (batch * (heads // GROUP) + head // GROUP) * state_count + first // chunk
     tokens = first + tl.arange(0, ROWS)
@@ -121,7 +123,9 @@ def inner_gradient_kernel(
     ROWS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """d x_m for a tile of tokens and a tile of inner columns, from numerators and denominators."""
-    column_tile, first, sequence = tl.program_id(0), tl.program_id(1) * ROWS, tl.program_id(2)
+    column_tile, rest = split_program_id(inner_columns // COLUMNS, tl.int32)
+    token_tiles = padded // ROWS
+    first, sequence = (rest % token_tiles) * ROWS, rest // token_tiles
     batch, head = sequence // heads, sequence % heads
     state_index = (batch * (heads // GROUP) + head // GROUP) * state_count + first // chunk
     tokens = first + tl.arange(0, ROWS)
@@ -160,7 +164,7 @@ def query_states(
     batch, heads, padded, _ = x.inner.shape
     value_dim = states.shape[-1] // layout.pairs
     by_feature = states.view(states.shape[0], -1, value_dim)
-    query_kernel[(padded // ROWS, batch * heads)](
+    query_kernel[flat_grid(padded // ROWS, batch * heads)](
         TensorDescriptor.from_tensor(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
         TensorDescriptor.from_tensor(by_feature, [1, COLUMNS * layout.pairs, value_dim]),
         x.outer, result, layout.tile_column, layout.tile_block, *result.stride()[:3],
@@ -183,6 +187,7 @@ def outer_gradient(
     add: bool = False,
     warps: int = 8,
     stages: int = 3,
+    registers: int | None = None,
 ) -> None:
     """Writes g · ∂(φ(x) S) / ∂x_o to `d_outer` (b, h, outer columns, ≥ t), and φ(x) S to `result` (b, t, h, e).
 
@@ -197,14 +202,15 @@ def outer_gradient(
     assert given is not None
     length = given.shape[1]
     empty = (0, 0, 0)
-    outer_gradient_kernel[(padded // ROWS, batch * heads)](
+    outer_gradient_kernel[flat_grid(padded // ROWS, batch * heads)](
         TensorDescriptor.from_tensor(x.inner.flatten(0, 1), [1, ROWS, COLUMNS]),
         TensorDescriptor.from_tensor(states, [1, COLUMNS, width]), x.outer, g, result, d_outer, layout.tile_column,
         *(empty if g is None else g.stride()[:3]), *(empty if result is None else result.stride()[:3]),
         length, padded, heads, triton.cdiv(length, chunk), chunk, layout.tiles, inner_columns, x.outer.shape[2],
         GROUP=heads // kv_heads, E=width // layout.pairs, PAIRS=layout.pairs, COLUMNS=COLUMNS, ROWS=ROWS,
         WITH_RESULT=result is not None, WITH_GRADIENT=d_outer is not None, ADD=add,
-        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, enable_fp_fusion=True,
+        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, maxnreg=registers,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -227,7 +233,7 @@ def inner_gradient(
     length = g.shape[1]
     width = states.shape[-1]
     d_inner = x.inner.new_empty(batch, heads, inner_columns, padded)
-    inner_gradient_kernel[(inner_columns // COLUMNS, padded // ROWS, batch * heads)](
+    inner_gradient_kernel[flat_grid(inner_columns // COLUMNS, padded // ROWS, batch * heads)](
         x.outer, g, g_one,
         TensorDescriptor.from_tensor(states, [1, COLUMNS, width]),
         TensorDescriptor.from_tensor(normalizer, [1, COLUMNS, normalizer_layout.pairs]), d_inner,
