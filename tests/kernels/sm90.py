@@ -176,6 +176,8 @@ def compile_kernel(
     with redirect_stdout(log):
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     notes = log.getvalue()
+    import os
+    if os.environ.get("NOTES"): print(notes)
     return Report(
         int(re.search(r"Used (\d+) registers", notes).group(1)), int(re.search(r"(\d+) bytes stack", notes).group(1)),
         compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"), "serialized" in notes,

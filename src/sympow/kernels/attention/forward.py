@@ -46,6 +46,17 @@ from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
 
 @triton.jit
+def state_weight(q, normalizer, PRECISION: tl.constexpr):
+    """φ(q) Z of a tile of queries, and the rows where it is indistinguishable from rounding."""
+    found = tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
+    size = tl.abs(q)
+    most = tl.sum(tl.dot(size, tl.abs(normalizer), input_precision=PRECISION) * size.to(tl.float32), axis=1)
+    epsilon = STATE_EPSILON if q.dtype == tl.bfloat16 else EPSILON
+    # A comparison with NaN is false, so that NaN stays visible.
+    return found, found < most * epsilon
+
+
+@triton.jit
 def _query_state(
     acc, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, state_index,
     D: tl.constexpr, E: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
@@ -57,12 +68,7 @@ def _query_state(
     """
     HALF: tl.constexpr = D // 2
     normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
-    found = tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
-    size = tl.abs(q)
-    most = tl.sum(tl.dot(size, tl.abs(normalizer), input_precision=PRECISION) * size.to(tl.float32), axis=1)
-    epsilon = STATE_EPSILON if q.dtype == tl.bfloat16 else EPSILON
-    # A comparison with NaN is false, so that NaN stays visible.
-    unseen = found < most * epsilon
+    found, unseen = state_weight(q, normalizer, PRECISION)
     scale = scale.to(q_low.dtype)
     q_low, q_high = q_low * scale[:, None], q_high * scale[:, None]
     # Two accumulators, so that one product runs while the operand of the other is computed; waiting for the second

@@ -146,9 +146,13 @@ def fused_attention(
         )  # fmt: skip
         if chunks is not None:
             states, end, _ = scan_sums(chunks, initial, want_end=final)
+    past = None
     if _on_hopper(q, k, v, chunk, documents):
         y, weight = hopper.attend(q, k, v, power, gates)
-        past = None
+    elif states is not None and _chunks_on_hopper(q, k, v, documents):
+        from sympow.kernels.hopper import chunked
+
+        y, weight, past = chunked.attend(q, k, v, gates, states)
     else:
         y, weight, past = attend(
             q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
@@ -238,11 +242,17 @@ def _attend_backward(
     q, scale = scale_queries(q)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     on_hopper = _on_hopper(q, k, v, chunk, documents)
-    if on_hopper:
+    chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
+    if on_hopper or chunks_on_hopper:
         from sympow.kernels.hopper.common import split_sums
 
         split = None if gates is None else split_sums(gates)
+    if on_hopper:
         dq, row_terms = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
+    elif states is not None and chunks_on_hopper:
+        from sympow.kernels.hopper import chunked
+
+        dq, row_terms = chunked.query_gradient(q, scale, k, v, divided, minus_delta, gates, split, states, kept.past)
     else:
         dq, row_terms = query_gradient(
             q, scale, k, v, divided, minus_delta, power, gates, states, past=kept.past,
@@ -269,6 +279,8 @@ def _attend_backward(
         dk, dv, column_terms = hopper.key_gradient(
             q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block
         )
+    elif reverse is not None and chunks_on_hopper:
+        dk, dv, column_terms = chunked.key_gradient(q, k, v, divided, minus_delta, gates, split, reverse)
     else:
         dk, dv, column_terms = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,
@@ -364,6 +376,11 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents
     if chunk or documents is not None or not q.is_cuda:
         return False
     return hopper.supports(q, k, v)
+
+
+def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> bool:
+    """Whether the Hopper kernels of the chunked form run a call with states."""
+    return documents is None and q.is_cuda and hopper.supports_chunks(q, k, v)
 
 
 def boundaries_with_states(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """The attention form for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: heads of 64 and of 128, bfloat16.
 
 The same computation as `sympow.kernels.attention`, whose plain PyTorch twin is also the reference of these kernels.
-`forward` and `backward` are for heads of 64, `wide_forward` and `wide_backward` for heads of 128. This module decides
-which of them a call runs on; it imports Gluon, which other releases of Triton lack or have changed, only for such a
-call.
+`forward` and `backward` are for heads of 64, `wide_forward` and `wide_backward` for heads of 128, and `chunked` is the
+chunked form for heads of 128. This module decides which of them a call runs on; it imports Gluon, which other releases
+of Triton lack or have changed, only for such a call.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and q.shape[-1] in HEAD_DIMS
         and _compiled_by_this_release()
     )
+
+
+def supports_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2."""
+    return _is_wide(k) and supports(q, k, v)
 
 
 def supports_key_gradient(k: Tensor, block_terms: Tensor | None) -> bool:

@@ -63,6 +63,22 @@ def free_stage(empty, stage):
 
 
 @gluon.jit
+def sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk):
+    """G at the last token before a chunk, split; 0 before the first."""
+    index = gl.maximum(boundary * chunk, 1) - 1
+    inside = boundary > 0
+    return gl.load(whole_ptr + index, mask=inside, other=0), gl.load(rest_ptr + index, mask=inside, other=0.0)
+
+
+@gluon.jit
+def load_rows(pointer, sequence, rows, length, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of a contiguous float32 tensor (sequences, length, COLUMNS); 0 past the last one."""
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    offsets = (sequence.to(gl.int64) * length + gl.expand_dims(rows, 1)) * COLUMNS + gl.expand_dims(columns, 0)
+    return gl.load(pointer + offsets, mask=gl.expand_dims(rows < length, 1), other=0.0)
+
+
+@gluon.jit
 def prefetch(pointers):
     """Loads what the next step reads into the L1 cache: no registers are free for it."""
     gl.inline_asm_elementwise(

@@ -1,4 +1,5 @@
-"""Backward pass of the attention form on Hopper for heads of 128, warp-specialised as in `wide_forward`.
+"""Backward pass of the attention form on Hopper for heads of 128, and of the chunked form once the products with states
+are known (`state_products`), warp-specialised as in `wide_forward`.
 
 The equations are those of `sympow.kernels.attention.backward`. Two kernels, each of which owns its outputs, so that
 results are bitwise reproducible. With the decays of a block of 128 tokens folded into the operand that a kernel visits
@@ -30,10 +31,12 @@ from sympow.kernels.hopper.common import (
     async_store,
     free_stage,
     head_major,
+    load_rows,
     matrix,
     new_barriers,
     prefetch,
     split_sums,
+    sums_before_chunk,
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
@@ -46,13 +49,16 @@ TILE, KEY_RING, QUERY_RING = 64, 4, 3
 
 
 @gluon.jit
-def _copy_keys(k_desc, decayed_desc, v_desc, batch, head, before, steps, buffers, ready, empty, STAGES: gl.constexpr):
-    """Copies the tiles of keys and values of all steps; those from `before` on lie on the diagonal."""
+def _copy_keys(
+    k_desc, decayed_desc, v_desc, batch, head, begin, before, steps, buffers, ready, empty, STAGES: gl.constexpr
+):
+    """Copies the tiles of keys and values of all steps, from row `begin` on; from `before` on they lie on the
+    diagonal."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     k_buffers, v_buffers = buffers
     for step in range(steps):
         stage = step % STAGES
-        start = [batch, head, step * COLUMNS, 0]
+        start = [batch, head, begin + step * COLUMNS, 0]
         barrier = ready.index(stage)
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -64,12 +70,12 @@ def _copy_keys(k_desc, decayed_desc, v_desc, batch, head, before, steps, buffers
 @gluon.jit
 def _query_rows(
     descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty,
-    MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq_i and q_i · dq_i for the queries of one warpgroup."""
     q_desc, v_desc, dq_desc = descriptors
-    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr = pointers
-    batch, head, sequence, first, before, steps, length, padded = place
+    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr = pointers
+    batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary = place
     q_buffers, dy_buffers = own_buffers
     k_buffers, v_buffers = buffers
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -94,6 +100,14 @@ def _query_rows(
     dy = matrix(dy_buffers, MEMBER)
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dq = gl.zeros((ROWS, D), gl.float32, DQ)
+    if WITH_STATE:
+        boundary = begin // chunk
+        if boundary >= first_boundary:
+            state_rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
+            dq = load_rows(state_ptr, sequence, state_rows, length, D, DQ)
+            if GATED:
+                whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
+                dq *= gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
 
     if before > 0:
         mbarrier.wait(ready.index(0), 0)
@@ -102,15 +116,15 @@ def _query_rows(
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
         if GATED:
-            log_decay = (reference_whole - gl.load(whole_ptr + OWNED - 1)).to(gl.float32)
-            log_decay += reference_rest - gl.load(rest_ptr + OWNED - 1)
+            log_decay = (reference_whole - gl.load(whole_ptr + begin + OWNED - 1)).to(gl.float32)
+            log_decay += reference_rest - gl.load(rest_ptr + begin + OWNED - 1)
             grads *= gl.exp2(log_decay)
         for step in range(1, before):
             stage = step % STAGES
             last = (step - 1) % STAGES
             left = gl.convert_layout(grads.to(dtype), LEFT_DQ)
             if GATED:
-                block_end = (step * COLUMNS // OWNED + 1) * OWNED - 1
+                block_end = begin + (step * COLUMNS // OWNED + 1) * OWNED - 1
                 end_whole = gl.load(whole_ptr + block_end)
                 end_rest = gl.load(rest_ptr + block_end)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -136,7 +150,7 @@ def _query_rows(
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
-        columns = step * COLUMNS + gl.arange(0, COLUMNS, BY_COLUMN)
+        columns = begin + step * COLUMNS + gl.arange(0, COLUMNS, BY_COLUMN)
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
@@ -168,8 +182,8 @@ def _query_rows(
 @gluon.jit
 def query_gradient_kernel(
     q_desc, k_desc, decayed_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
-    whole_ptr, rest_ptr, length, padded, gates_padded, heads, tiles,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    whole_ptr, rest_ptr, state_ptr, length, padded, gates_padded, heads, tiles, chunk, first_boundary,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for 128 queries, times the scale of the query, and q_i · dq_i."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -180,8 +194,9 @@ def query_gradient_kernel(
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
     first = tile * 2 * ROWS
-    before = first // v_desc.block_type.shape[2]
-    steps = (first + 2 * ROWS) // v_desc.block_type.shape[2]
+    begin = first // chunk * chunk
+    before = (first - begin) // v_desc.block_type.shape[2]
+    steps = (first + 2 * ROWS - begin) // v_desc.block_type.shape[2]
     if GATED:
         kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
         whole_ptr += kv_sequence * gates_padded
@@ -202,24 +217,25 @@ def query_gradient_kernel(
         async_load(dy_desc, [batch, head, first + member * ROWS, 0], own_ready.index(0), dy_buffers.index(member))
 
     descriptors = (q_desc, v_desc, dq_desc)
-    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr)
-    place = (batch, head, sequence, first, before, steps, length, padded)
+    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr)
+    place = (batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary)
     own_buffers = (q_buffers, dy_buffers)
     buffers = (k_buffers, v_buffers)
     gl.warp_specialize([
         (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
-                       gl.constexpr(0), POWER, GATED, STAGES)),
+                       gl.constexpr(0), POWER, GATED, WITH_STATE, STAGES)),
         (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
-                       gl.constexpr(1), POWER, GATED, STAGES)),
-        (_copy_keys, (k_desc, decayed_desc, v_desc, batch, kv_head, before, steps, buffers, ready, empty, STAGES)),
+                       gl.constexpr(1), POWER, GATED, WITH_STATE, STAGES)),
+        (_copy_keys, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, before, steps, buffers, ready, empty,
+                      STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
-def _tiles_of_block(index, after, length, query_block, COLUMNS: gl.constexpr):
+def _tiles_of_block(index, after, end, query_block, COLUMNS: gl.constexpr):
     """The first query of block `index` that comes after the keys, and the number of tiles from there on."""
     start = gl.maximum(after, index * query_block)
-    return start, gl.maximum(gl.cdiv(gl.minimum(length, (index + 1) * query_block) - start, COLUMNS), 0)
+    return start, gl.maximum(gl.cdiv(gl.minimum(end, (index + 1) * query_block) - start, COLUMNS), 0)
 
 
 @gluon.jit
@@ -235,16 +251,15 @@ def _copy_query_tile(q_desc, dy_desc, batch, head, row, step, buffers, ready, em
 
 @gluon.jit
 def _copy_queries(
-    q_desc, decayed_desc, dy_desc, batch, head, first, length, query_block, buffers, ready, empty,
+    q_desc, decayed_desc, dy_desc, batch, head, first, end, query_block, buffers, ready, empty,
     OWNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copies the queries and output gradients after the keys, block by block and head by head, then the diagonal's."""
     COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
     after = first + OWNED
-    blocks = gl.cdiv(length, query_block)
     step = 0
-    for index in range(after // query_block, blocks):
-        start, tiles = _tiles_of_block(index, after, length, query_block, COLUMNS)
+    for index in range(after // query_block, gl.cdiv(end, query_block)):
+        start, tiles = _tiles_of_block(index, after, end, query_block, COLUMNS)
         for n in range(GROUP * tiles):
             member, tile = divide_steps(n, tiles, GROUP)
             row = start + tile * COLUMNS
@@ -260,12 +275,13 @@ def _copy_queries(
 @gluon.jit
 def _key_rows(
     descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty, MEMBER: gl.constexpr,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr,
+    BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dk_j, dv_j and k_j · dk_j for the keys of one warpgroup; rows are keys here, and columns queries."""
     k_desc, q_desc, dk_desc, dv_desc = descriptors
-    minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr = pointers
-    batch, kv_head, kv_sequence, first, length, padded, query_block = place
+    minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr = pointers
+    batch, kv_head, kv_sequence, first, end, length, padded, query_block, last_chunk = place
     k_buffers, v_buffers = own_buffers
     q_buffers, dy_buffers = buffers
     ROWS: gl.constexpr = k_desc.block_type.shape[2]
@@ -298,11 +314,22 @@ def _key_rows(
     dk = gl.zeros((ROWS, D), gl.float32, DK)
     dv = gl.zeros((ROWS, E), gl.float32, DV)
     known = gl.zeros((ROWS,), gl.float32, DK_BY_ROW)
+    if WITH_STATE:
+        if not last_chunk:
+            state_rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
+            dk = load_rows(dk_state_ptr, kv_sequence, state_rows, length, D, DK)
+            state_rows = mine + gl.arange(0, ROWS, DV_BY_ROW)
+            dv = load_rows(dv_state_ptr, kv_sequence, state_rows, length, E, DV)
+            if GATED:
+                log_decay = (gl.load(whole_ptr + end - 1) - reference_whole).to(gl.float32)
+                since_keys = gl.exp2(log_decay + (gl.load(rest_ptr + end - 1) - reference_rest))
+                dk *= since_keys
+                dv *= since_keys
 
     step = 0
-    blocks = gl.cdiv(length, query_block)
+    blocks = gl.cdiv(end, query_block)
     for index in range(after // query_block, blocks):
-        start, tiles = _tiles_of_block(index, after, length, query_block, COLUMNS)
+        start, tiles = _tiles_of_block(index, after, end, query_block, COLUMNS)
         for n in range(GROUP * tiles):
             member, tile = divide_steps(n, tiles, GROUP)
             row = start + tile * COLUMNS
@@ -389,8 +416,10 @@ def _key_rows(
 @gluon.jit
 def key_gradient_kernel(
     q_desc, decayed_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, block_terms_ptr,
-    whole_ptr, rest_ptr, length, padded, gates_padded, kv_heads, tiles, query_block,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
+    whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+    length, padded, gates_padded, kv_heads, tiles, query_block, chunk, last_boundary,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr,
+    BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dv_j and dk_j for 128 keys, summed over the query heads that read them, and k_j · dk_j.
 
@@ -404,6 +433,8 @@ def key_gradient_kernel(
     first = program % tiles * OWNED
     kv_sequence = program // tiles
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
+    boundary = first // chunk + 1
+    end = gl.minimum(boundary * chunk, length)
     minus_delta_ptr += kv_sequence.to(gl.int64) * GROUP * padded
     if GATED:
         whole_ptr += kv_sequence.to(gl.int64) * gates_padded
@@ -424,25 +455,32 @@ def key_gradient_kernel(
         async_load(v_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), v_buffers.index(member))
 
     descriptors = (k_desc, q_desc, dk_desc, dv_desc)
-    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr)
-    place = (batch, kv_head, kv_sequence, first, length, padded, query_block)
+    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr)
+    place = (batch, kv_head, kv_sequence, first, end, length, padded, query_block, boundary > last_boundary)
     own_buffers = (k_buffers, v_buffers)
     buffers = (q_buffers, dy_buffers)
     gl.warp_specialize([
         (_key_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
-                     gl.constexpr(0), GROUP, POWER, GATED, BLOCK_TERMS, STAGES)),
+                     gl.constexpr(0), GROUP, POWER, GATED, WITH_STATE, BLOCK_TERMS, STAGES)),
         (_key_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
-                     gl.constexpr(1), GROUP, POWER, GATED, BLOCK_TERMS, STAGES)),
-        (_copy_queries, (q_desc, decayed_desc, dy_desc, batch, kv_head * GROUP, first, length, query_block, buffers,
+                     gl.constexpr(1), GROUP, POWER, GATED, WITH_STATE, BLOCK_TERMS, STAGES)),
+        (_copy_queries, (q_desc, decayed_desc, dy_desc, batch, kv_head * GROUP, first, end, query_block, buffers,
                          ready, empty, OWNED, GROUP, STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None,
+    gates: Gates | None, split: SplitSums | None = None, *,
+    chunk: int = 0, first_boundary: int = 0, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t); arguments as in `hopper.backward`."""
+    """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t); arguments as in `hopper.backward`.
+
+    Args:
+        chunk, first_boundary: as in `wide_forward.attend`.
+        state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start of the
+            chunk; None: there are no states.
+    """
     if gates is not None and split is None:
         split = split_sums(gates)
     batch, length, heads, _ = q.shape
@@ -452,9 +490,10 @@ def query_gradient(
     query_gradient_kernel[(tiles * batch * heads,)](
         head_major(q, TILE), head_major(k, TILE), head_major(decayed(k, split, power, to_end=True), TILE),
         head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dq, TILE), row_term, scale,
-        split and split.whole, split and split.rest,
-        length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=KEY_RING,
+        split and split.whole, split and split.rest, state,
+        length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK,
+        first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None,
+        STAGES=KEY_RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
@@ -464,10 +503,15 @@ def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, split: SplitSums | None = None, *,
     block_terms: Tensor | None = None, query_block: int = 0,
+    chunk: int = 0, last_boundary: int = 0, states: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as in `hopper.backward`.
 
     Args:
+        chunk: as in `wide_forward.attend`.
+        last_boundary: with states, the last chunk boundary that has one.
+        states: dk / p and dv of what later chunks read through states, (b, h_kv, t, d) and (b, h_kv, t, e), float32,
+            without the decay to the end of the chunk; None: there are no states.
         block_terms, query_block: as in `attention.backward.key_gradient`; query_block is a multiple of 128.
     """
     assert query_block % BLOCK == 0
@@ -480,10 +524,11 @@ def key_gradient(
     key_gradient_kernel[(tiles * batch * kv_heads,)](
         head_major(q, TILE), head_major(decayed(q, split, power, to_end=False), TILE), head_major(k, TILE),
         head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dk, TILE), head_major(dv, TILE), column_term,
-        block_terms, split and split.whole, split and split.rest,
+        block_terms, split and split.whole, split and split.rest, *(states or (None, None)),
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
-        tiles * BLOCK if block_terms is None else query_block,
-        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, BLOCK_TERMS=block_terms is not None,
-        STAGES=QUERY_RING, num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
+        tiles * BLOCK if block_terms is None else query_block, chunk or tiles * BLOCK, last_boundary,
+        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
+        BLOCK_TERMS=block_terms is not None, STAGES=QUERY_RING, num_warps=4, maxnreg=START_REGISTERS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

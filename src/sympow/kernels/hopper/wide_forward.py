@@ -1,4 +1,5 @@
-"""Forward pass of the attention form on Hopper for heads of 128, warp-specialised.
+"""Forward pass of the attention form on Hopper for heads of 128, and of the chunked form once φ(q) S is known
+(`state_products`), warp-specialised.
 
 A CTA owns 128 queries and has three partitions of warps: one warp copies tiles of keys and values to shared memory, and
 two warpgroups own 64 queries each. In a warpgroup, the scores of one tile are computed together with the product of the
@@ -32,9 +33,11 @@ from sympow.kernels.hopper.common import (
     async_store,
     free_stage,
     head_major,
+    load_rows,
     matrix,
     new_barriers,
     split_sums,
+    sums_before_chunk,
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
@@ -47,8 +50,8 @@ REGISTERS, COPY_REGISTERS, START_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
 @gluon.jit
-def _copy_tiles(k_desc, decayed_desc, v_desc, batch, head, before, buffers, ready, empty, STAGES: gl.constexpr):
-    """Copies the tiles of keys and values of all steps; the last one lies on the diagonal."""
+def _copy_tiles(k_desc, decayed_desc, v_desc, batch, head, begin, before, buffers, ready, empty, STAGES: gl.constexpr):
+    """Copies the tiles of keys and values of all steps, from row `begin` on; the last one lies on the diagonal."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     k_buffers, v_buffers = buffers
     k_ready, v_ready = ready
@@ -56,7 +59,7 @@ def _copy_tiles(k_desc, decayed_desc, v_desc, batch, head, before, buffers, read
     for step in range(before + 1):
         stage = step % STAGES
         free = ((step // STAGES) & 1) ^ 1
-        start = [batch, head, step * COLUMNS, 0]
+        start = [batch, head, begin + step * COLUMNS, 0]
         mbarrier.wait(k_empty.index(stage), free)
         mbarrier.expect(k_ready.index(stage), k_desc.block_type.nbytes)
         async_load(decayed_desc, start, k_ready.index(stage), k_buffers.index(stage), pred=step < before)
@@ -69,12 +72,12 @@ def _copy_tiles(k_desc, decayed_desc, v_desc, batch, head, before, buffers, read
 @gluon.jit
 def _attend_rows(
     descriptors, pointers, place, q_buffers, q_ready, buffers, ready, empty,
-    MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y_i and Σ_j B_ij for the queries of one warpgroup."""
     q_desc, v_desc, y_desc = descriptors
-    weight_ptr, whole_ptr, rest_ptr = pointers
-    batch, head, sequence, first, before, length = place
+    weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr = pointers
+    batch, head, sequence, first, begin, before, length, chunk, first_boundary = place
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
     E: gl.constexpr = v_desc.block_type.shape[3]
@@ -102,6 +105,20 @@ def _attend_rows(
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     acc = gl.zeros((ROWS, E), gl.float32, SUMS)
     sums = partial_row_sums(blank, ROWS, COLUMNS)
+    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, BY_ROW)
+    weight = gl.zeros((ROWS,), gl.float32, BY_ROW)
+    if WITH_STATE:
+        boundary = begin // chunk
+        if boundary >= first_boundary:
+            weight = gl.load(past_ptr + sequence.to(gl.int64) * length + rows, mask=rows < length, other=0.0)
+            seen = gl.expand_dims(gl.convert_layout(weight, SUMS_BY_ROW) != 0, 1)
+            state_rows = first + MEMBER * ROWS + gl.arange(0, ROWS, SUMS_BY_ROW)
+            acc = gl.where(seen, load_rows(state_ptr, sequence, state_rows, length, E, SUMS), 0.0)
+            if GATED:
+                whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
+                since_state = gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
+                acc *= since_state
+                weight *= since_state
 
     if before > 0:
         mbarrier.wait(k_ready.index(0), 0)
@@ -110,8 +127,8 @@ def _attend_rows(
         free_stage(k_empty, 0)
         weights = even_power(scores, POWER)
         if GATED:
-            log_decay = (reference_whole - gl.load(whole_ptr + COLUMNS - 1)).to(gl.float32)
-            log_decay += reference_rest - gl.load(rest_ptr + COLUMNS - 1)
+            log_decay = (reference_whole - gl.load(whole_ptr + begin + COLUMNS - 1)).to(gl.float32)
+            log_decay += reference_rest - gl.load(rest_ptr + begin + COLUMNS - 1)
             weights *= gl.exp2(log_decay)
         sums += partial_row_sums(weights, ROWS, COLUMNS)
         # No product stays in flight from one step to the next: ptxas would serialise all products.
@@ -120,8 +137,8 @@ def _attend_rows(
             last = (step - 1) % STAGES
             left = gl.convert_layout(weights.to(dtype), LEFT_P)
             if GATED:
-                end_whole = gl.load(whole_ptr + (step + 1) * COLUMNS - 1)
-                end_rest = gl.load(rest_ptr + (step + 1) * COLUMNS - 1)
+                end_whole = gl.load(whole_ptr + begin + (step + 1) * COLUMNS - 1)
+                end_rest = gl.load(rest_ptr + begin + (step + 1) * COLUMNS - 1)
             mbarrier.wait(k_ready.index(stage), (step // STAGES) & 1)
             scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             mbarrier.wait(v_ready.index(last), ((step - 1) // STAGES) & 1)
@@ -139,8 +156,7 @@ def _attend_rows(
         acc = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, last), acc)
         free_stage(v_empty, last)
 
-    weight = gl.convert_layout(gl.sum(sums, axis=1), BY_ROW)
-    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, BY_ROW)
+    weight += gl.convert_layout(gl.sum(sums, axis=1), BY_ROW)
     columns = first + gl.arange(0, COLUMNS, BY_COLUMN)
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
@@ -180,9 +196,9 @@ def _attend_rows(
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, decayed_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr,
-    length, padded_length, heads, tiles,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, decayed_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr,
+    length, padded_length, heads, tiles, chunk, first_boundary,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y_i for 128 queries, and Σ_j B_ij."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
@@ -193,7 +209,8 @@ def forward_kernel(
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
     first = tile * 2 * ROWS
-    before = first // v_desc.block_type.shape[2]
+    begin = first // chunk * chunk
+    before = (first - begin) // v_desc.block_type.shape[2]
     if GATED:
         kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
         whole_ptr += kv_sequence * padded_length
@@ -212,22 +229,30 @@ def forward_kernel(
         async_load(q_desc, [batch, head, first + member * ROWS, 0], q_ready.index(0), q_buffers.index(member))
 
     descriptors = (q_desc, v_desc, y_desc)
-    pointers = (weight_ptr, whole_ptr, rest_ptr)
-    place = (batch, head, sequence, first, before, length)
+    pointers = (weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr)
+    place = (batch, head, sequence, first, begin, before, length, chunk, first_boundary)
     buffers = (k_buffers, v_buffers)
     gl.warp_specialize([
         (_attend_rows, (descriptors, pointers, place, q_buffers, q_ready.index(0), buffers, ready, empty,
-                        gl.constexpr(0), POWER, GATED, STAGES)),
+                        gl.constexpr(0), POWER, GATED, WITH_STATE, STAGES)),
         (_attend_rows, (descriptors, pointers, place, q_buffers, q_ready.index(0), buffers, ready, empty,
-                        gl.constexpr(1), POWER, GATED, STAGES)),
-        (_copy_tiles, (k_desc, decayed_desc, v_desc, batch, kv_head, before, buffers, ready, empty, STAGES)),
+                        gl.constexpr(1), POWER, GATED, WITH_STATE, STAGES)),
+        (_copy_tiles, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, before, buffers, ready, empty, STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None
-) -> tuple[Tensor, Tensor]:
-    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments as for `hopper.forward.attend`."""
+    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None, *,
+    chunk: int = 0, first_boundary: int = 0, past: Tensor | None = None, state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments as for `hopper.forward.attend`.
+
+    Args:
+        chunk: tokens per chunk, a multiple of 128; 0: all in one.
+        first_boundary: with states, the first chunk that sees one.
+        past, state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e), float32, without
+            decay since the start of the chunk; None: there are no states.
+    """
     if gates is not None and split is None:
         split = split_sums(gates)
     batch, length, heads, _ = q.shape
@@ -237,9 +262,9 @@ def attend(
     forward_kernel[(tiles * batch * heads,)](
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE),
         head_major(decayed(k, split, power, to_end=True), KEY_TILE), head_major(v, KEY_TILE),
-        head_major(y, QUERY_TILE), weight, split and split.whole, split and split.rest,
-        length, split.whole.shape[-1] if split else 0, heads, tiles,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING,
+        head_major(y, QUERY_TILE), weight, split and split.whole, split and split.rest, past, state,
+        length, split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK, first_boundary,
+        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return y, weight
