@@ -1,8 +1,8 @@
 """Products of queries, keys, values and output gradients with the states of chunks on Hopper, heads of 128, p = 2.
 
 With S_i the slice of a state that belongs to entry i of the key (`states.quadratic`), there are two such sums:
-    `query_states`:     Σ_i x_i (x S_iᵀ) = φ(x) S. With x = q it is the numerator of y; with x = k, and with the sums over
-                        later queries D for S, it is dv.
+    `query_states`:     Σ_i x_i (x S_iᵀ) = φ(x) S. With x = q it is the numerator of y; with x = k, and with the sums
+                        over later queries D for S, it is dv.
     `gradient_states`:  Σ_i x_i (z S_i). With x = q and z = dy it is dq; with x = k, z = v and D for S it is dk.
 Either is one matrix product per entry i and half of its inner dimension, whose left operand, x or z times x_i, is
 computed in registers.
