@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import interpreter
 import sympow
 from sympow.ops import reference
 
@@ -25,23 +26,8 @@ interpreted = pytest.mark.skipif(
 )
 
 
-def _patch_interpreter_index() -> None:
-    """Lets Triton 3.6's interpreter use an array with one element as an index, which NumPy refuses from 2.4 on."""
-    try:
-        from triton.runtime import interpreter
-    except ImportError:
-        return
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
-
-
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _patch_interpreter_index()
+    interpreter.install()
 
 
 @dataclass(frozen=True)

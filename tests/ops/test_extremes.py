@@ -11,9 +11,9 @@ from sympow.ops.window import Window
 LENGTH = 37  # odd, and not a multiple of the chunk size
 
 
-def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float = 0.9) -> Inputs:
-    inputs = random_inputs(seed, length=length, dim=dim, value_dim=dim, dtype=torch.float32)
-    return replace(inputs, log_gamma=torch.full((1, length, 2), gamma).log())
+def float_inputs(length: int = LENGTH, dim: int = 8, seed: int = 0, gamma: float = 0.9, heads: int = 2) -> Inputs:
+    inputs = random_inputs(seed, length=length, heads=heads, dim=dim, value_dim=dim, dtype=torch.float32)
+    return replace(inputs, log_gamma=torch.full((1, length, heads), gamma).log())
 
 
 def nearly_parallel(inputs: Inputs) -> Inputs:
@@ -256,7 +256,7 @@ def test_a_gate_of_exactly_one_is_no_gate(form):
 
 
 def test_a_gate_of_one_half_held_for_4096_tokens():
-    inputs = float_inputs(4096, gamma=0.5)
+    inputs = float_inputs(4096, gamma=0.5, heads=1)
     exact = inputs.map(lambda t: t.double()).requires_grad()
     expected = run_plain(exact, 2)
     wanted = gradients(expected, exact)

@@ -4,16 +4,33 @@ Importing torch takes seconds, and a tiny training less than one. This is a sepa
 has threads and must not fork.
 """
 
+import atexit
 import gc
 import json
 import os
 import sys
 from importlib import import_module
 
-import sympow.cli.train
+exit_code = None
 
-# Modules that training imports later.
-for name in ("fsspec", "safetensors.torch", "sympow.train.trainer", "torch.distributed.checkpoint.filesystem", "yaml"):
+
+@atexit.register
+def leave():
+    """Ends a training process without taking the interpreter apart, which takes longer than the training itself.
+
+    Threads have ended by now. What others register for the end has run, since this was registered first.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code is not None:
+        os._exit(exit_code)
+
+
+import sympow.cli.train  # noqa: E402
+
+# Modules that training imports later. An optimiser imports torch._dynamo, which takes longer than the training itself.
+LATER = "fsspec safetensors.torch sympow.train.trainer torch._dynamo torch.distributed.checkpoint.filesystem yaml"
+for name in LATER.split():
     import_module(name)
 
 
@@ -25,8 +42,16 @@ def become(request):
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.argv = ["sympow.train", *request["arguments"]]
-    exec(request["code"], {})
-    sympow.cli.train.main()
+    global exit_code
+    try:
+        exec(request["code"], {})
+        sympow.cli.train.main()
+    except SystemExit as end:
+        exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except Exception:
+        exit_code = 1
+        raise
 
 
 if __name__ == "__main__":

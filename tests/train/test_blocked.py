@@ -16,7 +16,7 @@ HANGING = """
 import os, time
 from sympow.train import trainer
 from sympow.train import heartbeat
-heartbeat.STOP_GRACE = 2.0
+heartbeat.STOP_GRACE, heartbeat.EXIT_GRACE = 2.0, 1.0
 step = trainer._Run.step
 def hanging(self, batch):
     while os.environ["RANK"] == "{rank}" and self.step_number == 3:
@@ -69,14 +69,14 @@ def test_processes_with_other_data_of_the_same_name_are_refused(start, texts, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_main_thread_that_hangs_ends_all_by_name(start, tmp_path, rank):
-    training = start(tmp_path / "run", processes=3, hang_after=12, code=HANGING.format(rank=rank))
+    training = start(tmp_path / "run", processes=3, hang_after=8, code=HANGING.format(rank=rank))
     assert training.wait() == [1, 1, 1], training.log.read_text()
     said = [line for line in training.log.read_text().splitlines() if line.startswith("stopped: ")]
     assert len(said) == 3
     for line in said:
         assert line.startswith(f"stopped: rank {rank} (process {training.pids[rank]} on "), line
         assert "hangs in run (trainer.py:" in line
-        assert line.endswith("no progress for 12 s")
+        assert line.endswith("no progress for 8 s")
 
 
 @pytest.mark.slow

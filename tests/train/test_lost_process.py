@@ -23,8 +23,8 @@ def dying(self, batch):
     return step(self, batch)
 trainer._Run.step = dying
 """
-# A stopped process keeps its connections open, so only the missing heartbeat reveals it. The limit is shortened.
-IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER = 4.0\n"
+# A stopped process keeps its connections open, so only the missing heartbeat reveals it. The limits are shortened.
+IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER, heartbeat.EXIT_GRACE = 4.0, 1.0\n"
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
