@@ -6,6 +6,7 @@ so an empty tensor represents what is missing (gates, states).
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -142,7 +143,8 @@ def fused_attention(
             initial = FullState(initial_kv, initial_normalizer)
         chunks = chunk_sums(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
-            boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final, **tiles.states,
+            boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final,
+            update=_hopper_update(q, k, v), **tiles.states,
         )  # fmt: skip
         if chunks is not None:
             states, end, _ = scan_sums(chunks, initial, want_end=final)
@@ -267,7 +269,8 @@ def _attend_backward(
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
-            past=kept.past, reverse=True, boundaries=(first, last), precise=initial, **tiles.states,
+            past=kept.past, reverse=True, boundaries=(first, last), precise=initial, update=_hopper_update(q, k, v),
+            **tiles.states,
         )  # fmt: skip
         assert chunks is not None
         reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
@@ -381,6 +384,15 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents
 def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> bool:
     """Whether the Hopper kernels of the chunked form run a call with states."""
     return documents is None and q.is_cuda and hopper.supports_chunks(q, k, v)
+
+
+def _hopper_update(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., None] | None:
+    """What computes the states of chunks on Hopper, or None where the portable kernel does."""
+    if not (q.is_cuda and hopper.supports_chunks(q, k, v)):
+        return None
+    from sympow.kernels.hopper.state_updates import update
+
+    return update
 
 
 def boundaries_with_states(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:

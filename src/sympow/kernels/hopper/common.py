@@ -22,20 +22,25 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
-def head_major(x: Tensor, rows: int) -> TensorDescriptor:
-    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens; out of bounds reads are 0."""
-    view = aligned(x).transpose(1, 2)
-    return TensorDescriptor(
-        view, list(view.shape), list(view.stride()), [1, 1, rows, x.shape[-1]], _layout(rows, x.shape[-1])
-    )
+
+def head_major(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens and `columns` entries (None: all);
+    out of bounds reads are 0."""
+    return blocks_of(aligned(x).transpose(1, 2), [1, 1, rows, columns or x.shape[-1]])
+
+
+def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A descriptor of x, read and written in blocks of that shape."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout(tuple(block), x.dtype))
 
 
 # Cached: computing it takes the host as long as the rest of a descriptor.
 @cache
-def _layout(rows: int, columns: int) -> gl.NVMMASharedLayout:
-    """The layout of a bfloat16 tile in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], gl.bfloat16)
+def _layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    """The layout of a block in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_DTYPES[dtype])
 
 
 @gluon.jit

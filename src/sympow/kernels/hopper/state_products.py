@@ -28,10 +28,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import aligned
-from sympow.kernels.hopper.common import async_load, free_stage, matrix, new_barriers, thread_barrier
+from sympow.kernels.hopper.common import (
+    async_load,
+    blocks_of,
+    free_stage,
+    head_major,
+    matrix,
+    new_barriers,
+    thread_barrier,
+)
 from sympow.kernels.hopper.wide_forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
 from sympow.kernels.states.quadratic import ChunkStates
 
@@ -309,11 +316,6 @@ def gradient_states_kernel(
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
-def _blocks(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
 class _Launch(NamedTuple):
     """Which chunks read which states: the last six integers of both kernels."""
 
@@ -350,8 +352,9 @@ def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tenso
     launch = _launch(x, states, keys=keys)
     tile = [1, 1, value_dim, dim // 2]
     query_states_kernel[(launch.groups * launch.chunks * batch * kv_heads,)](
-        _blocks(x.transpose(1, 2), [1, 1, TILE, dim // 2]), _blocks(states.low.flatten(0, 2), tile),
-        _blocks(states.high.flatten(0, 2), tile), x, x.stride(0), x.stride(1), x.stride(2), out, length, heads, *launch,
+        head_major(x, TILE, dim // 2), blocks_of(states.low.flatten(0, 2), tile),
+        blocks_of(states.high.flatten(0, 2), tile), x, x.stride(0), x.stride(1), x.stride(2), out, length, heads,
+        *launch,
         GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH_COLUMN=states.high.shape[-1] - dim // 2, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS,
     )  # fmt: skip
@@ -380,9 +383,9 @@ def gradient_states(
     tile = [1, 1, value_dim // 2, dim]
     normalizer = states.normalizer.flatten(0, 2)[None]
     gradient_states_kernel[(launch.groups * launch.chunks * batch * kv_heads,)](
-        _blocks(z.transpose(1, 2), [1, 1, TILE, value_dim // 2]), _blocks(states.low.flatten(0, 2), tile),
-        _blocks(states.high.flatten(0, 2), tile), _blocks(normalizer, [1, 1, dim // 2, dim]),
-        _blocks(x.transpose(1, 2), [1, 1, TILE, dim]), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,
+        head_major(z, TILE, value_dim // 2), blocks_of(states.low.flatten(0, 2), tile),
+        blocks_of(states.high.flatten(0, 2), tile), blocks_of(normalizer, [1, 1, dim // 2, dim]),
+        head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,
         length, 0 if factor is None else factor.shape[-1], heads, *launch,
         GROUP=heads // kv_heads, D=dim, E=value_dim, FACTORS=factor is not None, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS,

@@ -14,8 +14,9 @@ state starts it and that of the initial state is its end. Where the start arrive
 takes the first two steps without it, `end_alone` computes the end of a scan from zero, and `scan_sums` takes the third
 step later.
 
-S is symmetric in (i, a). The entries i ≥ d/2 are stored apart (`high`): unless gradients need all features, their a <
-d/2 are neither computed nor stored. `sympow.kernels.states.reference.chunk_states_reference` is the plain PyTorch twin.
+S is symmetric in (i, a). The entries i ≥ d/2 are stored apart (`high`). Their a < d/2 are not computed; if gradients
+need all features, `mirror_kernel` copies them. `sympow.kernels.states.reference.chunk_states_reference` is the plain
+PyTorch twin.
 
 The kernels for p = 4 (`quartic`) take the same two steps, update and scan, but share no code with these: an update
 there multiplies pairs of entries instead of entries, and its scan applies multinomial coefficients and has no start or
@@ -24,6 +25,7 @@ end. In a common kernel every term would be conditional.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,6 +49,8 @@ TILE_TOKENS = 64
 # Registers per thread of the fold kernel. With at most 80, six CTAs fit on a multiprocessor, and all CTAs of a call on
 # 65,536 tokens run at once.
 FOLD_REGISTERS = 80
+# Numbers of a state that a CTA mirrors.
+MIRROR_SIZE = 8192
 
 # The three tensors of a state: Z, and S for the lower and for the upper half of the entries.
 StateTensors = tuple[Any, Any, Any]
@@ -196,7 +200,7 @@ def fold_kernel(
 @triton.jit
 def update_kernel(
     x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, chunk_count, state_count, first_chunk, first_state,
-    chunk, first_entry, first_column,
+    chunk, first_entry, first_column, out_column,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -224,7 +228,41 @@ def update_kernel(
         accs = sums
     for n in tl.static_range(ENTRIES):
         out = accs[n].to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
-        out_desc.store([kv_sequence * state_count + step_chunk + first_state, group * ENTRIES + n, 0, 0], out)
+        state = kv_sequence * state_count + step_chunk + first_state
+        out_desc.store([state, group * ENTRIES + n, 0, out_column], out)
+
+
+@triton.jit
+def mirror_kernel(
+    low_ptr, high_ptr, chunk_count, state_count, first_state,
+    HALF: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """S_ia = S_ai for i in the upper and a in the lower half, and ROWS of the e entries of the values."""
+    block, rest = split_program_id(E // ROWS)
+    state = rest // chunk_count * state_count + rest % chunk_count + first_state
+    rows = (block * ROWS + tl.arange(0, ROWS))[None, :, None]
+    major, minor = tl.arange(0, HALF)[:, None, None], tl.arange(0, HALF)[None, None, :]
+    offsets = ((state * HALF + major) * E + rows) * (2 * HALF) + minor
+    tl.store(high_ptr + offsets, tl.permute(tl.load(low_ptr + offsets + HALF), (2, 1, 0)))
+
+
+def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
+    """Fills the columns a < d/2 of `high` with those a ≥ d/2 of `low`."""
+    batch, heads, state_count, half, value_dim, _ = low.shape
+    count, _, _, first_state, _ = where
+    rows = min(value_dim, max(1, MIRROR_SIZE // half**2))
+    mirror_kernel[flat_grid(value_dim // rows, count, batch * heads)](
+        low,
+        high,
+        count,
+        state_count,
+        first_state,
+        HALF=half,
+        E=value_dim,
+        ROWS=rows,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
 
 
 @triton.jit
@@ -332,11 +370,12 @@ def chunk_sums(
     warps: int = 4,
     stages: int = 3,
     registers: int | None = None,
+    update: Callable[..., None] | None = None,
 ) -> ChunkSums | None:
     """The sums of each chunk alone, from keys x (b, t, h_kv, d) and values y (b, t, h_kv, e); None without boundaries.
 
     Args:
-        full: compute all d² features, also those that symmetry makes redundant.
+        full: return all d² features, also those that symmetry makes redundant.
         factor: (b, h, ≥ t), weight of each token in Z; only with `reverse`.
         past: φ(q) Z of each query's state (`forward.attend`), (b, h, t): queries with 0 do not count; only with
             `reverse`.
@@ -345,6 +384,7 @@ def chunk_sums(
             between the last two chunks or that after the last one. Boundary 0, or in reverse the one after the last
             chunk, is for the start of the scan.
         precise: keep S in float32.
+        update: what computes S instead of `update_kernel`: `hopper.state_updates.update`.
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
@@ -375,16 +415,22 @@ def chunk_sums(
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
         for out, first_entry in ((low, 0), (high, half)):
-            columns = out.shape[-1]
+            # Those of `high` with a < d/2 are known by symmetry.
+            columns = dim if out is low else half
+            if update is not None:
+                update(x, y, transposed, out, where, first_entry, columns)
+                continue
             together = entries * dim // columns  # as many as fit in registers
-            flat = out.view(-1, half, value_dim, columns)
+            flat = out.view(-1, half, value_dim, out.shape[-1])
             update_kernel[flat_grid(half // together, count, batch * kv_heads)](
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
                 TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
-                all_tiles, kv_heads, *where, first_entry, dim - columns,
+                all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
                 TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
             )  # fmt: skip
+        if full:
+            _mirror(low, high, where)
     started = last == chunks if reverse else first == 0
     return ChunkSums(low, high, normalizer, x.dtype, sums, length, chunk, first, started, reverse)
 
