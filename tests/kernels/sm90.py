@@ -33,6 +33,7 @@ from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.hopper import state_products, state_updates, wide_backward, wide_forward
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
@@ -72,6 +73,10 @@ POINTERS = {
             "product_ptr",
             "message_ptr",
             "messages_ptr",
+            "state_ptr",
+            "dk_state_ptr",
+            "dv_state_ptr",
+            "out_ptr",
         ],
         "*fp32",
     ),
@@ -177,7 +182,9 @@ def compile_kernel(
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     notes = log.getvalue()
     import os
-    if os.environ.get("NOTES"): print(notes)
+
+    if os.environ.get("NOTES"):
+        print(notes)
     return Report(
         int(re.search(r"Used (\d+) registers", notes).group(1)), int(re.search(r"(\d+) bytes stack", notes).group(1)),
         compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"), "serialized" in notes,
@@ -254,6 +261,46 @@ def hopper_case(which, power=2, group=1, gated=True):
         absent = ("whole_ptr", "rest_ptr", "to_end_ptr", "from_start_ptr")
         constants |= {name: None for name in absent if name in kernel.arg_names}
     return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
+
+
+def wide_case(which, power=2, group=4, gated=True, state=False, block_terms=False):
+    """The same for a warp-specialised Hopper kernel of heads of 128."""
+    kernel, stages = {
+        "forward": (wide_forward.forward_kernel, wide_forward.RING),
+        "query": (wide_backward.query_gradient_kernel, wide_backward.KEY_RING),
+        "key": (wide_backward.key_gradient_kernel, wide_backward.QUERY_RING),
+    }[which]
+    blocks = {name: _tile(64, 128) for name in kernel.arg_names if name.endswith("_desc")}
+    if which == "forward":
+        blocks |= dict.fromkeys(("k_desc", "decayed_desc", "v_desc"), _tile(128, 128))
+    constants = {"GROUP": group, "POWER": power, "GATED": gated, "WITH_STATE": state, "STAGES": stages}
+    absent = () if gated else ("whole_ptr", "rest_ptr")
+    absent += () if state else ("past_ptr", "state_ptr", "dk_state_ptr", "dv_state_ptr")
+    if which == "key":
+        constants["BLOCK_TERMS"] = block_terms
+        absent += () if block_terms else ("block_terms_ptr",)
+    constants |= {name: None for name in absent if name in kernel.arg_names}
+    return kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+
+
+def state_case(which, group=4, columns=128):
+    """The same for a product with states or a sum for them, heads of 128."""
+    constants = {"GROUP": group, "D": 128}
+    if which == "update":
+        blocks = {"x_desc": _tile(64, columns), "y_desc": _tile(64, 128), "out_desc": _tile(64, columns)}
+        constants |= {"ENTRIES": state_updates.WIDTH // columns, "STAGES": state_updates.RING}
+        return state_updates.update_kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+    constants |= {"E": 128, "STAGES": state_products.RING}
+    if which == "query":
+        blocks = {"x_desc": _tile(64, 64)} | dict.fromkeys(("low_desc", "high_desc"), _tile(128, 64))
+        constants["HIGH_COLUMN"] = 64
+        return state_products.query_states_kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+    blocks = {"z_desc": _tile(64, 64), "x_desc": _tile(64, 128)}
+    blocks |= dict.fromkeys(("low_desc", "high_desc", "normalizer_desc"), _tile(64, 128))
+    constants["FACTORS"] = group > 1
+    if group == 1:
+        constants |= {"factor_ptr": None, "past_ptr": None}
+    return state_products.gradient_states_kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
 
 
 def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
@@ -372,6 +419,21 @@ CASES = {
     "hopper query gradient": hopper_case("query"),
     "hopper key gradient": hopper_case("key"),
     "hopper key gradient, GQA": hopper_case("key", group=4),
+    "hopper wide forward": wide_case("forward"),
+    "hopper wide forward p=4": wide_case("forward", power=4),
+    "hopper wide forward, no gates": wide_case("forward", gated=False),
+    "hopper wide forward, chunked": wide_case("forward", state=True),
+    "hopper wide query gradient": wide_case("query"),
+    "hopper wide query, chunked": wide_case("query", state=True),
+    "hopper wide key gradient": wide_case("key"),
+    "hopper wide key, no gates": wide_case("key", gated=False, group=1),
+    "hopper wide key, chunked": wide_case("key", state=True),
+    "hopper wide key, query blocks": wide_case("key", block_terms=True),
+    "hopper states query": state_case("query"),
+    "hopper states gradient, dq": state_case("gradient"),
+    "hopper states gradient, dk": state_case("gradient", group=1),
+    "hopper states update": state_case("update"),
+    "hopper states update, high": state_case("update", group=1, columns=64),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),

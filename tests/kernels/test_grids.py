@@ -28,12 +28,14 @@ from sympow.kernels.decode.softmax_step import split_keys
 from sympow.kernels.decode.state_step import split_state
 from sympow.kernels.decode.window_step import split_window
 from sympow.kernels.hopper import backward as hopper_backward
+from sympow.kernels.hopper import chunked as hopper_chunked
 from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.hopper import state_updates, wide_backward, wide_forward
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
 from sympow.kernels.states.message_packing import pack, unpack
-from sympow.kernels.states.quadratic import FullState
+from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
 from sympow.ops.torch.softmax import softmax_attention
@@ -104,6 +106,20 @@ def attend_on_hopper(batch, heads, chunks):
     hopper_backward.key_gradient(q, k, k, q, rows, 2, gates)
 
 
+def attend_on_hopper_with_wide_heads(batch, heads, chunks):
+    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 128, dtype=torch.bfloat16) for n in (2, 1))
+    gates = gate_sums(torch.empty(batch, q.shape[1], heads))
+    rows = torch.empty(batch, 2 * heads, q.shape[1])
+    wide_forward.attend(q, k, k, 2, gates)
+    wide_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
+    wide_backward.key_gradient(q, k, k, q, rows, 2, gates)
+    sums = chunk_sums(k, k, heads, gates.sums, 128, full=True, update=state_updates.update)
+    states = ChunkStates(sums.low, sums.high, sums.normalizer, sums.chunk, sums.first)
+    hopper_chunked.attend(q, k, k, gates, states)
+    hopper_chunked.query_gradient(q, rows, k, k, q, rows, gates, None, states, rows)
+    hopper_chunked.key_gradient(q, k, k, q, rows, gates, None, states)
+
+
 def attend_to_shard(batch, heads, chunks):
     x = random_inputs(0, batch=batch, heads=heads, length=128 * chunks + 1, dim=32, value_dim=32, rotation="none",
                       dtype=torch.float32)  # fmt: skip
@@ -141,6 +157,7 @@ FAMILIES = {
     "chunked": lambda *sizes: attend(*sizes, 2, "chunked", states=True),
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
     "hopper": attend_on_hopper,
+    "hopper, wide heads": attend_on_hopper_with_wide_heads,
     "shard": attend_to_shard,
     "decode": decode,
     "cross entropy": cross_entropy,
@@ -239,6 +256,7 @@ def relative_error(found, expected):
     [
         (2, "attention", 3, 16),
         (2, "attention", 3, 64),  # the Hopper kernels, on Hopper
+        (2, "attention", 3, 128),
         (4, "attention", 3, 16),
         (2, "chunked", 130, 16),
         (4, "chunked", 130, 16),

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import aligned
+from sympow.kernels.common import aligned, flat_grid
 from sympow.kernels.hopper.common import (
     async_load,
     blocks_of,
@@ -351,7 +351,7 @@ def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tenso
     x = aligned(x)
     launch = _launch(x, states, keys=keys)
     tile = [1, 1, value_dim, dim // 2]
-    query_states_kernel[(launch.groups * launch.chunks * batch * kv_heads,)](
+    query_states_kernel[flat_grid(launch.groups, launch.chunks, batch * kv_heads)](
         head_major(x, TILE, dim // 2), blocks_of(states.low.flatten(0, 2), tile),
         blocks_of(states.high.flatten(0, 2), tile), x, x.stride(0), x.stride(1), x.stride(2), out, length, heads,
         *launch,
@@ -382,7 +382,7 @@ def gradient_states(
     launch = _launch(x, states, keys=keys)
     tile = [1, 1, value_dim // 2, dim]
     normalizer = states.normalizer.flatten(0, 2)[None]
-    gradient_states_kernel[(launch.groups * launch.chunks * batch * kv_heads,)](
+    gradient_states_kernel[flat_grid(launch.groups, launch.chunks, batch * kv_heads)](
         head_major(z, TILE, value_dim // 2), blocks_of(states.low.flatten(0, 2), tile),
         blocks_of(states.high.flatten(0, 2), tile), blocks_of(normalizer, [1, 1, dim // 2, dim]),
         head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,

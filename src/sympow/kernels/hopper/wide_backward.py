@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import divide_steps, empty_aligned, even_power, odd_power
+from sympow.kernels.common import divide_steps, empty_aligned, even_power, flat_grid, odd_power
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -487,7 +487,7 @@ def query_gradient(
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
-    query_gradient_kernel[(tiles * batch * heads,)](
+    query_gradient_kernel[flat_grid(tiles, batch * heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(decayed(k, split, power, to_end=True), TILE),
         head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dq, TILE), row_term, scale,
         split and split.whole, split and split.rest, state,
@@ -521,7 +521,7 @@ def key_gradient(
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
-    key_gradient_kernel[(tiles * batch * kv_heads,)](
+    key_gradient_kernel[flat_grid(tiles, batch * kv_heads)](
         head_major(q, TILE), head_major(decayed(q, split, power, to_end=False), TILE), head_major(k, TILE),
         head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dk, TILE), head_major(dv, TILE), column_term,
         block_terms, split and split.whole, split and split.rest, *(states or (None, None)),

@@ -26,7 +26,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import empty_aligned, even_power, partial_row_sums, power_of_two_scale, round_to
+from sympow.kernels.common import (
+    empty_aligned,
+    even_power,
+    flat_grid,
+    partial_row_sums,
+    power_of_two_scale,
+    round_to,
+)
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -259,7 +266,7 @@ def attend(
     y = empty_aligned(v, batch, length, heads, v.shape[-1])
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
-    forward_kernel[(tiles * batch * heads,)](
+    forward_kernel[flat_grid(tiles, batch * heads)](
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE),
         head_major(decayed(k, split, power, to_end=True), KEY_TILE), head_major(v, KEY_TILE),
         head_major(y, QUERY_TILE), weight, split and split.whole, split and split.rest, past, state,
