@@ -20,15 +20,21 @@ from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 VOCABULARY = 13
 
 
-@pytest.fixture(scope="module", params=[("sympow", 2), ("sympow", 4), ("softmax", 2)], ids=str)
-def model(request):
+KINDS = [("sympow", 2), ("sympow", 4), ("softmax", 2)]
+
+
+def make(mixer, power):
     torch.manual_seed(0)
-    mixer, power = request.param
     model = GPT(GPTConfig(vocab_size=VOCABULARY, layers=2, width=16, heads=2, mixer=mixer, power=power)).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)  # far from uniform, so that choices differ
     return model
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
+def model(request):
+    return make(*request.param)
 
 
 def prompt(length=9, batch=2):
@@ -78,25 +84,35 @@ def test_a_reading_can_be_forked_and_selected(model):
         prefix.fork(0)
 
 
-def test_a_saved_reading_goes_on_in_another_process(model, tmp_path):
-    prefix = Prefix.prefill(model, prompt())
-    prefix.save(tmp_path / "text.prefix", model)
-    loaded = Prefix.load(tmp_path / "text.prefix", model)
-    assert loaded.tokens == 9
-    assert loaded.nbytes == prefix.nbytes > 0
-    expected = collect(model, None, 20, prefix=prefix, seed=5)
-    assert torch.equal(collect(model, None, 20, prefix=loaded, seed=5), expected)
-    torch.save(model, tmp_path / "model.pt")
+def test_a_saved_reading_goes_on_in_another_process(tmp_path):
+    """One process for all kinds, since it takes longer to start than to go on."""
+    expected = []
+    for number, kind in enumerate(KINDS):
+        model, folder = make(*kind), tmp_path / str(number)
+        folder.mkdir()
+        prefix = Prefix.prefill(model, prompt())
+        prefix.save(folder / "text.prefix", model)
+        loaded = Prefix.load(folder / "text.prefix", model)
+        assert loaded.tokens == 9
+        assert loaded.nbytes == prefix.nbytes > 0
+        expected.append(collect(model, None, 20, prefix=prefix, seed=5))
+        assert torch.equal(collect(model, None, 20, prefix=loaded, seed=5), expected[-1])
+        torch.save(model, folder / "model.pt")
     code = f"""
 import torch
 from sympow.generation.sampling import generate
 from sympow.generation.prefix import Prefix
-model = torch.load({str(tmp_path / "model.pt")!r}, weights_only=False)
-prefix = Prefix.load({str(tmp_path / "text.prefix")!r}, model)
-print([token.tolist() for token in generate(model, 20, prefix=prefix, seed=5)])
+found = []
+for number in range({len(KINDS)}):
+    folder = {str(tmp_path)!r} + f"/{{number}}"
+    model = torch.load(folder + "/model.pt", weights_only=False)
+    prefix = Prefix.load(folder + "/text.prefix", model)
+    found.append([token.tolist() for token in generate(model, 20, prefix=prefix, seed=5)])
+print(found)
 """
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
-    assert torch.equal(torch.tensor(json.loads(result.stdout)).mT, expected)
+    for kind, found, wanted in zip(KINDS, json.loads(result.stdout), expected, strict=True):
+        assert torch.equal(torch.tensor(found).mT, wanted), kind
 
 
 def test_files_that_are_no_readings_are_refused(model, tmp_path):

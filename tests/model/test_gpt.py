@@ -174,6 +174,7 @@ def test_shapes_can_be_found_without_numbers():
 @pytest.mark.parametrize(
     "form", ["auto", *(pytest.param(form, marks=pytest.mark.slow) for form in ("attention", "chunked"))]
 )
+@torch.no_grad()
 def test_a_model_compiles_into_one_graph(form):
     model, x = make(form=form), tokens()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -27,7 +27,9 @@ class Pool:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        # The ranks are forked from a process that imports torch once.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "sympow.kernels", "sympow.parallel"])
         for rank in range(self._size):
             end, other = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self._size, port, other), daemon=True)
