@@ -89,7 +89,8 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
     assert result.exit_code == 0, result.output
     content = json.loads(out.read_text())
     assert content["setting"] == {
-        "tokens": 64, "heads": 1, "dim": 4, "power": 2, "dtype": "float32", "device": "cpu"
+        "tokens": 64, "heads": 1, "dim": 4, "power": 2, "dtype": "float32", "device": "cpu", "kv_heads": 1,
+        "shape": None,
     }  # fmt: skip
     assert content["environment"]["torch"]
     methods = {(row["method"], row["context"]) for row in content["rows"]}
@@ -115,6 +116,15 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
             "--only must be contained in the name of a method: softmax; attention form, auto; chunked",
         ),
         (("--heads", "0"), "Error: --heads must be at least 1, got 0"),
+        (("--kv-heads", "0"), "Error: --kv-heads must be at least 1, got 0"),
+        (("--heads", "6", "--kv-heads", "4"), "Error: --kv-heads must divide heads, 6; got 4"),
+        (("--shape", "gpt5"), "Error: --shape must be one of 'gpt2-124m', 'gpt2-xl',"),
+        (("--shape", "phi-2", "--heads", "8"), "Error: --shape cannot be combined with --heads: phi-2 has its own"),
+        (
+            ("--shape", "phi-2", "--dim", "64", "--kv-heads", "8"),
+            "Error: --shape cannot be combined with --kv-heads or --dim: phi-2 has its own",
+        ),
+        (("--power", "4", "--only", "chunked"), "Error: --only must leave a method to time: softmax; attention form"),
         (("--backend", "cuda"), "Error: --backend must be one of"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache, partial
@@ -30,7 +30,15 @@ TIMED = ("forward", "forward_and_backward")
 
 @dataclass(frozen=True)
 class Setting:
-    """The size, power, dtype and device of the calls to time. Inputs are gated; rotation is not timed."""
+    """The size, power, dtype and device of the calls to time. Inputs are gated; rotation is not timed.
+
+    Attributes:
+        tokens: of a call.
+        heads: query heads.
+        dim: d of queries, keys and values.
+        kv_heads: key heads, a divisor of `heads`; None: as many as query heads.
+        shape: the model whose heads these are (`sympow.bench.SHAPES`), or None.
+    """
 
     tokens: int = 65_536
     heads: int = 12
@@ -38,17 +46,35 @@ class Setting:
     power: int = 2
     dtype: torch.dtype = torch.bfloat16
     device: str = "cuda"
+    kv_heads: int | None = None
+    shape: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "heads", "dim"):
+        if self.kv_heads is None:
+            object.__setattr__(self, "kv_heads", self.heads)
+        for name in ("tokens", "heads", "dim", "kv_heads"):
             check_at_least(name, getattr(self, name), 1)
+        if self.heads % self.key_heads:
+            raise ValueError(f"kv_heads must divide heads, {self.heads}; got {self.kv_heads}")
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def group(self) -> int:
+        """Query heads per key head."""
+        return self.heads // self.key_heads
 
     def inputs(self, context: int, grad: bool) -> dict[str, Tensor]:
-        """Random q, k, v (b, t, h, d) and log γ near 0.999."""
+        """Random q (b, t, h, d), k and v (b, t, h_kv, d), and log γ near 0.999, (b, t, h_kv)."""
         generator = torch.Generator(self.device).manual_seed(context)
-        shape = (self.tokens // context, context, self.heads, self.dim)
-        made = {name: torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype) for name in "qkv"}
-        logits = torch.randn(shape[:3], generator=generator, device=self.device) + 6.9
+        rows = (self.tokens // context, context)
+        made = {
+            name: torch.randn(*rows, heads, self.dim, generator=generator, device=self.device, dtype=self.dtype)
+            for name, heads in (("q", self.heads), ("k", self.key_heads), ("v", self.key_heads))
+        }
+        logits = torch.randn(*rows, self.key_heads, generator=generator, device=self.device) + 6.9
         made["log_gamma"] = torch.nn.functional.logsigmoid(logits)
         return {name: x.requires_grad_(grad) for name, x in made.items()}
 
@@ -85,15 +111,29 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
         found["softmax"] = partial(_softmax, None)
     for backend in backends:
         found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
-        # Where it has no kernels, the chunked form runs in plain PyTorch, which may take minutes with a large state. It
-        # is timed only if that backend was asked for.
-        if backend == "torch" or chunked_unsupported_reason(setting.power, setting.dim, setting.dim) is None:
+        if _chunked_reason(setting, backend) is None:
             found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
     if setting.device == "cuda" and _importable("retention"):
         found["retention, chunked"] = _retention
     if setting.device == "cuda" and _importable("fla.ops.simple_gla"):
-        found["fla, simple GLA (p = 1)"] = _simple_gla
+        # It has as many key heads as query heads. Repeating keys and gates is not timed.
+        found["fla, simple GLA (p = 1)" + (", keys repeated" if setting.group > 1 else "")] = _simple_gla
     return found
+
+
+def unsupported_methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, str]:
+    """Why methods that other settings have cannot be timed in this one, by name."""
+    reasons = {f"chunked form, {backend}": _chunked_reason(setting, backend) for backend in backends}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
+def _chunked_reason(setting: Setting, backend: Backend) -> str | None:
+    """Why the chunked form is not timed.
+
+    Where it has no kernels, it runs in plain PyTorch, which may take minutes with a large state. It is timed only if
+    that backend was asked for.
+    """
+    return None if backend == "torch" else chunked_unsupported_reason(setting.power, setting.dim, setting.dim)
 
 
 def run_bench(
@@ -105,6 +145,7 @@ def run_bench(
     runs: int = 20,
     only: Sequence[str] = (),
     on_progress: Callable[[str, int, int], None] | None = None,
+    on_unsupported: Callable[[str, str], None] | None = None,
 ) -> Iterator[Row]:
     """Times every method at every context; the samples of one context are interleaved.
 
@@ -116,6 +157,8 @@ def run_bench(
         runs: number of rounds; each takes one sample of every method.
         only: time only methods whose name contains one of these; empty: all.
         on_progress: called after each round with a description, the number of rounds done, and their total.
+        on_unsupported: called, before anything is timed, with the name of each method that cannot run in this setting,
+            and a sentence that says why.
 
     Raises:
         ValueError: a context does not divide the tokens, or an entry of `only` is in no method's name.
@@ -125,11 +168,23 @@ def run_bench(
         if setting.tokens % context:
             raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
     check_at_least("runs", runs, 1)
-    available = methods(setting, backends)
+    available, unsupported = methods(setting, backends), unsupported_methods(setting, backends)
     for part in only:
-        if not any(part in name for name in available):
+        if not any(part in name for name in (*available, *unsupported)):
             raise ValueError(f"only must be contained in the name of a method: {'; '.join(available)}. Got {part!r}")
-    chosen = {name: method for name, method in available.items() if not only or any(part in name for part in only)}
+
+    def wanted(name: str) -> bool:
+        return not only or any(part in name for part in only)
+
+    chosen = {name: method for name, method in available.items() if wanted(name)}
+    unsupported = {name: reason for name, reason in unsupported.items() if wanted(name)}
+    unsupported |= _refusals(chosen, setting, min(contexts), backward)
+    for name, reason in unsupported.items():
+        chosen.pop(name, None)
+        if on_unsupported is not None:
+            on_unsupported(name, reason)
+    if not chosen:
+        raise ValueError(f"only must leave a method to time: {'; '.join(available)}. Got {', '.join(map(repr, only))}")
     # One more round for the warm-up.
     total = len(contexts) * (1 + backward) * (runs + 1)
     done = 0
@@ -144,6 +199,33 @@ def run_bench(
         yield from _measure_methods(chosen, setting, context, backward, runs, after_round)
 
 
+def _refusals(chosen: dict[str, Method], setting: Setting, context: int, backward: bool) -> dict[str, str]:
+    """Why methods of other packages refuse inputs of this setting, by name: what they say at a first call."""
+    found = {}
+    for name, method in chosen.items():
+        if getattr(method, "func", method) not in OTHERS:
+            continue
+        call, _ = method(setting, context, setting.inputs(context, grad=backward))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                call()
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+                found[name] = _one_line(error, said)
+    return found
+
+
+def _one_line(error: Exception, said: list[warnings.WarningMessage]) -> str:
+    """The message of an exception. Where SDPA has no kernel, the reason is in warnings, among those about the kernels
+    that were not to be used.
+    """
+    reasons = [str(warning.message).partition(" (Triggered")[0] for warning in said]
+    reasons = [reason for reason in reasons if not reason.endswith(("runtime disabled.", "not used because:"))]
+    return " ".join(f"{type(error).__name__}: {error} {' '.join(reasons)}".split())
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar on stderr while `run_bench` runs; yields the callback to pass as its on_progress."""
@@ -156,17 +238,24 @@ def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def save_rows(rows: Sequence[Row], setting: Setting, command: str, path: Path) -> None:
-    """Writes rows as JSON, with the device, the versions and the command."""
+def save_rows(
+    rows: Sequence[Row], setting: Setting, command: str, path: Path, unsupported: Mapping[str, str] | None = None
+) -> None:
+    """Writes rows as JSON, with the device, the versions, the command, and why some methods were not timed."""
     described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
-    measured = [asdict(row) for row in rows]
-    save_results(path, environment(setting.device), command=command, setting=described, rows=measured)
+    measured, reasons = [asdict(row) for row in rows], dict(unsupported or {})
+    save_results(
+        path, environment(setting.device), command=command, setting=described, rows=measured, unsupported=reasons
+    )
 
 
 def describe(setting: Setting) -> str:
     """The setting in one line."""
     dtype = str(setting.dtype).removeprefix("torch.")
-    return f"{setting.tokens:,} tokens a call, {setting.heads} heads of {setting.dim}, p = {setting.power}, {dtype}"
+    grouped = setting.group > 1
+    heads = f"{setting.heads} query and {setting.kv_heads} key heads" if grouped else f"{setting.heads} heads"
+    shape = "" if setting.shape is None else f"{setting.shape}: "
+    return f"{shape}{setting.tokens:,} tokens a call, {heads} of {setting.dim}, p = {setting.power}, {dtype}"
 
 
 def load_rows(path: Path) -> tuple[list[Row], Setting]:
@@ -267,7 +356,7 @@ def _softmax(
 
     def call() -> Tensor:
         with nullcontext() if kernel is None else sdpa_kernel(kernel):
-            return scaled_dot_product_attention(q, k, v, is_causal=True)
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=setting.group > 1)
 
     return call, [q, k, v]
 
@@ -289,8 +378,15 @@ def _retention(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tup
 
 def _simple_gla(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tuple[Call, list[Tensor]]:
     chunk_simple_gla = import_module("fla.ops.simple_gla").chunk_simple_gla
-    arguments = (inputs["q"], inputs["k"], inputs["v"], inputs["log_gamma"])
-    return lambda: chunk_simple_gla(*arguments)[0], list(inputs.values())
+    arguments = [
+        (x if name == "q" else x.detach().repeat_interleave(setting.group, dim=2)).requires_grad_(x.requires_grad)
+        for name, x in inputs.items()
+    ]
+    return lambda: chunk_simple_gla(*arguments)[0], arguments
+
+
+# Methods that are not this package's, which have limits of their own.
+OTHERS = (_softmax, _retention, _simple_gla)
 
 
 @cache

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.bench import SIZES
+from sympow.bench import SHAPES, SIZES, Shape
 from sympow.checks import check_choice, choose_device
 from sympow.cli.common import Device
 from sympow.extras import require
@@ -31,8 +31,15 @@ def bench(
     tokens: Annotated[
         int | None, typer.Option(help=f"Tokens per call, in sequences of that length. {_by_device('tokens')}")
     ] = None,
-    heads: Annotated[int | None, typer.Option(help=f"Number of heads. {_by_device('heads')}")] = None,
-    dim: Annotated[int, typer.Option(help="Head dimension.")] = 64,
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"A model whose heads, key heads and head dimension are timed: {', '.join(SHAPES)}."),
+    ] = None,
+    heads: Annotated[int | None, typer.Option(help=f"Number of query heads. {_by_device('heads')}")] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Number of key and value heads, a divisor of --heads. [default: --heads]")
+    ] = None,
+    dim: Annotated[int | None, typer.Option(help="Head dimension. [default: 64]")] = None,
     power: Annotated[int, typer.Option(help="Power p, even.")] = 2,
     dtype: Annotated[
         str | None, typer.Option(help=f"Dtype of q, k and v: bfloat16, float16 or float32. {_by_device('dtype')}")
@@ -53,7 +60,11 @@ def bench(
     """Benchmark the attention operator against softmax attention.
 
     On a GPU, the packages retention and fla are timed as well if they are installed. The chunked form is timed where it
-    has kernels (p = 2 with heads up to 128, p = 4 with heads up to 32), or with --backend torch.
+    has kernels (p = 2 with heads up to 128, p = 4 with heads up to 32), or with --backend torch. A line says why a
+    method cannot run on these heads.
+
+    Keys of grouped heads are not repeated: softmax runs with enable_gqa. A method that has no groups is timed on keys
+    that were repeated before, and its name says so.
     """
     import torch
 
@@ -66,7 +77,15 @@ def bench(
     contexts = context or sizes.contexts
     # At least one sequence of the longest context asked for.
     tokens = max(sizes.tokens, *contexts) if tokens is None else tokens
-    heads = sizes.heads if heads is None else heads
+    given = {"--heads": heads, "--kv-heads": kv_heads, "--dim": dim}
+    if shape is None:
+        heads = sizes.heads if heads is None else heads
+        model = Shape(heads, heads if kv_heads is None else kv_heads, 64 if dim is None else dim)
+    else:
+        check_choice("shape", shape, SHAPES)
+        if combined := [flag for flag, value in given.items() if value is not None]:
+            raise ValueError(f"shape cannot be combined with {' or '.join(combined)}: {shape} has its own")
+        model = SHAPES[shape]
     runs = sizes.runs if runs is None else runs
     dtype = dtype or sizes.dtype
     backends: list[Any] = backend or ["auto"]
@@ -74,18 +93,28 @@ def bench(
     check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
     for name in backends:
         check_choice("backend", name, BACKENDS)
-    setting = Setting(tokens, heads, dim, power, getattr(torch, dtype), device)
+    setting = Setting(
+        tokens, model.heads, model.dim, power, getattr(torch, dtype), device, kv_heads=model.kv_heads, shape=shape
+    )
     if out is not None:
         check_can_write("out", out, "file")
         require("matplotlib", "report")
     rows = []
+    unsupported: dict[str, str] = {}
+
+    def on_unsupported(method: str, reason: str) -> None:
+        unsupported[method] = reason
+        typer.echo(f"{method} is not timed. {reason}", err=True)
+
     options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
     with progress_bar() as on_progress:
-        for row in run_bench(setting, contexts, backends, on_progress=on_progress, **options):
+        for row in run_bench(
+            setting, contexts, backends, on_progress=on_progress, on_unsupported=on_unsupported, **options
+        ):
             rows.append(row)
             typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
     print_rows(rows, describe(setting))
     if out is not None:
-        save_rows(rows, setting, recorded_command(), out)
+        save_rows(rows, setting, recorded_command(), out, unsupported)
         plot_bench_rows(rows, setting, out.with_suffix(".png"))
         typer.echo(f"wrote {out} and {out.with_suffix('.png')}", err=True)

@@ -1,0 +1,122 @@
+"""`sympow bench` on the heads of known models, and on grouped keys."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
+
+from sympow.bench import SHAPES
+from sympow.bench import operator as bench
+from sympow.bench.operator import Setting, describe, load_rows, methods, run_bench, unsupported_methods
+from sympow.cli.app import app
+from sympow.model.config import PRESETS
+
+ROOT = Path(__file__).parents[2]
+# hidden_size of the published configurations. All but one have heads × head_dim of it.
+WIDTHS = {
+    "gpt2-124m": 768,
+    "gpt2-xl": 1600,
+    "llama-1b": 2048,
+    "llama-8b": 4096,
+    "mistral-7b": 4096,
+    "phi-2": 2560,
+    "qwen3-0.6b": 2 * 1024,
+    "qwen3-8b": 4096,
+    "qwen3-14b": 5120,
+    "smollm2-135m": 576,
+    "starcoder2-3b": 3072,
+}
+TINY = ("--tokens", "64", "--context", "32", "--runs", "1", "--device", "cpu", "--no-backward")
+GROUPED = Setting(32, 6, 4, dtype=torch.float32, device="cpu", kv_heads=2)
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *TINY, *arguments])
+
+
+def test_heads_fill_the_width_of_each_model():
+    assert {name: shape.heads * shape.dim for name, shape in SHAPES.items()} == WIDTHS
+    assert all(shape.heads % shape.kv_heads == 0 for shape in SHAPES.values())
+    preset = PRESETS["gpt2-124m"]
+    assert (preset.heads, preset.width // preset.heads) == SHAPES["gpt2-124m"][::2]
+
+
+def test_docs_list_every_shape():
+    page = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([\w.-]+)`[^|]* \| (\d+) \| (\d+) \| (\d+) \|$", page, re.M)
+    assert {name: tuple(map(int, sizes)) for name, *sizes in rows} == SHAPES
+
+
+def test_a_shape_is_timed_and_recorded(tmp_path):
+    out = tmp_path / "results.json"
+    result = run("--shape", "smollm2-135m", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert "smollm2-135m: 64 tokens a call, 9 query and 3 key heads of 64" in " ".join(result.output.split())
+    content = json.loads(out.read_text())
+    assert content["setting"]["shape"] == "smollm2-135m"
+    assert [content["setting"][name] for name in ("heads", "kv_heads", "dim")] == [9, 3, 64]
+    assert [row["method"] for row in content["rows"]] == ["softmax", "attention form, auto", "chunked form, auto"]
+    assert content["unsupported"] == {}
+    rows, setting = load_rows(out)
+    assert (setting.shape, setting.kv_heads, len(rows)) == ("smollm2-135m", 3, 3)
+
+
+def test_earlier_results_have_as_many_key_heads():
+    _, setting = load_rows(ROOT / "benchmarks" / "results" / "h200_p2.json")
+    assert (setting.heads, setting.kv_heads, setting.shape) == (12, 12, None)
+    assert describe(setting).startswith("65,536 tokens a call, 12 heads of 64")
+
+
+def test_a_method_that_has_no_kernels_for_the_heads_says_so(tmp_path):
+    out = tmp_path / "results.json"
+    result = run("--shape", "smollm2-135m", "--power", "4", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.output.splitlines() if line.startswith("chunked form, auto is not timed.")]
+    assert line.endswith("not power 4 with key dim 64.")
+    assert json.loads(out.read_text())["unsupported"] == {"chunked form, auto": line.partition("timed. ")[2]}
+    assert unsupported_methods(Setting(power=4), ["torch"]) == {}
+
+
+def test_a_package_that_refuses_the_heads_is_quoted(monkeypatch):
+    def refuse(*args, **kwargs):
+        for said in ("Flash attention has been runtime disabled.", "cuDNN not used because:", "d must divide by 8."):
+            warnings.warn(f"{said} (Triggered internally at sdp.cpp:1.)", stacklevel=1)
+        raise RuntimeError("No available\nkernel.")
+
+    monkeypatch.setattr(bench, "scaled_dot_product_attention", refuse)
+    said = []
+    rows = run_bench(GROUPED, [16], ["torch"], runs=1, on_unsupported=lambda *pair: said.append(pair))
+    assert [row.method for row in rows] == ["attention form, torch", "chunked form, torch"]
+    assert said == [("softmax", "RuntimeError: No available kernel. d must divide by 8.")]
+
+
+def test_softmax_takes_grouped_keys():
+    inputs = GROUPED.inputs(16, grad=False)
+    assert [tuple(x.shape) for x in inputs.values()] == [(2, 16, 6, 4), (2, 16, 2, 4), (2, 16, 2, 4), (2, 16, 2)]
+    call, _ = methods(GROUPED, ["torch"])["softmax"](GROUPED, 16, inputs)
+    q, k, v = (inputs[name].transpose(1, 2) for name in "qkv")
+    expected = scaled_dot_product_attention(
+        q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1), is_causal=True
+    )
+    torch.testing.assert_close(call(), expected)
+
+
+def test_keys_are_repeated_for_a_package_without_groups(monkeypatch):
+    seen = []
+    package = SimpleNamespace(chunk_simple_gla=lambda *args: (seen.extend(args), (args[0], None))[1])
+    monkeypatch.setattr(bench, "import_module", lambda name: package)
+    monkeypatch.setattr(bench, "_importable", lambda module: True)
+    on_gpu = Setting(32, 6, 4, dtype=torch.float32, kv_heads=2)
+    assert "fla, simple GLA (p = 1), keys repeated" in methods(on_gpu, ["auto"])
+    assert "fla, simple GLA (p = 1)" in methods(Setting(), ["auto"])
+    inputs = GROUPED.inputs(16, grad=True)
+    call, leaves = bench._simple_gla(GROUPED, 16, inputs)
+    call()
+    assert [x.shape[2] for x in seen] == [6, 6, 6, 6]
+    torch.testing.assert_close(seen[1], inputs["k"].repeat_interleave(3, dim=2))
+    assert all(x.is_leaf and x.requires_grad for x in leaves)
