@@ -12,8 +12,10 @@ pytestmark = pytest.mark.gpu
 
 
 def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, batch=1, seed=0) -> Inputs:
-    """Normal queries, keys and values, as in an untrained model; with `gamma` "closed", some gates are 0, and with "none"
-    there are none."""
+    """Normal queries, keys and values, as in an untrained model.
+
+    With `gamma` "closed", some gates are 0, and with "none" there are no gates.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def normal(*shape):
@@ -97,7 +99,8 @@ def row_error(x: torch.Tensor, reference: torch.Tensor) -> float:
 
 def compare(inputs: Inputs, *, wanted, plain, fused) -> None:
     """Errors of `fused` against `wanted` in float64, outputs and gradients, as a whole and row by row: at most twice
-    those of `plain`."""
+    those of `plain`.
+    """
     expected = results(inputs.map(torch.Tensor.double), wanted)
     simple, actual = results(inputs, plain), results(inputs, fused)
     for name, want in expected.items():
