@@ -68,6 +68,8 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> float:
         ("attention", 2, 1000, "closed", 4, 1, 128, 128),
         ("attention", 2, 1500, "none", 4, 2, 128, 128),
         ("attention", 4, 2000, "weak", 4, 2, 128, 128),
+        ("attention", 2, 1500, "weak", 4, 2, 80, 80),
+        ("attention", 2, 1100, "strong", 2, 1, 96, 112),
         ("chunked", 2, 5000, "weak", 2, 2, 64, 64),
         ("chunked", 2, 3000, "strong", 4, 2, 64, 64),
         ("chunked", 2, 3000, "closed", 2, 2, 64, 64),
@@ -78,6 +80,7 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> float:
         ("chunked", 2, 3000, "strong", 8, 2, 128, 128),
         ("chunked", 2, 3000, "closed", 2, 2, 128, 128),
         ("chunked", 2, 2500, "none", 3, 1, 128, 128),
+        ("chunked", 2, 2500, "weak", 2, 2, 80, 80),
         ("chunked", 2, 2500, "strong", 2, 1, 128, 64),
     ],
 )

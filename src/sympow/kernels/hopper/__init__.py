@@ -1,7 +1,7 @@
-"""The attention form for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: heads of 64 and of 128, bfloat16.
+"""The attention form for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: heads of 64 to 128, bfloat16.
 
 The same computation as `sympow.kernels.attention`, whose plain PyTorch twin is also the reference of these kernels.
-`forward` and `backward` are for heads of 64, `wide_forward` and `wide_backward` for heads of 128, and `chunked` is the
+`forward` and `backward` are for heads of 64, `wide_forward` and `wide_backward` for larger ones, and `chunked` is the
 chunked form for heads of 128. This module decides which of them a call runs on; it imports Gluon, which other releases
 of Triton lack or have changed, only for such a call.
 """
@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-HEAD_DIMS = (64, 128)
+NARROW, LARGEST = 64, 128
 # For longer sequences of heads of 64 the portable kernel of the keys' gradient is faster.
 NARROW_KEY_GRADIENT_MAX_LENGTH = 8192
 # Gluon changes between releases of Triton. These compile every kernel (`make triton-versions`).
@@ -28,15 +28,14 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
-        and q.shape[-1] == v.shape[-1]
-        and q.shape[-1] in HEAD_DIMS
+        and (q.shape[-1] == v.shape[-1] == NARROW or _is_wide(q, v))
         and _compiled_by_this_release()
     )
 
 
 def supports_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2."""
-    return _is_wide(k) and supports(q, k, v)
+    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2, which are not padded."""
+    return q.shape[-1] == v.shape[-1] == LARGEST and supports(q, k, v)
 
 
 def supports_key_gradient(k: Tensor, block_terms: Tensor | None) -> bool:
@@ -76,8 +75,9 @@ def key_gradient(
     return run(q, k, *arguments)
 
 
-def _is_wide(k: Tensor) -> bool:
-    return k.shape[-1] > 64
+def _is_wide(*tensors: Tensor) -> bool:
+    """Whether heads run on the kernels for heads of 128, padded with zeros where they are smaller."""
+    return all(NARROW < x.shape[-1] <= LARGEST for x in tensors)
 
 
 @cache

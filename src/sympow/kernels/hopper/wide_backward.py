@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import divide_steps, empty_aligned, even_power, flat_grid, odd_power
 from sympow.kernels.hopper.common import (
@@ -40,7 +41,7 @@ from sympow.kernels.hopper.common import (
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
-from sympow.kernels.hopper.wide_forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.hopper.wide_forward import COPY_REGISTERS, REGISTERS, START_REGISTERS, WIDTH
 from sympow.kernels.running_sums import Gates
 
 # Tokens per tile and per warpgroup; tiles of keys and of values in shared memory for the gradient of the queries; tiles
@@ -469,6 +470,10 @@ def key_gradient_kernel(
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
+def _tiles(x: Tensor) -> TensorDescriptor:
+    return head_major(x, TILE, WIDTH)
+
+
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, split: SplitSums | None = None, *,
@@ -488,8 +493,8 @@ def query_gradient(
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
     query_gradient_kernel[flat_grid(tiles, batch * heads)](
-        head_major(q, TILE), head_major(k, TILE), head_major(decayed(k, split, power, to_end=True), TILE),
-        head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dq, TILE), row_term, scale,
+        _tiles(q), _tiles(k), _tiles(decayed(k, split, power, to_end=True)),
+        _tiles(v), _tiles(dy), minus_delta, _tiles(dq), row_term, scale,
         split and split.whole, split and split.rest, state,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK,
         first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None,
@@ -522,8 +527,8 @@ def key_gradient(
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
     key_gradient_kernel[flat_grid(tiles, batch * kv_heads)](
-        head_major(q, TILE), head_major(decayed(q, split, power, to_end=False), TILE), head_major(k, TILE),
-        head_major(v, TILE), head_major(dy, TILE), minus_delta, head_major(dk, TILE), head_major(dv, TILE), column_term,
+        _tiles(q), _tiles(decayed(q, split, power, to_end=False)), _tiles(k),
+        _tiles(v), _tiles(dy), minus_delta, _tiles(dk), _tiles(dv), column_term,
         block_terms, split and split.whole, split and split.rest, *(states or (None, None)),
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
         tiles * BLOCK if block_terms is None else query_block, chunk or tiles * BLOCK, last_boundary,

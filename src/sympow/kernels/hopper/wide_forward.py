@@ -52,6 +52,8 @@ from sympow.kernels.running_sums import Gates
 
 # Tokens per tile of keys and per warpgroup of queries, and tiles of keys, and of values, in shared memory.
 KEY_TILE, QUERY_TILE, RING = 128, 64, 2
+# Entries of a head in shared memory: TMA pads smaller heads with zeros, and does not write them back.
+WIDTH = 128
 # Registers per thread of a warpgroup that owns queries and of the warp that copies, and of the kernel as it starts.
 REGISTERS, COPY_REGISTERS, START_REGISTERS = gl.constexpr(240), gl.constexpr(24), 168
 
@@ -267,9 +269,9 @@ def attend(
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
     forward_kernel[flat_grid(tiles, batch * heads)](
-        head_major(q, QUERY_TILE), head_major(k, KEY_TILE),
-        head_major(decayed(k, split, power, to_end=True), KEY_TILE), head_major(v, KEY_TILE),
-        head_major(y, QUERY_TILE), weight, split and split.whole, split and split.rest, past, state,
+        head_major(q, QUERY_TILE, WIDTH), head_major(k, KEY_TILE, WIDTH),
+        head_major(decayed(k, split, power, to_end=True), KEY_TILE, WIDTH), head_major(v, KEY_TILE, WIDTH),
+        head_major(y, QUERY_TILE, WIDTH), weight, split and split.whole, split and split.rest, past, state,
         length, split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK, first_boundary,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
