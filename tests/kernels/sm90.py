@@ -33,7 +33,7 @@ from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.hopper import state_products, state_updates, wide_backward, wide_forward
+from sympow.kernels.hopper import state_products, state_updates
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
@@ -247,32 +247,16 @@ def attention_case(
     return kernel, blocks, constants, warps, stages, registers
 
 
-def hopper_case(which, power=2, group=1, gated=True):
+def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False):
     """The same for a Hopper kernel, in Gluon."""
-    kernel, rows = {
-        "forward": (hopper_forward.forward_kernel, 128),
-        "query": (hopper_backward.query_gradient_kernel, 64),
-        "key": (hopper_backward.key_gradient_kernel, 64),
-    }[which]
-    blocks = {name: _tile(64, 64) for name in kernel.arg_names if name.endswith("_desc")}
-    blocks |= {"q_desc": _tile(rows, 64)} | ({"y_desc": _tile(rows, 64)} if which == "forward" else {})
-    constants = {"GROUP": group, "POWER": power, "GATED": gated, "STAGES": 4}
-    if not gated:
-        absent = ("whole_ptr", "rest_ptr", "to_end_ptr", "from_start_ptr")
-        constants |= {name: None for name in absent if name in kernel.arg_names}
-    return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
-
-
-def wide_case(which, power=2, group=4, gated=True, state=False, block_terms=False):
-    """The same for a warp-specialised Hopper kernel of heads of 128."""
     kernel, stages = {
-        "forward": (wide_forward.forward_kernel, wide_forward.RING),
-        "query": (wide_backward.query_gradient_kernel, wide_backward.KEY_RING),
-        "key": (wide_backward.key_gradient_kernel, wide_backward.QUERY_RING),
+        "forward": (hopper_forward.forward_kernel, hopper_forward.RING),
+        "query": (hopper_backward.query_gradient_kernel, hopper_backward.KEY_RING),
+        "key": (hopper_backward.key_gradient_kernel, hopper_backward.QUERY_RING),
     }[which]
-    blocks = {name: _tile(64, 128) for name in kernel.arg_names if name.endswith("_desc")}
+    blocks = {name: _tile(64, d) for name in kernel.arg_names if name.endswith("_desc")}
     if which == "forward":
-        blocks |= dict.fromkeys(("k_desc", "decayed_desc", "v_desc"), _tile(128, 128))
+        blocks |= dict.fromkeys(("k_desc", "decayed_desc", "v_desc"), _tile(128, d))
     constants = {"GROUP": group, "POWER": power, "GATED": gated, "WITH_STATE": state, "STAGES": stages}
     absent = () if gated else ("whole_ptr", "rest_ptr")
     absent += () if state else ("past_ptr", "state_ptr", "dk_state_ptr", "dv_state_ptr")
@@ -280,7 +264,7 @@ def wide_case(which, power=2, group=4, gated=True, state=False, block_terms=Fals
         constants["BLOCK_TERMS"] = block_terms
         absent += () if block_terms else ("block_terms_ptr",)
     constants |= {name: None for name in absent if name in kernel.arg_names}
-    return kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+    return kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
 
 
 def state_case(which, group=4, columns=128):
@@ -289,18 +273,18 @@ def state_case(which, group=4, columns=128):
     if which == "update":
         blocks = {"x_desc": _tile(64, columns), "y_desc": _tile(64, 128), "out_desc": _tile(64, columns)}
         constants |= {"ENTRIES": state_updates.WIDTH // columns, "STAGES": state_updates.RING}
-        return state_updates.update_kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+        return state_updates.update_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
     constants |= {"E": 128, "STAGES": state_products.RING}
     if which == "query":
         blocks = {"x_desc": _tile(64, 64)} | dict.fromkeys(("low_desc", "high_desc"), _tile(128, 64))
         constants["HIGH_COLUMN"] = 64
-        return state_products.query_states_kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+        return state_products.query_states_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
     blocks = {"z_desc": _tile(64, 64), "x_desc": _tile(64, 128)}
     blocks |= dict.fromkeys(("low_desc", "high_desc", "normalizer_desc"), _tile(64, 128))
     constants["FACTORS"] = group > 1
     if group == 1:
         constants |= {"factor_ptr": None, "past_ptr": None}
-    return state_products.gradient_states_kernel, blocks, constants, 4, None, wide_forward.START_REGISTERS
+    return state_products.gradient_states_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
 
 
 def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
@@ -413,22 +397,19 @@ CASES = {
     "chunked forward, wide": attention_case("forward", 128, 64, 8, 2, state=True, d=128, e=128),
     "query gradient, chunked, wide": attention_case("query", 64, 64, 4, 2, state=True, d=128, e=128),
     "key gradient, chunked, wide": attention_case("key", 64, 64, 8, 2, state=True, d=128, e=128),
-    "hopper forward p=2": hopper_case("forward"),
-    "hopper forward p=4": hopper_case("forward", power=4),
-    "hopper forward, no gates": hopper_case("forward", gated=False),
-    "hopper query gradient": hopper_case("query"),
-    "hopper key gradient": hopper_case("key"),
-    "hopper key gradient, GQA": hopper_case("key", group=4),
-    "hopper wide forward": wide_case("forward"),
-    "hopper wide forward p=4": wide_case("forward", power=4),
-    "hopper wide forward, no gates": wide_case("forward", gated=False),
-    "hopper wide forward, chunked": wide_case("forward", state=True),
-    "hopper wide query gradient": wide_case("query"),
-    "hopper wide query, chunked": wide_case("query", state=True),
-    "hopper wide key gradient": wide_case("key"),
-    "hopper wide key, no gates": wide_case("key", gated=False, group=1),
-    "hopper wide key, chunked": wide_case("key", state=True),
-    "hopper wide key, query blocks": wide_case("key", block_terms=True),
+    "hopper forward": hopper_case("forward", d=64),
+    "hopper query gradient": hopper_case("query", d=64),
+    "hopper key gradient": hopper_case("key", d=64, group=1),
+    "hopper wide forward": hopper_case("forward"),
+    "hopper wide forward p=4": hopper_case("forward", power=4),
+    "hopper wide forward, no gates": hopper_case("forward", gated=False),
+    "hopper wide forward, chunked": hopper_case("forward", state=True),
+    "hopper wide query gradient": hopper_case("query"),
+    "hopper wide query, chunked": hopper_case("query", state=True),
+    "hopper wide key gradient": hopper_case("key"),
+    "hopper wide key, no gates": hopper_case("key", gated=False, group=1),
+    "hopper wide key, chunked": hopper_case("key", state=True),
+    "hopper wide key, query blocks": hopper_case("key", block_terms=True),
     "hopper states query": state_case("query"),
     "hopper states gradient, dq": state_case("gradient"),
     "hopper states gradient, dk": state_case("gradient", group=1),

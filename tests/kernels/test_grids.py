@@ -30,7 +30,7 @@ from sympow.kernels.decode.window_step import split_window
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import chunked as hopper_chunked
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.hopper import state_updates, wide_backward, wide_forward
+from sympow.kernels.hopper import state_updates
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
@@ -97,22 +97,13 @@ def attend(batch, heads, chunks, power, form, *, states=False):
 
 
 def attend_on_hopper(batch, heads, chunks):
-    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.bfloat16) for n in (2, 1))
-    gates = gate_sums(torch.empty(batch, q.shape[1], heads))
-    gate_sums(torch.empty(batch, 1024 * chunks, heads))  # sums of so many tokens take another launch
-    rows = torch.empty(batch, 2 * heads, q.shape[1])
-    hopper_forward.attend(q, k, k, 2, gates)
-    hopper_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
-    hopper_backward.key_gradient(q, k, k, q, rows, 2, gates)
-
-
-def attend_on_hopper_with_wide_heads(batch, heads, chunks):
     q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 128, dtype=torch.bfloat16) for n in (2, 1))
     gates = gate_sums(torch.empty(batch, q.shape[1], heads))
     rows = torch.empty(batch, 2 * heads, q.shape[1])
-    wide_forward.attend(q, k, k, 2, gates)
-    wide_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
-    wide_backward.key_gradient(q, k, k, q, rows, 2, gates)
+    gate_sums(torch.empty(batch, 1024 * chunks, heads))  # sums of so many tokens take another launch
+    hopper_forward.attend(q, k, k, 2, gates)
+    hopper_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
+    hopper_backward.key_gradient(q, k, k, q, rows, 2, gates)
     sums = chunk_sums(k, k, heads, gates.sums, 128, full=True, update=state_updates.update)
     states = ChunkStates(sums.low, sums.high, sums.normalizer, sums.chunk, sums.first)
     hopper_chunked.attend(q, k, k, gates, states)
@@ -157,7 +148,6 @@ FAMILIES = {
     "chunked": lambda *sizes: attend(*sizes, 2, "chunked", states=True),
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
     "hopper": attend_on_hopper,
-    "hopper, wide heads": attend_on_hopper_with_wide_heads,
     "shard": attend_to_shard,
     "decode": decode,
     "cross entropy": cross_entropy,

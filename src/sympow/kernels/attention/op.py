@@ -150,7 +150,9 @@ def fused_attention(
             states, end, _ = scan_sums(chunks, initial, want_end=final)
     past = None
     if _on_hopper(q, k, v, chunk, documents):
-        y, weight = hopper.attend(q, k, v, power, gates)
+        from sympow.kernels.hopper.forward import attend as attend_on_hopper
+
+        y, weight = attend_on_hopper(q, k, v, power, gates)
     elif states is not None and _chunks_on_hopper(q, k, v, documents):
         from sympow.kernels.hopper import chunked
 
@@ -246,14 +248,14 @@ def _attend_backward(
     on_hopper = _on_hopper(q, k, v, chunk, documents)
     chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
     if on_hopper or chunks_on_hopper:
+        from sympow.kernels.hopper import backward as hopper_backward
+        from sympow.kernels.hopper import chunked
         from sympow.kernels.hopper.common import split_sums
 
         split = None if gates is None else split_sums(gates)
     if on_hopper:
-        dq, row_terms = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
+        dq, row_terms = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
     elif states is not None and chunks_on_hopper:
-        from sympow.kernels.hopper import chunked
-
         dq, row_terms = chunked.query_gradient(q, scale, k, v, divided, minus_delta, gates, split, states, kept.past)
     else:
         dq, row_terms = query_gradient(
@@ -278,8 +280,8 @@ def _attend_backward(
     block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
     if gates is not None and states is None and length > block:
         block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
-    if on_hopper and hopper.supports_key_gradient(k, block_terms):
-        dk, dv, column_terms = hopper.key_gradient(
+    if on_hopper:
+        dk, dv, column_terms = hopper_backward.key_gradient(
             q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block
         )
     elif reverse is not None and chunks_on_hopper:

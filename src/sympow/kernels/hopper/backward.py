@@ -1,9 +1,12 @@
-"""Backward pass of the attention form on Hopper; the equations are those of `sympow.kernels.attention.backward`.
+"""Backward pass of the attention form on Hopper, and of the chunked form once the products with states
+are known (`state_products`), warp-specialised as in `forward`.
 
-Two kernels, each of which owns its outputs, so that results are bitwise reproducible. A CTA owns 64 rows and visits
-tiles of 64 columns. The products that compute the scores of a tile run together with those that use the scores of the
-previous tile, and the weights of this tile are computed meanwhile. Decays are as in `forward`, without float64; the
-diagonal takes one exponential per element.
+The equations are those of `sympow.kernels.attention.backward`. Two kernels, each of which owns its outputs, so that
+results are bitwise reproducible. With the decays of a block of 128 tokens folded into the operand that a kernel visits
+(`decayed`; p-th roots, so s' = d^(1/p) s for scores s and decays d),
+    d s^(p−1) dB k = s'^(p−1) dB k'    and    d s^(p−1) dB q = s'^(p−1) dB q',
+so that both products of a tile read the folded operand, and only the decay between the blocks is left, one factor per
+tile.
 """
 
 from __future__ import annotations
@@ -20,46 +23,67 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from sympow.kernels.common import divide_steps, empty_aligned, flat_grid, odd_power, split_program_id
+from sympow.kernels.common import divide_steps, empty_aligned, even_power, flat_grid, odd_power
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
     async_store,
+    free_stage,
     head_major,
+    load_rows,
     matrix,
+    new_barriers,
+    padded_width,
     prefetch,
     split_sums,
+    sums_before_chunk,
     thread_barrier,
 )
+from sympow.kernels.hopper.decayed import BLOCK, decayed
+from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
 from sympow.kernels.running_sums import Gates
 
-TILE, RING = 64, 4
+# Tokens per tile and per warpgroup; tiles of keys and of values in shared memory for the gradient of the queries; tiles
+# of queries and of output gradients for that of the keys.
+TILE, KEY_RING, QUERY_RING = 64, 4, 3
 
 
 @gluon.jit
-def load_keys(k_desc, v_desc, batch, head, step, steps, k_buffers, v_buffers, barriers, STAGES: gl.constexpr):
-    """Starts the copy of a tile of keys and values; does nothing past the last step."""
+def _copy_keys(
+    k_desc, decayed_desc, v_desc, batch, head, begin, before, steps, buffers, ready, empty, STAGES: gl.constexpr
+):
+    """Copies the tiles of keys and values of all steps, from row `begin` on; from `before` on they lie on the
+    diagonal."""
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
-    stage = step % STAGES
-    wanted = step < steps
-    barrier = barriers.index(stage)
-    mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
-    async_load(k_desc, [batch, head, step * COLUMNS, 0], barrier, k_buffers.index(stage), pred=wanted)
-    async_load(v_desc, [batch, head, step * COLUMNS, 0], barrier, v_buffers.index(stage), pred=wanted)
+    k_buffers, v_buffers = buffers
+    for step in range(steps):
+        stage = step % STAGES
+        start = [batch, head, begin + step * COLUMNS, 0]
+        barrier = ready.index(stage)
+        mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+        mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        async_load(decayed_desc, start, barrier, k_buffers.index(stage), pred=step < before)
+        async_load(k_desc, start, barrier, k_buffers.index(stage), pred=step >= before)
+        async_load(v_desc, start, barrier, v_buffers.index(stage))
 
 
 @gluon.jit
-def query_gradient_kernel(
-    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
-    whole_ptr, rest_ptr, to_end_ptr, length, padded, gates_padded, heads,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+def _query_rows(
+    descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty,
+    MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
+    """dq_i and q_i · dq_i for the queries of one warpgroup."""
+    q_desc, v_desc, dq_desc = descriptors
+    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr = pointers
+    batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary = place
+    q_buffers, dy_buffers = own_buffers
+    k_buffers, v_buffers = buffers
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
-    COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
-    E: gl.constexpr = v_desc.block_type.shape[3]
+    COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
+    OWNED: gl.constexpr = 2 * ROWS
     dtype: gl.constexpr = q_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -68,87 +92,56 @@ def query_gradient_kernel(
     DQ_BY_ROW: gl.constexpr = gl.SliceLayout(1, DQ)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
 
-    tiles = gl.cdiv(length, ROWS)
-    order, sequence = split_program_id(tiles, gl.int32)
-    tile = tiles - 1 - order  # tiles with the most keys start first
-    batch, head = sequence // heads, sequence % heads
-    kv_head = head // GROUP
-    kv_sequence = batch * (heads // GROUP) + kv_head
-    first = tile * ROWS
-    before = first // COLUMNS
-    steps = before + ROWS // COLUMNS
-
-    q_buffer = gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout)
-    dy_buffer = gl.allocate_shared_memory(dtype, dy_desc.block_type.shape, dy_desc.layout)
-    k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
-    v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
-    start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(start_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
-    fence_async_shared()
-    mbarrier.expect(start_barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
-    async_load(q_desc, [batch, head, first, 0], start_barrier, q_buffer)
-    async_load(dy_desc, [batch, head, first, 0], start_barrier, dy_buffer)
-    for early in gl.static_range(STAGES):
-        load_keys(k_desc, v_desc, batch, kv_head, early, steps, k_buffers, v_buffers, barriers, STAGES)
-
-    offsets = gl.arange(0, COLUMNS, BY_COLUMN)
-    spread = gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [4], [0]))
-    rows = first + gl.arange(0, ROWS, BY_ROW)
+    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, BY_ROW)
     minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + sequence.to(gl.int64) * padded + rows), 1)
     if GATED:
-        whole_ptr += kv_sequence.to(gl.int64) * gates_padded
-        rest_ptr += kv_sequence.to(gl.int64) * gates_padded
-        to_end_ptr += kv_sequence.to(gl.int64) * gates_padded
         reference_whole = gl.load(whole_ptr + first)
         reference_rest = gl.load(rest_ptr + first)
-
-    mbarrier.wait(start_barrier, 0)
-    q = q_buffer.reshape([ROWS, D])
-    dy = dy_buffer.reshape([ROWS, E])
+    mbarrier.wait(own_ready, 0)
+    q = matrix(q_buffers, MEMBER)
+    dy = matrix(dy_buffers, MEMBER)
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dq = gl.zeros((ROWS, D), gl.float32, DQ)
+    if WITH_STATE:
+        boundary = begin // chunk
+        if boundary >= first_boundary:
+            state_rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
+            dq = load_rows(state_ptr, sequence, state_rows, length, D, DQ)
+            if GATED:
+                whole, rest = sums_before_chunk(whole_ptr, rest_ptr, boundary, chunk)
+                dq *= gl.exp2((reference_whole - whole).to(gl.float32) + (reference_rest - rest))
 
     if before > 0:
-        mbarrier.wait(barriers.index(0), 0)
+        mbarrier.wait(ready.index(0), 0)
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
         if GATED:
-            log_decay = (reference_whole - gl.load(whole_ptr + COLUMNS - 1)).to(gl.float32)
-            log_decay += reference_rest - gl.load(rest_ptr + COLUMNS - 1)
-            grads *= gl.expand_dims(gl.load(to_end_ptr + offsets) * gl.exp2(log_decay), 0)
-        mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
+            log_decay = (reference_whole - gl.load(whole_ptr + begin + OWNED - 1)).to(gl.float32)
+            log_decay += reference_rest - gl.load(rest_ptr + begin + OWNED - 1)
+            grads *= gl.exp2(log_decay)
         for step in range(1, before):
             stage = step % STAGES
-            last_stage = (step - 1) % STAGES
+            last = (step - 1) % STAGES
+            left = gl.convert_layout(grads.to(dtype), LEFT_DQ)
+            if GATED:
+                block_end = begin + (step * COLUMNS // OWNED + 1) * OWNED - 1
+                end_whole = gl.load(whole_ptr + block_end)
+                end_rest = gl.load(rest_ptr + block_end)
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
-            dq = warpgroup_mma(
-                gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, last_stage), dq, is_async=True
-            )
-            if GATED:
-                prefetch(to_end_ptr + (step + 1) * COLUMNS + spread)
-                decay = gl.load(to_end_ptr + step * COLUMNS + offsets)
-                end_whole = gl.load(whole_ptr + (step + 1) * COLUMNS - 1)
-                end_rest = gl.load(rest_ptr + (step + 1) * COLUMNS - 1)
-            # No warp reads the tile before the previous one any more: its buffer is free.
-            thread_barrier()
-            load_keys(
-                k_desc, v_desc, batch, kv_head, gl.where(step > 1, step - 2 + STAGES, steps), steps,
-                k_buffers, v_buffers, barriers, STAGES,
-            )  # fmt: skip
+            dq = warpgroup_mma(left, matrix(k_buffers, last), dq, is_async=True)
             scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
             grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
             if GATED:
-                log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
-                grads *= gl.expand_dims(decay * gl.exp2(log_decay), 0)
-            mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+                grads *= gl.exp2((reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest))
             dq, grads = warpgroup_mma_wait(0, deps=(dq, grads))
-        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, (before - 1) % STAGES), dq)
+            free_stage(empty, last)
+        last = (before - 1) % STAGES
+        dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, last), dq)
+        free_stage(empty, last)
 
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
@@ -156,10 +149,10 @@ def query_gradient_kernel(
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
     for step in range(before, steps):
         stage = step % STAGES
-        mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         scores = warpgroup_mma(q, matrix(k_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
-        columns = step * COLUMNS + offsets
+        columns = begin + step * COLUMNS + gl.arange(0, COLUMNS, BY_COLUMN)
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
         grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
@@ -173,186 +166,228 @@ def query_gradient_kernel(
         else:
             grads = gl.where(causal, grads, 0.0)
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
+        free_stage(empty, stage)
 
     dq *= POWER
-    own = q_buffer.reshape([ROWS, D]).load(DQ).to(gl.float32)
-    rows = first + gl.arange(0, ROWS, DQ_BY_ROW)
-    row_ptr = sequence.to(gl.int64) * length + rows
-    gl.store(row_term_ptr + row_ptr, gl.sum(dq * own, axis=1), mask=rows < length)
-    dq *= gl.expand_dims(gl.load(scale_ptr + row_ptr, mask=rows < length, other=0.0), 1)
-    q_buffer.reshape([ROWS, D]).store(dq.to(dtype))
+    own = q.load(DQ).to(gl.float32)
+    rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
+    row_offsets = sequence.to(gl.int64) * length + rows
+    gl.store(row_term_ptr + row_offsets, gl.sum(dq * own, axis=1), mask=rows < length)
+    dq *= gl.expand_dims(gl.load(scale_ptr + row_offsets, mask=rows < length, other=0.0), 1)
+    q.store(dq.to(dtype))
     fence_async_shared()
-    async_store(dq_desc, [batch, head, first, 0], q_buffer)
+    thread_barrier()
+    async_store(dq_desc, [batch, head, first + MEMBER * ROWS, 0], q_buffers.index(MEMBER))
     tma.store_wait(0)
 
 
 @gluon.jit
-def load_queries(
-    q_desc, dy_desc, batch, head, after, step, steps, tiles, q_buffers, dy_buffers, barriers,
-    GROUP: gl.constexpr, STAGES: gl.constexpr,
+def query_gradient_kernel(
+    q_desc, k_desc, decayed_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
+    whole_ptr, rest_ptr, state_ptr, length, padded, gates_padded, heads, tiles, chunk, first_boundary,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copy of the queries and output gradients of a step: first those after the tile, then the diagonal."""
-    COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
-    stage = step % STAGES
-    wanted = step < steps
-    barrier = barriers.index(stage)
-    # The last tile of keys has no queries after it.
-    member, tile = divide_steps(step, gl.maximum(tiles, 1), GROUP)
-    diagonal = step >= GROUP * tiles
-    member = gl.where(diagonal, step - GROUP * tiles, member)
-    row = gl.where(diagonal, after - COLUMNS, after + tile * COLUMNS)
-    mbarrier.expect(barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes, pred=wanted)
-    async_load(q_desc, [batch, head + member, row, 0], barrier, q_buffers.index(stage), pred=wanted)
-    async_load(dy_desc, [batch, head + member, row, 0], barrier, dy_buffers.index(stage), pred=wanted)
+    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for 128 queries, times the scale of the query, and q_i · dq_i."""
+    ROWS: gl.constexpr = q_desc.block_type.shape[2]
+    dtype: gl.constexpr = q_desc.dtype
+    program = gl.program_id(0)
+    tile = tiles - 1 - program % tiles  # tiles with the most keys start first
+    sequence = program // tiles
+    batch, head = sequence // heads, sequence % heads
+    kv_head = head // GROUP
+    first = tile * 2 * ROWS
+    begin = first // chunk * chunk
+    before = (first - begin) // v_desc.block_type.shape[2]
+    steps = (first + 2 * ROWS - begin) // v_desc.block_type.shape[2]
+    if GATED:
+        kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
+        whole_ptr += kv_sequence * gates_padded
+        rest_ptr += kv_sequence * gates_padded
+
+    q_buffers = gl.allocate_shared_memory(dtype, [2] + q_desc.block_type.shape, q_desc.layout)
+    dy_buffers = gl.allocate_shared_memory(dtype, [2] + dy_desc.block_type.shape, dy_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    own_ready = new_barriers(1, 1)
+    ready = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 2)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.expect(own_ready.index(0), 2 * (q_desc.block_type.nbytes + dy_desc.block_type.nbytes))
+    for member in gl.static_range(2):
+        async_load(q_desc, [batch, head, first + member * ROWS, 0], own_ready.index(0), q_buffers.index(member))
+        async_load(dy_desc, [batch, head, first + member * ROWS, 0], own_ready.index(0), dy_buffers.index(member))
+
+    descriptors = (q_desc, v_desc, dq_desc)
+    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr)
+    place = (batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary)
+    own_buffers = (q_buffers, dy_buffers)
+    buffers = (k_buffers, v_buffers)
+    gl.warp_specialize([
+        (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                       gl.constexpr(0), POWER, GATED, WITH_STATE, STAGES)),
+        (_query_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                       gl.constexpr(1), POWER, GATED, WITH_STATE, STAGES)),
+        (_copy_keys, (k_desc, decayed_desc, v_desc, batch, kv_head, begin, before, steps, buffers, ready, empty,
+                      STAGES)),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
-def key_gradient_kernel(
-    q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr,
-    whole_ptr, rest_ptr, from_start_ptr, length, padded, gates_padded, kv_heads,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+def _tiles_of_block(index, after, end, query_block, COLUMNS: gl.constexpr):
+    """The first query of block `index` that comes after the keys, and the number of tiles from there on."""
+    start = gl.maximum(after, index * query_block)
+    return start, gl.maximum(gl.cdiv(gl.minimum(end, (index + 1) * query_block) - start, COLUMNS), 0)
+
+
+@gluon.jit
+def _copy_query_tile(q_desc, dy_desc, batch, head, row, step, buffers, ready, empty, STAGES: gl.constexpr):
+    q_buffers, dy_buffers = buffers
+    stage = step % STAGES
+    barrier = ready.index(stage)
+    mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.expect(barrier, q_desc.block_type.nbytes + dy_desc.block_type.nbytes)
+    async_load(q_desc, [batch, head, row, 0], barrier, q_buffers.index(stage))
+    async_load(dy_desc, [batch, head, row, 0], barrier, dy_buffers.index(stage))
+
+
+@gluon.jit
+def _copy_queries(
+    q_desc, decayed_desc, dy_desc, batch, head, first, end, query_block, buffers, ready, empty,
+    OWNED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
-    and k_j · dk_j."""
+    """Copies the queries and output gradients after the keys, block by block and head by head, then the diagonal's."""
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
+    after = first + OWNED
+    step = 0
+    for index in range(after // query_block, gl.cdiv(end, query_block)):
+        start, tiles = _tiles_of_block(index, after, end, query_block, COLUMNS)
+        for n in range(GROUP * tiles):
+            member, tile = divide_steps(n, tiles, GROUP)
+            row = start + tile * COLUMNS
+            _copy_query_tile(decayed_desc, dy_desc, batch, head + member, row, step, buffers, ready, empty, STAGES)
+            step += 1
+    DIAGONAL: gl.constexpr = OWNED // COLUMNS
+    for n in range(GROUP * DIAGONAL):
+        row = first + n % DIAGONAL * COLUMNS
+        _copy_query_tile(q_desc, dy_desc, batch, head + n // DIAGONAL, row, step, buffers, ready, empty, STAGES)
+        step += 1
+
+
+@gluon.jit
+def _key_rows(
+    descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty, MEMBER: gl.constexpr,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr,
+    BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dk_j, dv_j and k_j · dk_j for the keys of one warpgroup; rows are keys here, and columns queries."""
+    k_desc, q_desc, dk_desc, dv_desc = descriptors
+    minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr = pointers
+    batch, kv_head, kv_sequence, first, end, length, padded, query_block, last_chunk = place
+    k_buffers, v_buffers = own_buffers
+    q_buffers, dy_buffers = buffers
     ROWS: gl.constexpr = k_desc.block_type.shape[2]
     D: gl.constexpr = k_desc.block_type.shape[3]
     COLUMNS: gl.constexpr = q_desc.block_type.shape[2]
-    E: gl.constexpr = v_desc.block_type.shape[3]
-    dtype: gl.constexpr = v_desc.dtype
+    E: gl.constexpr = dv_desc.block_type.shape[3]
+    OWNED: gl.constexpr = 2 * ROWS
+    dtype: gl.constexpr = k_desc.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     LEFT_DK: gl.constexpr = gl.DotOperandLayout(0, DK, 2)
     LEFT_DV: gl.constexpr = gl.DotOperandLayout(0, DV, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    DK_BY_ROW: gl.constexpr = gl.SliceLayout(1, DK)
+    DV_BY_ROW: gl.constexpr = gl.SliceLayout(1, DV)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
-    gl.static_assert(ROWS == COLUMNS)
 
-    key_tile, kv_sequence = split_program_id(gl.cdiv(length, ROWS), gl.int32)
-    first = key_tile * ROWS
-    batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
-    head = kv_head * GROUP
-    after = first + ROWS
-    last = gl.minimum(after, length) - 1
-    tiles = gl.maximum(gl.cdiv(length - after, COLUMNS), 0)
-    before = GROUP * tiles
-    steps = before + GROUP
-
-    k_buffer = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
-    v_buffer = gl.allocate_shared_memory(dtype, v_desc.block_type.shape, v_desc.layout)
-    q_buffers = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
-    dy_buffers = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
-    start_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(start_barrier, count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(barriers.index(n), count=1)
-    fence_async_shared()
-    mbarrier.expect(start_barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-    async_load(k_desc, [batch, kv_head, first, 0], start_barrier, k_buffer)
-    async_load(v_desc, [batch, kv_head, first, 0], start_barrier, v_buffer)
-    for early in gl.static_range(STAGES):
-        load_queries(q_desc, dy_desc, batch, head, after, early, steps, tiles, q_buffers, dy_buffers, barriers, GROUP,
-                     STAGES)  # fmt: skip
-
+    mine = first + MEMBER * ROWS
+    after = first + OWNED
     offsets = gl.arange(0, COLUMNS, BY_COLUMN)
-    rows = first + gl.arange(0, ROWS, BY_ROW)
-    minus_delta_ptr += (batch * kv_heads + kv_head).to(gl.int64) * GROUP * padded
+    spread = gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [4], [0]))
     if GATED:
-        whole_ptr += kv_sequence.to(gl.int64) * gates_padded
-        rest_ptr += kv_sequence.to(gl.int64) * gates_padded
-        from_start_ptr += kv_sequence.to(gl.int64) * gates_padded
-        reference_whole = gl.load(whole_ptr + last)
-        reference_rest = gl.load(rest_ptr + last)
-
-    mbarrier.wait(start_barrier, 0)
-    k = k_buffer.reshape([ROWS, D]).load(LEFT)
-    v = v_buffer.reshape([ROWS, E])  # in shared memory: no registers are left for it
+        reference_whole = gl.load(whole_ptr + after - 1)
+        reference_rest = gl.load(rest_ptr + after - 1)
+    mbarrier.wait(own_ready, 0)
+    k = matrix(k_buffers, MEMBER)
+    v = matrix(v_buffers, MEMBER)
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dk = gl.zeros((ROWS, D), gl.float32, DK)
     dv = gl.zeros((ROWS, E), gl.float32, DV)
+    known = gl.zeros((ROWS,), gl.float32, DK_BY_ROW)
+    if WITH_STATE:
+        if not last_chunk:
+            state_rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
+            dk = load_rows(dk_state_ptr, kv_sequence, state_rows, length, D, DK)
+            state_rows = mine + gl.arange(0, ROWS, DV_BY_ROW)
+            dv = load_rows(dv_state_ptr, kv_sequence, state_rows, length, E, DV)
+            if GATED:
+                log_decay = (gl.load(whole_ptr + end - 1) - reference_whole).to(gl.float32)
+                since_keys = gl.exp2(log_decay + (gl.load(rest_ptr + end - 1) - reference_rest))
+                dk *= since_keys
+                dv *= since_keys
 
-    if before > 0:
-        mbarrier.wait(barriers.index(0), 0)
-        scores = warpgroup_mma(k, matrix(q_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, matrix(dy_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
-        scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        dp += gl.expand_dims(gl.load(minus_delta_ptr + after + offsets), 0)
-        factor = odd_power(scores, POWER - 1)
-        if GATED:
-            log_decay = (gl.load(whole_ptr + after) - reference_whole).to(gl.float32)
-            log_decay += gl.load(rest_ptr + after) - reference_rest
-            factor *= gl.expand_dims(gl.load(from_start_ptr + after + offsets) * gl.exp2(log_decay), 0)
-        weights = factor * scores
-        grads = factor * dp
-        mbarrier.wait(barriers.index(1 % STAGES), (1 // STAGES) & 1)
-        for step in range(1, before):
-            member, tile = divide_steps(step, tiles, GROUP)
-            start = after + tile * COLUMNS
+    step = 0
+    blocks = gl.cdiv(end, query_block)
+    for index in range(after // query_block, blocks):
+        start, tiles = _tiles_of_block(index, after, end, query_block, COLUMNS)
+        for n in range(GROUP * tiles):
+            member, tile = divide_steps(n, tiles, GROUP)
+            row = start + tile * COLUMNS
             stage = step % STAGES
-            last_stage = (step - 1) % STAGES
+            prefetch(minus_delta_ptr + member * padded + row + spread)
+            scale = 1.0
+            if GATED:
+                start_whole = gl.load(whole_ptr + row // OWNED * OWNED)
+                start_rest = gl.load(rest_ptr + row // OWNED * OWNED)
+                scale = gl.exp2((start_whole - reference_whole).to(gl.float32) + (start_rest - reference_rest))
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
-            dv = warpgroup_mma(
-                gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, last_stage), dv, is_async=True
-            )
-            dk = warpgroup_mma(
-                gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, last_stage), dk, is_async=True
-            )
-            minus_delta = gl.load(minus_delta_ptr + member * padded + start + offsets)
+            scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
+            # Loaded only now: no registers are free before.
+            dp += gl.expand_dims(gl.load(minus_delta_ptr + member * padded + row + offsets), 0)
+            grads = gl.convert_layout((odd_power(scores, POWER - 1) * scale * dp).to(dtype), LEFT_DK)
+            weights = gl.convert_layout((even_power(scores, POWER) * scale).to(dtype), LEFT_DV)
+            dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
+            dk = warpgroup_mma(grads, matrix(q_buffers, stage), dk, is_async=True)
+            dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+            free_stage(empty, stage)
+            step += 1
+        if BLOCK_TERMS:
+            # Decays count from the end of a tile of keys, as in the portable kernel.
+            total = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
+            to_reference = 1.0
             if GATED:
-                decay = gl.load(from_start_ptr + start + offsets)
-                start_whole = gl.load(whole_ptr + start)
-                start_rest = gl.load(rest_ptr + start)
-            # No warp reads the tile before the previous one any more: its buffer is free.
-            thread_barrier()
-            load_queries(
-                q_desc, dy_desc, batch, head, after, gl.where(step > 1, step - 2 + STAGES, steps), steps, tiles,
-                q_buffers, dy_buffers, barriers, GROUP, STAGES,
-            )  # fmt: skip
-            scores, dp = warpgroup_mma_wait(2, deps=(scores, dp))
-            dp += gl.expand_dims(minus_delta, 0)
-            factor = odd_power(scores, POWER - 1)
-            if GATED:
-                log_decay = (start_whole - reference_whole).to(gl.float32) + (start_rest - reference_rest)
-                factor *= gl.expand_dims(decay * gl.exp2(log_decay), 0)
-            weights = factor * scores
-            grads = factor * dp
-            mbarrier.wait(barriers.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
-            dv, dk, weights, grads = warpgroup_mma_wait(0, deps=(dv, dk, weights, grads))
-        stage = (before - 1) % STAGES
-        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_DV), matrix(dy_buffers, stage), dv, is_async=True)
-        dk = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DK), matrix(q_buffers, stage), dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+                log_decay = (reference_whole - gl.load(whole_ptr + mine + ROWS - 1)).to(gl.float32)
+                to_reference = gl.exp2(log_decay + (reference_rest - gl.load(rest_ptr + mine + ROWS - 1)))
+            rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
+            target = block_terms_ptr + (kv_sequence.to(gl.int64) * blocks + index) * length + rows
+            gl.store(target, (total - known) * to_reference, mask=rows < length)
+            known = total
 
+    rows = mine + gl.arange(0, ROWS, BY_ROW)
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         row_decay = gl.exp2(-(row_whole + row_rest))
-        dk *= gl.expand_dims(gl.convert_layout(row_decay, gl.SliceLayout(1, DK)), 1)
-        dv *= gl.expand_dims(gl.convert_layout(row_decay, gl.SliceLayout(1, DV)), 1)
-        columns = first + offsets
-        column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
-        column_rest = gl.load(rest_ptr + columns) - reference_rest
-    for member in range(GROUP):
-        step = before + member
+        dk *= gl.expand_dims(gl.convert_layout(row_decay, DK_BY_ROW), 1)
+        dv *= gl.expand_dims(gl.convert_layout(row_decay, DV_BY_ROW), 1)
+    DIAGONAL: gl.constexpr = OWNED // COLUMNS
+    for n in range(GROUP * DIAGONAL):
         stage = step % STAGES
-        # With fewer stages than heads, the copies of the later heads have not been started yet.
-        if GROUP > 1:
-            thread_barrier()
-            load_queries(
-                q_desc, dy_desc, batch, head, after, gl.where(step > 1, step - 2 + STAGES, steps), steps, tiles,
-                q_buffers, dy_buffers, barriers, GROUP, STAGES,
-            )  # fmt: skip
-        mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
+        columns = first + n % DIAGONAL * COLUMNS + offsets
+        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
         scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        dp += gl.expand_dims(gl.load(minus_delta_ptr + member * padded + first + offsets), 0)
+        dp += gl.expand_dims(gl.load(minus_delta_ptr + n // DIAGONAL * padded + columns), 0)
         factor = odd_power(scores, POWER - 1)
-        causal = gl.expand_dims(first + offsets, 0) >= gl.expand_dims(rows, 1)
+        causal = gl.expand_dims(columns, 0) >= gl.expand_dims(rows, 1)
         if GATED:
+            column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
+            column_rest = gl.load(rest_ptr + columns) - reference_rest
             log_decays = (gl.expand_dims(column_whole, 0) - gl.expand_dims(row_whole, 1)) + (
                 gl.expand_dims(column_rest, 0) - gl.expand_dims(row_rest, 1)
             )
@@ -364,58 +399,146 @@ def key_gradient_kernel(
         dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
         dk = warpgroup_mma(grads, matrix(q_buffers, stage), dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+        free_stage(empty, stage)
+        step += 1
 
     dk *= POWER
-    own = k_buffer.reshape([ROWS, D]).load(DK).to(gl.float32)
-    column_term = gl.convert_layout(gl.sum(dk * own, axis=1), BY_ROW)
+    rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
+    column_term = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
     gl.store(column_term_ptr + kv_sequence.to(gl.int64) * length + rows, column_term, mask=rows < length)
-    k_buffer.reshape([ROWS, D]).store(dk.to(dtype))
-    v_buffer.reshape([ROWS, E]).store(dv.to(dtype))
+    k.store(dk.to(dtype))
+    v.store(dv.to(dtype))
     fence_async_shared()
-    async_store(dk_desc, [batch, kv_head, first, 0], k_buffer)
-    async_store(dv_desc, [batch, kv_head, first, 0], v_buffer)
+    thread_barrier()
+    async_store(dk_desc, [batch, kv_head, mine, 0], k_buffers.index(MEMBER))
+    async_store(dv_desc, [batch, kv_head, mine, 0], v_buffers.index(MEMBER))
     tma.store_wait(0)
+
+
+@gluon.jit
+def key_gradient_kernel(
+    q_desc, decayed_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, block_terms_ptr,
+    whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+    length, padded, gates_padded, kv_heads, tiles, query_block, chunk, last_boundary,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr,
+    BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dv_j and dk_j for 128 keys, summed over the query heads that read them, and k_j · dk_j.
+
+    BLOCK_TERMS: also what each block of `query_block` queries, a multiple of 128, adds to k_j · dk_j, without what lies
+    in one block of 128 tokens with the key.
+    """
+    ROWS: gl.constexpr = k_desc.block_type.shape[2]
+    OWNED: gl.constexpr = 2 * ROWS
+    dtype: gl.constexpr = k_desc.dtype
+    program = gl.program_id(0)
+    first = program % tiles * OWNED
+    kv_sequence = program // tiles
+    batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
+    boundary = first // chunk + 1
+    end = gl.minimum(boundary * chunk, length)
+    minus_delta_ptr += kv_sequence.to(gl.int64) * GROUP * padded
+    if GATED:
+        whole_ptr += kv_sequence.to(gl.int64) * gates_padded
+        rest_ptr += kv_sequence.to(gl.int64) * gates_padded
+
+    k_buffers = gl.allocate_shared_memory(dtype, [2] + k_desc.block_type.shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [2] + v_desc.block_type.shape, v_desc.layout)
+    q_buffers = gl.allocate_shared_memory(dtype, [STAGES] + q_desc.block_type.shape, q_desc.layout)
+    dy_buffers = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_type.shape, dy_desc.layout)
+    own_ready = new_barriers(1, 1)
+    ready = new_barriers(STAGES, 1)
+    empty = new_barriers(STAGES, 2)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.expect(own_ready.index(0), 2 * (k_desc.block_type.nbytes + v_desc.block_type.nbytes))
+    for member in gl.static_range(2):
+        async_load(k_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), k_buffers.index(member))
+        async_load(v_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), v_buffers.index(member))
+
+    descriptors = (k_desc, q_desc, dk_desc, dv_desc)
+    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr)
+    place = (batch, kv_head, kv_sequence, first, end, length, padded, query_block, boundary > last_boundary)
+    own_buffers = (k_buffers, v_buffers)
+    buffers = (q_buffers, dy_buffers)
+    gl.warp_specialize([
+        (_key_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                     gl.constexpr(0), GROUP, POWER, GATED, WITH_STATE, BLOCK_TERMS, STAGES)),
+        (_key_rows, (descriptors, pointers, place, own_buffers, own_ready.index(0), buffers, ready, empty,
+                     gl.constexpr(1), GROUP, POWER, GATED, WITH_STATE, BLOCK_TERMS, STAGES)),
+        (_copy_queries, (q_desc, decayed_desc, dy_desc, batch, kv_head * GROUP, first, end, query_block, buffers,
+                         ready, empty, OWNED, GROUP, STAGES)),
+    ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
+
+
+def _tiles(x: Tensor, width: int) -> TensorDescriptor:
+    return head_major(x, TILE, width)
 
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None,
+    gates: Gates | None, split: SplitSums | None = None, *,
+    chunk: int = 0, first_boundary: int = 0, state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; `split` are the `split_sums` of the gates, computed here if None."""
-    assert gates is None or gates.tile == TILE
+    of `prepare`.
+
+    Args:
+        split: the `split_sums` of the gates; computed here if None.
+        chunk, first_boundary: as in `forward.attend`.
+        state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start of the
+            chunk; None: there are no states.
+    """
     if gates is not None and split is None:
         split = split_sums(gates)
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
-    query_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * heads)](
-        head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
-        head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
-        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
-        enable_fp_fusion=True,
+    tiles = triton.cdiv(length, BLOCK)
+    width = padded_width(q, v)
+    query_gradient_kernel[flat_grid(tiles, batch * heads)](
+        _tiles(q, width), _tiles(k, width), _tiles(decayed(k, split, power, to_end=True), width),
+        _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dq, width), row_term, scale,
+        split and split.whole, split and split.rest, state,
+        length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK,
+        first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None,
+        STAGES=KEY_RING,
+        num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
 
 def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None,
+    gates: Gates | None, split: SplitSums | None = None, *,
+    block_terms: Tensor | None = None, query_block: int = 0,
+    chunk: int = 0, last_boundary: int = 0, states: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`."""
-    assert gates is None or gates.tile == TILE
+    """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`.
+
+    Args:
+        chunk: as in `forward.attend`.
+        last_boundary: with states, the last chunk boundary that has one.
+        states: dk / p and dv of what later chunks read through states, (b, h_kv, t, d) and (b, h_kv, t, e), float32,
+            without the decay to the end of the chunk; None: there are no states.
+        block_terms, query_block: as in `attention.backward.key_gradient`; query_block is a multiple of 128.
+    """
+    assert query_block % BLOCK == 0
     if gates is not None and split is None:
         split = split_sums(gates)
     batch, length, kv_heads, _ = k.shape
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
-    key_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * kv_heads)](
-        head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
-        head_major(dk, TILE), head_major(dv, TILE), column_term,
-        split and split.whole, split and split.rest, gates and gates.from_start,
-        length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads,
-        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
+    tiles = triton.cdiv(length, BLOCK)
+    width = padded_width(q, v)
+    key_gradient_kernel[flat_grid(tiles, batch * kv_heads)](
+        _tiles(q, width), _tiles(decayed(q, split, power, to_end=False), width), _tiles(k, width),
+        _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dk, width), _tiles(dv, width), column_term,
+        block_terms, split and split.whole, split and split.rest, *(states or (None, None)),
+        length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
+        tiles * BLOCK if block_terms is None else query_block, chunk or tiles * BLOCK, last_boundary,
+        GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
+        BLOCK_TERMS=block_terms is not None, STAGES=QUERY_RING, num_warps=4, maxnreg=START_REGISTERS,
         enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

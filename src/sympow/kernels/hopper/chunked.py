@@ -1,7 +1,7 @@
 """The chunked form on Hopper for heads of 128, p = 2: products with the states of chunks, then attention inside chunks.
 
 Each product with states (`state_products`) is a kernel of its own, whose float32 result is where the kernels of
-`wide_forward` and `wide_backward` start to add up. Writing and reading it costs a few per cent of a product; in return
+`forward` and `backward` start to add up. Writing and reading it costs a few per cent of a product; in return
 each kernel has the registers to itself that its products need.
 """
 
@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.attention.forward import state_weight
 from sympow.kernels.common import flat_grid, head_major, scale_queries, split_program_id
-from sympow.kernels.hopper import wide_backward, wide_forward
+from sympow.kernels.hopper import backward, forward
 from sympow.kernels.hopper.common import SplitSums
 from sympow.kernels.hopper.state_products import gradient_states, query_states
 from sympow.kernels.running_sums import Gates
@@ -63,7 +63,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, gates: Gates | None, states: ChunkSt
     """y (b, t, h, e), the rows' weights and φ(q) Z, (b, h, t) float32, as `attention.forward.attend` with states."""
     q, _ = scale_queries(q)
     past = state_weights(q, states)
-    y, weight = wide_forward.attend(
+    y, weight = forward.attend(
         q, k, v, 2, gates, chunk=states.chunk, first_boundary=states.first, past=past, state=query_states(q, states)
     )
     return y, weight, past
@@ -74,7 +74,7 @@ def query_gradient(
     gates: Gates | None, split: SplitSums | None, states: ChunkStates, past: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) and q_i · dq_i (b, h, t), as `attention.backward.query_gradient` with states."""
-    return wide_backward.query_gradient(
+    return backward.query_gradient(
         q, scale, k, v, dy, minus_delta, 2, gates, split, chunk=states.chunk, first_boundary=states.first,
         state=gradient_states(q, dy, states, minus_delta, past),
     )  # fmt: skip
@@ -90,7 +90,7 @@ def key_gradient(
     Args:
         reverse: the sums over later queries, D, at the chunk boundaries.
     """
-    return wide_backward.key_gradient(
+    return backward.key_gradient(
         q, k, v, dy, minus_delta, 2, gates, split, chunk=reverse.chunk,
         last_boundary=reverse.first + reverse.low.shape[2] - 1,
         states=(gradient_states(k, v, reverse, keys=True), query_states(k, reverse, keys=True)),

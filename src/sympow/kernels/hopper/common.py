@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import LOG2_E, aligned, flat_grid, split_program_id
+from sympow.kernels.hopper import WIDTHS
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
@@ -29,6 +30,11 @@ def head_major(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     """A descriptor of x (b, t, h, d) as (b, h, t, d), read in tiles of `rows` tokens and `columns` entries (None: all);
     out of bounds reads are 0."""
     return blocks_of(aligned(x).transpose(1, 2), [1, 1, rows, columns or x.shape[-1]])
+
+
+def padded_width(q: Tensor, v: Tensor) -> int:
+    """Entries of a head in shared memory: TMA pads smaller heads with zeros, and does not write them back."""
+    return next(width for width in WIDTHS if width >= max(q.shape[-1], v.shape[-1]))
 
 
 def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:

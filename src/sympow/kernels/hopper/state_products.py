@@ -39,7 +39,7 @@ from sympow.kernels.hopper.common import (
     new_barriers,
     thread_barrier,
 )
-from sympow.kernels.hopper.wide_forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
 from sympow.kernels.states.quadratic import ChunkStates
 
 # Rows per tile, tiles per CTA, and tiles of the state in shared memory.

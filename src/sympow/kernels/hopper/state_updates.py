@@ -30,7 +30,7 @@ from sympow.kernels.hopper.common import (
     new_barriers,
     thread_barrier,
 )
-from sympow.kernels.hopper.wide_forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
+from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
 
 # Tokens per tile, entries per CTA times columns of each, and tiles of x and of y in shared memory.
 TILE, WIDTH, RING = 64, 256, 4
