@@ -14,8 +14,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "index: reads the package index for minutes; run with -m index (make resolve)")
 
 
-# Files whose slow tests take minutes: they start first, so that none of them runs alone at the end.
-LONGEST_FILES = ("test_readme.py", "test_sm90.py", "test_check.py", "test_mixin.py", "test_quartic.py", "test_demo.py")
+# Files whose slow tests take a minute or more: they start first, so that none of them runs alone at the end.
+LONGEST_FILES = ("test_readme.py", "test_sm90.py", "test_mixin.py", "test_tutorials.py", "test_demo.py")
 
 
 def pytest_collection_modifyitems(config, items):
