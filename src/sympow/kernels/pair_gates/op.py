@@ -1,0 +1,175 @@
+"""The attention form with a gate per rotated pair as a PyTorch operator, with its tile sizes (`tiles_for`).
+
+As for one gate per head (`attention.op`), an operator takes and returns tensors and nothing else.
+"""
+
+# No `from __future__ import annotations`: the schemas are read off the annotations.
+
+import torch
+from torch import Tensor
+
+from sympow.kernels.attention.backward import prepare
+from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS, Tiles
+from sympow.kernels.common import Documents, block_dim, sums_to_end
+from sympow.kernels.pair_gates.backward import key_gradient, query_gradient
+from sympow.kernels.pair_gates.decays import (
+    BLOCK,
+    LARGEST_TILE,
+    decay_keys,
+    decay_queries,
+    decay_tables,
+)
+from sympow.kernels.pair_gates.forward import attend
+from sympow.kernels.pair_gates.gate_gradient import crossing_sums, gate_gradient
+from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_scores
+
+# With at most 168 registers three CTAs of 128 threads fit on a multiprocessor.
+NARROW = Tiles(query={"registers": 168})
+WIDE = Tiles(forward={"warps": 8, "stages": 2}, query={"rows": 128, "warps": 8})
+
+
+def tiles_for(dim: int) -> Tiles:
+    """The tiles for heads of `dim` entries, keys and values alike."""
+    return WIDE if dim > 64 else NARROW
+
+
+@torch.library.custom_op("sympow::attend_pairs", mutates_args=())
+def fused_pair_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    power: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The attention form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for queries scaled by
+    `attention.op.query_scales`, and the scores within blocks, which the backward pass reads.
+
+    Args:
+        q, k, v: as in `sympow.attention`, already rotated, with head dims that are one power of two from 16 on.
+        log_gamma: one gate per pair, closed between documents, (b, t, h_kv, n) float32; pairs from n on have none.
+        document_start, document_end: as in `common.Documents`, or None.
+        power: p = 2.
+    """
+    _check(q, v, power)
+    log_gamma = log_gamma.contiguous()
+    tables = decay_tables(log_gamma, q.shape[-1], power)
+    q_near, _, _ = decay_queries(q, log_gamma, power, far=False)
+    near, far = decay_keys(k, log_gamma, power, far=True)
+    neighbours = neighbour_scores(q, k, log_gamma, power)
+    documents = _documents(document_start, document_end)
+    assert far is not None
+    y, weight = attend(q_near, near, far, v, neighbours, tables, documents=documents, **tiles_for(q.shape[-1]).forward)
+    return y.contiguous(), weight, neighbours
+
+
+@fused_pair_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    power: int,
+) -> tuple[Tensor, ...]:
+    batch, length, heads, _ = q.shape
+    padded = -(-length // LARGEST_TILE) * LARGEST_TILE
+    return (
+        q.new_empty(batch, length, heads, v.shape[-1]),
+        q.new_empty(batch, heads, length, dtype=torch.float32),
+        q.new_empty(batch, heads, BLOCK, padded, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("sympow::attend_pairs_backward", mutates_args=())
+def _attend_pairs_backward(
+    dy: Tensor,
+    d_weight: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    neighbours: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    power: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and d log γ.
+
+    Args:
+        dy, d_weight: gradients of what `sympow::attend_pairs` returned.
+        the rest: its inputs and outputs.
+    """
+    tiles, length = tiles_for(q.shape[-1]), q.shape[1]
+    documents = _documents(document_start, document_end)
+    log_gamma = log_gamma.contiguous()
+    # Computed again: kept, these would double what a training step keeps of queries and keys.
+    tables = decay_tables(log_gamma, q.shape[-1], power)
+    q_near, q_far, scale = decay_queries(q, log_gamma, power, far=True)
+    near, far = decay_keys(k, log_gamma, power, far=True)
+    assert q_far is not None and far is not None
+    divided, minus_delta = prepare(y, dy, weight, d_weight)
+    query_part, weights = query_gradient(
+        q_near, near, far, v, divided, minus_delta, neighbours, tables, documents=documents, **tiles.query
+    )
+    spacing = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // LARGEST_TILE) * LARGEST_TILE)
+    key_part, dv, crossing = key_gradient(
+        near, v, q_near, q_far, divided, minus_delta, neighbours, tables,
+        documents=documents, spacing=spacing if length > spacing else 0, **tiles.key,
+    )  # fmt: skip
+    dq, dk, terms, totals = finish_gradients(q, k, log_gamma, scale, weights, query_part, key_part, power)
+    exact = None if crossing is None else power * crossing_sums(crossing, spacing)
+    d_log_gamma = gate_gradient(terms, totals, exact, spacing, power, log_gamma.shape[-1])
+    if document_end is not None:
+        # The gradient of a gate sums over the rest of its own document.
+        d_log_gamma = sums_to_end(d_log_gamma.movedim(1, -1), document_end).movedim(-1, 1)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_gamma.contiguous()
+
+
+@_attend_pairs_backward.register_fake
+def _(
+    dy: Tensor,
+    d_weight: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    *rest: object,
+) -> tuple[Tensor, ...]:
+    contiguous = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return (*contiguous, log_gamma.new_empty(log_gamma.shape, dtype=torch.float32))
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, log_gamma, document_start, document_end, power = inputs
+    y, weight, neighbours = output
+    ctx.save_for_backward(q, k, v, log_gamma, y, weight, neighbours, document_start, document_end)
+    ctx.power = power
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(neighbours)
+
+
+def _differentiate(ctx, dy, d_weight, _):
+    q, k, v, log_gamma, y, weight, neighbours, document_start, document_end = ctx.saved_tensors
+    # A loss may depend on some of the outputs only.
+    dy = torch.zeros_like(y) if dy is None else dy
+    d_weight = None if d_weight is None else d_weight.contiguous()
+    gradients = _attend_pairs_backward(
+        dy, d_weight, q, k, v, log_gamma, y, weight, neighbours, document_start, document_end, ctx.power
+    )
+    return (*gradients, None, None, None)
+
+
+fused_pair_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _check(q: Tensor, v: Tensor, power: int) -> None:
+    assert power == 2 and q.shape[-1] == v.shape[-1] == block_dim(q.shape[-1])
+
+
+def _documents(start: Tensor | None, end: Tensor | None) -> Documents | None:
+    return None if start is None or end is None else Documents(start, end)
