@@ -243,17 +243,24 @@ def _run(
     if carries_states and initial_state is not None:
         kv, normalizer = initial_state.kv.to(torch.float32), initial_state.normalizer.to(torch.float32)
         full_state = to_full(kv, normalizer, sequence.key_dim, dim)
-    y, weight, kv, normalizer, *_ = fused_attention(
-        *(_padded(x, dim) for x in (rotated.q, rotated.k, rotated.v)),
-        log_gamma,
-        *(documents or (None, None)),
-        *full_state,
-        sequence.power,
-        chunk,
-        carries_states,
-        carries_states and needs_grad,
-        carries_states and return_state,
-    )
+    padded = (_padded(x, dim) for x in (rotated.q, rotated.k, rotated.v))
+    if sequence.vector_gate:
+        from sympow.kernels.pair_gates.op import fused_pair_attention
+
+        assert log_gamma is not None
+        y, weight, *_ = fused_pair_attention(*padded, log_gamma, *(documents or (None, None)), sequence.power)
+    else:
+        y, weight, kv, normalizer, *_ = fused_attention(
+            *padded,
+            log_gamma,
+            *(documents or (None, None)),
+            *full_state,
+            sequence.power,
+            chunk,
+            carries_states,
+            carries_states and needs_grad,
+            carries_states and return_state,
+        )
     y = y[..., : sequence.value_dim]
     if not carries_states and (chunk or initial_state is not None):
         # The scale of the weights. It is a constant to autograd, since y does not depend on it.
