@@ -33,6 +33,11 @@ from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
+from sympow.kernels.pair_gates import backward as pair_backward
+from sympow.kernels.pair_gates import decays as pair_decays
+from sympow.kernels.pair_gates import forward as pair_forward
+from sympow.kernels.pair_gates import neighbours as pair_neighbours
+from sympow.kernels.pair_gates.gate_gradient import gate_gradient_kernel
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
@@ -343,6 +348,50 @@ def quartic_case(which, pairs, e, columns=32, warps=8, stages=3, rows=128, token
     return outer_gradient_kernel, blocks, constants, warps, stages
 
 
+# Types of the kernels with a gate per rotated pair.
+POINTERS |= dict.fromkeys(
+    [
+        "across_blocks_ptr",
+        "across_tiles_ptr",
+        "neighbours_ptr",
+        "neighbour_weights_ptr",
+        "scores_ptr",
+        "query_part_ptr",
+        "key_part_ptr",
+        "terms_ptr",
+        "crossing_ptr",
+    ],
+    "*fp32",
+) | dict.fromkeys(["later_ptr", "drift_ptr"], "*fp64")
+
+
+def pair_case(which, rows, warps, stages, registers=None, d=64, crossing=False):
+    """Arguments of `compile_kernel` for a kernel that visits tiles of scores, with a gate per rotated pair."""
+    kernel = {
+        "forward": pair_forward.forward_kernel,
+        "query": pair_backward.query_gradient_kernel,
+        "key": pair_backward.key_gradient_kernel,
+    }[which]
+    # Where keys are the rows, queries come in blocks and tiles.
+    own = ("near_desc", "v_desc", "dv_desc") if which == "key" else ("q_desc", "y_desc", "dy_desc")
+    sizes = dict.fromkeys(own, rows) | dict.fromkeys(("v_block_desc", "q_block_desc", "dy_block_desc"), 16)
+    sizes |= {} if which == "key" else {"near_desc": 16}
+    blocks = {name: _tile(sizes.get(name, 64), d) for name in kernel.arg_names if name.endswith("_desc")}
+    constants = dict(
+        GROUP=1, D=d, E=d, DOCUMENTS=False, CROSSING=crossing, PRECISION="tf32", ROWS=rows, COLUMNS=64, BLOCK=16,
+        STAGES=stages, document_start_ptr=None, document_end_ptr=None,
+    )  # fmt: skip
+    constants |= {} if crossing else {"crossing_ptr": None}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return kernel, blocks, constants, warps, stages, registers
+
+
+def pair_token_case(kernel, warps=4, **constants):
+    """The same for a kernel that visits a tile of tokens."""
+    blocks = {name: _tile(64, 64) for name in kernel.arg_names if name.endswith("_desc")}
+    return kernel, blocks, dict(POWER=2, TILE=64) | constants, warps, 3
+
+
 ROTATION = dict(
     GROUP=1, PAIRS=32, BLOCK_PAIRS=32, PER_PAIR=False, FIXED=False, STARTED=False, TOKENS=32
 )  # fmt: skip
@@ -367,6 +416,23 @@ CASES = {
     "hopper query gradient": hopper_case("query"),
     "hopper key gradient": hopper_case("key"),
     "hopper key gradient, GQA": hopper_case("key", group=4),
+    "pairs forward": pair_case("forward", 128, 4, 3),
+    "pairs query gradient": pair_case("query", 64, 4, 2, 168),
+    "pairs key gradient": pair_case("key", 64, 4, 2),
+    "pairs key gradient, crossing": pair_case("key", 64, 4, 2, crossing=True),
+    "pairs forward, wide": pair_case("forward", 128, 8, 2, d=128),
+    "pairs query gradient, wide": pair_case("query", 128, 8, 2, d=128),
+    "pairs key gradient, wide": pair_case("key", 64, 4, 2, d=128),
+    "scan, pairs, tables": pair_token_case(pair_decays.decay_tables_kernel, D=64, BLOCK=16),
+    "scan, pairs, queries": pair_token_case(
+        pair_decays.decay_tokens_kernel, GROUP=1, D=64, KEYS=False, FAR=True, BLOCK=16
+    ),
+    "scan, pairs, keys": pair_token_case(
+        pair_decays.decay_tokens_kernel, GROUP=1, D=64, KEYS=True, FAR=True, BLOCK=16, scale_ptr=None
+    ),
+    "scan, pairs, neighbours": pair_token_case(pair_neighbours.neighbour_scores_kernel, GROUP=1, D=64, BLOCK=16),
+    "scan, pairs, finish": pair_token_case(pair_neighbours.finish_gradients_kernel, 8, GROUP=1, D=64, BLOCK=16),
+    "scan, pairs, gates": pair_token_case(gate_gradient_kernel, PAIRS=32),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),
