@@ -424,11 +424,9 @@ CASES = {
     "pairs query gradient, wide": pair_case("query", 128, 8, 2, d=128),
     "pairs key gradient, wide": pair_case("key", 64, 4, 2, d=128),
     "scan, pairs, tables": pair_token_case(pair_decays.decay_tables_kernel, D=64, BLOCK=16),
-    "scan, pairs, queries": pair_token_case(
-        pair_decays.decay_tokens_kernel, GROUP=1, D=64, KEYS=False, FAR=True, BLOCK=16
-    ),
+    "scan, pairs, queries": pair_token_case(pair_decays.decay_tokens_kernel, 2, GROUP=1, D=64, KEYS=False, BLOCK=16),
     "scan, pairs, keys": pair_token_case(
-        pair_decays.decay_tokens_kernel, GROUP=1, D=64, KEYS=True, FAR=True, BLOCK=16, scale_ptr=None
+        pair_decays.decay_tokens_kernel, 2, GROUP=1, D=64, KEYS=True, BLOCK=16, scale_ptr=None
     ),
     "scan, pairs, neighbours": pair_token_case(pair_neighbours.neighbour_scores_kernel, GROUP=1, D=64, BLOCK=16),
     "scan, pairs, finish": pair_token_case(pair_neighbours.finish_gradients_kernel, 8, GROUP=1, D=64, BLOCK=16),

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sympow.kernels.common import empty_aligned, head_major, power_of_two_scale, split_program_id
+from sympow.kernels.common import empty_aligned, power_of_two_scale, rows_contiguous, split_program_id
 
 # Tokens within which scores are computed element by element: the smallest tile of a matrix product.
 BLOCK = 16
@@ -47,39 +47,49 @@ def log_roots(log_gamma_ptr, batch, kv_head, tokens, entries, length, kv_heads, 
 
 @triton.jit
 def decay_tokens_kernel(
-    x_desc, log_gamma_ptr, near_desc, far_desc, scale_ptr, length, heads, pairs, tiles,
-    GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, KEYS: tl.constexpr, FAR: tl.constexpr,
-    BLOCK: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, stride_b, stride_t, stride_h, log_gamma_ptr, across_blocks_ptr, near_ptr, far_ptr, out_stride_b,
+    out_stride_t, out_stride_h, scale_ptr, length, heads, pairs, tiles, all_blocks,
+    GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of a tile times their decays from the start of their block, and FAR of their tile; KEYS: to its end.
+    """Tokens of a tile times their decays from the starts of their block and of their tile; KEYS: to their ends.
 
     Queries are first multiplied by their `power_of_two_scale`, which is stored.
     """
+    BLOCKS: tl.constexpr = TILE // BLOCK
     tile, sequence = split_program_id(tiles)
     batch, head = (sequence // heads).to(tl.int32), (sequence % heads).to(tl.int32)
-    first = tile * TILE
-    tokens = first + tl.arange(0, TILE)
-    entries = tl.arange(0, D)
-    x = x_desc.load([batch, head, first, 0]).reshape(TILE, D).to(tl.float32)
-    # A key decays by the gates after it: shifted by one, so that the sums below need no difference.
-    gated = tokens + 1 if KEYS else tokens
-    roots = log_roots(
-        log_gamma_ptr, batch, head // GROUP, gated[:, None], entries[None, :], length, heads // GROUP, pairs, POWER
-    )
-    if KEYS:
-        roots = tl.where((gated % TILE != 0)[:, None], roots, 0.0)
-        in_blocks = tl.where((gated % BLOCK != 0)[:, None], roots, 0.0)
-    else:
-        scale = power_of_two_scale(x)
-        x *= scale[:, None]
-        tl.store(scale_ptr + sequence * length + tokens, scale, mask=tokens < length)
-        in_blocks = roots
-    in_blocks = tl.cumsum(tl.reshape(in_blocks, (TILE // BLOCK, BLOCK, D)), axis=1, reverse=KEYS)
-    near = x * tl.exp(tl.reshape(in_blocks, (TILE, D)))
-    near_desc.store([batch, head, first, 0], near.to(near_desc.dtype).reshape(1, 1, TILE, D))
-    if FAR:
-        far = x * tl.exp(tl.cumsum(roots, axis=0, reverse=KEYS))
-        far_desc.store([batch, head, first, 0], far.to(far_desc.dtype).reshape(1, 1, TILE, D))
+    kv_head = head // GROUP
+    blocks = tl.arange(0, BLOCKS)
+    entries = tl.arange(0, D)[None, :]
+    source = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + entries
+    target = batch.to(tl.int64) * out_stride_b + head.to(tl.int64) * out_stride_h + entries
+    # The decay across all blocks between the own one and the start (KEYS: the end) of the tile.
+    kv_sequence = (batch * (heads // GROUP) + kv_head).to(tl.int64)
+    across_blocks_ptr += (kv_sequence * all_blocks + tile * BLOCKS) * D + entries
+    rest = tl.full((BLOCKS, D), 1.0, tl.float32)
+    for block in tl.static_range(BLOCKS):
+        between = blocks < block if KEYS else blocks > block
+        rest = tl.where(between[:, None], rest * tl.load(across_blocks_ptr + block * D), rest)
+    total = tl.zeros((BLOCKS, D), tl.float32)
+    for step in tl.static_range(BLOCK):
+        place = BLOCK - 1 - step if KEYS else step
+        tokens = tile * TILE + blocks * BLOCK + place
+        inside = (tokens < length)[:, None]
+        x = tl.load(source + tokens.to(tl.int64)[:, None] * stride_t, mask=inside, other=0.0).to(tl.float32)
+        roots = log_roots(log_gamma_ptr, batch, kv_head, tokens[:, None], entries, length, heads // GROUP, pairs, POWER)
+        if KEYS:
+            # A key decays by the gates after it.
+            near = x * tl.exp(total)
+            total += roots
+        else:
+            scale = power_of_two_scale(x)
+            tl.store(scale_ptr + sequence * length + tokens, scale, mask=tokens < length)
+            total += roots
+            near = x * scale[:, None] * tl.exp(total)
+        places = target + tokens.to(tl.int64)[:, None] * out_stride_t
+        tl.store(near_ptr + places, near.to(near_ptr.dtype.element_ty), mask=inside)
+        tl.store(far_ptr + places, (near * rest).to(far_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -129,33 +139,34 @@ def decay_tables(log_gamma: Tensor, dim: int, power: int) -> DecayTables:
     return DecayTables(across_blocks, across_tiles)
 
 
-def _decay_tokens(x: Tensor, log_gamma: Tensor, scale: Tensor | None, power: int, *, keys: bool, far: bool) -> tuple:
+def _decay_tokens(
+    x: Tensor, log_gamma: Tensor, tables: DecayTables, scale: Tensor | None, power: int
+) -> tuple[Tensor, Tensor]:
     batch, length, heads, dim = x.shape
     tiles = triton.cdiv(length, TILE)
-    near = empty_aligned(x, *x.shape)
-    decayed = empty_aligned(x, *x.shape) if far else None
-    block = (TILE, dim)
+    near, far = empty_aligned(x, *x.shape), empty_aligned(x, *x.shape)
+    x = rows_contiguous(x)
     decay_tokens_kernel[(tiles * batch * heads,)](
-        head_major(x, block), log_gamma, head_major(near, block),
-        None if decayed is None else head_major(decayed, block), scale, length, heads, log_gamma.shape[-1], tiles,
-        GROUP=heads // log_gamma.shape[2], D=dim, POWER=power, KEYS=keys, FAR=far, BLOCK=BLOCK, TILE=TILE, num_warps=4,
+        x, *x.stride()[:3], log_gamma, tables.across_blocks, near, far, *near.stride()[:3], scale, length, heads,
+        log_gamma.shape[-1], tiles, tables.across_blocks.shape[2],
+        GROUP=heads // log_gamma.shape[2], D=dim, POWER=power, KEYS=scale is None, BLOCK=BLOCK, TILE=TILE, num_warps=2,
         enable_fp_fusion=True,
     )  # fmt: skip
-    return near, decayed
+    return near, far
 
 
-def decay_queries(q: Tensor, log_gamma: Tensor, power: int, *, far: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Queries scaled and decayed from the start of their block, likewise from that of their tile if `far`, and scales.
+def decay_queries(q: Tensor, log_gamma: Tensor, tables: DecayTables, power: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries scaled and decayed from the start of their block, and from that of their tile, and the scales.
 
     Args:
         q: (b, t, h, d) with d a power of two; the results have its shape, the scales are (b, h, t) float32.
         log_gamma: (b, t, h_kv, pairs) contiguous.
+        tables: from `decay_tables`.
     """
     scale = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    return *_decay_tokens(q, log_gamma, scale, power, keys=False, far=far), scale
+    return *_decay_tokens(q, log_gamma, tables, scale, power), scale
 
 
-def decay_keys(k: Tensor, log_gamma: Tensor, power: int, *, far: bool) -> tuple[Tensor, Tensor | None]:
-    """Keys (b, t, h_kv, d) decayed to the end of their block, and to that of their tile if `far`."""
-    near, decayed = _decay_tokens(k, log_gamma, None, power, keys=True, far=far)
-    return near, decayed
+def decay_keys(k: Tensor, log_gamma: Tensor, tables: DecayTables, power: int) -> tuple[Tensor, Tensor]:
+    """Keys (b, t, h_kv, d) decayed to the end of their block, and to that of their tile."""
+    return _decay_tokens(k, log_gamma, tables, None, power)

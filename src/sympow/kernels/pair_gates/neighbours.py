@@ -25,10 +25,11 @@ from sympow.kernels.pair_gates.decays import BLOCK, LARGEST_TILE, TILE, log_root
 @triton.jit
 def neighbour_scores_kernel(
     q_ptr, q_stride_b, q_stride_t, q_stride_h, k_ptr, k_stride_b, k_stride_t, k_stride_h, log_gamma_ptr, scores_ptr,
-    length, padded, heads, pairs, tiles,
+    near_ptr, near_stride_b, near_stride_t, near_stride_h, length, padded, heads, pairs, tiles,
     GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """s_ij for the pairs j ≤ i of each block of a tile, 0 for j > i: (BLOCK, TILE) of each tile, keys first."""
+    """s_ij for the pairs j ≤ i of each block of a tile, 0 for j > i: (BLOCK, TILE) of each tile, keys first. Also the
+    scaled queries, which at the end have decayed from the start of their block."""
     tile, sequence = split_program_id(tiles)
     batch, head = (sequence // heads).to(tl.int32), (sequence % heads).to(tl.int32)
     kv_head = head // GROUP
@@ -43,7 +44,7 @@ def neighbour_scores_kernel(
     starts = first + tl.arange(0, TILE // BLOCK) * BLOCK
     rows = tl.arange(0, BLOCK)[None, :]
     target = scores_ptr + sequence * BLOCK * padded + starts[:, None] + rows
-    for step in tl.range(0, BLOCK):
+    for step in tl.static_range(BLOCK):
         j = BLOCK - 1 - step
         keys = (starts + j)[:, None, None]
         k = tl.load(k_ptr + keys.to(tl.int64) * k_stride_t + entries[None, None, :], mask=keys < length, other=0.0)
@@ -53,6 +54,10 @@ def neighbour_scores_kernel(
             log_gamma_ptr, batch, kv_head, keys, entries[None, None, :], length, heads // GROUP, pairs, POWER
         )
         decayed *= tl.where((rows >= j)[:, :, None], tl.exp(roots), 1.0)
+    near = near_ptr + batch.to(tl.int64) * near_stride_b + head.to(tl.int64) * near_stride_h
+    near += tokens.to(tl.int64)[:, None] * near_stride_t + entries[None, :]
+    decayed = tl.reshape(decayed, (TILE, D)).to(near_ptr.dtype.element_ty)
+    tl.store(near, decayed, mask=(tokens < length)[:, None])
 
 
 @triton.jit
@@ -123,20 +128,23 @@ def finish_gradients_kernel(
     tl.store(totals_ptr + (kv_sequence * tiles + tile) * (D // 2) + pair, total)
 
 
-def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int) -> Tensor:
+def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int) -> tuple[Tensor, Tensor]:
     """Scores of the scaled queries with the keys of their block, (b, h, BLOCK, ≥ t) float32: the key's place in its
-    block, then the query; 0 for keys after the query and past the last token. Arguments as in `decays.decay_queries`.
+    block, then the query; 0 for keys after the query and past the last token. And the scaled queries, decayed from the
+    start of their block, as `decays.decay_queries` computes them, too.
     """
     batch, length, heads, dim = q.shape
     padded = triton.cdiv(length, LARGEST_TILE) * LARGEST_TILE
     scores = q.new_empty(batch, heads, BLOCK, padded, dtype=torch.float32)
+    near = empty_aligned(q, *q.shape)
     q, k = rows_contiguous(q), rows_contiguous(k)
     tiles = padded // TILE
     neighbour_scores_kernel[(tiles * batch * heads,)](
-        q, *q.stride()[:3], k, *k.stride()[:3], log_gamma, scores, length, padded, heads, log_gamma.shape[-1], tiles,
+        q, *q.stride()[:3], k, *k.stride()[:3], log_gamma, scores, near, *near.stride()[:3], length,
+        padded, heads, log_gamma.shape[-1], tiles,
         GROUP=heads // k.shape[2], D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return scores
+    return scores, near
 
 
 def finish_gradients(

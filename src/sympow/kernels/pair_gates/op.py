@@ -55,11 +55,9 @@ def fused_pair_attention(
     _check(q, v, power)
     log_gamma = log_gamma.contiguous()
     tables = decay_tables(log_gamma, q.shape[-1], power)
-    q_near, _, _ = decay_queries(q, log_gamma, power, far=False)
-    near, far = decay_keys(k, log_gamma, power, far=True)
-    neighbours = neighbour_scores(q, k, log_gamma, power)
+    near, far = decay_keys(k, log_gamma, tables, power)
+    neighbours, q_near = neighbour_scores(q, k, log_gamma, power)
     documents = _documents(document_start, document_end)
-    assert far is not None
     y, weight = attend(q_near, near, far, v, neighbours, tables, documents=documents, **tiles_for(q.shape[-1]).forward)
     return y.contiguous(), weight, neighbours
 
@@ -109,9 +107,8 @@ def _attend_pairs_backward(
     log_gamma = log_gamma.contiguous()
     # Computed again: kept, these would double what a training step keeps of queries and keys.
     tables = decay_tables(log_gamma, q.shape[-1], power)
-    q_near, q_far, scale = decay_queries(q, log_gamma, power, far=True)
-    near, far = decay_keys(k, log_gamma, power, far=True)
-    assert q_far is not None and far is not None
+    q_near, q_far, scale = decay_queries(q, log_gamma, tables, power)
+    near, far = decay_keys(k, log_gamma, tables, power)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     query_part, weights = query_gradient(
         q_near, near, far, v, divided, minus_delta, neighbours, tables, documents=documents, **tiles.query
