@@ -66,17 +66,33 @@ def test_the_attention_form(gates, rotation, group, dim, value_dim, length):
 
 
 @interpreted
-def test_packed_documents():
+@pytest.mark.parametrize(
+    ("gates", "rotation", "group", "dim", "value_dim", "length"),
+    [
+        ("weak", "scale", 2, 16, 16, 300),
+        ("strong", "none", 1, 12, 20, 150),
+        ("closed", "pairs", 1, 32, 32, 257),
+    ],
+)
+def test_the_chunked_form(gates, rotation, group, dim, value_dim, length):
+    inputs = gated_inputs(10, gates, length=length, heads=group, key_heads=1, dim=dim, value_dim=value_dim,
+                          rotation=rotation)  # fmt: skip
+    compare(inputs, "chunked", chunk_size=128)
+
+
+@interpreted
+@pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
+def test_packed_documents(form, options):
     inputs = gated_inputs(1, "weak", length=200, heads=1, dim=8, value_dim=8)
-    compare(inputs, "attention", cu_seqlens=torch.tensor([0, 20, 150, 200]))
+    compare(inputs, form, cu_seqlens=torch.tensor([0, 20, 150, 200]), **options)
 
 
 @interpreted
 def test_the_twin_computes_outputs_and_weights():
     inputs = gated_inputs(2, "closed", length=100, heads=2, key_heads=1, dim=16, value_dim=16, rotation="none")
     documents = locate(torch.tensor([0, 30, 100]), 100)
-    y, weight, _ = fused_pair_attention(
-        inputs.q, inputs.k, inputs.v, close_gates(inputs.log_gamma, documents, 1), *documents, 2
+    y, weight, *_ = fused_pair_attention(
+        inputs.q, inputs.k, inputs.v, close_gates(inputs.log_gamma, documents, 1), *documents, 2, 0, False
     )
     exact = [x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.log_gamma)]
     expected_y, expected_weight = pair_attention_reference(*exact, 2, document_start=documents.start)
@@ -171,8 +187,10 @@ def test_the_operator_passes_pytorchs_own_checks():
     inputs = gated_inputs(9, "weak", length=20, heads=2, key_heads=1, dim=16, value_dim=16).requires_grad()
     documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
-    torch.library.opcheck(fused_pair_attention, (*qkv, None, None, 2))
-    torch.library.opcheck(fused_pair_attention, (*qkv, *documents, 2), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(fused_pair_attention, (*qkv, None, None, 2, 0, True))
+    torch.library.opcheck(
+        fused_pair_attention, (*qkv, *documents, 2, 128, False), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 # On a GPU ------------------------------------------------------------------------------------------------------------
@@ -248,6 +266,11 @@ def errors(x: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
         ("attention", 777, "weak", 4, 2, 32, 32),
         ("attention", 700, "weak", 2, 2, 64, 24),
         ("attention", 700, "weak", 2, 1, 128, 128),
+        ("chunked", 3000, "weak", 2, 2, 64, 64),
+        ("chunked", 2500, "strong", 4, 2, 64, 64),
+        ("chunked", 2500, "closed", 2, 2, 64, 64),
+        ("chunked", 2500, "weak", 2, 2, 32, 20),
+        ("chunked", 2500, "weak", 2, 1, 128, 128),
     ],
 )
 def test_errors_are_within_twice_those_of_plain_pytorch(form, length, gates, heads, key_heads, dim, value_dim):

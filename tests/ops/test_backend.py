@@ -64,7 +64,6 @@ def test_auto_takes_the_kernels_on_a_gpu(choose, changes):
         ({"value_dim": 200}, "head dims up to 128, not 2"),
         ({"vector_gate": True, "power": 4}, "gate per rotated pair for power 2, not 4"),
         ({"vector_gate": True, "step": True}, "decoding step support one gate per head"),
-        ({"vector_gate": True, "form": "chunked"}, "one gate per head"),
         ({"sequences": 65_536}, "at most 65,535 sequences times query heads"),
         ({"form": "recurrent"}, "only for one token after a given state, without gradients"),
         ({"form": "chunked", "power": 6}, "not power 6 with key dim 64"),

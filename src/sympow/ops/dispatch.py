@@ -150,7 +150,7 @@ def unsupported_reason(request: Request) -> str | None:
     if max(request.key_dim, request.value_dim) > LARGEST_DIM:
         return _limit_of_dims(request.key_dim, request.value_dim)
     if request.vector_gate:
-        reason = _vector_gate_unsupported_reason(request, chunked)
+        reason = _vector_gate_unsupported_reason(request)
         if reason is not None:
             return reason
     if request.sequences > MOST_SEQUENCES and not request.step:
@@ -166,14 +166,12 @@ def unsupported_reason(request: Request) -> str | None:
     return None if triton_available() else _NOT_INSTALLED
 
 
-def _vector_gate_unsupported_reason(request: Request, chunked: bool) -> str | None:
+def _vector_gate_unsupported_reason(request: Request) -> str | None:
     """Why there are no kernels for a call with a gate per rotated pair."""
     if request.step:
         return "The kernels of a decoding step support one gate per head, not one per rotated pair."
     if request.power != VECTOR_GATE_POWER:
         return f"The kernels support a gate per rotated pair for power {VECTOR_GATE_POWER}, not {request.power}."
-    if chunked:
-        return "The chunked kernels support one gate per head, not one per rotated pair."
     return None
 
 
@@ -285,7 +283,7 @@ def kernel_chunk(sequence: Sequence, form: str, chunk_size: int | None, with_sta
         chunk_size: as in `sympow.attention`.
         with_states: whether a state is given or asked for.
     """
-    if form == "attention" or sequence.vector_gate:
+    if form == "attention":
         return 0
     if form == "auto" and chunk_size is None and not _chunked_pays(sequence, with_states):
         return 0
@@ -304,8 +302,9 @@ def quadratic_chunk(length: int, chunk_size: int | None) -> int:
 def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
     if chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim) is not None:
         return False
-    # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch.
-    if with_states and sequence.power == 2:
+    # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch, and so
+    # do both forms with a gate per rotated pair.
+    if with_states and sequence.power == 2 and not sequence.vector_gate:
         return True
     balance = crossover_length(sequence.key_dim, sequence.value_dim, sequence.power, sequence.group)
     return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)

@@ -237,7 +237,7 @@ def _run(
     rotated = replace(rotated, log_gamma=log_gamma)
 
     # With p = 2 the chunked kernels take states in and out. Otherwise `_add_past` adds what states contribute.
-    carries_states = chunk > 0 and sequence.power == 2
+    carries_states = chunk > 0 and sequence.power == 2 and not sequence.vector_gate
     dim = max(_padded_dim(sequence.key_dim), _padded_dim(sequence.value_dim))
     full_state: tuple[Tensor | None, Tensor | None] = (None, None)
     if carries_states and initial_state is not None:
@@ -248,7 +248,11 @@ def _run(
         from sympow.kernels.pair_gates.op import fused_pair_attention
 
         assert log_gamma is not None
-        y, weight, *_ = fused_pair_attention(*padded, log_gamma, *(documents or (None, None)), sequence.power)
+        y, weight, *_ = fused_pair_attention(
+            *padded, log_gamma, *(documents or (None, None)), sequence.power, chunk, needs_grad
+        )
+        # Between chunks it passes states itself.
+        chunk = 0
     else:
         y, weight, kv, normalizer, *_ = fused_attention(
             *padded,

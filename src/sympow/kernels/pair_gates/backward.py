@@ -1,4 +1,4 @@
-"""Backward pass of the attention form of p = 2 with a gate per rotated pair, between tokens of different blocks.
+"""Backward pass of the forms of p = 2 with a gate per rotated pair, between tokens of different blocks.
 
 With q scaled, w_i = Σ_j B_ij the weight of a row, s_ij the decayed score, B_ij = s_ij^p, and
     dy'_i = dy_i / w_i,    δ_i = dy'_i · y_i,    W_ij = s_ij^(p−1) (dy'_i · v_j − δ_i),
@@ -15,10 +15,13 @@ The gates' gradient follows from q_im dq_im and k_jm dk_jm (`gate_gradient`).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
     Documents,
@@ -30,6 +33,7 @@ from sympow.kernels.common import (
 )
 from sympow.kernels.pair_gates.decays import BLOCK, TILE, DecayTables
 from sympow.kernels.pair_gates.forward import decay_columns, in_product_layout
+from sympow.kernels.states.quadratic import ChunkStates
 
 
 @triton.jit
@@ -48,9 +52,11 @@ def decay_to_blocks(across_blocks_ptr, ROWS: tl.constexpr, D: tl.constexpr, BLOC
 @triton.jit
 def query_gradient_kernel(
     q_desc, near_desc, far_desc, v_desc, v_block_desc, dy_desc, minus_delta_ptr, neighbours_ptr, neighbour_weights_ptr,
-    dq_ptr, across_blocks_ptr, across_tiles_ptr, document_start_ptr, length, padded, delta_padded, heads, chunk,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    dq_ptr, across_blocks_ptr, across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h,
+    since_desc, since_ptr, low_desc, high_desc, normalizer_desc, past_ptr, length, padded, delta_padded, heads, chunk,
+    state_count,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Σ_j W_ij k_j over the keys before each query's block, decayed to the start of that block, and W_ij within it."""
     tiles = tl.cdiv(length, ROWS)
@@ -67,14 +73,44 @@ def query_gradient_kernel(
     across_blocks_ptr += (kv_sequence * (padded // BLOCK) + first // BLOCK) * D
     across_tiles_ptr += kv_sequence * (padded // COLUMNS) * D
 
+    dq = tl.zeros((ROWS, D), tl.float32)
+    boundary = first // chunk
+    if WITH_STATE:
+        if boundary > 0:
+            # Σ_i q_i (dy' S_i − δ Z_i) with queries that have decayed since the start of the chunk, as in
+            # `attention.backward`; then the sum decays from there to the start of the tile.
+            other = tl.zeros_like(dq)
+            state_index = (kv_sequence * state_count + boundary - 1).to(tl.int32)
+            pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
+            pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
+            dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+            for half in tl.static_range(2):
+                for i in tl.range(0, D // 2, 2):
+                    even = tl.load(pointers + half * (D // 2) + i)
+                    odd = tl.load(pointers + half * (D // 2) + i + 1)
+                    if half == 0:
+                        kv_even = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = low_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
+                    else:
+                        kv_even = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                        kv_odd = high_desc.load([state_index, i + 1, 0, 0]).reshape(E, D)
+                    dq = tl.dot(dy_left * even[:, None], kv_even, dq, input_precision=PRECISION)
+                    other = wait_for_mma(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
+            normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
+            queries = since_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+            delta = tl.load(minus_delta_ptr + sequence * delta_padded + rows)
+            dq += other + tl.dot(queries, normalizer, input_precision=PRECISION) * delta[:, None]
+            past = tl.load(past_ptr + sequence * length + rows, mask=rows < length, other=0.0)
+            decay = tl.load(since_ptr + (kv_sequence * (padded // COLUMNS) + first // COLUMNS) * D + entries)
+            dq = tl.where((past == 0)[:, None], 0.0, dq) * decay[None, :]
+
     since = decay_to_blocks(across_blocks_ptr, ROWS, D, BLOCK, False)
     q = in_product_layout(q_desc.load([batch, head, first, 0]).reshape(ROWS, D), D, PRECISION)
     q = (q * since).to(q.dtype)
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
     minus_delta = tl.load(minus_delta_ptr + sequence * delta_padded + rows)
-    dq = tl.zeros((ROWS, D), tl.float32)
 
-    begin = first // chunk * chunk
+    begin = boundary * chunk
     if DOCUMENTS:
         begin = tl.maximum(begin, tl.load(document_start_ptr + first) // COLUMNS * COLUMNS)
     between = tl.full((D,), 1.0, tl.float32)
@@ -149,10 +185,12 @@ def _visit_queries(
 @triton.jit
 def key_gradient_kernel(
     near_desc, v_desc, far_desc, dy_desc, q_block_desc, dy_block_desc, minus_delta_ptr, neighbours_ptr, dk_ptr, dv_desc,
-    crossing_ptr, across_blocks_ptr, across_tiles_ptr, document_end_ptr, length, padded, delta_padded, kv_heads, chunk,
-    spacing,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, DOCUMENTS: tl.constexpr, CROSSING: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    crossing_ptr, across_blocks_ptr, across_tiles_ptr, document_end_ptr, k_ptr, k_stride_b, k_stride_t, k_stride_h,
+    until_desc, until_ptr, low_desc, high_desc, normalizer_desc, length, padded, delta_padded, kv_heads, chunk,
+    state_count, spacing,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr,
+    CROSSING: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv_j for a tile of keys (rows here; queries are columns), and Σ_i W_ij q_i over the queries after each key's
     block, decayed from the end of that block; both summed over the query heads that read them.
@@ -171,16 +209,40 @@ def key_gradient_kernel(
     across_blocks_ptr += (kv_sequence * (padded // BLOCK) + first // BLOCK) * D
     across_tiles_ptr += kv_sequence * (padded // COLUMNS) * D
     sequence = kv_sequence * GROUP
+    after = first + ROWS
+
+    dk = tl.zeros((ROWS, D), tl.float32)
+    dv = tl.zeros((ROWS, E), tl.float32)
+    boundary = first // chunk + 1
+    if WITH_STATE:
+        if boundary <= state_count:
+            # dv = Σ_i (k * k_i) D_iᵀ and dk = Σ_i (v * k_i) D_i + k Z' with keys that have decayed to the end of the
+            # chunk, as in `attention.backward`; then dk decays from the end of the tile to there.
+            state_index = (kv_sequence * state_count + boundary - 1).to(tl.int32)
+            pointers = k_ptr + batch.to(tl.int64) * k_stride_b + kv_head.to(tl.int64) * k_stride_h
+            pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
+            k_left = until_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
+            v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
+            for half in tl.static_range(2):
+                for i in tl.range(0, D // 2):
+                    entry = tl.load(pointers + half * (D // 2) + i)
+                    if half == 0:
+                        dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                    else:
+                        dkv = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                    dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
+                    dk = wait_for_mma(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
+            normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
+            keys = until_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
+            dk = wait_for_mma(tl.dot(keys, normalizer, dk, input_precision=PRECISION))
+            dk *= tl.load(until_ptr + (kv_sequence * (padded // COLUMNS) + after // COLUMNS - 1) * D + entries)[None, :]
 
     until = decay_to_blocks(across_blocks_ptr, ROWS, D, BLOCK, True)
     k = in_product_layout(near_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D), D, PRECISION)
     k = (k * until).to(k.dtype)
     v = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
-    dk = tl.zeros((ROWS, D), tl.float32)
-    dv = tl.zeros((ROWS, E), tl.float32)
 
-    after = first + ROWS
-    end = tl.minimum((first // chunk + 1) * chunk, length)
+    end = tl.minimum(boundary * chunk, length)
     if DOCUMENTS:
         end = tl.minimum(end, tl.load(document_end_ptr + tl.minimum(after, length) - 1))
     between = tl.full((D,), 1.0, tl.float32)
@@ -238,33 +300,81 @@ def key_gradient_kernel(
     dv_desc.store([batch, kv_head, first, 0], dv.to(dv_desc.dtype).reshape(1, 1, ROWS, E))
 
 
+class QueryStates(NamedTuple):
+    """What queries read of the states in the chunked form.
+
+    Attributes:
+        states: at the boundaries between chunks, with all d² features.
+        tokens: queries, scaled and decayed from the start of their chunk, (b, t, h, d).
+        decay: from the start of a tile's chunk to that of the tile, (b, h_kv, tiles, d) float32.
+        past: φ(q_i) Z, as `forward.attend` returns it.
+    """
+
+    states: ChunkStates
+    tokens: Tensor
+    decay: Tensor
+    past: Tensor
+
+
+class KeyStates(NamedTuple):
+    """What keys read of the gradients of the states.
+
+    Attributes:
+        states: the gradients, with all d² features.
+        tokens: keys, decayed to the end of their chunk, (b, t, h_kv, d).
+        decay: from the end of a tile to that of its chunk, (b, h_kv, tiles, d) float32.
+    """
+
+    states: ChunkStates
+    tokens: Tensor
+    decay: Tensor
+
+
+def _state_arguments(x: Tensor, chunked: QueryStates | KeyStates | None, rows: int, length: int) -> tuple:
+    """The tokens that read states, with their strides, a descriptor and decays, and descriptors of the states; and the
+    chunk and the number of states."""
+    if chunked is None:
+        return (x, *x.stride()[:3], None, None, None, None, None), (2 * length + 4096, 0)
+    states, tokens, decay = chunked[:3]
+    value_dim, dim = states.low.shape[-2:]
+    assert states.chunk % rows == 0
+    descriptors = (
+        TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, value_dim, dim]),
+        TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, value_dim, dim]),
+        TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, dim, dim]),
+    )
+    read = (tokens, *tokens.stride()[:3], head_major(tokens, (rows, dim)), decay, *descriptors)
+    return read, (states.chunk, states.low.shape[2])
+
+
 def query_gradient(
     q: Tensor, near: Tensor, far: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, neighbours: Tensor,
     tables: DecayTables,
-    *, chunk: int = 0, documents: Documents | None = None, rows: int = 64, warps: int = 4, stages: int = 2,
-    registers: int | None = None,
+    *, chunked: QueryStates | None = None, documents: Documents | None = None, rows: int = 64, warps: int = 4,
+    stages: int = 2, registers: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Σ_j W_ij k_j over the keys of earlier blocks, decayed to the start of the query's block, (b, h, t, d) float32;
     and W_ij within blocks, laid out as `neighbours`.
 
     Args:
-        q, near, far, neighbours, chunk, documents: as in `forward.attend`.
+        q, near, far, neighbours, documents: as in `forward.attend`.
         dy, minus_delta: dy' and −δ from `attention.backward.prepare`.
+        chunked: in the chunked form, what the queries read of the states; None: all in one chunk.
     """
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]
-    assert chunk % rows == 0
+    state = _state_arguments(q, chunked, rows, length)
     dq = q.new_empty(batch, heads, length, dim, dtype=torch.float32)
     weights = torch.empty_like(neighbours)
     query_gradient_kernel[(triton.cdiv(length, rows) * batch * heads,)](
         head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
         head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(dy, (rows, value_dim)),
         minus_delta, neighbours, weights, dq, tables.across_blocks, tables.across_tiles,
-        documents and documents.start, length, neighbours.shape[-1], minus_delta.shape[-1], heads,
-        chunk or length + rows,
-        GROUP=heads // near.shape[2], D=dim, E=value_dim, DOCUMENTS=documents is not None,
-        PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps,
-        num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        documents and documents.start, *state[0], chunked and chunked.past, length, neighbours.shape[-1],
+        minus_delta.shape[-1], heads, *state[1],
+        GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=chunked is not None,
+        DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=TILE, BLOCK=BLOCK,
+        STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, weights
 
@@ -272,8 +382,8 @@ def query_gradient(
 def key_gradient(
     near: Tensor, v: Tensor, q_near: Tensor, q_far: Tensor, dy: Tensor, minus_delta: Tensor, neighbours: Tensor,
     tables: DecayTables,
-    *, chunk: int = 0, documents: Documents | None = None, spacing: int = 0, rows: int = 64, warps: int = 4,
-    stages: int = 2, registers: int | None = None,
+    *, chunked: KeyStates | None = None, documents: Documents | None = None, spacing: int = 0, rows: int = 64,
+    warps: int = 4, stages: int = 2, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Σ_i W_ij q_i over the queries of later blocks, decayed from the end of the key's block, (b, h_kv, t, d) float32;
     dv (b, t, h_kv, e); and with `spacing` the crossing terms.
@@ -281,13 +391,15 @@ def key_gradient(
     Args:
         near: keys, decayed to the end of their block.
         q_near, q_far: queries, scaled and decayed from the start of their block and of their tile.
-        dy, minus_delta, neighbours, chunk, documents: as in `query_gradient`.
+        dy, minus_delta, neighbours, documents: as in `query_gradient`.
+        chunked: in the chunked form, what the keys read of the gradients of the states; None: all in one chunk.
         spacing: a multiple of `rows`: for every block of so many queries, what it adds to Σ k_jm dk_jm / p over the
             keys of each earlier tile of `rows`, (b, h_kv, blocks, tiles, d) float32, 0 for later tiles; 0: not wanted.
     """
     batch, length, kv_heads, dim = near.shape
     value_dim = v.shape[-1]
-    assert chunk % rows == 0 and spacing % rows == 0
+    assert spacing % rows == 0
+    state = _state_arguments(near, chunked, rows, length)
     dk = near.new_empty(batch, kv_heads, length, dim, dtype=torch.float32)
     dv = empty_aligned(v, *v.shape)
     tiles = triton.cdiv(length, rows)
@@ -298,10 +410,11 @@ def key_gradient(
         head_major(near, (rows, dim)), head_major(v, (rows, value_dim)), head_major(q_far, (TILE, dim)),
         head_major(dy, (TILE, value_dim)), head_major(q_near, (BLOCK, dim)), head_major(dy, (BLOCK, value_dim)),
         minus_delta, neighbours, dk, head_major(dv, (rows, value_dim)), crossing, tables.across_blocks,
-        tables.across_tiles, documents and documents.end, length, neighbours.shape[-1], minus_delta.shape[-1], kv_heads,
-        chunk or length + rows, spacing,
-        GROUP=q_near.shape[2] // kv_heads, D=dim, E=value_dim, DOCUMENTS=documents is not None,
-        CROSSING=crossing is not None, PRECISION=dot_precision(near.dtype), ROWS=rows, COLUMNS=TILE, BLOCK=BLOCK,
-        STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        tables.across_tiles, documents and documents.end, *state[0], length, neighbours.shape[-1],
+        minus_delta.shape[-1], kv_heads, *state[1], spacing,
+        GROUP=q_near.shape[2] // kv_heads, D=dim, E=value_dim, WITH_STATE=chunked is not None,
+        DOCUMENTS=documents is not None, CROSSING=crossing is not None, PRECISION=dot_precision(near.dtype), ROWS=rows,
+        COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, crossing

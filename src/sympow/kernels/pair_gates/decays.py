@@ -47,14 +47,15 @@ def log_roots(log_gamma_ptr, batch, kv_head, tokens, entries, length, kv_heads, 
 
 @triton.jit
 def decay_tokens_kernel(
-    x_ptr, stride_b, stride_t, stride_h, log_gamma_ptr, across_blocks_ptr, near_ptr, far_ptr, out_stride_b,
-    out_stride_t, out_stride_h, scale_ptr, length, heads, pairs, tiles, all_blocks,
-    GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    x_ptr, stride_b, stride_t, stride_h, log_gamma_ptr, across_blocks_ptr, beyond_ptr, near_ptr, far_ptr, chunk_ptr,
+    out_stride_b, out_stride_t, out_stride_h, scale_ptr, length, heads, pairs, tiles, all_blocks,
+    GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, KEYS: tl.constexpr, CHUNKED: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Tokens of a tile times their decays from the starts of their block and of their tile; KEYS: to their ends.
 
-    Queries are first multiplied by their `power_of_two_scale`, which is stored.
+    Queries are first multiplied by their `power_of_two_scale`, which is stored. CHUNKED: also from the start (KEYS: to
+    the end) of their chunk.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     tile, sequence = split_program_id(tiles)
@@ -71,6 +72,8 @@ def decay_tokens_kernel(
     for block in tl.static_range(BLOCKS):
         between = blocks < block if KEYS else blocks > block
         rest = tl.where(between[:, None], rest * tl.load(across_blocks_ptr + block * D), rest)
+    if CHUNKED:
+        beyond = tl.load(beyond_ptr + (kv_sequence * (all_blocks // BLOCKS) + tile) * D + entries)
     total = tl.zeros((BLOCKS, D), tl.float32)
     for step in tl.static_range(BLOCK):
         place = BLOCK - 1 - step if KEYS else step
@@ -89,7 +92,10 @@ def decay_tokens_kernel(
             near = x * scale[:, None] * tl.exp(total)
         places = target + tokens.to(tl.int64)[:, None] * out_stride_t
         tl.store(near_ptr + places, near.to(near_ptr.dtype.element_ty), mask=inside)
-        tl.store(far_ptr + places, (near * rest).to(far_ptr.dtype.element_ty), mask=inside)
+        far = near * rest
+        tl.store(far_ptr + places, far.to(far_ptr.dtype.element_ty), mask=inside)
+        if CHUNKED:
+            tl.store(chunk_ptr + places, (far * beyond).to(chunk_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -140,33 +146,44 @@ def decay_tables(log_gamma: Tensor, dim: int, power: int) -> DecayTables:
 
 
 def _decay_tokens(
-    x: Tensor, log_gamma: Tensor, tables: DecayTables, scale: Tensor | None, power: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, log_gamma: Tensor, tables: DecayTables, beyond: Tensor | None, scale: Tensor | None, power: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     batch, length, heads, dim = x.shape
     tiles = triton.cdiv(length, TILE)
     near, far = empty_aligned(x, *x.shape), empty_aligned(x, *x.shape)
+    in_chunk = None if beyond is None else empty_aligned(x, *x.shape)
     x = rows_contiguous(x)
     decay_tokens_kernel[(tiles * batch * heads,)](
-        x, *x.stride()[:3], log_gamma, tables.across_blocks, near, far, *near.stride()[:3], scale, length, heads,
-        log_gamma.shape[-1], tiles, tables.across_blocks.shape[2],
-        GROUP=heads // log_gamma.shape[2], D=dim, POWER=power, KEYS=scale is None, BLOCK=BLOCK, TILE=TILE, num_warps=2,
-        enable_fp_fusion=True,
+        x, *x.stride()[:3], log_gamma, tables.across_blocks, beyond, near, far, in_chunk, *near.stride()[:3], scale,
+        length, heads, log_gamma.shape[-1], tiles, tables.across_blocks.shape[2],
+        GROUP=heads // log_gamma.shape[2], D=dim, POWER=power, KEYS=scale is None, CHUNKED=beyond is not None,
+        BLOCK=BLOCK, TILE=TILE, num_warps=2, enable_fp_fusion=True,
     )  # fmt: skip
-    return near, far
+    return near, far, in_chunk
 
 
-def decay_queries(q: Tensor, log_gamma: Tensor, tables: DecayTables, power: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries scaled and decayed from the start of their block, and from that of their tile, and the scales.
+def decay_queries(
+    q: Tensor, log_gamma: Tensor, tables: DecayTables, power: int, since: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Queries scaled and decayed from the start of their block, of their tile, and with `since` of their chunk; and the
+    scales.
 
     Args:
         q: (b, t, h, d) with d a power of two; the results have its shape, the scales are (b, h, t) float32.
         log_gamma: (b, t, h_kv, pairs) contiguous.
         tables: from `decay_tables`.
+        since: decays from the start of a tile's chunk to that of the tile (`states.chunk_decays`); None: not wanted.
     """
     scale = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    return *_decay_tokens(q, log_gamma, tables, scale, power), scale
+    return *_decay_tokens(q, log_gamma, tables, since, scale, power), scale
 
 
-def decay_keys(k: Tensor, log_gamma: Tensor, tables: DecayTables, power: int) -> tuple[Tensor, Tensor]:
-    """Keys (b, t, h_kv, d) decayed to the end of their block, and to that of their tile."""
-    return _decay_tokens(k, log_gamma, tables, None, power)
+def decay_keys(
+    k: Tensor, log_gamma: Tensor, tables: DecayTables, power: int, until: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys (b, t, h_kv, d) decayed to the end of their block, of their tile, and with `until` of their chunk.
+
+    Args:
+        until: decays from the end of a tile to that of its chunk (`states.chunk_decays`); None: not wanted.
+    """
+    return _decay_tokens(k, log_gamma, tables, until, None, power)
