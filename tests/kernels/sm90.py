@@ -34,6 +34,12 @@ from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.hopper import state_products, state_updates
+from sympow.kernels.pair_gates import backward as pair_backward
+from sympow.kernels.pair_gates import decays as pair_decays
+from sympow.kernels.pair_gates import forward as pair_forward
+from sympow.kernels.pair_gates import neighbours as pair_neighbours
+from sympow.kernels.pair_gates.gate_gradient import gate_gradient_kernel
+from sympow.kernels.pair_gates.states import scan_pairs_kernel
 from sympow.kernels.rotary import _rotate_backward_kernel, _rotate_kernel
 from sympow.kernels.running_sums import _correct_drift_kernel, _scan_kernel
 from sympow.kernels.states.message_packing import pack_kernel, unpack_kernel
@@ -379,6 +385,61 @@ def quartic_case(which, pairs, e, columns=32, warps=8, stages=3, rows=128, token
     return outer_gradient_kernel, blocks, constants, warps, stages
 
 
+# Types of the kernels with a gate per rotated pair.
+POINTERS |= dict.fromkeys(
+    [
+        "across_blocks_ptr",
+        "across_tiles_ptr",
+        "neighbours_ptr",
+        "neighbour_weights_ptr",
+        "scores_ptr",
+        "query_part_ptr",
+        "key_part_ptr",
+        "terms_ptr",
+        "crossing_ptr",
+        "since_ptr",
+        "until_ptr",
+        "beyond_ptr",
+        "decay_ptr",
+    ],
+    "*fp32",
+) | dict.fromkeys(["later_ptr", "drift_ptr"], "*fp64")
+
+
+def pair_case(which, rows, warps, stages, registers=None, d=64, crossing=False, state=False):
+    """Arguments of `compile_kernel` for a kernel that visits tiles of scores, with a gate per rotated pair."""
+    kernel = {
+        "forward": pair_forward.forward_kernel,
+        "query": pair_backward.query_gradient_kernel,
+        "key": pair_backward.key_gradient_kernel,
+    }[which]
+    # Where keys are the rows, queries come in blocks and tiles.
+    own = ("near_desc", "v_desc", "dv_desc") if which == "key" else ("q_desc", "y_desc", "dy_desc")
+    sizes = dict.fromkeys(own, rows) | dict.fromkeys(("v_block_desc", "q_block_desc", "dy_block_desc"), 16)
+    sizes |= {} if which == "key" else {"near_desc": 16}
+    blocks = {name: _tile(sizes.get(name, 64), d) for name in kernel.arg_names if name.endswith("_desc")}
+    width = d // 2 if which == "forward" else d
+    states = {
+        "since_desc": _tile(rows, d), "until_desc": _tile(rows, d), "q_half_desc": _tile(rows, d // 2),
+        "low_desc": _tile(d, width), "high_desc": _tile(d, width), "normalizer_desc": [1, d, d],
+    }  # fmt: skip
+    blocks |= {name: shape if state else None for name, shape in states.items() if name in kernel.arg_names}
+    constants = dict(
+        GROUP=1, D=d, E=d, WITH_STATE=state, HIGH_COLUMN=0, DOCUMENTS=False, CROSSING=crossing, PRECISION="tf32",
+        ROWS=rows, COLUMNS=64, BLOCK=16, STAGES=stages, document_start_ptr=None, document_end_ptr=None,
+    )  # fmt: skip
+    constants |= {} if crossing else {"crossing_ptr": None}
+    constants |= {} if state else dict.fromkeys(("since_ptr", "until_ptr", "past_ptr"))
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return kernel, blocks, constants, warps, stages, registers
+
+
+def pair_token_case(kernel, warps=4, **constants):
+    """The same for a kernel that visits a tile of tokens."""
+    blocks = {name: _tile(64, 64) for name in kernel.arg_names if name.endswith("_desc")}
+    return kernel, blocks, dict(POWER=2, TILE=64) | constants, warps, 3
+
+
 ROTATION = dict(
     GROUP=1, PAIRS=32, BLOCK_PAIRS=32, PER_PAIR=False, FIXED=False, STARTED=False, TOKENS=32
 )  # fmt: skip
@@ -415,6 +476,30 @@ CASES = {
     "hopper states gradient, dk": state_case("gradient", group=1),
     "hopper states update": state_case("update"),
     "hopper states update, high": state_case("update", group=1, columns=64),
+    "pairs forward": pair_case("forward", 128, 4, 3),
+    "pairs query gradient": pair_case("query", 64, 4, 2, 168),
+    "pairs key gradient": pair_case("key", 64, 4, 2),
+    "pairs key gradient, crossing": pair_case("key", 64, 4, 2, crossing=True),
+    "pairs forward, chunked": pair_case("forward", 128, 4, 3, state=True),
+    "pairs query gradient, chunked": pair_case("query", 64, 4, 2, 168, state=True),
+    "pairs key gradient, chunked": pair_case("key", 64, 4, 2, state=True),
+    "pairs forward, wide": pair_case("forward", 128, 8, 2, d=128),
+    "pairs query gradient, wide": pair_case("query", 128, 8, 2, d=128),
+    "pairs key gradient, wide": pair_case("key", 64, 4, 2, d=128),
+    "scan, pairs, tables": pair_token_case(pair_decays.decay_tables_kernel, D=64, BLOCK=16),
+    "scan, pairs, queries": pair_token_case(
+        pair_decays.decay_tokens_kernel, 2, GROUP=1, D=64, KEYS=False, CHUNKED=True, BLOCK=16
+    ),
+    "scan, pairs, keys": pair_token_case(
+        pair_decays.decay_tokens_kernel, 2, GROUP=1, D=64, KEYS=True, CHUNKED=True, BLOCK=16, scale_ptr=None
+    ),
+    "scan, pairs, neighbours": pair_token_case(pair_neighbours.neighbour_scores_kernel, GROUP=1, D=64, BLOCK=16),
+    "scan, pairs, finish": pair_token_case(pair_neighbours.finish_gradients_kernel, 8, GROUP=1, D=64, BLOCK=16),
+    "scan, pairs, states": (
+        scan_pairs_kernel, {}, dict(D=64, REVERSE=True, MULTIPLIED=True, BLOCK=1024), 4, 3, None, "bf16", True,
+        {"xs": ("*bf16", "*bf16", "*fp32"), "outs": ("*bf16",) * 3, "others": ("*bf16",) * 2},
+    ),
+    "scan, pairs, gates": pair_token_case(gate_gradient_kernel, PAIRS=32),
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),

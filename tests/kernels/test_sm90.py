@@ -34,8 +34,11 @@ def test_no_product_is_serialised(table):
 
 
 def test_spills_are_few(table):
-    # The chunked forward kernel and the query gradient keep some values on the stack, outside their inner loops.
-    assert all(int(line.split("stack")[1].split()[0]) <= 224 for line in table)
+    # The chunked forward kernel and the query gradient keep some values on the stack, outside their inner loops. With
+    # a gate per pair and heads of 128 there are too few registers for the gradients.
+    wide = ("pairs query gradient, wide", "pairs key gradient, wide")
+    stack = {line[:30].strip(): int(line.split("stack")[1].split()[0]) for line in table}
+    assert {name: size for name, size in stack.items() if size > (640 if name in wide else 224)} == {}
 
 
 def test_products_use_the_matrix_units(table):

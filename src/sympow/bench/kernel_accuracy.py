@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sympow.kernels.attention.reference import attention_reference
 from sympow.kernels.decode.reference import softmax_step_reference, step_gates_reference
+from sympow.kernels.pair_gates.reference import pair_attention_reference
 from sympow.kernels.reference import cross_entropy_reference, rotation_reference, running_sum_reference
 from sympow.kernels.states.reference import pack_reference, unpack_reference
 from sympow.model.losses import linear_cross_entropy
@@ -128,7 +129,8 @@ class Operator:
         power: p.
         dim, value_dim: d and e; None: the machine's d, and e = d.
         heads, key_heads: h and h_kv.
-        gated: whether each head has a gate.
+        gated: whether each head has a gate, or each of its rotated pairs.
+        vector_gate: whether each rotated pair has its own gate.
         rotation: "none", "fixed", "scale" (β per head) or "pairs" (β per rotated pair).
         packed: whether the sequence is several packed documents.
         continued: whether the sequence is computed in two calls, with a state passed between them.
@@ -142,6 +144,7 @@ class Operator:
     heads: int = 2
     key_heads: int = 2
     gated: bool = True
+    vector_gate: bool = False
     rotation: str = "scale"
     packed: bool = False
     continued: bool = False
@@ -192,12 +195,13 @@ class Operator:
         }
         made = {name: x.to(machine.dtype) for name, x in made.items()}
         if self.gated:
-            made["log_gamma"] = torch.nn.functional.logsigmoid(normal(self.key_heads) + 4)
+            pairs = (dim // 2,) if self.vector_gate else ()
+            made["log_gamma"] = torch.nn.functional.logsigmoid(normal(self.key_heads, *pairs) + 4)
         if self.rotation != "none":
             made["theta"] = rotary_rates(dim, 65_536).float()
         if self.rotation in ("scale", "pairs"):
-            pairs = (dim // 2,) if self.rotation == "pairs" else ()
-            made["beta"] = 1 + torch.tanh(normal(self.key_heads, *pairs))
+            scales = (dim // 2,) if self.rotation == "pairs" else ()
+            made["beta"] = 1 + torch.tanh(normal(self.key_heads, *scales))
         return {name: x.to(machine.device) for name, x in made.items()}
 
 
@@ -346,6 +350,7 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
             "attention", dim=2 * machine.dim, heads=4, key_heads=1
         ),
         "attention form, packed documents": Operator("attention", packed=True),
+        "attention form, a gate per pair": Operator("attention", vector_gate=True, heads=4),
         "chunked form, p = 2": Operator("chunked", heads=4),
         "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
         "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
@@ -432,7 +437,7 @@ def plain_attention(
     """Y_i = Σ_j B_ij V_j / Σ_j B_ij with B_ij = b_ij (R(c_ij θ) Q_i · K_j)^p (paper §3.3), in the dtype of q.
 
     Args:
-        q, k, v, log_gamma, beta, theta: as in `sympow.attention`, with one gate per head.
+        q, k, v, log_gamma, beta, theta: as in `sympow.attention`.
         power: p.
         documents: lengths of packed documents; None: one document.
     """
@@ -442,6 +447,8 @@ def plain_attention(
         document_start = torch.tensor(list(starts)).repeat_interleave(torch.tensor(documents)).to(q.device)
     if theta is not None:
         q, k = rotation_reference(q, k, beta, theta, document_start=document_start)
+    if log_gamma is not None and log_gamma.ndim == 4:
+        return pair_attention_reference(q, k, v, log_gamma, power, document_start=document_start)[0]
     return attention_reference(q, k, v, log_gamma, power, document_start=document_start)[0]
 
 

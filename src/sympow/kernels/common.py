@@ -200,11 +200,11 @@ def locate(cu_seqlens: Tensor, length: int) -> Documents:
 
 
 def close_gates(log_gamma: Tensor | None, documents: Documents, heads: int) -> Tensor:
-    """log γ (1, t, heads) with −inf at the first token of each document, so that nothing before it is seen."""
+    """log γ (1, t, heads[, pairs]) with −inf at the first token of each document, so that nothing before it is seen."""
     first = documents.start == torch.arange(len(documents.start), device=documents.start.device)
     if log_gamma is None:
         log_gamma = first.new_zeros(1, len(first), heads, dtype=torch.float32)
-    return log_gamma.masked_fill(first[:, None], -torch.inf)
+    return log_gamma.masked_fill(first.reshape(-1, *[1] * (log_gamma.ndim - 2)), -torch.inf)
 
 
 def sums_to_end(suffix_sums: Tensor, end: Tensor) -> Tensor:

@@ -30,6 +30,8 @@ LARGEST_DIM = 128
 # Limits of the chunked kernels: the largest key and value dims, by power.
 LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
+# The power of the kernels with a gate per rotated pair.
+VECTOR_GATE_POWER = 2
 # Limits of the kernels for shards of a sequence (`sympow.parallel`).
 SHARD_DIMS = (32, 64)
 # Rows up to which the gates of a decoding step are computed by a kernel: it reads all weights for each row.
@@ -96,7 +98,7 @@ def backend_for(
         value_dim=sequence.value_dim,
         form=form,
         chunk_size=chunk_size,
-        vector_gate=sequence.log_gamma is not None and sequence.log_gamma.ndim == 4,
+        vector_gate=sequence.vector_gate,
         step=step,
     )
     return choose_backend(backend, request)
@@ -143,7 +145,9 @@ def unsupported_reason(request: Request) -> str | None:
     if max(request.key_dim, request.value_dim) > LARGEST_DIM:
         return _limit_of_dims(request.key_dim, request.value_dim)
     if request.vector_gate:
-        return "The kernels support one gate per head, not one per rotated pair."
+        reason = _vector_gate_unsupported_reason(request)
+        if reason is not None:
+            return reason
     if request.form == "recurrent" and not request.step:
         return "The recurrent form has a kernel only for one token after a given state, without gradients."
     if chunked:
@@ -153,6 +157,15 @@ def unsupported_reason(request: Request) -> str | None:
         if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
             return f"The chunked kernels support multiples of {CHUNK_MULTIPLE} as chunk_size, not {request.chunk_size}."
     return None if triton_available() else _NOT_INSTALLED
+
+
+def _vector_gate_unsupported_reason(request: Request) -> str | None:
+    """Why there are no kernels for a call with a gate per rotated pair."""
+    if request.step:
+        return "The kernels of a decoding step support one gate per head, not one per rotated pair."
+    if request.power != VECTOR_GATE_POWER:
+        return f"The kernels support a gate per rotated pair for power {VECTOR_GATE_POWER}, not {request.power}."
+    return None
 
 
 def chunked_unsupported_reason(power: int, key_dim: int, value_dim: int) -> str | None:
@@ -178,6 +191,8 @@ def shard_unsupported_reason(sequence: Sequence, form: Form) -> str | None:
     """Why the kernels for shards of a sequence do not support a shard that `backend_for` runs on Triton."""
     if sequence.power != 2 or form not in ("auto", "chunked"):
         return f"The kernels for shards support the chunked form of power 2, not form={form!r} of {sequence.power}."
+    if sequence.vector_gate:
+        return "The kernels for shards support one gate per head, not one per rotated pair."
     if sequence.key_dim != sequence.value_dim or sequence.key_dim not in SHARD_DIMS:
         dims = " or ".join(map(str, SHARD_DIMS))
         return (
@@ -261,7 +276,9 @@ def kernel_chunk(sequence: Sequence, form: str, chunk_size: int | None, with_sta
         chunk_size: as in `sympow.attention`.
         with_states: whether a state is given or asked for.
     """
-    if form == "attention" or (form == "auto" and chunk_size is None and not _chunked_pays(sequence, with_states)):
+    if form == "attention":
+        return 0
+    if form == "auto" and chunk_size is None and not _chunked_pays(sequence, with_states):
         return 0
     if sequence.power == 2:
         return quadratic_chunk(sequence.length, chunk_size)
@@ -278,8 +295,9 @@ def quadratic_chunk(length: int, chunk_size: int | None) -> int:
 def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
     if chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim) is not None:
         return False
-    # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch.
-    if with_states and sequence.power == 2:
+    # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch, and so
+    # do both forms with a gate per rotated pair.
+    if with_states and sequence.power == 2 and not sequence.vector_gate:
         return True
     balance = crossover_length(sequence.key_dim, sequence.value_dim, sequence.power, sequence.group)
     return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)

@@ -237,23 +237,34 @@ def _run(
     rotated = replace(rotated, log_gamma=log_gamma)
 
     # With p = 2 the chunked kernels take states in and out. Otherwise `_add_past` adds what states contribute.
-    carries_states = chunk > 0 and sequence.power == 2
+    carries_states = chunk > 0 and sequence.power == 2 and not sequence.vector_gate
     dim = max(_padded_dim(sequence.key_dim), _padded_dim(sequence.value_dim))
     full_state: tuple[Tensor | None, Tensor | None] = (None, None)
     if carries_states and initial_state is not None:
         kv, normalizer = initial_state.kv.to(torch.float32), initial_state.normalizer.to(torch.float32)
         full_state = to_full(kv, normalizer, sequence.key_dim, dim)
-    y, weight, kv, normalizer, *_ = fused_attention(
-        *(_padded(x, dim) for x in (rotated.q, rotated.k, rotated.v)),
-        log_gamma,
-        *(documents or (None, None)),
-        *full_state,
-        sequence.power,
-        chunk,
-        carries_states,
-        carries_states and needs_grad,
-        carries_states and return_state,
-    )
+    padded = (_padded(x, dim) for x in (rotated.q, rotated.k, rotated.v))
+    if sequence.vector_gate:
+        from sympow.kernels.pair_gates.op import fused_pair_attention
+
+        assert log_gamma is not None
+        y, weight, *_ = fused_pair_attention(
+            *padded, log_gamma, *(documents or (None, None)), sequence.power, chunk, needs_grad
+        )
+        # Between chunks it passes states itself.
+        chunk = 0
+    else:
+        y, weight, kv, normalizer, *_ = fused_attention(
+            *padded,
+            log_gamma,
+            *(documents or (None, None)),
+            *full_state,
+            sequence.power,
+            chunk,
+            carries_states,
+            carries_states and needs_grad,
+            carries_states and return_state,
+        )
     y = y[..., : sequence.value_dim]
     if not carries_states and (chunk or initial_state is not None):
         # The scale of the weights. It is a constant to autograd, since y does not depend on it.

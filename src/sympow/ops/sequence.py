@@ -58,6 +58,11 @@ class Sequence:
         return self.theta is not None
 
     @property
+    def vector_gate(self) -> bool:
+        """Whether each rotated pair has its own gate."""
+        return self.log_gamma is not None and self.log_gamma.ndim == 4
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype in which plain PyTorch computes and keeps states."""
         return compute_dtype(self.q.dtype)

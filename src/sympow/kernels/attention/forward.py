@@ -57,7 +57,7 @@ def state_weight(q, normalizer, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _query_state(
+def query_state(
     acc, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, state_index,
     D: tl.constexpr, E: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def forward_kernel(
             q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
             q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
             entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
-            acc, weight = _query_state(
+            acc, weight = query_state(
                 acc, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
                 normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
             )  # fmt: skip

@@ -1,0 +1,199 @@
+"""Forward pass of the attention form of p = 2 with a gate per rotated pair, and of the chunked form given the states.
+
+y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = (Σ_m exp((G_im − G_jm)/p) q_im k_jm)^p.
+
+A CTA owns a tile of queries. In the chunked form it first queries the state at the start of its chunk, with queries
+that have decayed since then. It visits keys from its own tile backwards:
+1. the blocks of its own tile: queries, decayed from the starts of their blocks, are multiplied by the decays across all
+   blocks between them and the keys, and the keys have decayed to the ends of their blocks. Scores within one block are
+   given (`neighbours`);
+2. the earlier tiles, whose keys have decayed to their ends, likewise, with one factor per entry for all queries.
+These factors are running products, so no exponential is computed here.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from sympow.kernels.attention.forward import query_state
+from sympow.kernels.common import (
+    INTERPRETED,
+    Documents,
+    dot_precision,
+    empty_aligned,
+    head_major,
+    or_one,
+    partial_row_sums,
+    round_to,
+    split_program_id,
+    wait_for_mma,
+)
+from sympow.kernels.pair_gates.decays import BLOCK, TILE, DecayTables
+from sympow.kernels.states.quadratic import ChunkStates
+
+
+@triton.jit
+def decay_columns(x, decay):
+    """x (rows, d) times one factor per column, in the dtype of x: a left operand of a product."""
+    return x * decay.to(x.dtype)[None, :]
+
+
+@triton.jit
+def in_product_layout(x, D: tl.constexpr, PRECISION: tl.constexpr):
+    """x (rows, d) itself, in the register layout of a product's result.
+
+    A left operand computed from it then needs no exchange through shared memory before each product. Multiplied by the
+    unit matrix, which is exact.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        places = tl.arange(0, D)
+        unit = (places[:, None] == places[None, :]).to(x.dtype)
+        return tl.dot(x, unit, input_precision=PRECISION).to(x.dtype)
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, near_desc, far_desc, v_desc, v_block_desc, y_desc, weight_ptr, neighbours_ptr, across_blocks_ptr,
+    across_tiles_ptr, document_start_ptr, q_ptr, q_stride_b, q_stride_t, q_stride_h, since_desc, q_half_desc, low_desc,
+    high_desc, normalizer_desc, past_ptr, length, padded, heads, chunk, state_count,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, WITH_STATE: tl.constexpr, HIGH_COLUMN: tl.constexpr,
+    DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """y_i for a tile of queries, and their weights Σ_j B_ij. WITH_STATE: also φ(q_i) Z of the chunk's state."""
+    tiles = tl.cdiv(length, ROWS)
+    tile, sequence = split_program_id(tiles)
+    tile = tiles - 1 - tile  # tiles with the most keys start first
+    batch, head = (sequence // heads).to(tl.int32), (sequence % heads).to(tl.int32)
+    kv_head = head // GROUP
+    kv_sequence = (batch * (heads // GROUP) + kv_head).to(tl.int64)
+    first = tile * ROWS
+    places = tl.arange(0, ROWS)
+    rows = first + places
+    row_block = (places // BLOCK)[:, None]
+    entries = tl.arange(0, D)
+    across_blocks_ptr += (kv_sequence * (padded // BLOCK) + first // BLOCK) * D
+    across_tiles_ptr += kv_sequence * (padded // COLUMNS) * D
+
+    acc = tl.zeros((ROWS, E), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    boundary = first // chunk
+    if WITH_STATE:
+        if boundary > 0:
+            # Queries that have decayed, and were scaled, since the start of the chunk.
+            since = since_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+            q_low = q_half_desc.load([batch, head, first, 0]).reshape(ROWS, D // 2)
+            q_high = q_half_desc.load([batch, head, first, D // 2]).reshape(ROWS, D // 2)
+            pointers = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
+            acc, weight = query_state(
+                acc, since, q_low, q_high, pointers, tl.full((ROWS,), 1.0, tl.float32), rows, length, q_stride_t,
+                low_desc, high_desc, normalizer_desc, (kv_sequence * state_count + boundary - 1).to(tl.int32),
+                D, E, HIGH_COLUMN, PRECISION,
+            )  # fmt: skip
+            tl.store(past_ptr + sequence * length + rows, weight, mask=rows < length)
+
+    q = in_product_layout(q_desc.load([batch, head, first, 0]).reshape(ROWS, D), D, PRECISION)
+    places_in_block = tl.arange(0, BLOCK)
+    neighbours_ptr += sequence * BLOCK * padded
+    neighbours = tl.load(neighbours_ptr + places_in_block[None, :] * padded + rows[:, None])
+
+    since = tl.full((ROWS, D), 1.0, tl.float32)
+    for step in tl.range(0, ROWS // BLOCK, num_stages=1):
+        block = ROWS // BLOCK - 1 - step
+        start = first + block * BLOCK
+        k = near_desc.load([batch, kv_head, start, 0]).reshape(BLOCK, D)
+        scores = tl.dot((q * since).to(q.dtype), k.T, input_precision=PRECISION)
+        scores = tl.where(row_block > block, scores, tl.where(row_block == block, neighbours, 0.0))
+        v = v_block_desc.load([batch, kv_head, start, 0]).reshape(BLOCK, E)
+        # Weights are summed as rounded for the product, as in `attention.forward`.
+        scores = round_to(scores * scores, v.dtype)
+        weight += tl.sum(scores, axis=1)
+        acc = wait_for_mma(tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION))
+        across = tl.load(across_blocks_ptr + block * D + entries)
+        since = tl.where(row_block > block, since * across[None, :], since)
+
+    q = (q * since).to(q.dtype)
+    between = tl.full((D,), 1.0, tl.float32)
+    begin = boundary * chunk
+    if DOCUMENTS:
+        # Closed gates between documents make earlier tiles zero, so they are skipped.
+        begin = tl.maximum(begin, tl.load(document_start_ptr + first) // COLUMNS * COLUMNS)
+    partial_sums = tl.zeros((ROWS, 4), tl.float32)
+    for step in tl.range(0, (first - begin) // COLUMNS, num_stages=STAGES):
+        start = first - (step + 1) * COLUMNS
+        k = far_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
+        scores = tl.dot(decay_columns(q, between), k.T, input_precision=PRECISION)
+        between *= tl.load(across_tiles_ptr + start // COLUMNS * D + entries)
+        scores *= scores
+        partial_sums += partial_row_sums(scores, ROWS, COLUMNS)
+        v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
+        # The wait keeps the next left operand from overwriting registers that this product still reads.
+        acc = wait_for_mma(tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION))
+    weight += tl.sum(partial_sums, axis=1)
+
+    y = acc / or_one(weight)[:, None]
+    y_desc.store([batch, head, first, 0], y.to(y_desc.dtype).reshape(1, 1, ROWS, E))
+    tl.store(weight_ptr + sequence * length + rows, weight, mask=rows < length)
+
+
+def attend(
+    q: Tensor,
+    near: Tensor,
+    far: Tensor,
+    v: Tensor,
+    neighbours: Tensor,
+    tables: DecayTables,
+    *,
+    states: ChunkStates | None = None,
+    since: Tensor | None = None,
+    documents: Documents | None = None,
+    rows: int = 128,
+    warps: int = 4,
+    stages: int = 3,
+    registers: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y (b, t, h, e), the rows' weights Σ_j B_ij (b, h, t) float32, and φ(q_i) Z of states (b, h, t) float32.
+
+    Args:
+        q: queries, scaled and decayed from the start of their block (`decays.decay_queries`).
+        near, far: keys, decayed to the end of their block and of their tile (`decays.decay_keys`).
+        neighbours: scores within blocks (`neighbours.neighbour_scores`).
+        states: the states at the boundaries between chunks, which are multiples of `rows`; None: all in one chunk.
+        since: queries, scaled and decayed from the start of their chunk; only with states.
+        documents: where documents begin and end, between which gates must be closed; None: one document.
+    """
+    batch, length, heads, dim = q.shape
+    value_dim = v.shape[-1]
+    y = empty_aligned(v, batch, length, heads, value_dim)
+    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+    past: Tensor | None = None
+    since_desc = q_half_desc = low_desc = high_desc = normalizer_desc = None
+    chunk, state_count, high_column = length + rows, 0, 0
+    source = q
+    if states is not None:
+        assert since is not None and states.chunk % rows == 0
+        past = torch.zeros_like(weight)
+        chunk, state_count, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - dim // 2
+        since_desc, q_half_desc = head_major(since, (rows, dim)), head_major(since, (rows, dim // 2))
+        low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, value_dim, dim // 2])
+        high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, value_dim, dim // 2])
+        normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, dim, dim])
+        source = since
+    forward_kernel[(triton.cdiv(length, rows) * batch * heads,)](
+        head_major(q, (rows, dim)), head_major(near, (BLOCK, dim)), head_major(far, (TILE, dim)),
+        head_major(v, (TILE, value_dim)), head_major(v, (BLOCK, value_dim)), head_major(y, (rows, value_dim)), weight,
+        neighbours, tables.across_blocks, tables.across_tiles, documents and documents.start,
+        source, *source.stride()[:3], since_desc, q_half_desc, low_desc, high_desc, normalizer_desc, past,
+        length, neighbours.shape[-1], heads, chunk, state_count,
+        GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=states is not None,
+        HIGH_COLUMN=high_column, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
+        COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return y, weight, past

@@ -1,0 +1,91 @@
+"""Gradient of the gates, one per rotated pair.
+
+B_ij depends on G_im as if q_im were multiplied by exp(G_im/p), and on G_jm as if k_jm were divided by exp(G_jm/p); so
+    p dG_im = Σ q_im dq_im − k_im dk_im   over the two entries of pair m,    d log γ_m = Σ_{i≥m} dG_i.
+The reverse cumulative sums are taken in float64, from totals of tiles and then within each tile, and their drift is
+corrected as for one gate per head (`running_sums`): where the exact sum is known the sum is replaced by it, and in
+between the correction is interpolated.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn.functional import pad
+
+from sympow.kernels.common import split_program_id
+from sympow.kernels.pair_gates.decays import TILE
+
+
+@triton.jit
+def gate_gradient_kernel(
+    terms_ptr, later_ptr, drift_ptr, out_ptr, length, kv_heads, pairs, tiles, spacing, positions,
+    POWER: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """d log γ of a tile of tokens: the sum over later tiles, that within the tile, and the correction."""
+    tile, sequence = split_program_id(tiles)
+    tokens = tile * TILE + tl.arange(0, TILE)
+    columns = tl.arange(0, PAIRS)
+    inside = (tokens < length)[:, None]
+    source = terms_ptr + (sequence * length + tokens.to(tl.int64)[:, None]) * PAIRS + columns[None, :]
+    terms = tl.load(source, mask=inside, other=0.0).to(tl.float64)
+    sums = tl.cumsum(terms, axis=0, reverse=True)
+    sums += tl.load(later_ptr + (sequence * tiles + tile) * PAIRS + columns)[None, :]
+    before = tile * TILE // spacing
+    left = before * spacing
+    width = tl.minimum(left + spacing, length) - left
+    drift = drift_ptr + (sequence * positions + before) * PAIRS + columns
+    drift_left, drift_right = tl.load(drift), tl.load(drift + PAIRS)
+    fraction = (tokens - left).to(tl.float64) / width.to(tl.float64)
+    sums += drift_left[None, :] + fraction[:, None] * (drift_right - drift_left)[None, :]
+    batch, head = sequence // kv_heads, sequence % kv_heads
+    out = out_ptr + ((batch * length + tokens.to(tl.int64)[:, None]) * kv_heads + head) * pairs + columns[None, :]
+    value = (sums * (1.0 / POWER)).to(out_ptr.dtype.element_ty)
+    tl.store(out, value, mask=inside & (columns < pairs)[None, :])
+
+
+def crossing_sums(terms: Tensor, spacing: int) -> Tensor:
+    """Σ_{i≥m>j} of the terms by pair at m = spacing, 2 spacing, …, (b, h_kv, count, d/2) float64.
+
+    Args:
+        terms: their sums over the queries i of each block of `spacing` and the keys j of each tile of `TILE`,
+            (b, h_kv, blocks, tiles, d) float32.
+    """
+    blocks, tiles = terms.shape[2:4]
+    by_pair = terms.unflatten(-1, (-1, 2)).sum(-1, dtype=torch.float64)
+    padded = pad(by_pair, (0, 0, 0, blocks * (spacing // TILE) - tiles))
+    by_block = padded.unflatten(3, (blocks, -1)).sum(4)  # (b, h_kv, blocks of queries, blocks of keys, d/2)
+    later = by_block.flip(2).cumsum(2).flip(2)
+    return later.cumsum(3)[:, :, 1:, :-1].diagonal(dim1=2, dim2=3).transpose(2, 3)
+
+
+def gate_gradient(
+    terms: Tensor, totals: Tensor, crossing: Tensor | None, spacing: int, power: int, pairs: int
+) -> Tensor:
+    """d log γ, (b, t, h_kv, pairs) float32.
+
+    Args:
+        terms: p dG by pair, (b, h_kv, t, n) float32 with n ≥ pairs.
+        totals: their sums over tiles of `TILE` tokens, (b, h_kv, tiles, n) float64.
+        crossing: the exact sums p Σ_{i≥m} dG_i at m = spacing, 2 spacing, … below t, (b, h_kv, count, n) float64; None:
+            there is none.
+        spacing: a multiple of `TILE`.
+    """
+    batch, heads, length, columns = terms.shape
+    tiles = totals.shape[2]
+    sums = pad(totals.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
+    # The sums at 0, at the multiples of `spacing`, and at the end, where no pair of tokens lies across.
+    exact = totals.new_zeros(batch, heads, triton.cdiv(length, spacing) + 1, columns)
+    if crossing is not None:
+        exact[:, :, 1:-1] = crossing
+    places = [*range(0, length, spacing), tiles * TILE]
+    drift = exact - sums[:, :, torch.tensor(places, device=sums.device) // TILE]
+    out = terms.new_empty(batch, length, heads, pairs)
+    gate_gradient_kernel[(tiles * batch * heads,)](
+        terms, sums[:, :, 1:].contiguous(), drift.contiguous(), out, length, heads, pairs, tiles, spacing,
+        drift.shape[2],
+        POWER=power, PAIRS=columns, TILE=TILE, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,237 @@
+"""The attention and chunked forms with a gate per rotated pair as a PyTorch operator, with tile sizes (`tiles_for`).
+
+As for one gate per head (`attention.op`), an operator takes and returns tensors and nothing else.
+"""
+
+# No `from __future__ import annotations`: the schemas are read off the annotations.
+
+import torch
+from torch import Tensor
+
+from sympow.kernels.attention.backward import prepare
+from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS, Tiles
+from sympow.kernels.common import Documents, block_dim, sums_to_end
+from sympow.kernels.pair_gates.backward import KeyStates, QueryStates, key_gradient, query_gradient
+from sympow.kernels.pair_gates.decays import (
+    BLOCK,
+    LARGEST_TILE,
+    decay_keys,
+    decay_queries,
+    decay_tables,
+)
+from sympow.kernels.pair_gates.forward import attend
+from sympow.kernels.pair_gates.gate_gradient import crossing_sums, gate_gradient
+from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_scores
+from sympow.kernels.pair_gates.states import chunk_decays, scan_pairs
+from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
+
+# With at most 168 registers three CTAs of 128 threads fit on a multiprocessor.
+NARROW = Tiles(query={"registers": 168})
+WIDE = Tiles(states={"entries": 1, "stages": 2}, forward={"warps": 8, "stages": 2}, query={"rows": 128, "warps": 8})
+
+
+def tiles_for(dim: int) -> Tiles:
+    """The tiles for heads of `dim` entries, keys and values alike."""
+    return WIDE if dim > 64 else NARROW
+
+
+@torch.library.custom_op("sympow::attend_pairs", mutates_args=())
+def fused_pair_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    power: int,
+    chunk: int,
+    train: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The attention or chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for queries scaled by
+    `attention.op.query_scales`, and what the backward pass reads: the scores within blocks; and in the chunked form the
+    states (low, high and normalizer of `ChunkStates`) and φ(q) Z of each row's state, (b, h, t) float32, else empty.
+
+    Args:
+        q, k, v: as in `sympow.attention`, already rotated, with head dims that are one power of two from 16 on.
+        log_gamma: one gate per pair, closed between documents, (b, t, h_kv, n) float32; pairs from n on have none.
+        document_start, document_end: as in `common.Documents`, or None.
+        power: p = 2.
+        chunk: tokens per chunk, a multiple of 128; 0: the attention form.
+        train: whether the backward pass will run, which needs all d² features of the states.
+    """
+    _check(q, v, power)
+    log_gamma = log_gamma.contiguous()
+    tables = decay_tables(log_gamma, q.shape[-1], power)
+    tiles, states, q_since = tiles_for(q.shape[-1]), None, None
+    neighbours, q_near = neighbour_scores(q, k, log_gamma, power)
+    if chunk and q.shape[1] > chunk:
+        across, since, until = chunk_decays(tables, chunk)
+        near, far, k_until = decay_keys(k, log_gamma, tables, power, until)
+        _, _, q_since, _ = decay_queries(q, log_gamma, tables, power, since)
+        assert k_until is not None
+        sums = chunk_sums(k_until, v, k.shape[2], None, chunk, full=train, **tiles.states)
+        assert sums is not None
+        states, _ = scan_pairs(sums, across)
+    else:
+        near, far, _ = decay_keys(k, log_gamma, tables, power)
+    documents = _documents(document_start, document_end)
+    y, weight, past = attend(
+        q_near, near, far, v, neighbours, tables, states=states, since=q_since, documents=documents, **tiles.forward
+    )
+    kept = (None,) * 4 if states is None else (states.low, states.high, states.normalizer, past)
+    rest = (q.new_empty(0) if x is None else x for x in kept)
+    return y.contiguous(), weight, neighbours, *rest  # type: ignore[return-value]
+
+
+@fused_pair_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    power: int,
+    chunk: int,
+    train: bool,
+) -> tuple[Tensor, ...]:
+    batch, length, heads, dim = q.shape
+    kv_heads, value_dim = v.shape[2:]
+    padded = -(-length // LARGEST_TILE) * LARGEST_TILE
+    low = high = normalizer = past = q.new_empty(0)
+    if chunk and length > chunk:
+        count = -(-length // chunk) - 1
+        low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
+        high = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim if train else dim // 2)
+        normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
+        past = q.new_empty(batch, heads, length, dtype=torch.float32)
+    return (
+        q.new_empty(batch, length, heads, value_dim),
+        q.new_empty(batch, heads, length, dtype=torch.float32),
+        q.new_empty(batch, heads, BLOCK, padded, dtype=torch.float32),
+        *(low, high, normalizer, past),
+    )
+
+
+@torch.library.custom_op("sympow::attend_pairs_backward", mutates_args=())
+def _attend_pairs_backward(
+    dy: Tensor,
+    d_weight: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    y: Tensor,
+    weight: Tensor,
+    neighbours: Tensor,
+    saved: list[Tensor],
+    document_start: Tensor | None,
+    document_end: Tensor | None,
+    power: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and d log γ.
+
+    Args:
+        dy, d_weight: gradients of what `sympow::attend_pairs` returned.
+        saved: low, high, normalizer and past among its outputs.
+        the rest: its inputs and outputs.
+    """
+    tiles, length = tiles_for(q.shape[-1]), q.shape[1]
+    documents = _documents(document_start, document_end)
+    log_gamma = log_gamma.contiguous()
+    # Computed again: kept, these would double what a training step keeps of queries and keys.
+    tables = decay_tables(log_gamma, q.shape[-1], power)
+    divided, minus_delta = prepare(y, dy, weight, d_weight)
+    low, high, normalizer, past = saved
+    across = since = until = read = exact = None
+    if low.numel():
+        across, since, until = chunk_decays(tables, chunk)
+    q_near, q_far, q_since, scale = decay_queries(q, log_gamma, tables, power, since)
+    near, far, k_until = decay_keys(k, log_gamma, tables, power, until)
+    if across is not None and since is not None and q_since is not None:
+        read = QueryStates(ChunkStates(low, high, normalizer, chunk), q_since, since, past)
+    query_part, weights = query_gradient(
+        q_near, near, far, v, divided, minus_delta, neighbours, tables, chunked=read, documents=documents, **tiles.query
+    )
+    spacing = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // LARGEST_TILE) * LARGEST_TILE)
+    reverse = None
+    if read is not None and across is not None and until is not None and k_until is not None:
+        sums = chunk_sums(
+            read.tokens, divided, k.shape[2], None, chunk, full=True, factor=minus_delta, past=past, reverse=True,
+            **tiles.states,
+        )  # fmt: skip
+        assert sums is not None
+        gradients, exact = scan_pairs(sums, across, read.states)
+        reverse, spacing = KeyStates(gradients, k_until, until), chunk
+    key_part, dv, crossing = key_gradient(
+        near, v, q_near, q_far, divided, minus_delta, neighbours, tables, chunked=reverse,
+        documents=documents, spacing=spacing if reverse is None and length > spacing else 0, **tiles.key,
+    )  # fmt: skip
+    if crossing is not None:
+        exact = crossing_sums(crossing, spacing)
+    exact = None if exact is None else power * exact
+    dq, dk, terms, totals = finish_gradients(q, k, log_gamma, scale, weights, query_part, key_part, power)
+    d_log_gamma = gate_gradient(terms, totals, exact, spacing, power, log_gamma.shape[-1])
+    if document_end is not None:
+        # The gradient of a gate sums over the rest of its own document.
+        d_log_gamma = sums_to_end(d_log_gamma.movedim(1, -1), document_end).movedim(-1, 1)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_log_gamma.contiguous()
+
+
+@_attend_pairs_backward.register_fake
+def _(
+    dy: Tensor,
+    d_weight: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_gamma: Tensor,
+    *rest: object,
+) -> tuple[Tensor, ...]:
+    contiguous = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+    return (*contiguous, log_gamma.new_empty(log_gamma.shape, dtype=torch.float32))
+
+
+def _save(ctx, inputs, output) -> None:
+    q, k, v, log_gamma, document_start, document_end, power, chunk, _ = inputs
+    y, weight, *rest = output
+    ctx.save_for_backward(q, k, v, log_gamma, y, weight, document_start, document_end, *rest)
+    ctx.power, ctx.chunk = power, chunk
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*rest)
+
+
+def _differentiate(ctx, dy, d_weight, *_):
+    q, k, v, log_gamma, y, weight, document_start, document_end, neighbours, *saved = ctx.saved_tensors
+    # A loss may depend on some of the outputs only.
+    dy = torch.zeros_like(y) if dy is None else dy
+    d_weight = None if d_weight is None else d_weight.contiguous()
+    gradients = _attend_pairs_backward(
+        dy,
+        d_weight,
+        q,
+        k,
+        v,
+        log_gamma,
+        y,
+        weight,
+        neighbours,
+        saved,
+        document_start,
+        document_end,
+        ctx.power,
+        ctx.chunk,
+    )
+    return (*gradients, None, None, None, None, None)
+
+
+fused_pair_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+def _check(q: Tensor, v: Tensor, power: int) -> None:
+    assert power == 2 and q.shape[-1] == v.shape[-1] == block_dim(q.shape[-1])
+
+
+def _documents(start: Tensor | None, end: Tensor | None) -> Documents | None:
+    return None if start is None or end is None else Documents(start, end)
