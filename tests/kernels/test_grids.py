@@ -31,6 +31,7 @@ from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import chunked as hopper_chunked
 from sympow.kernels.hopper import forward as hopper_forward
 from sympow.kernels.hopper import state_updates
+from sympow.kernels.pair_gates.op import fused_pair_attention
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
 from sympow.kernels.running_sums import gate_sums, running_sum
@@ -111,6 +112,14 @@ def attend_on_hopper(batch, heads, chunks):
     hopper_chunked.key_gradient(q, k, k, q, rows, gates, None, states)
 
 
+def attend_with_pair_gates(batch, heads, chunks):
+    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 16, requires_grad=True) for n in (2, 1))
+    log_gamma = torch.empty(batch, q.shape[1], heads, 8, requires_grad=True)
+    for chunk in (0, 128):
+        y, *_ = fused_pair_attention(q, k, k, log_gamma, None, None, 2, chunk, True)
+        y.sum().backward()
+
+
 def attend_to_shard(batch, heads, chunks):
     x = random_inputs(0, batch=batch, heads=heads, length=128 * chunks + 1, dim=32, value_dim=32, rotation="none",
                       dtype=torch.float32)  # fmt: skip
@@ -148,6 +157,7 @@ FAMILIES = {
     "chunked": lambda *sizes: attend(*sizes, 2, "chunked", states=True),
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
     "hopper": attend_on_hopper,
+    "a gate per pair": attend_with_pair_gates,
     "shard": attend_to_shard,
     "decode": decode,
     "cross entropy": cross_entropy,

@@ -69,8 +69,8 @@ def test_the_attention_form(gates, rotation, group, dim, value_dim, length):
 @pytest.mark.parametrize(
     ("gates", "rotation", "group", "dim", "value_dim", "length"),
     [
-        ("weak", "scale", 2, 16, 16, 300),
-        ("strong", "none", 1, 12, 20, 150),
+        ("weak", "scale", 2, 12, 20, 140),
+        ("strong", "none", 1, 16, 16, 130),
         ("closed", "pairs", 1, 32, 32, 257),
     ],
 )
@@ -83,8 +83,8 @@ def test_the_chunked_form(gates, rotation, group, dim, value_dim, length):
 @interpreted
 @pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
 def test_packed_documents(form, options):
-    inputs = gated_inputs(1, "weak", length=200, heads=1, dim=8, value_dim=8)
-    compare(inputs, form, cu_seqlens=torch.tensor([0, 20, 150, 200]), **options)
+    inputs = gated_inputs(1, "weak", length=150, heads=1, dim=8, value_dim=8)
+    compare(inputs, form, cu_seqlens=torch.tensor([0, 20, 120, 150]), **options)
 
 
 @interpreted
@@ -154,13 +154,13 @@ def test_the_exact_sums_that_correct_the_drift_of_the_gates_gradient(monkeypatch
         return found[-1]
 
     monkeypatch.setattr(pair_op, "crossing_sums", spy)
-    inputs = gated_inputs(7, "weak", length=300, heads=2, key_heads=1, dim=16, value_dim=16, rotation="none")
+    inputs = gated_inputs(7, "weak", length=260, heads=1, key_heads=1, dim=16, value_dim=16, rotation="none")
     exact = inputs.map(lambda t: t.double()).requires_grad()
     inputs = inputs.requires_grad()
     y = run(inputs, 2, "attention", backend="triton")
     got = gradients(y, inputs)[-1]
     want = gradients(run(exact, 2, "attention", backend="torch"), exact)[-1]
-    assert_close(got, want, float32_tolerance("log_gamma", 300), "log_gamma")
+    assert_close(got, want, float32_tolerance("log_gamma", 260), "log_gamma")
     # The kernel pads heads to 32 entries.
     assert_close(found[0].transpose(1, 2)[..., :8], want[:, [128, 256]], 1e-5, "sums")
 

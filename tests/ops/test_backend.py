@@ -158,23 +158,26 @@ def frames_of_launches(monkeypatch) -> list[list[tuple[str, str]]]:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("power", "form", "states", "tokens"),
+    ("power", "gate", "form", "states", "tokens"),
     [
-        (2, "attention", False, 130),
-        (2, "attention", True, 130),
-        (2, "chunked", False, 300),
-        (2, "chunked", True, 300),
-        (2, "auto", True, 1),
-        (4, "attention", False, 130),
-        (4, "chunked", True, 140),
-        (4, "auto", True, 1),
+        (2, "scalar", "attention", False, 130),
+        (2, "vector", "attention", False, 30),
+        (2, "vector", "chunked", True, 140),
+        (2, "scalar", "attention", True, 130),
+        (2, "scalar", "chunked", False, 300),
+        (2, "scalar", "chunked", True, 300),
+        (2, "scalar", "auto", True, 1),
+        (4, "scalar", "attention", False, 130),
+        (4, "scalar", "chunked", True, 140),
+        (4, "scalar", "auto", True, 1),
     ],
 )
 def test_from_the_operator_to_a_launch_there_are_at_most_five_frames_in_three_files(
-    monkeypatch, power, form, states, tokens
+    monkeypatch, power, gate, form, states, tokens
 ):
     pytest.importorskip("triton", reason="needs Triton")
-    inputs = random_inputs(3, batch=1, length=tokens + 1, heads=2, dim=16, value_dim=16, dtype=torch.float32)
+    inputs = random_inputs(3, batch=1, length=tokens + 1, heads=2, dim=16, value_dim=16, gate=gate,
+                           dtype=torch.float32)  # fmt: skip
     before, after = inputs.time(0, 1), inputs.time(1, tokens + 1)
     state = run(before, power, "auto", return_state=True)[1] if states else None
     found = frames_of_launches(monkeypatch)

@@ -355,6 +355,7 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
         "chunked form, p = 2, no gates": Operator("chunked", gated=False, rotation="none"),
         "chunked form, p = 2, a state between two calls": Operator("chunked", continued=True),
         "chunked form, p = 2, packed documents": Operator("chunked", packed=True, dim=machine.dim // 2),
+        "chunked form, a gate per pair": Operator("chunked", vector_gate=True, times=2),
         # Three chunks at least: the gradient of a gate is corrected at each state carried between two of them.
         "chunked form, p = 4": Operator("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
     }

@@ -98,7 +98,7 @@ def _(
     batch, length, heads, dim = q.shape
     kv_heads, value_dim = v.shape[2:]
     padded = -(-length // LARGEST_TILE) * LARGEST_TILE
-    low = high = normalizer = past = q.new_empty(0)
+    low, high, normalizer, past = (q.new_empty(0) for _ in range(4))
     if chunk and length > chunk:
         count = -(-length // chunk) - 1
         low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
