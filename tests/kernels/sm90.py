@@ -33,7 +33,7 @@ from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.hopper import state_products, state_updates
+from sympow.kernels.hopper import short_backward, short_forward, state_products, state_updates
 from sympow.kernels.pair_gates import backward as pair_backward
 from sympow.kernels.pair_gates import decays as pair_decays
 from sympow.kernels.pair_gates import forward as pair_forward
@@ -273,6 +273,22 @@ def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_t
     return kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
 
 
+def short_case(which, power=2, group=1, gated=True):
+    """The same for a Hopper kernel of short sequences of heads of 64."""
+    kernel, rows = {
+        "forward": (short_forward.forward_kernel, 128),
+        "query": (short_backward.query_gradient_kernel, 64),
+        "key": (short_backward.key_gradient_kernel, 64),
+    }[which]
+    blocks = {name: _tile(64, 64) for name in kernel.arg_names if name.endswith("_desc")}
+    blocks |= {"q_desc": _tile(rows, 64)} | ({"y_desc": _tile(rows, 64)} if which == "forward" else {})
+    constants = {"GROUP": group, "POWER": power, "GATED": gated, "STAGES": 4}
+    if not gated:
+        absent = ("whole_ptr", "rest_ptr", "to_end_ptr", "from_start_ptr")
+        constants |= {name: None for name in absent if name in kernel.arg_names}
+    return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
+
+
 def state_case(which, group=4, columns=128):
     """The same for a product with states or a sum for them, heads of 128."""
     constants = {"GROUP": group, "D": 128}
@@ -458,6 +474,12 @@ CASES = {
     "chunked forward, wide": attention_case("forward", 128, 64, 8, 2, state=True, d=128, e=128),
     "query gradient, chunked, wide": attention_case("query", 64, 64, 4, 2, state=True, d=128, e=128),
     "key gradient, chunked, wide": attention_case("key", 64, 64, 8, 2, state=True, d=128, e=128),
+    "hopper short forward p=2": short_case("forward"),
+    "hopper short forward p=4": short_case("forward", power=4),
+    "hopper short forward, no gates": short_case("forward", gated=False),
+    "hopper short query gradient": short_case("query"),
+    "hopper short key gradient": short_case("key"),
+    "hopper short key gradient, GQA": short_case("key", group=4),
     "hopper forward": hopper_case("forward", d=64),
     "hopper query gradient": hopper_case("query", d=64),
     "hopper key gradient": hopper_case("key", d=64, group=1),

@@ -30,7 +30,7 @@ from sympow.kernels.decode.window_step import split_window
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import chunked as hopper_chunked
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.hopper import state_updates
+from sympow.kernels.hopper import short_backward, short_forward, state_updates
 from sympow.kernels.pair_gates.op import fused_pair_attention
 from sympow.kernels.reference import cross_entropy_reference
 from sympow.kernels.rotary import fused_rotation
@@ -97,6 +97,15 @@ def attend(batch, heads, chunks, power, form, *, states=False):
     (result[0] if states else result).sum().backward()
 
 
+def attend_on_hopper_to_short_sequences(batch, heads, chunks):
+    q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.bfloat16) for n in (2, 1))
+    gates = gate_sums(torch.empty(batch, q.shape[1], heads))
+    rows = torch.empty(batch, 2 * heads, q.shape[1])
+    short_forward.attend(q, k, k, 2, gates)
+    short_backward.query_gradient(q, rows, k, k, q, rows, 2, gates)
+    short_backward.key_gradient(q, k, k, q, rows, 2, gates)
+
+
 def attend_on_hopper(batch, heads, chunks):
     q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 128, dtype=torch.bfloat16) for n in (2, 1))
     gates = gate_sums(torch.empty(batch, q.shape[1], heads))
@@ -157,6 +166,7 @@ FAMILIES = {
     "chunked": lambda *sizes: attend(*sizes, 2, "chunked", states=True),
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
     "hopper": attend_on_hopper,
+    "hopper, short sequences": attend_on_hopper_to_short_sequences,
     "a gate per pair": attend_with_pair_gates,
     "shard": attend_to_shard,
     "decode": decode,

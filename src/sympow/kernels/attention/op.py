@@ -150,9 +150,7 @@ def fused_attention(
             states, end, _ = scan_sums(chunks, initial, want_end=final)
     past = None
     if _on_hopper(q, k, v, chunk, documents):
-        from sympow.kernels.hopper.forward import attend as attend_on_hopper
-
-        y, weight = attend_on_hopper(q, k, v, power, gates)
+        y, weight = hopper.attend(q, k, v, power, gates)
     elif states is not None and _chunks_on_hopper(q, k, v, documents):
         from sympow.kernels.hopper import chunked
 
@@ -248,13 +246,12 @@ def _attend_backward(
     on_hopper = _on_hopper(q, k, v, chunk, documents)
     chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
     if on_hopper or chunks_on_hopper:
-        from sympow.kernels.hopper import backward as hopper_backward
         from sympow.kernels.hopper import chunked
         from sympow.kernels.hopper.common import split_sums
 
         split = None if gates is None else split_sums(gates)
     if on_hopper:
-        dq, row_terms = hopper_backward.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
+        dq, row_terms = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
     elif states is not None and chunks_on_hopper:
         dq, row_terms = chunked.query_gradient(q, scale, k, v, divided, minus_delta, gates, split, states, kept.past)
     else:
@@ -280,8 +277,8 @@ def _attend_backward(
     block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
     if gates is not None and states is None and length > block:
         block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
-    if on_hopper:
-        dk, dv, column_terms = hopper_backward.key_gradient(
+    if on_hopper and hopper.supports_key_gradient(k, v, block_terms):
+        dk, dv, column_terms = hopper.key_gradient(
             q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block
         )
     elif reverse is not None and chunks_on_hopper:

@@ -1,0 +1,348 @@
+"""Forward pass of the attention form on Hopper, for short sequences of heads of 64.
+
+It is faster there than the warp-specialised kernel (`forward`): several CTAs fit on a multiprocessor, and no operand is
+prepared in a launch of its own.
+
+y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = exp(G_i − G_j) (q_i · k_j)^p.
+
+As in `sympow.kernels.attention.forward`, a CTA owns 128 queries that start at row r, visits tiles of 64 keys, and
+multiplies their weights by exp(G_r − G_j), one factor per column. Differences:
+
+- The rows are processed as an upper and a lower half: while the weights of one half are computed, the matrix products
+  of the other half run. Without this the two CTAs of a multiprocessor synchronise by chance and wait for the tensor
+  cores at the same time.
+- There is no float64 arithmetic, which would use the tensor cores' pipe (`split_sums`).
+- With weak gates the diagonal is treated as any other tile, plus a mask: exp(G_r − G_j) exceeds 1 there, but not by
+  much, and the rows' factor exp(G_i − G_r) cancels in y. Strong gates take one exponential per element.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from sympow.kernels.common import (
+    empty_aligned,
+    even_power,
+    flat_grid,
+    partial_row_sums,
+    power_of_two_scale,
+    round_to,
+    split_program_id,
+)
+from sympow.kernels.hopper.common import (
+    SplitSums,
+    async_load,
+    async_store,
+    head_major,
+    matrix,
+    prefetch,
+    split_sums,
+    thread_barrier,
+)
+from sympow.kernels.running_sums import Gates
+
+QUERY_TILE, KEY_TILE, RING = 128, 64, 4
+# Gates are weak if the product of those of a tile of queries exceeds 2^WEAK.
+WEAK = gl.constexpr(-16)
+
+
+@gluon.jit
+def order_before_wait(sums):
+    """The same sums, computed before the wait for matrix products that follows in the program.
+
+    ptxas would move that wait up, before the arithmetic of the weights, and nothing would overlap. It does not move the
+    wait across a store that depends on the sums. They are never negative, so nothing is ever stored. (A trap instead of
+    the store is a branch, for which ptxas serialises every product of the kernel: C7518.)
+    """
+    return gl.inline_asm_elementwise(
+        """{ .reg .pred negative; .reg .f32 total; .reg .u32 nowhere;
+        add.f32 total, $2, $3; setp.lt.f32 negative, total, 0f00000000; mov.u32 nowhere, 0;
+        @negative st.volatile.shared.f32 [nowhere], total;
+        mov.b32 $0, $2; mov.b32 $1, $3; }""",
+        "=r,=r,r,r", [sums], dtype=gl.float32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_pair(k_desc, v_desc, batch, head, pair, skipped, pairs, k_buffers, v_buffers, barriers, STAGES: gl.constexpr):
+    """Starts the copy of the keys of step `pair` + 1 and the values of step `pair`, which are needed at the same
+    time."""
+    COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
+    stage = pair % STAGES
+    wanted = pair < pairs
+    barrier = barriers.index(stage)
+    mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
+    async_load(k_desc, [batch, head, (pair + 1 - skipped) * COLUMNS, 0], barrier, k_buffers.index(stage), pred=wanted)
+    async_load(v_desc, [batch, head, (pair - skipped) * COLUMNS, 0], barrier, v_buffers.index(stage), pred=wanted)
+
+
+@gluon.jit
+def scaled_queries(q_buffer, LEFT: gl.constexpr):
+    """Half a tile of queries, each times its `power_of_two_scale`."""
+    q = q_buffer.load(LEFT)
+    return (q.to(gl.float32) * gl.expand_dims(power_of_two_scale(q), 1)).to(q.dtype)
+
+
+@gluon.jit
+def on_diagonal(
+    scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak,
+    POWER: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Weights of a tile on the diagonal and their sums by row, rounded as in the portable forward kernel."""
+    scores = even_power(scores, POWER)
+    causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
+    if GATED:
+        if weak:
+            decay = gl.exp2(-(column_whole + column_rest))
+            scores = gl.where(causal, scores * gl.expand_dims(decay, 0), 0.0)
+        else:
+            log_decay = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
+                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
+            )
+            scores *= gl.exp2(gl.where(causal, log_decay, float("-inf")))
+    else:
+        scores = gl.where(causal, scores, 0.0)
+    scores = round_to(scores, gl.bfloat16)
+    return scores, gl.sum(scores, axis=1)
+
+
+@gluon.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, to_end_ptr, length, padded_length, heads,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """y_i for a tile of queries, and Σ_j B_ij."""
+    ROWS: gl.constexpr = q_desc.block_type.shape[2] // 2
+    D: gl.constexpr = q_desc.block_type.shape[3]
+    COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
+    E: gl.constexpr = v_desc.block_type.shape[3]
+    dtype: gl.constexpr = v_desc.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    LEFT_Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    LEFT_P: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SUMS_BY_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    gl.static_assert(ROWS == COLUMNS)
+
+    tiles = gl.cdiv(length, 2 * ROWS)
+    order, sequence = split_program_id(tiles, gl.int32)
+    tile = tiles - 1 - order  # tiles with the most keys start first
+    batch, head = sequence // heads, sequence % heads
+    kv_head = head // GROUP
+    kv_sequence = batch * (heads // GROUP) + kv_head
+    first = tile * 2 * ROWS
+
+    q_buffer = gl.allocate_shared_memory(dtype, q_desc.block_type.shape, q_desc.layout)
+    first_k_buffer = gl.allocate_shared_memory(dtype, k_desc.block_type.shape, k_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, [STAGES] + k_desc.block_type.shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, [STAGES] + v_desc.block_type.shape, v_desc.layout)
+    q_barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_barrier, count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(n), count=1)
+    fence_async_shared()
+
+    # Steps: the tiles before `first` (an empty one if there is none), then the two of the diagonal.
+    skipped = (first == 0).to(gl.int32)
+    before = first // COLUMNS + skipped
+    pairs = before + 2
+    mbarrier.expect(q_barrier, q_desc.block_type.nbytes + k_desc.block_type.nbytes)
+    async_load(q_desc, [batch, head, first, 0], q_barrier, q_buffer)
+    async_load(k_desc, [batch, kv_head, 0, 0], q_barrier, first_k_buffer)
+    for pair in gl.static_range(STAGES - 1):
+        load_pair(k_desc, v_desc, batch, kv_head, pair, skipped, pairs, k_buffers, v_buffers, barriers, STAGES)
+
+    offsets = gl.arange(0, COLUMNS, BY_COLUMN)
+    spread = gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [4], [0]))
+    if GATED:
+        whole_ptr += kv_sequence.to(gl.int64) * padded_length
+        rest_ptr += kv_sequence.to(gl.int64) * padded_length
+        to_end_ptr += kv_sequence.to(gl.int64) * padded_length
+        reference_whole = gl.load(whole_ptr + first)
+        reference_rest = gl.load(rest_ptr + first)
+        log_decay = (reference_whole - gl.load(whole_ptr + COLUMNS - 1)).to(gl.float32)
+        log_decay += reference_rest - gl.load(rest_ptr + COLUMNS - 1)
+        decay = gl.load(to_end_ptr + offsets) * gl.where(skipped == 0, gl.exp2(log_decay), 0.0)
+
+    mbarrier.wait(q_barrier, 0)
+    q_upper = q_buffer.reshape([2 * ROWS, D]).slice(0, ROWS)
+    q_lower = q_buffer.reshape([2 * ROWS, D]).slice(ROWS, ROWS)
+    q_upper.store(scaled_queries(q_upper, LEFT_Q))
+    q_lower.store(scaled_queries(q_lower, LEFT_Q))
+    fence_async_shared()
+
+    upper = gl.zeros((ROWS, E), gl.float32, SUMS)
+    lower = gl.zeros((ROWS, E), gl.float32, SUMS)
+    blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
+    k = first_k_buffer.reshape([COLUMNS, D]).permute((1, 0))
+    upper_scores = warpgroup_mma(q_upper, k, blank, use_acc=False, is_async=True)
+    lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
+    upper_scores, lower_scores = warpgroup_mma_wait(0, deps=(upper_scores, lower_scores))
+    if not GATED:
+        upper_scores *= gl.where(skipped == 0, 1.0, 0.0)
+        lower_scores *= gl.where(skipped == 0, 1.0, 0.0)
+    weights = even_power(upper_scores, POWER)
+    if GATED:
+        weights *= gl.expand_dims(decay, 0)
+    upper_sums = partial_row_sums(weights, ROWS, COLUMNS)
+    lower_sums = partial_row_sums(blank, ROWS, COLUMNS)
+    mbarrier.wait(barriers.index(0), 0)
+
+    # While the weights of one half of the rows are computed, products of the other half run. No product stays in flight
+    # from one step to the next: ptxas would serialise all products.
+    for step in range(1, before):
+        stage = (step - 1) % STAGES
+        k = matrix(k_buffers, stage).permute((1, 0))
+        v = matrix(v_buffers, stage)
+        if GATED:
+            prefetch(to_end_ptr + (step + 1 - skipped) * COLUMNS + spread)
+            next_decay = gl.load(to_end_ptr + (step - skipped) * COLUMNS + offsets)
+            end_whole = gl.load(whole_ptr + (step + 1 - skipped) * COLUMNS - 1)
+            end_rest = gl.load(rest_ptr + (step + 1 - skipped) * COLUMNS - 1)
+        upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper, is_async=True)
+        upper_scores = warpgroup_mma(q_upper, k, blank, use_acc=False, is_async=True)
+        weights = even_power(lower_scores, POWER)
+        if GATED:
+            weights *= gl.expand_dims(decay, 0)
+        lower_sums += partial_row_sums(weights, ROWS, COLUMNS)
+        lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
+        lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
+        # No warp reads the previous pair any more: its buffer is free.
+        thread_barrier()
+        load_pair(
+            k_desc, v_desc, batch, kv_head, step + STAGES - 2, skipped, pairs, k_buffers, v_buffers, barriers, STAGES
+        )
+        upper, upper_scores = warpgroup_mma_wait(2, deps=(upper, upper_scores))
+        weights = even_power(upper_scores, POWER)
+        if GATED:
+            log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
+            decay = next_decay * gl.exp2(log_decay)
+            weights *= gl.expand_dims(decay, 0)
+        upper_sums = order_before_wait(upper_sums + partial_row_sums(weights, ROWS, COLUMNS))
+        mbarrier.wait(barriers.index(step % STAGES), (step // STAGES) & 1)
+        lower, lower_scores, weights = warpgroup_mma_wait(0, deps=(lower, lower_scores, weights))
+
+    stage = (before - 1) % STAGES
+    k = matrix(k_buffers, stage).permute((1, 0))
+    v = matrix(v_buffers, stage)
+    upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper, is_async=True)
+    upper_scores = warpgroup_mma(q_upper, k, blank, use_acc=False, is_async=True)
+    weights = even_power(lower_scores, POWER)
+    if GATED:
+        weights *= gl.expand_dims(decay, 0)
+    lower_sums += partial_row_sums(weights, ROWS, COLUMNS)
+    lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
+    lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
+    thread_barrier()
+    load_pair(
+        k_desc, v_desc, batch, kv_head, before + STAGES - 2, skipped, pairs, k_buffers, v_buffers, barriers, STAGES
+    )
+    upper, upper_scores, lower, lower_scores = warpgroup_mma_wait(0, deps=(upper, upper_scores, lower, lower_scores))
+
+    upper_weight = gl.convert_layout(gl.sum(upper_sums, axis=1), BY_ROW)
+    lower_weight = gl.convert_layout(gl.sum(lower_sums, axis=1), BY_ROW)
+    upper_rows = first + gl.arange(0, ROWS, BY_ROW)
+    lower_rows = upper_rows + ROWS
+    columns = first + offsets
+    weak = True
+    # Placeholders, not read without gates.
+    upper_whole, upper_rest, lower_whole, lower_rest = upper_weight, upper_weight, upper_weight, upper_weight
+    column_whole, column_rest, later_whole, later_rest = offsets, offsets, offsets, offsets
+    if GATED:
+        upper_whole = (gl.load(whole_ptr + upper_rows) - reference_whole).to(gl.float32)
+        lower_whole = (gl.load(whole_ptr + lower_rows) - reference_whole).to(gl.float32)
+        upper_rest = gl.load(rest_ptr + upper_rows) - reference_rest
+        lower_rest = gl.load(rest_ptr + lower_rows) - reference_rest
+        column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
+        later_whole = (gl.load(whole_ptr + columns + COLUMNS) - reference_whole).to(gl.float32)
+        column_rest = gl.load(rest_ptr + columns) - reference_rest
+        later_rest = gl.load(rest_ptr + columns + COLUMNS) - reference_rest
+        upper_decay = gl.exp2(upper_whole + upper_rest)
+        lower_decay = gl.exp2(lower_whole + lower_rest)
+        weak = gl.load(whole_ptr + gl.minimum(first + 2 * ROWS, length) - 1) - reference_whole > WEAK
+        if not weak:
+            upper *= gl.expand_dims(gl.convert_layout(upper_decay, SUMS_BY_ROW), 1)
+            lower *= gl.expand_dims(gl.convert_layout(lower_decay, SUMS_BY_ROW), 1)
+            upper_weight *= upper_decay
+            lower_weight *= lower_decay
+
+    # No product is in flight across the branches on `weak` either.
+    stage = before % STAGES
+    mbarrier.wait(barriers.index(stage), (before // STAGES) & 1)
+    v = matrix(v_buffers, stage)
+    weights, sums = on_diagonal(
+        upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, POWER, GATED
+    )
+    upper_weight += sums
+    upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper)
+    weights, sums = on_diagonal(
+        lower_scores, lower_rows, columns, lower_whole, lower_rest, column_whole, column_rest, weak, POWER, GATED
+    )
+    lower_weight += sums
+    lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
+    k = matrix(k_buffers, stage).permute((1, 0))
+    lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
+    lower, lower_scores = warpgroup_mma_wait(0, deps=(lower, lower_scores))
+    columns += COLUMNS
+    weights, sums = on_diagonal(
+        lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, POWER, GATED
+    )
+    lower_weight += sums
+    stage = (before + 1) % STAGES
+    mbarrier.wait(barriers.index(stage), ((before + 1) // STAGES) & 1)
+    lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, stage), lower)
+
+    y_buffer = q_buffer.reshape([2 * ROWS, E])
+    divisor = gl.convert_layout(gl.where(upper_weight == 0, 1.0, upper_weight), SUMS_BY_ROW)
+    y_buffer.slice(0, ROWS).store((upper / gl.expand_dims(divisor, 1)).to(dtype))
+    divisor = gl.convert_layout(gl.where(lower_weight == 0, 1.0, lower_weight), SUMS_BY_ROW)
+    y_buffer.slice(ROWS, ROWS).store((lower / gl.expand_dims(divisor, 1)).to(dtype))
+    fence_async_shared()
+    async_store(y_desc, [batch, head, first, 0], q_buffer)
+    if GATED:
+        upper_weight = gl.where(weak, upper_weight * upper_decay, upper_weight)
+        lower_weight = gl.where(weak, lower_weight * lower_decay, lower_weight)
+    weight_ptr += sequence.to(gl.int64) * length
+    gl.store(weight_ptr + upper_rows, upper_weight, mask=upper_rows < length)
+    gl.store(weight_ptr + lower_rows, lower_weight, mask=lower_rows < length)
+    tma.store_wait(0)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None
+) -> tuple[Tensor, Tensor]:
+    """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
+
+    Args:
+        gates: from `gate_sums` with tiles of 64 tokens, or None.
+        split: `split_sums` of the same gates; computed here if None.
+    """
+    assert gates is None or gates.tile == KEY_TILE
+    if gates is not None and split is None:
+        split = split_sums(gates)
+    batch, length, heads, _ = q.shape
+    y = empty_aligned(v, batch, length, heads, v.shape[-1])
+    weight = q.new_empty(batch, heads, length, dtype=torch.float32)
+    # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
+    forward_kernel[flat_grid(triton.cdiv(length, QUERY_TILE), batch * heads)](
+        head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
+        split and split.whole, split and split.rest, gates and gates.to_end,
+        length, gates.to_end.shape[-1] if gates else 0, heads,
+        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return y, weight
