@@ -300,8 +300,8 @@ def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
     if with_states and sequence.power == 2 and not sequence.vector_gate:
         return True
     # The kernels pad heads to a power of two.
-    dims = (1 << (dim - 1).bit_length() for dim in (sequence.key_dim, sequence.value_dim))
-    balance = crossover_length(*dims, sequence.power, sequence.group)
+    key_dim, value_dim = (1 << (dim - 1).bit_length() for dim in (sequence.key_dim, sequence.value_dim))
+    balance = crossover_length(key_dim, value_dim, sequence.power, sequence.group)
     return sequence.length > max(CROSSOVER_FACTOR * balance, 2 * CHUNK_SIZE)
 
 
