@@ -100,10 +100,12 @@ def _route(call: str, request: Request) -> Route:
 def _on_hopper(request: Request) -> bool:
     from sympow.kernels import hopper
 
-    if request.form == "chunked" or request.step:
+    if request.vector_gate or request.step:
         return False
     q, v = (
         torch.empty(1, 1, 1, dim, dtype=request.dtype, device=request.device)
         for dim in (request.key_dim, request.value_dim)
     )
+    if request.form == "chunked":
+        return request.power == 2 and hopper.supports_chunks(q, q, v)
     return hopper.supports(q, q, v)
