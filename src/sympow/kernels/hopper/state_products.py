@@ -356,7 +356,7 @@ def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tenso
         blocks_of(states.high.flatten(0, 2), tile), x, x.stride(0), x.stride(1), x.stride(2), out, length, heads,
         *launch,
         GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH_COLUMN=states.high.shape[-1] - dim // 2, STAGES=RING,
-        num_warps=4, maxnreg=START_REGISTERS,
+        num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -388,6 +388,6 @@ def gradient_states(
         head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,
         length, 0 if factor is None else factor.shape[-1], heads, *launch,
         GROUP=heads // kv_heads, D=dim, E=value_dim, FACTORS=factor is not None, STAGES=RING,
-        num_warps=4, maxnreg=START_REGISTERS,
+        num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -165,5 +165,6 @@ def update(
     update_kernel[flat_grid(groups, where[0], batch * kv_heads)](
         head_major(x, TILE, columns), head_major(y, TILE), out_desc, transposed, transposed.shape[2], kv_heads, *where,
         first_entry, dim - columns, out.shape[-1] - columns, groups,
-        GROUP=heads // kv_heads, D=dim, ENTRIES=entries, STAGES=RING, num_warps=4, maxnreg=START_REGISTERS,
+        GROUP=heads // kv_heads, D=dim, ENTRIES=entries, STAGES=RING,
+        num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
