@@ -144,14 +144,14 @@ def fused_attention(
         chunks = chunk_sums(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
             boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final,
-            update=_hopper_update(q, k, v), **tiles.states,
+            update=_hopper_update(q, k, v, initial is not None or final), **tiles.states,
         )  # fmt: skip
         if chunks is not None:
             states, end, _ = scan_sums(chunks, initial, want_end=final)
     past = None
     if _on_hopper(q, k, v, chunk, documents):
         y, weight = hopper.attend(q, k, v, power, gates)
-    elif states is not None and _chunks_on_hopper(q, k, v, documents):
+    elif states is not None and _chunks_on_hopper(q, k, v, documents, initial_kv is not None or final):
         from sympow.kernels.hopper import chunked
 
         y, weight, past = chunked.attend(q, k, v, gates, states)
@@ -244,7 +244,7 @@ def _attend_backward(
     q, scale = scale_queries(q)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     on_hopper = _on_hopper(q, k, v, chunk, documents)
-    chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
+    chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents, initial or final)
     if on_hopper or chunks_on_hopper:
         from sympow.kernels.hopper import chunked
         from sympow.kernels.hopper.common import split_sums
@@ -268,8 +268,8 @@ def _attend_backward(
             start = FullState(d_final_kv.contiguous(), d_final_normalizer.contiguous())
         chunks = chunk_sums(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
-            past=kept.past, reverse=True, boundaries=(first, last), precise=initial, update=_hopper_update(q, k, v),
-            **tiles.states,
+            past=kept.past, reverse=True, boundaries=(first, last), precise=initial,
+            update=_hopper_update(q, k, v, initial or final), **tiles.states,
         )  # fmt: skip
         assert chunks is not None
         reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
@@ -380,14 +380,14 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents
     return hopper.supports(q, k, v)
 
 
-def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> bool:
-    """Whether the Hopper kernels of the chunked form run a call with states."""
-    return documents is None and q.is_cuda and hopper.supports_chunks(q, k, v)
+def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, at_ends: bool) -> bool:
+    """Whether the Hopper kernels of the chunked form run a call; with states at either end, the portable ones do."""
+    return documents is None and not at_ends and q.is_cuda and hopper.supports_chunks(q, k, v)
 
 
-def _hopper_update(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., None] | None:
+def _hopper_update(q: Tensor, k: Tensor, v: Tensor, at_ends: bool) -> Callable[..., None] | None:
     """What computes the states of chunks on Hopper, or None where the portable kernel does."""
-    if not (q.is_cuda and hopper.supports_chunks(q, k, v)):
+    if at_ends or not (q.is_cuda and hopper.supports_chunks(q, k, v)):
         return None
     from sympow.kernels.hopper.state_updates import update
 
