@@ -423,7 +423,7 @@ def make_table(arguments: argparse.Namespace) -> int:
         lines = ["\t".join(row.values()) for row in before if row["test"] not in tests]
     for (test, what, tolerance), margin in rows.items():
         values = [f"{tolerance:.3g}", f"{margin.worst:.2e}", f"{margin.worst / tolerance:.4f}", measured.seeds(test)]
-        values += [margin.runs, margin.mistakes, margin.crossing, f"{margin.least:.3g}", margin.by]
+        values += [margin.runs, margin.mistakes, margin.crossing, f"{margin.least:.4g}", margin.by]
         lines.append("\t".join([test, what, *map(str, values)]))
     arguments.out.write_text("\n".join(["\t".join(COLUMNS), *sorted(lines)]) + "\n")
     found = problems(measured)
