@@ -4,6 +4,7 @@ import argparse
 import ast
 import math
 import types
+from collections import Counter
 from pathlib import Path
 
 import arithmetic
@@ -136,7 +137,10 @@ def test_tolerances_that_are_too_tight_or_too_loose_are_found(tmp_path, monkeypa
     monkeypatch.setattr(support, "observe", runner.observe)
     runner.sweep(list(tests))
     assert runner.measured.settings == {"test.py::test[1e-05]": {(9, False)}}
-    assert margins.read_measured(tmp_path).seeds("test.py::test") == 9
+    assert margins.read_measured(tmp_path).seeds("test.py::test") == 10
+    # Seeds in one order count only as far as there are as many in the other.
+    one_sided = {"test.py::test": {(seed, False) for seed in range(9)} | {(0, True)}}
+    assert margins.Measured({}, one_sided, Counter()).seeds("test.py::test") == 2
 
 
 def test_every_row_of_the_table_has_its_margin_and_a_mistake_that_crosses_it():
