@@ -47,22 +47,22 @@ TILE, TILES, RING = 64, 4, 8
 
 
 @gluon.jit
-def _unit(place, tile, GROUP: gl.constexpr):
+def _locate_tile(place, tile, GROUP: gl.constexpr):
     """Query head and first row of a tile of the CTA, and whether the tile lies in the chunk."""
-    kv_head, chunk_start, chunk, group_first = place
-    unit = group_first + tile
-    offset = unit // GROUP * 64
-    return kv_head * GROUP + unit % GROUP, chunk_start + offset, offset < chunk
+    kv_head, chunk_start, chunk, first_tile = place
+    index = first_tile + tile
+    offset = index // GROUP * 64
+    return kv_head * GROUP + index % GROUP, chunk_start + offset, offset < chunk
 
 
 @gluon.jit
-def _copy_half(desc, state, first, column, row, step, buffers, ready, empty, COUNT: gl.constexpr, STAGES: gl.constexpr):
-    """Copies the tile at (row, column) of S_i for COUNT entries i from `first` on; returns the next step."""
+def _copy_half(desc, state, row, column, step, buffers, ready, empty, COUNT: gl.constexpr, STAGES: gl.constexpr):
+    """Copies the tile at (row, column) of each of COUNT slices of a state; returns the next step."""
     for n in range(COUNT):
         stage = step % STAGES
         mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
-        async_load(desc, [state, first + n, row, column], ready.index(stage), buffers.index(stage))
+        async_load(desc, [state, n, row, column], ready.index(stage), buffers.index(stage))
         step += 1
     return step
 
@@ -73,9 +73,9 @@ def _copy_for_query(
     HALF: gl.constexpr, HIGH_COLUMN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
-    step = _copy_half(low_desc, state, 0, 0, 0, step, buffers, ready, empty, HALF, STAGES)
-    step = _copy_half(low_desc, state, 0, HALF, 0, step, buffers, ready, empty, HALF, STAGES)
-    _copy_half(high_desc, state, 0, HIGH_COLUMN, 0, step, buffers, ready, empty, HALF, STAGES)
+    step = _copy_half(low_desc, state, 0, 0, step, buffers, ready, empty, HALF, STAGES)
+    step = _copy_half(low_desc, state, 0, HALF, step, buffers, ready, empty, HALF, STAGES)
+    _copy_half(high_desc, state, 0, HIGH_COLUMN, step, buffers, ready, empty, HALF, STAGES)
 
 
 @gluon.jit
@@ -85,8 +85,8 @@ def _copy_for_gradient(
 ):  # fmt: skip
     step = 0
     for half in gl.static_range(2):
-        step = _copy_half(low_desc, state, 0, 0, half * HALF, step, buffers, ready, empty, HALF, STAGES)
-        step = _copy_half(high_desc, state, 0, 0, half * HALF, step, buffers, ready, empty, HALF, STAGES)
+        step = _copy_half(low_desc, state, half * HALF, 0, step, buffers, ready, empty, HALF, STAGES)
+        step = _copy_half(high_desc, state, half * HALF, 0, step, buffers, ready, empty, HALF, STAGES)
     # Last, the two halves of Z and the four tiles of x.
     for n in gl.static_range(6):
         stage = step % STAGES
@@ -95,7 +95,7 @@ def _copy_for_gradient(
         if n < 2:
             async_load(normalizer_desc, [0, state, n * HALF, 0], ready.index(stage), buffers.index(stage))
         else:
-            head, row, _ = _unit(place, n - 2, GROUP)
+            head, row, _ = _locate_tile(place, n - 2, GROUP)
             async_load(x_desc, [batch, head, row, 0], ready.index(stage), buffers.index(stage))
         step += 1
 
@@ -145,8 +145,8 @@ def _query_rows(
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LEFT)
-    head_upper, row_upper, inside_upper = _unit(place, 2 * MEMBER, GROUP)
-    head_lower, row_lower, inside_lower = _unit(place, 2 * MEMBER + 1, GROUP)
+    head_upper, row_upper, inside_upper = _locate_tile(place, 2 * MEMBER, GROUP)
+    head_lower, row_lower, inside_lower = _locate_tile(place, 2 * MEMBER + 1, GROUP)
     rows = gl.arange(0, 64, ROW)
     x_ptr += batch.to(gl.int64) * x_stride_b
     upper_ptr = x_ptr + head_upper * x_stride_h + gl.minimum(row_upper + rows, length - 1).to(gl.int64) * x_stride_t
@@ -177,7 +177,7 @@ def _query_rows(
 
 @gluon.jit
 def _place(chunk, chunks, first_chunk, state_count, first_state, groups, kv_heads):
-    """Of a CTA: batch, state index, and its `place` for `_unit`."""
+    """Of a CTA: batch, state index, and its `place` for `_locate_tile`."""
     program = gl.program_id(0)
     group = program % groups
     number = program // groups % chunks
@@ -206,7 +206,7 @@ def query_states_kernel(
     thread_barrier()
     mbarrier.expect(x_ready.index(0), 8 * x_desc.block_type.nbytes)
     for n in gl.static_range(8):
-        head, row, _ = _unit(place, n // 2, GROUP)
+        head, row, _ = _locate_tile(place, n // 2, GROUP)
         async_load(x_desc, [batch, head, row, n % 2 * HALF], x_ready.index(0), x_buffers.index(n))
     gl.warp_specialize([
         (_query_rows, (place, batch, heads, length, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, x_buffers,
@@ -245,8 +245,8 @@ def _gradient_rows(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, LEFT)
     ACC_ROW: gl.constexpr = gl.SliceLayout(1, ACC)
-    head_upper, row_upper, inside_upper = _unit(place, 2 * MEMBER, GROUP)
-    head_lower, row_lower, inside_lower = _unit(place, 2 * MEMBER + 1, GROUP)
+    head_upper, row_upper, inside_upper = _locate_tile(place, 2 * MEMBER, GROUP)
+    head_lower, row_lower, inside_lower = _locate_tile(place, 2 * MEMBER + 1, GROUP)
     rows = gl.arange(0, 64, ROW)
     x_ptr += batch.to(gl.int64) * x_stride_b
     upper_ptr = x_ptr + head_upper * x_stride_h + gl.minimum(row_upper + rows, length - 1).to(gl.int64) * x_stride_t
@@ -302,7 +302,7 @@ def gradient_states_kernel(
     thread_barrier()
     mbarrier.expect(z_ready.index(0), 8 * z_desc.block_type.nbytes)
     for n in gl.static_range(8):
-        head, row, _ = _unit(place, n // 2, GROUP)
+        head, row, _ = _locate_tile(place, n // 2, GROUP)
         async_load(z_desc, [batch, head, row, n % 2 * (E // 2)], z_ready.index(0), z_buffers.index(n))
     gl.warp_specialize([
         (_gradient_rows, (place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
