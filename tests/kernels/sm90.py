@@ -515,7 +515,7 @@ CASES = {
     "scan, pairs, keys": pair_token_case(
         pair_decays.decay_tokens_kernel, 2, GROUP=1, D=64, KEYS=True, CHUNKED=True, BLOCK=16, scale_ptr=None
     ),
-    "scan, pairs, neighbours": pair_token_case(pair_neighbours.neighbour_scores_kernel, GROUP=1, D=64, BLOCK=16),
+    "scan, pairs, neighbours": pair_token_case(pair_neighbours.neighbour_scores_kernel, 2, GROUP=1, D=64, BLOCK=16),
     "scan, pairs, finish": pair_token_case(pair_neighbours.finish_gradients_kernel, 8, GROUP=1, D=64, BLOCK=16),
     "scan, pairs, states": (
         scan_pairs_kernel, {}, dict(D=64, REVERSE=True, MULTIPLIED=True, BLOCK=1024), 4, 3, None, "bf16", True,

@@ -131,7 +131,7 @@ def query_gradient_kernel(
     neighbours = tl.load(neighbours_ptr + places_in_block[None, :] * padded + rows[:, None])
     weights = tl.zeros((ROWS, BLOCK), tl.float32)
     since = tl.full((ROWS, D), 1.0, tl.float32)
-    for step in tl.range(0, ROWS // BLOCK, num_stages=1):
+    for step in tl.range(0, ROWS // BLOCK, num_stages=2):
         block = ROWS // BLOCK - 1 - step
         start = first + block * BLOCK
         k = near_desc.load([batch, kv_head, start, 0]).reshape(BLOCK, D)
@@ -272,7 +272,7 @@ def key_gradient_kernel(
     k = in_product_layout(near_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D), D, PRECISION)
     places_in_block = tl.arange(0, BLOCK)
     until = tl.full((ROWS, D), 1.0, tl.float32)
-    for step in tl.range(0, GROUP * (ROWS // BLOCK), num_stages=1):
+    for step in tl.range(0, GROUP * (ROWS // BLOCK), num_stages=2):
         if GROUP == 1:
             block, member = step, 0
         else:

@@ -104,7 +104,7 @@ def forward_kernel(
     neighbours = tl.load(neighbours_ptr + places_in_block[None, :] * padded + rows[:, None])
 
     since = tl.full((ROWS, D), 1.0, tl.float32)
-    for step in tl.range(0, ROWS // BLOCK, num_stages=1):
+    for step in tl.range(0, ROWS // BLOCK, num_stages=2):
         block = ROWS // BLOCK - 1 - step
         start = first + block * BLOCK
         k = near_desc.load([batch, kv_head, start, 0]).reshape(BLOCK, D)

@@ -76,15 +76,14 @@ def gate_gradient(
     batch, heads, length, columns = terms.shape
     tiles = totals.shape[2]
     sums = pad(totals.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
-    # The sums at 0, at the multiples of `spacing`, and at the end, where no pair of tokens lies across.
-    exact = totals.new_zeros(batch, heads, triton.cdiv(length, spacing) + 1, columns)
+    # At 0, at the multiples of `spacing`, and at the end. At both ends the exact sum is 0: no pair lies across.
+    drift = totals.new_zeros(batch, heads, triton.cdiv(length, spacing) + 1, columns)
     if crossing is not None:
-        exact[:, :, 1:-1] = crossing
-    places = [*range(0, length, spacing), tiles * TILE]
-    drift = exact - sums[:, :, torch.tensor(places, device=sums.device) // TILE]
+        drift[:, :, 1:-1] = crossing
+    drift[:, :, :-1] -= sums[:, :, : tiles : spacing // TILE]
     out = terms.new_empty(batch, length, heads, pairs)
     gate_gradient_kernel[(tiles * batch * heads,)](
-        terms, sums[:, :, 1:].contiguous(), drift.contiguous(), out, length, heads, pairs, tiles, spacing,
+        terms, sums[:, :, 1:].contiguous(), drift, out, length, heads, pairs, tiles, spacing,
         drift.shape[2],
         POWER=power, PAIRS=columns, TILE=TILE, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -128,7 +128,7 @@ def finish_gradients_kernel(
     tl.store(totals_ptr + (kv_sequence * tiles + tile) * (D // 2) + pair, total)
 
 
-def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int) -> tuple[Tensor, Tensor]:
+def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int, *, warps: int = 2) -> tuple[Tensor, Tensor]:
     """Scores of the scaled queries with the keys of their block, (b, h, BLOCK, ≥ t) float32: the key's place in its
     block, then the query; 0 for keys after the query and past the last token. And the scaled queries, decayed from the
     start of their block, as `decays.decay_queries` computes them, too.
@@ -142,14 +142,14 @@ def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int) -> tup
     neighbour_scores_kernel[(tiles * batch * heads,)](
         q, *q.stride()[:3], k, *k.stride()[:3], log_gamma, scores, near, *near.stride()[:3], length,
         padded, heads, log_gamma.shape[-1], tiles,
-        GROUP=heads // k.shape[2], D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=4, enable_fp_fusion=True,
+        GROUP=heads // k.shape[2], D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return scores, near
 
 
 def finish_gradients(
     q: Tensor, k: Tensor, log_gamma: Tensor, scale: Tensor, neighbours: Tensor, query_part: Tensor, key_part: Tensor,
-    power: int,
+    power: int, *, warps: int = 8,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d), dk (b, t, h_kv, d), and the terms of the gates' gradient: p dG_i by pair, (b, h_kv, t, d/2)
     float32, and their sums over tiles, (b, h_kv, tiles, d/2) float64.
@@ -173,6 +173,7 @@ def finish_gradients(
         q, *q.stride()[:3], k, *k.stride()[:3], log_gamma, scale, neighbours, query_part, key_part,
         dq, *dq.stride()[:3], dk, *dk.stride()[:3], terms, totals, length, neighbours.shape[-1], kv_heads,
         log_gamma.shape[-1], tiles,
-        GROUP=q.shape[2] // kv_heads, D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=8, enable_fp_fusion=True,
+        GROUP=q.shape[2] // kv_heads, D=dim, POWER=power, BLOCK=BLOCK, TILE=TILE, num_warps=warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return dq, dk, terms, totals
