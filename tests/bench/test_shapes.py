@@ -120,3 +120,16 @@ def test_keys_are_repeated_for_a_package_without_groups(monkeypatch):
     assert [x.shape[2] for x in seen] == [6, 6, 6, 6]
     torch.testing.assert_close(seen[1], inputs["k"].repeat_interleave(3, dim=2))
     assert all(x.is_leaf and x.requires_grad for x in leaves)
+
+
+def test_kinds_of_gates_are_timed_side_by_side(tmp_path):
+    out = tmp_path / "results.json"
+    result = run("--heads", "1", "--dim", "4", "--gating", "scalar", "--gating", "vector", "--gating", "none",
+                 "--only", "attention form", "--out", str(out))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    rows, setting = load_rows(out)
+    added = ["", ", a gate per pair", ", no gates"]
+    assert [row.method for row in rows] == ["attention form, auto" + name for name in added]
+    assert setting.gating == ("scalar", "vector", "none")
+    refused = run("--gating", "pairs")
+    assert refused.exit_code == 2 and "gating must be one of 'scalar', 'vector', 'none'" in refused.output

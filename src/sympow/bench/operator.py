@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
-from sympow.checks import check_at_least
+from sympow.checks import check_at_least, check_choice
 from sympow.extras import require
 from sympow.ops.dispatch import Backend, Form, chunked_unsupported_reason
 from sympow.ops.interface import attention
 from sympow.parsing import read_json
 
 BASELINE = "softmax, cuDNN"
+# What the names of methods add for a gate per rotated pair, and for none. One gate per head is the default.
+GATINGS = {"scalar": "", "vector": ", a gate per pair", "none": ", no gates"}
 TIMED = ("forward", "forward_and_backward")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The size, power, dtype and device of the calls to time. Inputs are gated; rotation is not timed.
+    """The size, power, gates, dtype and device of the calls to time. Rotation is not timed.
 
     Attributes:
         tokens: of a call.
@@ -38,6 +41,7 @@ class Setting:
         dim: d of queries, keys and values.
         kv_heads: key heads, a divisor of `heads`; None: as many as query heads.
         shape: the model whose heads these are (`sympow.bench.SHAPES`), or None.
+        gating: the gates with which `sympow.attention` is timed, each of `GATINGS`.
     """
 
     tokens: int = 65_536
@@ -48,14 +52,18 @@ class Setting:
     device: str = "cuda"
     kv_heads: int | None = None
     shape: str | None = None
+    gating: tuple[str, ...] = ("scalar",)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "gating", tuple(self.gating))
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         for name in ("tokens", "heads", "dim", "kv_heads"):
             check_at_least(name, getattr(self, name), 1)
         if self.heads % self.key_heads:
             raise ValueError(f"kv_heads must divide heads, {self.heads}; got {self.kv_heads}")
+        for kind in self.gating:
+            check_choice("gating", kind, GATINGS)
 
     @property
     def key_heads(self) -> int:
@@ -109,10 +117,10 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
         found["softmax, flash"] = partial(_softmax, SDPBackend.FLASH_ATTENTION)
     else:
         found["softmax"] = partial(_softmax, None)
-    for backend in backends:
-        found[f"attention form, {backend}"] = partial(_sympow, "attention", backend)
+    for backend, kind in product(backends, setting.gating):
+        found[f"attention form, {backend}{GATINGS[kind]}"] = partial(_sympow, "attention", backend, kind)
         if _chunked_reason(setting, backend) is None:
-            found[f"chunked form, {backend}"] = partial(_sympow, "chunked", backend)
+            found[f"chunked form, {backend}{GATINGS[kind]}"] = partial(_sympow, "chunked", backend, kind)
     if setting.device == "cuda" and _importable("retention"):
         found["retention, chunked"] = _retention
     if setting.device == "cuda" and _importable("fla.ops.simple_gla"):
@@ -362,10 +370,18 @@ def _softmax(
 
 
 def _sympow(
-    form: Form, backend: Backend, setting: Setting, context: int, inputs: dict[str, Tensor]
+    form: Form, backend: Backend, gating: str, setting: Setting, context: int, inputs: dict[str, Tensor]
 ) -> tuple[Call, list[Tensor]]:
-    arguments: dict[str, Any] = {**inputs, "power": setting.power, "form": form, "backend": backend}
-    return partial(attention, **arguments), list(inputs.values())
+    tensors = dict(inputs)
+    log_gamma = tensors.pop("log_gamma")
+    if gating == "scalar":
+        tensors["log_gamma"] = log_gamma
+    elif gating == "vector":
+        noise = torch.rand(*log_gamma.shape, setting.dim // 2, device=log_gamma.device)
+        by_pair = log_gamma.detach().unsqueeze(-1) * (0.5 + noise)
+        tensors["log_gamma"] = by_pair.requires_grad_(log_gamma.requires_grad)
+    arguments: dict[str, Any] = {**tensors, "power": setting.power, "form": form, "backend": backend}
+    return partial(attention, **arguments), list(tensors.values())
 
 
 def _retention(setting: Setting, context: int, inputs: dict[str, Tensor]) -> tuple[Call, list[Tensor]]:

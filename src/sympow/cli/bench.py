@@ -44,6 +44,10 @@ def bench(
     dtype: Annotated[
         str | None, typer.Option(help=f"Dtype of q, k and v: bfloat16, float16 or float32. {_by_device('dtype')}")
     ] = None,
+    gating: Annotated[
+        list[str] | None,
+        typer.Option(help="Gates: scalar, one per head, the default; vector, one per rotated pair; none. Repeatable."),
+    ] = None,
     device: Device = None,
     backend: Annotated[
         list[str] | None, typer.Option(help="Backend: torch, triton or auto, the default; repeatable.")
@@ -94,7 +98,15 @@ def bench(
     for name in backends:
         check_choice("backend", name, BACKENDS)
     setting = Setting(
-        tokens, model.heads, model.dim, power, getattr(torch, dtype), device, kv_heads=model.kv_heads, shape=shape
+        tokens,
+        model.heads,
+        model.dim,
+        power,
+        getattr(torch, dtype),
+        device,
+        kv_heads=model.kv_heads,
+        shape=shape,
+        gating=tuple(gating or ("scalar",)),
     )
     if out is not None:
         check_can_write("out", out, "file")
