@@ -231,7 +231,7 @@ def _tile(rows, columns):
 
 def attention_case(
     which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False,
-    block_terms=False,
+    block_terms=False, high=None,
 ):  # fmt: skip
     """Arguments of `compile_kernel` for a kernel that visits tiles of scores."""
     own, other = (rows, columns) if which in ("forward", "query") else (columns, rows)
@@ -248,7 +248,8 @@ def attention_case(
         GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32", ROWS=rows, COLUMNS=columns, STAGES=stages
     )
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
-    optional = {"WITH_STATE": state, "HIGH_COLUMN": 0, "DOCUMENTS": documents, "BLOCK_TERMS": block_terms}
+    optional = {"WITH_STATE": state, "HIGH": high or d // 2, "HIGH_COLUMN": 0, "DOCUMENTS": documents}
+    optional["BLOCK_TERMS"] = block_terms
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
     return kernel, blocks, constants, warps, stages, registers
 
@@ -289,14 +290,14 @@ def short_case(which, power=2, group=1, gated=True):
     return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
 
 
-def state_case(which, group=4, columns=128):
+def state_case(which, group=4, columns=128, high=64):
     """The same for a product with states or a sum for them, heads of 128."""
     constants = {"GROUP": group, "D": 128}
     if which == "update":
         blocks = {"x_desc": _tile(64, columns), "y_desc": _tile(64, 128), "out_desc": _tile(64, columns)}
         constants |= {"ENTRIES": state_updates.WIDTH // columns, "STAGES": state_updates.RING}
         return state_updates.update_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
-    constants |= {"E": 128, "STAGES": state_products.RING}
+    constants |= {"E": 128, "HIGH": high, "STAGES": state_products.RING}
     if which == "query":
         blocks = {"x_desc": _tile(64, 64)} | dict.fromkeys(("low_desc", "high_desc"), _tile(128, 64))
         constants["HIGH_COLUMN"] = 64
@@ -496,6 +497,7 @@ CASES = {
     "hopper states query": state_case("query"),
     "hopper states gradient, dq": state_case("gradient"),
     "hopper states gradient, dk": state_case("gradient", group=1),
+    "hopper states gradient, heads of 80": state_case("gradient", group=1, high=16),
     "hopper states update": state_case("update"),
     "hopper states update, high": state_case("update", group=1, columns=64),
     "pairs forward": pair_case("forward", 128, 4, 3),

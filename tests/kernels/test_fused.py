@@ -54,6 +54,7 @@ def test_the_attention_form(power, gate, rotation, group, dim, value_dim, length
     [
         ("scalar", "scale", 2, 16, 16, 300),
         ("none", "fixed", 1, 12, 20, 257),
+        ("scalar", "scale", 1, 38, 33, 257),  # padded keys, whose last entries have no slices of the state
         ("scalar", "none", 1, 32, 32, 128),
     ],
 )
@@ -339,9 +340,9 @@ def test_operators_pass_pytorchs_own_checks():
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     documents = tuple(locate(torch.tensor([0, 7, 20]), 20))
     state = (torch.randn(1, 1, 16, 16, 16, requires_grad=True), torch.randn(1, 1, 16, 16, requires_grad=True))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, False, True, False))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, *documents, None, None, 4, 0, False, True, False))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, True, True, True))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, 16, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, *documents, None, None, 4, 0, 16, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, 16, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None)
     torch.library.opcheck(rotation_op._rotate, (*rotation, None, None, True))
     torch.library.opcheck(rotation_op._rotate, (*rotation, *documents, False))

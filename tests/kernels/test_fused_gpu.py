@@ -157,7 +157,8 @@ def test_packed_documents(form, power, gamma):
 )
 def test_gradients_through_states(form, power, dim, value_dim):
     """Two calls with a state between them, compared with one call in plain PyTorch."""
-    inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=dim, value_dim=value_dim)
+    # Several sequences: in one, the errors of β's gradient are a random walk that may end anywhere.
+    inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=dim, value_dim=value_dim, batch=4)
 
     def in_two(x):
         head, state = sympow.attention(
@@ -183,8 +184,8 @@ def test_operators_pass_pytorchs_own_checks():
     inputs = make_inputs(200, "weak").requires_grad()
     qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     state = (torch.randn(1, 2, 64, 64, 64, device="cuda"), torch.randn(1, 2, 64, 64, device="cuda"))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, False, True, False))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, True, True, True))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, 64, False, True, False))
+    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, 64, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None, True)
     torch.library.opcheck(rotation_op._rotate, rotation)
 

@@ -93,7 +93,7 @@ def test_attention(power, gate, chunk, packed):
         documents = Documents(*locate(torch.tensor([0, 40, 110, 150]), 150))
         log_gamma = close_gates(log_gamma, documents, 1)
     given = (inputs.q, inputs.k, inputs.v, log_gamma, *(documents or (None, None)), None, None)
-    y, weight, *_ = fused_attention(*given, power, chunk, False, False, False)
+    y, weight, *_ = fused_attention(*given, power, chunk, given[0].shape[-1], False, False, False)
     expected_y, expected_weight = attention_reference(
         *double(inputs.q, inputs.k, inputs.v, inputs.log_gamma), power, chunk=chunk,
         document_start=None if documents is None else documents.start,

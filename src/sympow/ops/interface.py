@@ -261,6 +261,7 @@ def _run(
             *full_state,
             sequence.power,
             chunk,
+            sequence.key_dim,
             carries_states,
             carries_states and needs_grad,
             carries_states and return_state,

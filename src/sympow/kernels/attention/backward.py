@@ -67,8 +67,8 @@ def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
     q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, past_ptr,
     document_start_ptr, length, padded, gates_padded, heads, chunk, state_count, first_boundary,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
+    GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
@@ -102,7 +102,7 @@ def query_gradient_kernel(
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * q_stride_t
             dy_left = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
             for half in tl.static_range(2):
-                for i in tl.range(0, D // 2, 2):
+                for i in tl.range(0, D // 2 if half == 0 else HIGH, 2):
                     even = tl.load(pointers + half * (D // 2) + i)
                     odd = tl.load(pointers + half * (D // 2) + i + 1)
                     if half == 0:
@@ -202,9 +202,9 @@ def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
     k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr, block_terms_ptr,
     length, padded, gates_padded, kv_heads, chunk, state_count, first_boundary, query_block,
-    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
+    GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
     and k_j · dk_j. BLOCK_TERMS: also what each block of `query_block` queries adds to k_j · dk_j."""
@@ -237,7 +237,7 @@ def key_gradient_kernel(
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
             v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
             for half in tl.static_range(2):
-                for i in tl.range(0, D // 2):
+                for i in tl.range(0, D // 2 if half == 0 else HIGH):
                     entry = tl.load(pointers + half * (D // 2) + i)
                     if half == 0:
                         dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
@@ -336,6 +336,11 @@ def prepare(
     return divided, minus_delta
 
 
+def _high(states: ChunkStates | None) -> int:
+    """How many entries i ≥ d/2 have an S_i."""
+    return 0 if states is None else states.high.shape[3]
+
+
 def _state_arguments(x: Tensor, states: ChunkStates | None, chunk: int, length: int, d: int, e: int) -> tuple:
     """x, its strides and descriptors of the states; and the chunk, number of states and first boundary."""
     if states is None:
@@ -374,8 +379,9 @@ def query_gradient(
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
         gates and gates.sums, gates and gates.to_end, *state, past, documents and documents.start,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *location,
-        GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
-        DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
+        GROUP=heads // k.shape[2], D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
+        WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
+        COLUMNS=columns, STAGES=stages,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
@@ -412,7 +418,7 @@ def key_gradient(
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
         gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, block_terms,
         length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location, query_block,
-        GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
+        GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
         PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,

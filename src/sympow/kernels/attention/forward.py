@@ -59,7 +59,7 @@ def state_weight(q, normalizer, PRECISION: tl.constexpr):
 @triton.jit
 def query_state(
     acc, q, q_low, q_high, q_ptr, scale, rows, length, stride_t, low_desc, high_desc, normalizer_desc, state_index,
-    D: tl.constexpr, E: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """φ(q) S, added to acc = 0, and φ(q) Z; q_low and q_high are the two halves of q, not yet scaled.
 
@@ -85,7 +85,7 @@ def query_state(
         acc = tl.dot(q_low * entry[:, None], kv_low.T, acc, input_precision=PRECISION)
         other = wait_for_mma(tl.dot(q_high * (entry * 2)[:, None], kv_high.T, other, input_precision=PRECISION))
     even, odd = ahead, tl.load(pointers + HALF + 1)
-    for i in tl.range(0, HALF, 2):
+    for i in tl.range(0, HIGH, 2):
         even_scaled, odd_scaled = even * scale, odd * scale
         next_pair = pointers + tl.minimum(HALF + i + 2, D - 2)
         even, odd = tl.load(next_pair), tl.load(next_pair + 1)
@@ -103,7 +103,8 @@ def forward_kernel(
     q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, past_ptr,
     document_start_ptr, length, padded_length, heads, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
-    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH_COLUMN: tl.constexpr, PRECISION: tl.constexpr,
+    WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH: tl.constexpr, HIGH_COLUMN: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """y_i for a tile of queries, their weights Σ_j B_ij, and φ(q_i) Z of the chunk's state without further decay."""
@@ -141,7 +142,8 @@ def forward_kernel(
             entries = q_ptr + batch.to(tl.int64) * q_stride_b + head.to(tl.int64) * q_stride_h
             acc, weight = query_state(
                 acc, q, q_low, q_high, entries, scale, rows, length, q_stride_t, low_desc, high_desc,
-                normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E, HIGH_COLUMN, PRECISION,
+                normalizer_desc, kv_sequence * state_count + boundary - first_boundary, D, E, HIGH, HIGH_COLUMN,
+                PRECISION,
             )  # fmt: skip
             tl.store(past_ptr + rows, weight, mask=rows < length)
             if GATED:
@@ -240,12 +242,12 @@ def attend(
     q_desc = head_major(q, (rows, d))
     q = q_desc.base.transpose(1, 2)
     if states is None:
-        chunk, state_count, high_column, first_boundary = chunk or length + rows, 0, 0, 0
+        chunk, state_count, high, high_column, first_boundary = chunk or length + rows, 0, 0, 0, 0
         q_half_desc = low_desc = high_desc = normalizer_desc = None
     else:
         assert dim == d and value_dim == e and power == 2 and states.chunk % rows == 0
-        chunk, state_count, high_column = states.chunk, states.low.shape[2], states.high.shape[-1] - d // 2
-        first_boundary = states.first
+        chunk, state_count, first_boundary = states.chunk, states.low.shape[2], states.first
+        high, high_column = states.high.shape[3], states.high.shape[-1] - d // 2
         q_half_desc = head_major(q, (rows, d // 2))
         low_desc = TensorDescriptor.from_tensor(states.low.flatten(0, 2), [1, 1, e, d // 2])
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
@@ -257,7 +259,8 @@ def attend(
         q_half_desc, low_desc, high_desc, normalizer_desc, past, documents and documents.start,
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, state_count, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
-        DOCUMENTS=documents is not None, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype), ROWS=rows,
-        COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        DOCUMENTS=documents is not None, HIGH=high, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype),
+        ROWS=rows, COLUMNS=columns, STAGES=stages,
+        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return y, weight, past

@@ -26,7 +26,7 @@ from sympow.kernels.running_sums import (
     gate_gradient,
     gate_sums,
 )
-from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, scan_sums
+from sympow.kernels.states.quadratic import ChunkStates, FullState, chunk_sums, entries_of_high, scan_sums
 
 # In the attention form the drift of the gates' gradient is corrected after every block of so many queries ...
 DRIFT_SPACING = 4096
@@ -94,6 +94,7 @@ class Options(NamedTuple):
     Attributes:
         power: p.
         chunk: tokens per chunk; 0: all in one.
+        key_dim: entries of q and k after which they are padded with zeros.
         with_states: whether chunks see earlier ones through states (p = 2).
         initial: whether there is a state before the first token.
         final: whether the state after the last token is returned.
@@ -101,6 +102,7 @@ class Options(NamedTuple):
 
     power: int
     chunk: int
+    key_dim: int
     with_states: bool
     initial: bool
     final: bool
@@ -118,6 +120,7 @@ def fused_attention(
     initial_normalizer: Tensor | None,
     power: int,
     chunk: int,
+    key_dim: int,
     with_states: bool,
     train: bool,
     final: bool,
@@ -130,7 +133,7 @@ def fused_attention(
         log_gamma: one gate per head, closed between documents, (b, t, h_kv) float32; or None.
         document_start, document_end: as in `common.Documents`, or None.
         initial_kv, initial_normalizer: a `FullState`, only with states; or None.
-        power, chunk, with_states, final: as in `Options`.
+        power, chunk, key_dim, with_states, final: as in `Options`.
         train: whether the backward pass will run, which needs all d² features of the states; ignored without states.
     """
     tiles = tiles_for(q.shape[-1])
@@ -144,14 +147,14 @@ def fused_attention(
         chunks = chunk_sums(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
             boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final,
-            update=_hopper_update(q, k, v, initial is not None or final), **tiles.states,
+            key_dim=key_dim, update=_hopper_update(q, k, v), **tiles.states,
         )  # fmt: skip
         if chunks is not None:
             states, end, _ = scan_sums(chunks, initial, want_end=final)
     past = None
     if _on_hopper(q, k, v, chunk, documents):
         y, weight = hopper.attend(q, k, v, power, gates)
-    elif states is not None and _chunks_on_hopper(q, k, v, documents, initial_kv is not None or final):
+    elif states is not None and _chunks_on_hopper(q, k, v, documents):
         from sympow.kernels.hopper import chunked
 
         y, weight, past = chunked.attend(q, k, v, gates, states)
@@ -177,6 +180,7 @@ def _(
     initial_normalizer: Tensor | None,
     power: int,
     chunk: int,
+    key_dim: int,
     with_states: bool,
     train: bool,
     final: bool,
@@ -200,7 +204,8 @@ def _(
         if count:
             full = train or final or initial_kv is not None
             low = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim)
-            high = q.new_empty(batch, kv_heads, count, dim // 2, value_dim, dim if full else dim // 2)
+            high_entries = entries_of_high(dim, key_dim)
+            high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
             normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
             past = torch.empty_like(weight)
     rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past)
@@ -223,6 +228,7 @@ def _attend_backward(
     document_end: Tensor | None,
     power: int,
     chunk: int,
+    key_dim: int,
     with_states: bool,
     initial: bool,
     final: bool,
@@ -233,7 +239,7 @@ def _attend_backward(
         dy, d_weight, d_final_kv, d_final_normalizer: gradients of what `sympow::attend` returned.
         q, k, v, y, weight: its inputs and outputs.
         saved: the fields of `Saved`.
-        power, chunk, with_states, initial, final: as in `Options`.
+        power, chunk, key_dim, with_states, initial, final: as in `Options`.
     """
     kept, tiles = Saved(*saved), tiles_for(q.shape[-1])
     gates = kept.gates
@@ -244,7 +250,7 @@ def _attend_backward(
     q, scale = scale_queries(q)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     on_hopper = _on_hopper(q, k, v, chunk, documents)
-    chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents, initial or final)
+    chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
     if on_hopper or chunks_on_hopper:
         from sympow.kernels.hopper import chunked
         from sympow.kernels.hopper.common import split_sums
@@ -269,7 +275,7 @@ def _attend_backward(
         chunks = chunk_sums(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
             past=kept.past, reverse=True, boundaries=(first, last), precise=initial,
-            update=_hopper_update(q, k, v, initial or final), **tiles.states,
+            key_dim=key_dim, update=_hopper_update(q, k, v), **tiles.states,
         )  # fmt: skip
         assert chunks is not None
         reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
@@ -330,10 +336,12 @@ def _(
 
 
 def _save_attend(ctx, inputs, output) -> None:
-    q, k, v, log_gamma, document_start, document_end, initial_kv, _, power, chunk, with_states, _, final = inputs
+    q, k, v, log_gamma, document_start, document_end, initial_kv, _, power, chunk, key_dim, with_states, _, final = (
+        inputs
+    )
     y, weight, end_kv, end_normalizer, *rest = output
     ctx.save_for_backward(q, k, v, y, weight, document_start, document_end, *rest)
-    ctx.options = Options(power, chunk, with_states, initial_kv is not None, final)
+    ctx.options = Options(power, chunk, key_dim, with_states, initial_kv is not None, final)
     ctx.gated = log_gamma is not None
     ctx.final_shapes = (end_kv.shape, end_normalizer.shape)
     ctx.set_materialize_grads(False)
@@ -356,7 +364,7 @@ def _differentiate_attend(ctx, dy, d_weight, d_final_kv, d_final_normalizer, *_)
     )  # fmt: skip
     gradients = (dq, dk, dv, d_log_gamma if ctx.gated else None, None, None)
     d_initial = (d_kv, d_normalizer) if ctx.options.initial else (None, None)
-    return (*gradients, *d_initial, None, None, None, None, None)
+    return (*gradients, *d_initial, None, None, None, None, None, None)
 
 
 fused_attention.register_autograd(_differentiate_attend, setup_context=_save_attend)
@@ -380,14 +388,14 @@ def _on_hopper(q: Tensor, k: Tensor, v: Tensor, chunk: int, documents: Documents
     return hopper.supports(q, k, v)
 
 
-def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, at_ends: bool) -> bool:
-    """Whether the Hopper kernels of the chunked form run a call; with states at either end, the portable ones do."""
-    return documents is None and not at_ends and q.is_cuda and hopper.supports_chunks(q, k, v)
+def _chunks_on_hopper(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> bool:
+    """Whether the Hopper kernels of the chunked form run a call."""
+    return documents is None and q.is_cuda and hopper.supports_chunks(q, k, v)
 
 
-def _hopper_update(q: Tensor, k: Tensor, v: Tensor, at_ends: bool) -> Callable[..., None] | None:
+def _hopper_update(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., None] | None:
     """What computes the states of chunks on Hopper, or None where the portable kernel does."""
-    if at_ends or not (q.is_cuda and hopper.supports_chunks(q, k, v)):
+    if not (q.is_cuda and hopper.supports_chunks(q, k, v)):
         return None
     from sympow.kernels.hopper.state_updates import update
 

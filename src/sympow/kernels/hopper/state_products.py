@@ -70,23 +70,23 @@ def _copy_half(desc, state, row, column, step, buffers, ready, empty, COUNT: gl.
 @gluon.jit
 def _copy_for_query(
     low_desc, high_desc, state, buffers, ready, empty,
-    HALF: gl.constexpr, HIGH_COLUMN: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, HIGH: gl.constexpr, HIGH_COLUMN: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
     step = _copy_half(low_desc, state, 0, 0, step, buffers, ready, empty, HALF, STAGES)
     step = _copy_half(low_desc, state, 0, HALF, step, buffers, ready, empty, HALF, STAGES)
-    _copy_half(high_desc, state, 0, HIGH_COLUMN, step, buffers, ready, empty, HALF, STAGES)
+    _copy_half(high_desc, state, 0, HIGH_COLUMN, step, buffers, ready, empty, HIGH, STAGES)
 
 
 @gluon.jit
 def _copy_for_gradient(
     low_desc, high_desc, normalizer_desc, x_desc, batch, place, state, buffers, ready, empty,
-    HALF: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    HALF: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     step = 0
     for half in gl.static_range(2):
         step = _copy_half(low_desc, state, half * HALF, 0, step, buffers, ready, empty, HALF, STAGES)
-        step = _copy_half(high_desc, state, half * HALF, 0, step, buffers, ready, empty, HALF, STAGES)
+        step = _copy_half(high_desc, state, half * HALF, 0, step, buffers, ready, empty, HIGH, STAGES)
     # Last, the two halves of Z and the four tiles of x.
     for n in gl.static_range(6):
         stage = step % STAGES
@@ -138,7 +138,8 @@ def _store_tile(out_ptr, acc, sequence, row, inside, length, N: gl.constexpr, AC
 @gluon.jit
 def _query_rows(
     place, batch, heads, length, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, x_buffers, x_ready, buffers,
-    ready, empty, MEMBER: gl.constexpr, D: gl.constexpr, E: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ready, empty, MEMBER: gl.constexpr, D: gl.constexpr, E: gl.constexpr, HIGH: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """φ(x) S for the two tiles of rows of one warpgroup."""
     HALF: gl.constexpr = D // 2
@@ -170,7 +171,7 @@ def _query_rows(
     left_upper = matrix(x_buffers, 4 * MEMBER + 1).load(LEFT)
     left_lower = matrix(x_buffers, 4 * MEMBER + 3).load(LEFT)
     upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, HALF, step, buffers,
-                                       ready, empty, HALF, D, True, STAGES)  # fmt: skip
+                                       ready, empty, HIGH, D, True, STAGES)  # fmt: skip
     _store_tile(out_ptr, upper, batch * heads + head_upper, row_upper, inside_upper, length, E, ACC)
     _store_tile(out_ptr, lower, batch * heads + head_lower, row_lower, inside_lower, length, E, ACC)
 
@@ -191,7 +192,8 @@ def _place(chunk, chunks, first_chunk, state_count, first_state, groups, kv_head
 def query_states_kernel(
     x_desc, low_desc, high_desc, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, length, heads, chunk,
     chunks, first_chunk, state_count, first_state, groups,
-    GROUP: gl.constexpr, D: gl.constexpr, E: gl.constexpr, HIGH_COLUMN: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, E: gl.constexpr, HIGH: gl.constexpr, HIGH_COLUMN: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """φ(x) S of 256 rows."""
     dtype: gl.constexpr = x_desc.dtype
@@ -210,10 +212,10 @@ def query_states_kernel(
         async_load(x_desc, [batch, head, row, n % 2 * HALF], x_ready.index(0), x_buffers.index(n))
     gl.warp_specialize([
         (_query_rows, (place, batch, heads, length, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, x_buffers,
-                       x_ready.index(0), buffers, ready, empty, gl.constexpr(0), D, E, GROUP, STAGES)),
+                       x_ready.index(0), buffers, ready, empty, gl.constexpr(0), D, E, HIGH, GROUP, STAGES)),
         (_query_rows, (place, batch, heads, length, x_ptr, x_stride_b, x_stride_t, x_stride_h, out_ptr, x_buffers,
-                       x_ready.index(0), buffers, ready, empty, gl.constexpr(1), D, E, GROUP, STAGES)),
-        (_copy_for_query, (low_desc, high_desc, state, buffers, ready, empty, HALF, HIGH_COLUMN, STAGES)),
+                       x_ready.index(0), buffers, ready, empty, gl.constexpr(1), D, E, HIGH, GROUP, STAGES)),
+        (_copy_for_query, (low_desc, high_desc, state, buffers, ready, empty, HALF, HIGH, HIGH_COLUMN, STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
@@ -237,7 +239,7 @@ def _row_factors(factor_ptr, past_ptr, sequence, row, length, padded, ROW: gl.co
 def _gradient_rows(
     place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr, past_ptr, out_ptr,
     z_buffers, z_ready, buffers, ready, empty, MEMBER: gl.constexpr, D: gl.constexpr, E: gl.constexpr,
-    GROUP: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    HIGH: gl.constexpr, GROUP: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Σ_i x_i (z S_i) + f x Z for the two tiles of rows of one warpgroup."""
     HALF: gl.constexpr = D // 2
@@ -259,7 +261,7 @@ def _gradient_rows(
         left_upper = matrix(z_buffers, 4 * MEMBER + half).load(LEFT)
         left_lower = matrix(z_buffers, 4 * MEMBER + 2 + half).load(LEFT)
         upper, lower, step = _add_products(upper, lower, left_upper, left_lower, upper_ptr, lower_ptr, 0, step, buffers,
-                                           ready, empty, D, D, False, STAGES)  # fmt: skip
+                                           ready, empty, HALF + HIGH, D, False, STAGES)  # fmt: skip
     # f x Z, its left operand f x rounded like those above.
     x_upper = _wait_for(step + 2 + 2 * MEMBER, buffers, ready, STAGES)
     x_lower = _wait_for(step + 3 + 2 * MEMBER, buffers, ready, STAGES)
@@ -287,7 +289,8 @@ def _gradient_rows(
 def gradient_states_kernel(
     z_desc, low_desc, high_desc, normalizer_desc, x_desc, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
     past_ptr, out_ptr, length, padded, heads, chunk, chunks, first_chunk, state_count, first_state, groups,
-    GROUP: gl.constexpr, D: gl.constexpr, E: gl.constexpr, FACTORS: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, E: gl.constexpr, HIGH: gl.constexpr, FACTORS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Σ_i x_i (z S_i) + f x Z of 256 rows."""
     dtype: gl.constexpr = z_desc.dtype
@@ -307,12 +310,12 @@ def gradient_states_kernel(
     gl.warp_specialize([
         (_gradient_rows, (place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
                           past_ptr, out_ptr, z_buffers, z_ready.index(0), buffers, ready, empty, gl.constexpr(0), D, E,
-                          GROUP, FACTORS, STAGES)),
+                          HIGH, GROUP, FACTORS, STAGES)),
         (_gradient_rows, (place, batch, heads, length, padded, x_ptr, x_stride_b, x_stride_t, x_stride_h, factor_ptr,
                           past_ptr, out_ptr, z_buffers, z_ready.index(0), buffers, ready, empty, gl.constexpr(1), D, E,
-                          GROUP, FACTORS, STAGES)),
+                          HIGH, GROUP, FACTORS, STAGES)),
         (_copy_for_gradient, (low_desc, high_desc, normalizer_desc, x_desc, batch, place, state, buffers, ready, empty,
-                              HALF, GROUP, STAGES)),
+                              HALF, HIGH, GROUP, STAGES)),
     ], [4, 1], [REGISTERS, COPY_REGISTERS])  # fmt: skip
 
 
@@ -355,7 +358,8 @@ def query_states(x: Tensor, states: ChunkStates, *, keys: bool = False) -> Tenso
         head_major(x, TILE, dim // 2), blocks_of(states.low.flatten(0, 2), tile),
         blocks_of(states.high.flatten(0, 2), tile), x, x.stride(0), x.stride(1), x.stride(2), out, length, heads,
         *launch,
-        GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH_COLUMN=states.high.shape[-1] - dim // 2, STAGES=RING,
+        GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH=states.high.shape[3],
+        HIGH_COLUMN=states.high.shape[-1] - dim // 2, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return out
@@ -370,7 +374,7 @@ def gradient_states(
     Args:
         x, keys: as in `query_states`.
         z: output gradients (b, t, h, e), or values.
-        states: with all d² features.
+        states: with all columns a.
         factor: f for each row (b, h, ≥ t) float32; None: 1.
         past: φ(x) Z (b, h, t) float32, with `factor`: rows where it is 0 do not see the state, and get 0.
     """
@@ -387,7 +391,8 @@ def gradient_states(
         blocks_of(states.high.flatten(0, 2), tile), blocks_of(normalizer, [1, 1, dim // 2, dim]),
         head_major(x, TILE), x, x.stride(0), x.stride(1), x.stride(2), factor, past, out,
         length, 0 if factor is None else factor.shape[-1], heads, *launch,
-        GROUP=heads // kv_heads, D=dim, E=value_dim, FACTORS=factor is not None, STAGES=RING,
+        GROUP=heads // kv_heads, D=dim, E=value_dim, HIGH=states.high.shape[3], FACTORS=factor is not None,
+        STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -153,14 +153,14 @@ def update(
     Args:
         x, y: as in `states.quadratic.chunk_sums`.
         transposed: the decayed tokens that `fold_kernel` writes, (b, h, tiles, d, 64).
-        out: (b, h_kv, n, d/2, e, d), or (…, columns).
+        out: `low` or `high` of `states.quadratic.ChunkSums`, (b, h_kv, n, ≤ d/2, e, d) or (…, columns).
         where: chunks, states per sequence, first chunk, first state, and tokens per chunk.
         columns: how many of the columns a of S_ia are computed.
     """
     batch, _, heads, dim = x.shape
-    kv_heads, half, value_dim = out.shape[1], out.shape[3], out.shape[4]
+    kv_heads, value_dim = out.shape[1], out.shape[4]
     entries = WIDTH // columns
-    groups = half // entries
+    groups = out.shape[3] // entries
     out_desc = blocks_of(out.flatten(0, 2), [1, 1, value_dim // 2, columns])
     update_kernel[flat_grid(groups, where[0], batch * kv_heads)](
         head_major(x, TILE, columns), head_major(y, TILE), out_desc, transposed, transposed.shape[2], kv_heads, *where,

@@ -94,7 +94,7 @@ def forward_kernel(
             acc, weight = query_state(
                 acc, since, q_low, q_high, pointers, tl.full((ROWS,), 1.0, tl.float32), rows, length, q_stride_t,
                 low_desc, high_desc, normalizer_desc, (kv_sequence * state_count + boundary - 1).to(tl.int32),
-                D, E, HIGH_COLUMN, PRECISION,
+                D, E, D // 2, HIGH_COLUMN, PRECISION,
             )  # fmt: skip
             tl.store(past_ptr + sequence * length + rows, weight, mask=rows < length)
 

@@ -51,6 +51,8 @@ TILE_TOKENS = 64
 FOLD_REGISTERS = 80
 # Numbers of a state that a CTA mirrors.
 MIRROR_SIZE = 8192
+# The kernels compute S_i of up to this many entries i together.
+ENTRY_MULTIPLE = 8
 
 # The three tensors of a state: Z, and S for the lower and for the upper half of the entries.
 StateTensors = tuple[Any, Any, Any]
@@ -70,7 +72,8 @@ class ChunkStates:
 
     Attributes:
         low: S_i for i < d/2, (b, h_kv, n, d/2, e, d), in the dtype of the inputs.
-        high: S_i for i ≥ d/2, (b, h_kv, n, d/2, e, d), or (…, d/2) for a ≥ d/2 only.
+        high: S_i for i ≥ d/2, (b, h_kv, n, d/2, e, d), or (…, d/2) for a ≥ d/2 only. Where keys are padded, their last
+            entries are zero, and those S_i are left out: fewer than d/2 remain.
         normalizer: Z, (b, h_kv, n, d, d).
         chunk: tokens between two boundaries.
         first: the boundary of the first state: 0 if there is an initial state, else 1.
@@ -200,12 +203,12 @@ def fold_kernel(
 @triton.jit
 def update_kernel(
     x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, chunk_count, state_count, first_chunk, first_state,
-    chunk, first_entry, first_column, out_column,
+    chunk, first_entry, first_column, out_column, groups,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """S_iᵀ = Σ (y * x_i)ᵀ x over the tokens of a chunk for ENTRIES entries i: (e, COLUMNS) each."""
-    group, rest = split_program_id(D // 2 // ENTRIES, tl.int32)
+    group, rest = split_program_id(groups, tl.int32)
     step_chunk, kv_sequence = rest % chunk_count, rest // chunk_count
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
     entry = first_entry + group * ENTRIES
@@ -235,15 +238,18 @@ def update_kernel(
 @triton.jit
 def mirror_kernel(
     low_ptr, high_ptr, chunk_count, state_count, first_state,
-    HALF: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, HIGH: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """S_ia = S_ai for i in the upper and a in the lower half, and ROWS of the e entries of the values."""
+    """S_ia = S_ai for HIGH entries i in the upper and all a in the lower half; ROWS of the e entries of the values."""
     block, rest = split_program_id(E // ROWS)
     state = rest // chunk_count * state_count + rest % chunk_count + first_state
     rows = (block * ROWS + tl.arange(0, ROWS))[None, :, None]
     major, minor = tl.arange(0, HALF)[:, None, None], tl.arange(0, HALF)[None, None, :]
-    offsets = ((state * HALF + major) * E + rows) * (2 * HALF) + minor
-    tl.store(high_ptr + offsets, tl.permute(tl.load(low_ptr + offsets + HALF), (2, 1, 0)))
+    offsets = (major * E + rows) * (2 * HALF) + minor
+    low_ptr += state * (HALF * E * 2 * HALF) + HALF
+    high_ptr += state * (HIGH * E * 2 * HALF)
+    block = tl.permute(tl.load(low_ptr + offsets, mask=minor < HIGH), (2, 1, 0))
+    tl.store(high_ptr + offsets, block, mask=major < HIGH)
 
 
 def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
@@ -258,6 +264,7 @@ def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
         state_count,
         first_state,
         HALF=half,
+        HIGH=high.shape[3],
         E=value_dim,
         ROWS=rows,
         num_warps=4,
@@ -353,6 +360,17 @@ def _head_strides(tensors: StateTensors) -> tuple[int, ...]:
     return tuple(0 if x is None else x.stride(1) for x in tensors)
 
 
+def entries_of_high(dim: int, key_dim: int | None) -> int:
+    """How many entries i ≥ d/2 of padded keys (b, t, h_kv, d) have an S_i in `ChunkStates.high`.
+
+    Args:
+        key_dim: entries after which the keys are padded with zeros; None: all d of them.
+    """
+    half = dim // 2
+    wanted = half if key_dim is None else ENTRY_MULTIPLE * -(-(key_dim - half) // ENTRY_MULTIPLE)
+    return min(half, max(ENTRY_MULTIPLE, wanted))
+
+
 def chunk_sums(
     x: Tensor,
     y: Tensor,
@@ -366,6 +384,7 @@ def chunk_sums(
     reverse: bool = False,
     boundaries: tuple[int, int] | None = None,
     precise: bool = False,
+    key_dim: int | None = None,
     entries: int = 2,
     warps: int = 4,
     stages: int = 3,
@@ -384,6 +403,7 @@ def chunk_sums(
             between the last two chunks or that after the last one. Boundary 0, or in reverse the one after the last
             chunk, is for the start of the scan.
         precise: keep S in float32.
+        key_dim: entries of x after which it is padded with zeros; None: all d of them.
         update: what computes S instead of `update_kernel`: `hopper.state_updates.update`.
     """
     batch, length, heads, dim = x.shape
@@ -394,13 +414,14 @@ def chunk_sums(
     if state_count == 0:
         return None
     half = dim // 2
+    high_entries = entries_of_high(dim, key_dim)
     all_tiles = chunks * chunk // TILE_TOKENS
     group = heads // kv_heads
     dtype = torch.float32 if precise else x.dtype
     transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
     normalizer = x.new_empty(batch, kv_heads, state_count, dim, dim, dtype=torch.float32)
     low = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim, dtype=dtype)
-    high = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim if full else half, dtype=dtype)
+    high = x.new_empty(batch, kv_heads, state_count, high_entries, value_dim, dim if full else half, dtype=dtype)
     precision = dot_precision(x.dtype)
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
@@ -421,11 +442,11 @@ def chunk_sums(
                 update(x, y, transposed, out, where, first_entry, columns)
                 continue
             together = entries * dim // columns  # as many as fit in registers
-            flat = out.view(-1, half, value_dim, out.shape[-1])
-            update_kernel[flat_grid(half // together, count, batch * kv_heads)](
+            groups = out.shape[3] // together
+            update_kernel[flat_grid(groups, count, batch * kv_heads)](
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
-                TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
-                all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns,
+                TensorDescriptor.from_tensor(out.flatten(0, 2), [1, 1, value_dim, columns]),
+                all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
                 TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
             )  # fmt: skip
@@ -438,7 +459,7 @@ def chunk_sums(
 def end_alone(chunks: ChunkSums) -> FullState:
     """The end of the scan if it started from zero, float32; needs all d² features."""
     end = _empty_end(chunks)
-    _scan(chunks, NO_TENSORS, NO_TENSORS, _tensors(end), NO_TENSORS)
+    _scan(chunks, NO_TENSORS, NO_TENSORS, _tensors(end, chunks), NO_TENSORS)
     return end
 
 
@@ -463,7 +484,7 @@ def scan_sums(
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
     end = _empty_end(chunks) if want_end else None
     others = (other.normalizer, other.low, other.high) if other else NO_TENSORS
-    products = _scan(chunks, (normalizer, low, high), _tensors(start), _tensors(end), others)
+    products = _scan(chunks, (normalizer, low, high), _tensors(start, chunks), _tensors(end, chunks), others)
     total = None if products is None else products.sum(-1, dtype=torch.float64)
     return ChunkStates(low, high, normalizer, chunks.chunk, chunks.first), end, total
 
@@ -471,11 +492,13 @@ def scan_sums(
 def _empty_end(chunks: ChunkSums) -> FullState:
     batch, heads, _, half, value_dim, dim = chunks.low.shape
     kv = chunks.normalizer.new_empty(batch, heads, 2 * half, value_dim, dim)
+    kv[:, :, half + chunks.high.shape[3] :].zero_()
     return FullState(kv, kv.new_empty(batch, heads, dim, dim))
 
 
-def _tensors(state: FullState | None) -> StateTensors:
+def _tensors(state: FullState | None, chunks: ChunkSums) -> StateTensors:
+    """Views of a state that correspond to the tensors of `chunks`."""
     if state is None:
         return NO_TENSORS
-    half = state.kv.shape[2] // 2
-    return state.normalizer, state.kv[:, :, :half], state.kv[:, :, half:]
+    low, high = chunks.low.shape[3], chunks.high.shape[3]
+    return state.normalizer, state.kv[:, :, :low], state.kv[:, :, low : low + high]
