@@ -1,4 +1,4 @@
-"""Both forms for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: bfloat16.
+"""Both forms for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: bfloat16 and float16.
 
 The same computation as `sympow.kernels.attention`, whose plain PyTorch twin is also the reference of these kernels.
 `forward` and `backward` are the attention form, warp-specialised, for heads of 64 to 128; `short_forward` and
@@ -17,8 +17,12 @@ import torch
 import triton
 from torch import Tensor
 
+from sympow.kernels.float16_range import KeyRange, RowGradients
+
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
 WIDTHS = (64, 128)
+# float16 has further scales (`float16_range`), which only the kernels for short sequences know of.
+LARGEST_WIDTH = {torch.bfloat16: WIDTHS[-1], torch.float16: WIDTHS[0]}
 # With heads of 64 the warp-specialised kernels are faster from this length on. At 4,096 tokens they take 12 % longer
 # forward and backward, at 16,384 3 % less, on an H200.
 LONG = 16_384
@@ -32,8 +36,9 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these kernels support the queries, keys and values; otherwise the portable kernels run."""
     return (
         torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
-        and all(WIDTHS[0] <= x.shape[-1] <= WIDTHS[-1] for x in (q, v))
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in LARGEST_WIDTH
+        and all(WIDTHS[0] <= x.shape[-1] <= LARGEST_WIDTH[q.dtype] for x in (q, v))
         and _compiled_by_this_release()
     )
 
@@ -45,26 +50,33 @@ def supports_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def supports_key_gradient(k: Tensor, v: Tensor, block_terms: Tensor | None) -> bool:
     """Whether `key_gradient` supports a call that `supports` accepts."""
+    if k.dtype == torch.float16:
+        return False  # no registers are left for the factors of float16
     return not _is_short(k, v) or (block_terms is None and k.shape[1] <= SHORT_KEY_GRADIENT_MAX_LENGTH)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, key_range: KeyRange | None = None
+) -> tuple[Tensor, Tensor]:
     """`forward.attend` or `short_forward.attend`."""
     if _is_short(k, v):
         from sympow.kernels.hopper.short_forward import attend as run_short
 
-        return run_short(q, k, v, *arguments)
+        return run_short(q, k, v, *arguments, key_range=key_range)
     from sympow.kernels.hopper.forward import attend as run
 
     return run(q, k, v, *arguments)
 
 
-def query_gradient(q: Tensor, scale: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def query_gradient(
+    q: Tensor, scale: Tensor, k: Tensor, v: Tensor, *arguments: Any,
+    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`backward.query_gradient` or `short_backward.query_gradient`."""
     if _is_short(k, v):
         from sympow.kernels.hopper.short_backward import query_gradient as run_short
 
-        return run_short(q, scale, k, v, *arguments)
+        return run_short(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
     from sympow.kernels.hopper.backward import query_gradient as run
 
     return run(q, scale, k, v, *arguments)
@@ -85,7 +97,7 @@ def key_gradient(
 
 
 def _is_short(k: Tensor, v: Tensor) -> bool:
-    return k.shape[-1] == v.shape[-1] == WIDTHS[0] and k.shape[1] < LONG
+    return k.shape[-1] == v.shape[-1] == WIDTHS[0] and (k.shape[1] < LONG or k.dtype == torch.float16)
 
 
 @cache
