@@ -92,6 +92,7 @@ POINTERS = {
             "initial_ptr",
             "final_ptr",
             "delta_ptr",
+            "folded_delta_ptr",
             "d_weight_ptr",
             "scales_ptr",
             "key_scales_ptr",
@@ -270,7 +271,7 @@ def attention_case(
     return kernel, blocks, constants, warps, stages, registers, dtype
 
 
-def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False):
+def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False, dtype="bf16"):
     """The same for a Hopper kernel, in Gluon."""
     kernel, stages = {
         "forward": (hopper_forward.forward_kernel, hopper_forward.RING),
@@ -286,8 +287,9 @@ def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_t
     if which == "key":
         constants["BLOCK_TERMS"] = block_terms
         absent += () if block_terms else ("block_terms_ptr",)
+    absent += () if dtype == "fp16" else ("bound_ptr", "q_length_ptr", "factor_ptr", "scales_ptr")
     constants |= {name: None for name in absent if name in kernel.arg_names}
-    return kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
+    return kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS, dtype
 
 
 def short_case(which, power=2, group=1, gated=True, dtype="bf16"):
@@ -347,7 +349,9 @@ def range_case(kernel, dtype="fp16", **constants):
     """The same for a kernel of `float16_range`, or one that splits float32 into pieces."""
     tile = _tile(128, 64)
     blocks = dict.fromkeys(("q_desc", "k_desc", "v_desc", "y_desc", "dy_desc"), (dtype, tile))
-    blocks |= dict.fromkeys(("scaled_desc", "divided_desc", "k_pieces", "v_pieces", "q_pieces"), tile)
+    blocks |= dict.fromkeys(
+        ("scaled_desc", "divided_desc", "folded_desc", "decayed_desc", "k_pieces", "v_pieces", "q_pieces"), tile
+    )
     every = dict(GROUP=1, POWER=2, GATED=True, D=64, E=64, ROWS=128, BLOCK=1024, SPLIT=dtype == "fp32", **constants)
     chosen = {name: value for name, value in every.items() if name in kernel.arg_names}
     return kernel, blocks, chosen, 4, 3, None, "fp16"
@@ -605,6 +609,16 @@ CASES = {
     "float16 short forward p=4": short_case("forward", power=4, dtype="fp16"),
     "float16 short forward, no gates": short_case("forward", gated=False, dtype="fp16"),
     "float16 short query gradient": short_case("query", dtype="fp16"),
+    "float16 hopper forward": hopper_case("forward", d=64, group=1, dtype="fp16"),
+    "float16 hopper forward, no gates": hopper_case("forward", d=64, group=1, gated=False, dtype="fp16"),
+    "float16 hopper query gradient": hopper_case("query", d=64, group=1, dtype="fp16"),
+    "float16 hopper query, no gates": hopper_case("query", d=64, group=1, gated=False, dtype="fp16"),
+    "float16 hopper key gradient": hopper_case("key", d=64, group=1, dtype="fp16"),
+    "float16 hopper key, no gates": hopper_case("key", d=64, group=1, gated=False, dtype="fp16"),
+    "float16 hopper key, query blocks": hopper_case("key", d=64, group=1, block_terms=True, dtype="fp16"),
+    "float16 hopper wide forward p=4": hopper_case("forward", power=4, dtype="fp16"),
+    "float16 hopper wide query gradient": hopper_case("query", dtype="fp16"),
+    "float16 hopper wide key gradient": hopper_case("key", dtype="fp16"),
     "float16 update, low": update_case(2, 64, dtype="fp16"),
     "float16 update, high": update_case(4, 32, dtype="fp16"),
     "float16 fold": fold_case("fp16"),
@@ -614,6 +628,7 @@ CASES = {
     "range, bound": range_case(float16_range.bound_kernel, INITIAL=True),
     "range, prepare": range_case(float16_range.prepare_kernel, WEIGHTED=True),
     "range, gradient scales": range_case(float16_range.gradient_scales_kernel, FINAL=True),
+    "range, fold factors": range_case(float16_range.fold_factors_kernel),
     "range, measure float32": range_case(float16_range.measure_kernel, "fp32"),
     "range, prepare float32": range_case(float16_range.prepare_kernel, "fp32", WEIGHTED=False),
     "range, split keys": range_case(split_float32.split_keys_kernel, "fp32"),

@@ -13,7 +13,15 @@ from support import Inputs, assert_close, float32_tolerance, gradients, interpre
 pytest.importorskip("triton", reason="needs Triton")
 
 from sympow.kernels.attention import op, split_float32
-from sympow.kernels.float16_range import key_range
+from sympow.kernels.float16_range import (
+    FOLDED_VALUE_FACTOR,
+    GRADIENT_FACTOR,
+    KEY_UNIT,
+    fold_factors,
+    key_range,
+    prepare,
+)
+from sympow.kernels.hopper.common import split_sums
 from sympow.kernels.running_sums import gate_sums
 
 pytestmark = interpreted
@@ -143,6 +151,56 @@ def test_bounds_of_keys(gate, power):
     lengths = k.double().norm(dim=-1).log2().transpose(1, 2)
     sums = torch.zeros_like(lengths) if gates is None else gates.sums / torch.log(torch.tensor(2.0)).double() / power
     torch.testing.assert_close(found.double(), (lengths - sums).cummax(-1).values + sums, rtol=0, atol=1e-4)
+
+
+def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk and dv of a head as the warp-specialised kernel computes them from `FoldedRows`, rounded to float16 where it
+    rounds: Gluon has no interpreter.
+    """
+    q, k, v, log_gamma = inputs.q, inputs.k, inputs.v, inputs.log_gamma
+    y, weight, *_ = op.fused_attention(q, k, v, log_gamma, None, None, None, None, power, 0, False, True, False)
+    gates = None if log_gamma is None else gate_sums(log_gamma)
+    ranges = key_range(k, v, power, gates)
+    rows = prepare(q, y, dy, weight, None, ranges, power)
+    folded = fold_factors(rows, None if gates is None else split_sums(gates), power, 1, 128)
+    unit, value_factor, factor = (
+        rows.scales[0, 0, x.value].double() for x in (KEY_UNIT, FOLDED_VALUE_FACTOR, GRADIENT_FACTOR)
+    )
+    length = q.shape[1]
+    sums = torch.zeros(length).double() if gates is None else gates.sums[0, 0]
+    block = torch.arange(length) // 128
+    ends = sums[(block * 128 + 127).clamp(max=length - 1)]
+    keys = (k[0, :, 0].double() * unit).half().double()
+    later = block[None, :] < block[:, None]
+    scores = torch.where(later, folded.decayed[0, :, 0].double() @ keys.mT, folded.q[0, :, 0].double() @ keys.mT)
+    log_decay = torch.where(later, sums[block * 128][:, None] - ends[None] + (ends - sums)[None], sums[:, None] - sums)
+    decay = log_decay.tril().exp().tril()
+    dp = rows.dy[0, :, 0].double() @ v[0, :, 0].double().mT * value_factor + folded.minus_delta[0, 0, :length, None]
+    weights, grads = ((scores ** (power - 1) * decay * x).half().double() for x in (scores, dp))
+    own = torch.where(later, 0.0, grads).mT @ folded.q[0, :, 0].double()
+    dk = (own + torch.where(later, grads, 0.0).mT @ folded.decayed[0, :, 0].double()) * unit * power / factor
+    return dk / value_factor, weights.mT @ rows.dy[0, :, 0].double() / factor
+
+
+@pytest.mark.parametrize("gate", ["none", "weak", "strong", "closed"])
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize(
+    ("key", "value", "scale", "spread"), [(1.0, 1.0, 1.0, 0.0), (2e-4, 1.0, 1e-2, 0.0), (200.0, 1e4, 1e-3, 3.0)]
+)
+def test_factors_folded_into_queries(gate, power, key, value, scale, spread):
+    inputs = make(13, length=300, heads=1, key_heads=1, gate="none" if gate == "none" else "scalar")
+    lengths = torch.exp2(torch.randn(1, 300, 1, 1, generator=torch.Generator().manual_seed(0)) * spread).clamp(max=8)
+    k, v = ((x.float() * size).half() for x, size in ((inputs.k, key * lengths), (inputs.v, value)))
+    inputs = replace(inputs, k=k, v=v)
+    if inputs.log_gamma is not None:
+        log_gamma = inputs.log_gamma.float() * (20 if gate == "strong" else 1)
+        log_gamma[:, [100, 126, 130, 255]] = -torch.inf if gate == "closed" else log_gamma[:, [100, 126, 130, 255]]
+        inputs = replace(inputs, log_gamma=log_gamma)
+    dy = (torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1)) * scale).half()
+    exact = inputs.map(torch.Tensor.double).requires_grad()
+    expected = torch.autograd.grad(run(exact, power, "attention", backend="torch"), (exact.k, exact.v), dy.double())
+    for found, want in zip(key_gradients_of_folded_rows(inputs, power, dy), expected, strict=True):
+        assert (found - want[0, :, 0]).norm() <= 2e-3 * want.norm()
 
 
 @pytest.fixture

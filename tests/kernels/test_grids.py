@@ -19,7 +19,7 @@ from triton.runtime import KernelInterface
 import sympow
 import sympow.kernels
 from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
-from sympow.kernels import common
+from sympow.kernels import common, float16_range
 from sympow.kernels.attention import shard, split_float32
 from sympow.kernels.common import flat_grid
 from sympow.kernels.cross_entropy import cross_entropy_in_place
@@ -106,6 +106,14 @@ def attend_on_hopper_to_short_sequences(batch, heads, chunks):
     short_backward.key_gradient(q, k, k, q, rows, 2, gates)
 
 
+def attend_on_hopper_in_float16(batch, heads, chunks):
+    q, k = (torch.ones(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.float16) for n in (2, 1))
+    gates = gate_sums(torch.zeros(batch, q.shape[1], heads))
+    ranges = float16_range.key_range(k, k, 2, gates)
+    rows = float16_range.prepare(q, q, q, torch.ones(batch, 2 * heads, q.shape[1]), None, ranges, 2)
+    hopper_backward.key_gradient(rows.q, k, k, rows.dy, rows.minus_delta, 2, gates, rows_half=rows)
+
+
 def attend_on_hopper(batch, heads, chunks):
     q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 128, dtype=torch.bfloat16) for n in (2, 1))
     gates = gate_sums(torch.empty(batch, q.shape[1], heads))
@@ -174,6 +182,7 @@ FAMILIES = {
     "float32 in pieces": attend_in_pieces,
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
     "hopper": attend_on_hopper,
+    "hopper, float16": attend_on_hopper_in_float16,
     "hopper, short sequences": attend_on_hopper_to_short_sequences,
     "a gate per pair": attend_with_pair_gates,
     "shard": attend_to_shard,

@@ -27,7 +27,7 @@ these scales, in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -45,6 +45,9 @@ from sympow.kernels.common import (
 )
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
+if TYPE_CHECKING:
+    from sympow.kernels.hopper.common import SplitSums
+
 # log2 of the largest weight.
 WEIGHT_LIMIT = tl.constexpr(15.0)
 # log2 of the largest state, which is a sum of many numbers.
@@ -59,6 +62,11 @@ VALUE_MARGIN = tl.constexpr(8.0)
 QUERY_LIMIT = tl.constexpr(11.0)
 # log2 of the longest key and of the largest entry of a value in pieces (`attention.split_float32`).
 SPLIT_EXPONENT = tl.constexpr(4.0)
+# log2 of the longest key in the gradient of keys on Hopper, where a query is scaled by the root of its factor; log2 of
+# the largest entry of such a query; and how much smaller than 2^GRADIENT_LIMIT all others may get for its sake.
+FOLDED_EXPONENT = tl.constexpr(4.0)
+FOLDED_LIMIT = tl.constexpr(15.0)
+FOLDED_LOSS = tl.constexpr(12.0)
 # Columns of `KeyRange.scales`, and their number.
 KEY_EXPONENT = tl.constexpr(0)
 VALUE_EXPONENT = tl.constexpr(1)
@@ -73,7 +81,9 @@ GRADIENT_FACTOR = tl.constexpr(2)
 D_KV_SCALE = tl.constexpr(3)
 D_NORMALIZER_SCALE = tl.constexpr(4)
 D_TOKEN_SCALE = tl.constexpr(5)
-GRADIENT_SCALES = tl.constexpr(6)
+KEY_UNIT = tl.constexpr(6)
+FOLDED_VALUE_FACTOR = tl.constexpr(7)
+GRADIENT_SCALES = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -357,8 +367,9 @@ class RowGradients:
         length: log2 |q_i|, (b, h, ≥ t) float32.
         factor: 2^e_i / w_i, (b, h, ≥ t) float32; zero from t on and for rows without weight or gradient.
         scales: of each head, (b, h_kv, GRADIENT_SCALES) float32: the factor of dy'' · v − δ'', which includes the next;
-            the length of the longest key, a power of two; 2^g; and the factors of the gradients of S and Z and of the
-            transposed queries that they are computed from.
+            the length of the longest key, a power of two; 2^g; the factors of the gradients of S and Z and of the
+            transposed queries that they are computed from; and for queries scaled by the roots of their factors
+            (`fold_factors`) those of keys and of dy'' · v − δ''.
     """
 
     q: Tensor
@@ -451,6 +462,10 @@ def prepare_kernel(
     # Rows whose gradients are zero, and those that are not finite, have no say.
     counts = (size > 0) & (size < float("inf")) & (weight > 0) & (weight < float("inf"))
     entry = tl.max(tl.abs(scaled), axis=1)
+    if not SPLIT:
+        # A query that all its keys are nearly orthogonal to is long where its factor is folded into it.
+        reach = -log_weight * POWER + (key_exponent - FOLDED_EXPONENT + (1.0 - FOLDED_LIMIT)) * POWER + GRADIENT_LIMIT
+        short = tl.maximum(short, tl.minimum(reach, FOLDED_LOSS))
     parts_ptr += (sequence.to(tl.int64) * tiles + tile) * 4
     tl.store(parts_ptr, tl.max(tl.where(counts, -tl.log2(dy_scale) + short, NO_LENGTH), axis=0))
     tl.store(parts_ptr + 1, tl.max(tl.where(counts, factor * entry, 0.0), axis=0))
@@ -507,6 +522,10 @@ def gradient_scales_kernel(
         # In units of the scaled keys and values.
         tl.store(scales_ptr + VALUE_FACTOR, value_factor * 0 + 2.0**-VALUE_MARGIN)
         tl.store(scales_ptr + KEY_LENGTH, value_factor * 0 + 2.0**SPLIT_EXPONENT)
+    tl.store(scales_ptr + KEY_UNIT, power_of_two(-key_exponent + FOLDED_EXPONENT))
+    # Scores to the power p − 1 are below 2^(11 (p − 1) / p).
+    MARGIN: tl.constexpr = 3.0 if POWER == 2 else 5.0 if POWER == 4 else 6.0
+    tl.store(scales_ptr + FOLDED_VALUE_FACTOR, power_of_two(-value_exponent - MARGIN))
     # Transposed queries are multiplied by dy'' up to 16, or by −δ'' / K up to 16.
     token_exponent = -_exponent(tl.max(token, axis=0) * factor) + STATE_LIMIT - 4.0
     tl.store(scales_ptr + D_TOKEN_SCALE, power_of_two(tl.minimum(token_exponent, most)))
@@ -545,3 +564,79 @@ def prepare(
         POWER=power, FINAL=d_final is not None, BLOCK=1024, SPLIT=split, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return RowGradients(scaled, scale, divided, minus_delta, lengths, factor, scales)
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """Queries with their factors folded in: (2^e_i / w_i 2^g)^(1/p) q_i, so that the gradient of keys needs no factor.
+
+    With s' the score of such a query, s'^p is the weight that dv_j sums and s'^(p−1) dB q' what dk_j sums.
+
+    Attributes:
+        q: those queries, for keys that are 2^FOLDED_EXPONENT long at most, (b, t, h, d).
+        decayed: the same, times the p-th root of the decay from the start of their block of 128 tokens; q without
+            gates.
+        minus_delta: −δ'' with the factor of dy'' · v − δ'' that goes with them, (b, h, ≥ t) float32.
+    """
+
+    q: Tensor
+    decayed: Tensor
+    minus_delta: Tensor
+
+
+@triton.jit
+def fold_factors_kernel(
+    q_desc, folded_desc, decayed_desc, factor_ptr, delta_ptr, folded_delta_ptr, whole_ptr, rest_ptr, scales_ptr,
+    padded, gates_padded, heads, tiles,
+    GROUP: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`FoldedRows` of a block of rows."""
+    tile, sequence = split_program_id(tiles, tl.int32)
+    batch, head = sequence // heads, sequence % heads
+    kv_sequence = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    first = tile * ROWS
+    rows = first + tl.arange(0, ROWS)
+    scales_ptr += kv_sequence * GRADIENT_SCALES
+    out = sequence.to(tl.int64) * padded + rows
+    change = tl.load(scales_ptr + FOLDED_VALUE_FACTOR) / tl.load(scales_ptr + VALUE_FACTOR)
+    tl.store(folded_delta_ptr + out, tl.load(delta_ptr + out) * change)
+
+    q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D).to(tl.float32)
+    factor = tl.load(factor_ptr + out)
+    log_factor = tl.log2(tl.where(factor == 0, 1.0, factor)) + tl.log2(tl.load(scales_ptr + GRADIENT_FACTOR))
+    root = tl.where(factor == 0, 0.0, tl.exp2(log_factor / POWER)) / tl.load(scales_ptr + KEY_UNIT)
+    most = tl.max(tl.abs(q), axis=1)
+    root = tl.minimum(root, tl.exp2(-tl.log2(tl.where(most == 0, 1.0, most)) + FOLDED_LIMIT))
+    folded_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
+    if GATED:
+        whole_ptr += kv_sequence * gates_padded
+        rest_ptr += kv_sequence * gates_padded
+        log_decay = (tl.load(whole_ptr + rows) - tl.load(whole_ptr + first)).to(tl.float32)
+        log_decay += tl.load(rest_ptr + rows) - tl.load(rest_ptr + first)
+        root *= tl.exp2(log_decay * (1.0 / POWER))
+        decayed_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
+
+
+def fold_factors(rows: RowGradients, split: SplitSums | None, power: int, kv_heads: int, block: int) -> FoldedRows:
+    """What the gradient of keys on Hopper reads of rows.
+
+    Args:
+        split: `split_sums` of the gates; None: there are none.
+        block: tokens per block of decays.
+    """
+    batch, length, heads, dim = rows.q.shape
+    padded = rows.factor.shape[-1]
+    tiles = triton.cdiv(length, block)
+    assert tiles * block == padded
+    d = block_dim(dim)
+    q = empty_aligned(rows.q, *rows.q.shape)
+    decayed = q if split is None else empty_aligned(rows.q, *rows.q.shape)
+    minus_delta = torch.empty_like(rows.minus_delta)
+    fold_factors_kernel[flat_grid(tiles, batch * heads)](
+        head_major(rows.q, (block, d)), head_major(q, (block, d)), head_major(decayed, (block, d)), rows.factor,
+        rows.minus_delta, minus_delta, split and split.whole, split and split.rest, rows.scales,
+        padded, split.whole.shape[-1] if split else 0, heads, tiles,
+        GROUP=heads // kv_heads, POWER=power, GATED=split is not None, D=d, ROWS=block, num_warps=8,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return FoldedRows(q, decayed, minus_delta)

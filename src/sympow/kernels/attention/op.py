@@ -335,8 +335,9 @@ def _attend_backward(
         block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
     if on_hopper and hopper.supports_key_gradient(k, v, block_terms):
         dk, dv, column_terms = hopper.key_gradient(
-            q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block
-        )
+            q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block,
+            rows_half=rows_half,
+        )  # fmt: skip
     elif reverse is not None and chunks_on_hopper:
         dk, dv, column_terms = chunked.key_gradient(q, k, v, divided, minus_delta, gates, split, reverse)
     elif in_pieces:

@@ -21,8 +21,6 @@ from sympow.kernels.float16_range import KeyRange, RowGradients
 
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
 WIDTHS = (64, 128)
-# float16 has further scales (`float16_range`), which only the kernels for short sequences know of.
-LARGEST_WIDTH = {torch.bfloat16: WIDTHS[-1], torch.float16: WIDTHS[0]}
 # With heads of 64 the warp-specialised kernels are faster from this length on. At 4,096 tokens they take 12 % longer
 # forward and backward, at 16,384 3 % less, on an H200.
 LONG = 16_384
@@ -37,21 +35,22 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         torch.cuda.get_device_capability(q.device) == (9, 0)
         and q.dtype == k.dtype == v.dtype
-        and q.dtype in LARGEST_WIDTH
-        and all(WIDTHS[0] <= x.shape[-1] <= LARGEST_WIDTH[q.dtype] for x in (q, v))
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and all(WIDTHS[0] <= x.shape[-1] <= WIDTHS[-1] for x in (q, v))
         and _compiled_by_this_release()
     )
 
 
 def supports_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2, which are not padded."""
-    return q.shape[-1] == v.shape[-1] == WIDTHS[-1] and supports(q, k, v)
+    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2, which are not padded: bfloat16,
+    since it knows no scales of states."""
+    return q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == WIDTHS[-1] and supports(q, k, v)
 
 
 def supports_key_gradient(k: Tensor, v: Tensor, block_terms: Tensor | None) -> bool:
     """Whether `key_gradient` supports a call that `supports` accepts."""
     if k.dtype == torch.float16:
-        return False  # no registers are left for the factors of float16
+        return True
     return not _is_short(k, v) or (block_terms is None and k.shape[1] <= SHORT_KEY_GRADIENT_MAX_LENGTH)
 
 
@@ -65,7 +64,7 @@ def attend(
         return run_short(q, k, v, *arguments, key_range=key_range)
     from sympow.kernels.hopper.forward import attend as run
 
-    return run(q, k, v, *arguments)
+    return run(q, k, v, *arguments, key_range=key_range)
 
 
 def query_gradient(
@@ -79,25 +78,26 @@ def query_gradient(
         return run_short(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
     from sympow.kernels.hopper.backward import query_gradient as run
 
-    return run(q, scale, k, v, *arguments)
+    return run(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
 
 
 def key_gradient(
-    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, block_terms: Tensor | None = None, query_block: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward.key_gradient` or `short_backward.key_gradient`."""
-    if _is_short(k, v):
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, block_terms: Tensor | None = None, query_block: int = 0,
+    rows_half: RowGradients | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`backward.key_gradient` or `short_backward.key_gradient`, which has no registers left for float16."""
+    if _is_short(k, v) and rows_half is None:
         assert block_terms is None
         from sympow.kernels.hopper.short_backward import key_gradient as run_short
 
         return run_short(q, k, v, *arguments)
     from sympow.kernels.hopper.backward import key_gradient as run
 
-    return run(q, k, v, *arguments, block_terms=block_terms, query_block=query_block)
+    return run(q, k, v, *arguments, block_terms=block_terms, query_block=query_block, rows_half=rows_half)
 
 
 def _is_short(k: Tensor, v: Tensor) -> bool:
-    return k.shape[-1] == v.shape[-1] == WIDTHS[0] and (k.shape[1] < LONG or k.dtype == torch.float16)
+    return k.shape[-1] == v.shape[-1] == WIDTHS[0] and k.shape[1] < LONG
 
 
 @cache

@@ -33,6 +33,7 @@ from sympow.kernels.float16_range import (
     power_of_two,
     query_exponents,
 )
+from sympow.kernels.hopper.backward import plus_delta
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -58,15 +59,6 @@ def load_keys(k_desc, v_desc, batch, head, step, steps, k_buffers, v_buffers, ba
     mbarrier.expect(barrier, k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=wanted)
     async_load(k_desc, [batch, head, step * COLUMNS, 0], barrier, k_buffers.index(stage), pred=wanted)
     async_load(v_desc, [batch, head, step * COLUMNS, 0], barrier, v_buffers.index(stage), pred=wanted)
-
-
-@gluon.jit
-def plus_delta(products, minus_delta, row_factor, HALF: gl.constexpr):
-    """dy · v − δ; HALF: times a factor of the row that δ already has."""
-    if HALF:
-        return products * row_factor + minus_delta
-    else:
-        return products + minus_delta
 
 
 @gluon.jit
