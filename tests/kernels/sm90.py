@@ -352,7 +352,9 @@ def range_case(kernel, dtype="fp16", **constants):
     blocks |= dict.fromkeys(
         ("scaled_desc", "divided_desc", "folded_desc", "decayed_desc", "k_pieces", "v_pieces", "q_pieces"), tile
     )
-    every = dict(GROUP=1, POWER=2, GATED=True, D=64, E=64, ROWS=128, BLOCK=1024, SPLIT=dtype == "fp32", **constants)
+    every = dict(
+        GROUP=1, POWER=2, GATED=True, VALUES=True, D=64, E=64, ROWS=128, BLOCK=1024, SPLIT=dtype == "fp32", **constants
+    )
     chosen = {name: value for name, value in every.items() if name in kernel.arg_names}
     return kernel, blocks, chosen, 4, 3, None, "fp16"
 

@@ -211,11 +211,11 @@ def _larger(a, b):
 @triton.jit
 def measure_kernel(
     k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, length, heads, blocks,
-    POWER: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    POWER: tl.constexpr, GATED: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """log2 |k_j| of a block of tokens, and over the block: max (log2 |k_j| − G_j / (p log 2)); the longest key; the
-    largest entries of keys and of values; Σ max|k_j|² and Σ max|k_j|² max|v_j|."""
+    largest entries of keys and of values; Σ max|k_j|² and Σ max|k_j|² max|v_j|. VALUES: else those of values are 0."""
     block, sequence = split_program_id(blocks, tl.int32)
     batch, head = sequence // heads, sequence % heads
     base = sequence.to(tl.int64) * length
@@ -229,7 +229,6 @@ def measure_kernel(
         rows = start + tl.arange(0, ROWS)
         mask = rows < length
         k = k_desc.load([batch, head, start, 0]).reshape(ROWS, D)
-        v = v_desc.load([batch, head, start, 0]).reshape(ROWS, E)
         norm = log_length(k)
         norm = tl.where(norm < float("inf"), norm, NO_LENGTH)
         tl.store(length_ptr + base + rows, norm, mask=mask)
@@ -241,11 +240,13 @@ def measure_kernel(
         largest = tl.maximum(largest, relative)
         longest = tl.maximum(longest, norm)
         entry = _finite(tl.max(tl.abs(k.to(tl.float32)), axis=1))
-        value_entry = _finite(tl.max(tl.abs(v.to(tl.float32)), axis=1))
         key = tl.maximum(key, entry)
-        value = tl.maximum(value, value_entry)
         normalizer += entry * entry
-        kv += entry * entry * value_entry
+        if VALUES:
+            v = v_desc.load([batch, head, start, 0]).reshape(ROWS, E)
+            value_entry = _finite(tl.max(tl.abs(v.to(tl.float32)), axis=1))
+            value = tl.maximum(value, value_entry)
+            kv += entry * entry * value_entry
     part = sequence.to(tl.int64) * blocks + block
     tl.store(relative_ptr + part, tl.max(largest, axis=0))
     parts_ptr += part * 5
@@ -323,12 +324,14 @@ def _exponent(x):
 
 
 def key_range(
-    k: Tensor, v: Tensor, power: int, gates: Gates | None, initial: Tensor | None = None, rows: int = 128
-) -> KeyRange:
+    k: Tensor, v: Tensor, power: int, gates: Gates | None, initial: Tensor | None = None, *, values: bool = True,
+    rows: int = 128,
+) -> KeyRange:  # fmt: skip
     """What the scales of keys (b, t, h_kv, d) and values (b, t, h_kv, e) follow from.
 
     Args:
         initial: the largest entries of an initial state's S and Z, (b, h_kv, 2) float32; or None.
+        values: whether to read the values. Weights do not depend on them; states and gradients do.
     """
     batch, length, heads, dim = k.shape
     blocks = triton.cdiv(length, SCAN_BLOCK)
@@ -341,8 +344,8 @@ def key_range(
     grid = flat_grid(blocks, batch * heads)
     measure_kernel[grid](
         head_major(k, (rows, d)), head_major(v, (rows, e)), gates and gates.sums, lengths, relative, parts,
-        length, heads, blocks, POWER=power, GATED=gates is not None, D=d, E=e, ROWS=rows, BLOCK=SCAN_BLOCK,
-        num_warps=4, enable_fp_fusion=True,
+        length, heads, blocks, POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows,
+        BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     bound_kernel[grid](
         gates and gates.sums, lengths, relative, parts, initial, bound, scales, length, blocks,

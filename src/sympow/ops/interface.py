@@ -262,7 +262,7 @@ def _run(
             sequence.power,
             chunk,
             carries_states,
-            carries_states and needs_grad,
+            needs_grad,
             carries_states and return_state,
         )
     y = y[..., : sequence.value_dim]

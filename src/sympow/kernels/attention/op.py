@@ -155,7 +155,8 @@ def fused_attention(
         document_start, document_end: as in `common.Documents`, or None.
         initial_kv, initial_normalizer: a `FullState`, only with states; or None.
         power, chunk, with_states, final: as in `Options`.
-        train: whether the backward pass will run, which needs all d² features of the states; ignored without states.
+        train: whether the backward pass will run, which needs all d² features of the states, and in float16 the range
+            of the values.
     """
     tiles = tiles_for(q.shape[-1], q.dtype)
     gates = None if log_gamma is None else gate_sums(log_gamma)
@@ -164,7 +165,8 @@ def fused_attention(
     ranges = None
     in_pieces = _in_pieces(q, v, chunk, documents)
     if q.dtype == torch.float16 or in_pieces:
-        ranges = key_range(k, v, power, gates, _largest_entries(initial_kv, initial_normalizer))
+        largest = _largest_entries(initial_kv, initial_normalizer)
+        ranges = key_range(k, v, power, gates, largest, values=train or with_states or in_pieces)
     if with_states:
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
