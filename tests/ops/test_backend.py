@@ -67,6 +67,8 @@ def test_auto_takes_the_kernels_on_a_gpu(choose, changes):
             {"dtype": torch.float16, "form": "chunked", "power": 4, "key_dim": 16},
             "power 4 do not support torch.float16",
         ),
+        ({"dtype": torch.float16, "vector_gate": True}, r"rotated pair for torch\.bfloat16, not torch\.float16"),
+        ({"dtype": torch.float32, "vector_gate": True}, r"rotated pair for torch\.bfloat16, not torch\.float32"),
         ({"power": 10}, "powers up to 8, not 10"),
         ({"key_dim": 256}, "head dims up to 128, not 2"),
         ({"value_dim": 200}, "head dims up to 128, not 2"),

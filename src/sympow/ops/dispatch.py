@@ -165,6 +165,10 @@ def _vector_gate_unsupported_reason(request: Request) -> str | None:
         return "The kernels of a decoding step support one gate per head, not one per rotated pair."
     if request.power != VECTOR_GATE_POWER:
         return f"The kernels support a gate per rotated pair for power {VECTOR_GATE_POWER}, not {request.power}."
+    # Triton's interpreter computes bfloat16 incorrectly.
+    dtype = torch.float32 if triton_interpreted() else torch.bfloat16
+    if request.dtype != dtype:
+        return f"The kernels support a gate per rotated pair for {dtype}, not {request.dtype}."
     return None
 
 
