@@ -14,10 +14,11 @@ depend on rounding. What is 2^29 times smaller than its bound loses precision, a
   scaled by the largest entries.
 - Gradients, with w_i = Σ_j B_ij known. Queries are scaled so that w_i^(1/p) is about K, the length of the longest key;
   then no entry of a query is small because there are many keys, or long ones. Output gradients are scaled to largest
-  entries between 8 and 16, dy''_i = 2^-e_i dy_i. The factor that a sum over queries needs per query, 2^e_i / w_i, is
-  applied to weights in float32, before they are rounded, and not to dy: dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g
-  with one g per head, chosen so that the largest of these weights and of those of the queries, T_ij dB_ij 2^(g + e_i),
-  stays in range. dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+  entries between 2^(3−p) and 16, dy''_i = 2^-e_i dy_i, such that 2^e_i / w_i is a power of 2^p. That factor, which a sum
+  over queries needs per query, is applied to weights in float32, before they are rounded, and not to dy:
+  dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g with one g per head, chosen so that the largest of these weights and of
+  those of the queries, T_ij dB_ij 2^(g + e_i), stays in range. On Hopper the queries take its p-th root instead, which
+  comes to the same (`FoldedRows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
 - Gradients of states have bounds, hence scales, like states.
 
 Outputs do not depend on the scale of a query. Weights are returned, and states taken and returned, without any of
@@ -60,8 +61,10 @@ GRADIENT_LIMIT = tl.constexpr(11.0)
 VALUE_MARGIN = tl.constexpr(8.0)
 # log2 of the largest score to the power p − 1 in the gradient of queries, where those values are below 2^4.
 QUERY_LIMIT = tl.constexpr(11.0)
-# log2 of the longest key and of the largest entry of a value in pieces (`attention.split_float32`).
+# log2 of the longest key and of the largest entry of a value in pieces (`attention.split_float32`), and log2 of what
+# w_i^(1/p) is about there: with so long queries the lower pieces of their entries are normal numbers, too.
 SPLIT_EXPONENT = tl.constexpr(4.0)
+SPLIT_WEIGHT_EXPONENT = tl.constexpr(10.0)
 # log2 of the longest key in the gradient of keys on Hopper, where a query is scaled by the root of its factor; log2 of
 # the largest entry of such a query; and how much smaller than 2^GRADIENT_LIMIT all others may get for its sake.
 FOLDED_EXPONENT = tl.constexpr(4.0)
@@ -402,6 +405,7 @@ def prepare_kernel(
     that `split_keys` scaled, and q and dy are stored in two pieces.
     """
     tiles = tl.cdiv(length, ROWS)
+    LARGEST: tl.constexpr = 120 // POWER
     tile, sequence = split_program_id(tiles, tl.int32)
     first = tile * ROWS
     batch, head = sequence // heads, sequence % heads
@@ -416,7 +420,7 @@ def prepare_kernel(
     if SPLIT:
         weight *= _power(power_of_two(-key_exponent + SPLIT_EXPONENT), POWER)
         value_unit = power_of_two(-value_exponent + SPLIT_EXPONENT)
-        key_exponent = key_exponent * 0 + SPLIT_EXPONENT
+        key_exponent = key_exponent * 0 + SPLIT_WEIGHT_EXPONENT
         value_exponent = value_exponent * 0 + SPLIT_EXPONENT
     value_factor = power_of_two(key_exponent - value_exponent - VALUE_MARGIN)
 
@@ -436,6 +440,14 @@ def prepare_kernel(
 
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
     dy_scale = power_of_two_scale(dy) * 8.0
+    factor = 1.0 / (dy_scale * tl.where(weight == 0, 1.0, weight) * power_of_two(exponent * POWER))
+    if SPLIT:
+        factor /= value_unit
+    else:
+        # The factor becomes a power of 2^p, whose root a query takes without rounding; dy takes the rest.
+        rounded = power_of_two(tl.minimum(tl.maximum(tl.ceil(tl.log2(factor) / POWER), -LARGEST), LARGEST) * POWER)
+        dy_scale *= tl.minimum(factor / rounded, 1.0)
+        factor = rounded
     divided = (dy.to(tl.float32) * dy_scale[:, None]).to(dy.dtype)
     if SPLIT:
         store_pieces(divided_desc, divided, batch, batches, head, first, ROWS, E)
@@ -454,7 +466,6 @@ def prepare_kernel(
     out = sequence.to(tl.int64) * padded + rows
     tl.store(delta_ptr + out, minus_delta)
     tl.store(length_ptr + out, log_length(scaled))
-    factor = 1.0 / (dy_scale * tl.where(weight == 0, 1.0, weight) * power_of_two(exponent * POWER))
     size = tl.max(tl.abs(divided.to(tl.float32)), axis=1)
     if WEIGHTED:
         size += tl.abs(minus_delta)
@@ -504,7 +515,7 @@ def gradient_scales_kernel(
     exponent = tl.max(largest, axis=0)
     # No row has a gradient: any g will do.
     exponent = tl.where(exponent == NO_LENGTH, GRADIENT_LIMIT, tl.ceil(exponent))
-    gradient = tl.minimum(tl.maximum(-exponent + GRADIENT_LIMIT, -100.0), 100.0)
+    gradient = tl.floor(tl.minimum(tl.maximum(-exponent + GRADIENT_LIMIT, -100.0), 100.0) / POWER) * POWER
     factor = power_of_two(gradient)
     value_factor = power_of_two(key_exponent - value_exponent - VALUE_MARGIN)
     most_kv = tl.sum(kv, axis=0) * factor * 16.0
@@ -523,8 +534,9 @@ def gradient_scales_kernel(
     tl.store(scales_ptr + D_NORMALIZER_SCALE, power_of_two(tl.minimum(normalizer_exponent, most)))
     if SPLIT:
         # In units of the scaled keys and values.
-        tl.store(scales_ptr + VALUE_FACTOR, value_factor * 0 + 2.0**-VALUE_MARGIN)
-        tl.store(scales_ptr + KEY_LENGTH, value_factor * 0 + 2.0**SPLIT_EXPONENT)
+        unit = power_of_two(key_exponent * 0 + (SPLIT_WEIGHT_EXPONENT - SPLIT_EXPONENT - VALUE_MARGIN))
+        tl.store(scales_ptr + VALUE_FACTOR, unit)
+        tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent * 0 + SPLIT_WEIGHT_EXPONENT))
     tl.store(scales_ptr + KEY_UNIT, power_of_two(-key_exponent + FOLDED_EXPONENT))
     # Scores to the power p − 1 are below 2^(11 (p − 1) / p).
     MARGIN: tl.constexpr = 3.0 if POWER == 2 else 5.0 if POWER == 4 else 6.0
@@ -606,10 +618,12 @@ def fold_factors_kernel(
 
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D).to(tl.float32)
     factor = tl.load(factor_ptr + out)
-    log_factor = tl.log2(tl.where(factor == 0, 1.0, factor)) + tl.log2(tl.load(scales_ptr + GRADIENT_FACTOR))
-    root = tl.where(factor == 0, 0.0, tl.exp2(log_factor / POWER)) / tl.load(scales_ptr + KEY_UNIT)
+    # All are powers of two: scores with keys of the same block are exact.
+    log_root = tl.log2(tl.where(factor == 0, 1.0, factor)) + tl.log2(tl.load(scales_ptr + GRADIENT_FACTOR))
+    log_root = log_root / POWER - tl.log2(tl.load(scales_ptr + KEY_UNIT))
     most = tl.max(tl.abs(q), axis=1)
-    root = tl.minimum(root, tl.exp2(-tl.log2(tl.where(most == 0, 1.0, most)) + FOLDED_LIMIT))
+    log_root = tl.minimum(tl.floor(log_root + 0.5), tl.floor(-tl.log2(tl.where(most == 0, 1.0, most)) + FOLDED_LIMIT))
+    root = tl.where(factor == 0, 0.0, power_of_two(tl.maximum(log_root, -120.0)))
     folded_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
     if GATED:
         whole_ptr += kv_sequence * gates_padded

@@ -61,9 +61,11 @@ LARGEST_DIM = 64
 # Whether they also run in Triton's interpreter, where the portable kernels are tested in float32.
 ON_CPU = False
 # Tiles of the three kernels, as in `attention.op.Tiles`.
-FORWARD = {"rows": 128, "columns": 64, "warps": 8, "stages": 2}
-QUERY = {"rows": 128, "columns": 64, "warps": 8, "stages": 2}
-KEY = {"rows": 64, "columns": 64, "warps": 4, "stages": 1}
+FORWARD = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
+QUERY = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
+KEY = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
+# log2 of the factor of queries in the forward pass: with largest entries from 8 to 16, lower pieces are normal numbers.
+QUERY_EXPONENT = tl.constexpr(3.0)
 
 
 @triton.jit
@@ -108,22 +110,17 @@ def split_keys_kernel(
 
 @triton.jit
 def split_queries_kernel(
-    q_desc, q_pieces, length_ptr, scales_ptr, bound_ptr, length, padded, batches, heads,
-    GROUP: tl.constexpr, POWER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    q_desc, q_pieces, length_ptr, length, padded, batches, heads, D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a tile, scaled by 2^before as in the forward pass in float16, in pieces; and log2 |q| without that."""
+    """Queries of a tile with largest entries from 8 to 16, in pieces; and log2 |q| where those are from 1 to 2."""
     tile, sequence = split_program_id(tl.cdiv(length, ROWS), tl.int32)
     first = tile * ROWS
     batch, head = sequence // heads, sequence % heads
-    kv_sequence = batch * (heads // GROUP) + head // GROUP
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
     q *= power_of_two_scale(q)[:, None]
     q_length = log_length(q)
     tl.store(length_ptr + sequence.to(tl.int64) * padded + first + tl.arange(0, ROWS), q_length)
-    key_exponent = tl.load(scales_ptr + kv_sequence * SCALES + KEY_EXPONENT)
-    bound = tl.load(bound_ptr + kv_sequence.to(tl.int64) * length + first) - key_exponent + SPLIT_EXPONENT
-    before, _ = exponents(q_length, bound, bound, WEIGHT_LIMIT, POWER)
-    q *= power_of_two(before)[:, None]
+    q *= 2.0**QUERY_EXPONENT
     store_pieces(q_pieces, q, batch, batches, head, first, ROWS, D)
 
 
@@ -151,12 +148,21 @@ def forward_kernel(
         to_tile_end = tl.load(to_end_ptr + tl.arange(0, COLUMNS))
         tile_end = tl.load(sums_ptr + tl.minimum(COLUMNS, length) - 1)
 
+    bound_ptr += kv_sequence.to(tl.int64) * length
+    unit = -tl.load(scales_ptr + KEY_EXPONENT) + SPLIT_EXPONENT
+    own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1)) + unit
+    q_length = tl.load(q_length_ptr + sequence.to(tl.int64) * padded + rows)
+    before, change = exponents(q_length, tl.load(bound_ptr + first) + unit, own_bound, WEIGHT_LIMIT, POWER)
+    change *= POWER
+    # What weights are made of must not leave the range of float16. Queries themselves keep their precision.
+    score_scale = power_of_two(before - QUERY_EXPONENT)
+
     q, q_low = _load(q_desc, batch, batches, head, first, ROWS, D)
     acc = tl.zeros((ROWS, E), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
     for start in tl.range(0, first, COLUMNS, num_stages=STAGES):
         k, k_low = _load(k_desc, batch, batches, kv_head, start, COLUMNS, D)
-        scores = even_power(_product(q, q_low, k.T, k_low.T), POWER)
+        scores = even_power(_product(q, q_low, k.T, k_low.T) * score_scale[:, None], POWER)
         if GATED:
             scores *= (to_tile_end * tl.exp((reference - tile_end).to(tl.float32)))[None, :]
             to_tile_end = tl.load(to_end_ptr + start + COLUMNS + tl.arange(0, COLUMNS))
@@ -166,12 +172,6 @@ def forward_kernel(
         high, low = _split(scores)
         acc += _product(high, low, v, v_low)
 
-    bound_ptr += kv_sequence.to(tl.int64) * length
-    unit = -tl.load(scales_ptr + KEY_EXPONENT) + SPLIT_EXPONENT
-    own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1)) + unit
-    q_length = tl.load(q_length_ptr + sequence.to(tl.int64) * padded + rows)
-    before, change = exponents(q_length, tl.load(bound_ptr + first) + unit, own_bound, WEIGHT_LIMIT, POWER)
-    change *= POWER
     row_scale = power_of_two(change)
     if GATED:
         row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
@@ -183,7 +183,7 @@ def forward_kernel(
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
         columns = start + tl.arange(0, COLUMNS)
         k, k_low = _load(k_desc, batch, batches, kv_head, start, COLUMNS, D)
-        scores = even_power(_product(q, q_low, k.T, k_low.T), POWER)
+        scores = even_power(_product(q, q_low, k.T, k_low.T) * score_scale[:, None], POWER)
         causal = rows[:, None] >= columns[None, :]
         if GATED:
             column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
@@ -415,9 +415,8 @@ def attend(
     q_pieces = empty_aligned(q, 2 * batch, length, heads, dim, dtype=torch.float16)
     lengths = q.new_empty(batch, heads, tiles * rows)
     split_queries_kernel[flat_grid(tiles, batch * heads)](
-        head_major(q, (rows, d)), head_major(q_pieces, (rows, d)), lengths, ranges.scales, ranges.bound, length,
-        tiles * rows, batch, heads, GROUP=heads // kv_heads, POWER=power, D=d, ROWS=rows, num_warps=4,
-        enable_fp_fusion=True,
+        head_major(q, (rows, d)), head_major(q_pieces, (rows, d)), lengths, length, tiles * rows, batch, heads,
+        D=d, ROWS=rows, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     y = empty_aligned(v, batch, length, heads, value_dim)
     weight = q.new_empty(batch, heads, length)
