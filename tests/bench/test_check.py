@@ -138,7 +138,7 @@ def test_what_serves_a_call_on_a_gpu_without_triton(monkeypatch):
     monkeypatch.setattr(ops_dispatch, "triton_interpreted", lambda: False)
     served = {route.call: route for route in installation.routes("cuda")}
     assert served["bfloat16, p = 2, heads of 64"].reason.startswith("Triton is not installed")
-    assert "not torch.float16" in served["float16, p = 2, heads of 64"].reason
+    assert "not torch.float64" in served["float64, p = 2, heads of 64"].reason
     assert served["bfloat16, p = 2, one gate per rotated pair"].reason.startswith("Triton is not installed")
 
 

@@ -132,4 +132,5 @@ def test_kinds_of_gates_are_timed_side_by_side(tmp_path):
     assert [row.method for row in rows] == ["attention form, auto" + name for name in added]
     assert setting.gating == ("scalar", "vector", "none")
     refused = run("--gating", "pairs")
-    assert refused.exit_code == 2 and "gating must be one of 'scalar', 'vector', 'none'" in refused.output
+    assert refused.exit_code == 2
+    assert "gating must be one of 'scalar', 'vector', 'none'" in refused.output

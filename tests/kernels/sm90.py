@@ -24,6 +24,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
+from sympow.kernels import float16_range
+from sympow.kernels.attention import split_float32
 from sympow.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention.forward import forward_kernel
 from sympow.kernels.decode import state_step
@@ -83,6 +85,20 @@ POINTERS = {
             "dk_state_ptr",
             "dv_state_ptr",
             "out_ptr",
+            "bound_ptr",
+            "length_ptr",
+            "q_length_ptr",
+            "parts_ptr",
+            "initial_ptr",
+            "final_ptr",
+            "delta_ptr",
+            "folded_delta_ptr",
+            "d_weight_ptr",
+            "scales_ptr",
+            "key_scales_ptr",
+            "state_scale_ptr",
+            "other_scales_ptr",
+            "token_factor_ptr",
         ],
         "*fp32",
     ),
@@ -96,6 +112,7 @@ POINTERS = {
             "d_sums_ptr",
             "d_theta_ptr",
             "d_start_ptr",
+            "relative_ptr",
         ],
         "*fp64",
     ),
@@ -152,7 +169,7 @@ def compile_kernel(
     """Compiles for sm_90.
 
     Args:
-        blocks: shape of each descriptor's block, by argument; None for an absent one.
+        blocks: shape of each descriptor's block, by argument, or its dtype and shape; None for an absent one.
         tuples: types of the arguments that are NamedTuples; None: `TUPLES`.
     """
     signature, constexprs, attributes = {}, {}, {}
@@ -163,9 +180,9 @@ def compile_kernel(
             constexprs[(index,)] = constants.get(name)
             continue
         if name in blocks:
-            block = list(blocks[name])
+            given, block = blocks[name] if isinstance(blocks[name], tuple) else (dtype, list(blocks[name]))
             layout = f",{gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16)!r}" if in_gluon else ""
-            signature[name] = f"tensordesc<{dtype}{block}{layout}>"
+            signature[name] = f"tensordesc<{given}{block}{layout}>"
         elif name in (tuples or TUPLES):
             signature[name] = fields = (tuples or TUPLES)[name]
             names = getattr(fields, "_fields", (name,) * len(fields))
@@ -231,7 +248,7 @@ def _tile(rows, columns):
 
 def attention_case(
     which, rows, columns, warps, stages, registers=None, state=False, d=64, e=64, power=2, documents=False,
-    block_terms=False, high=None,
+    block_terms=False, high=None, dtype="bf16",
 ):  # fmt: skip
     """Arguments of `compile_kernel` for a kernel that visits tiles of scores."""
     own, other = (rows, columns) if which in ("forward", "query") else (columns, rows)
@@ -245,16 +262,17 @@ def attention_case(
     if not state:
         blocks |= dict.fromkeys(("q_half_desc", "low_desc", "high_desc", "normalizer_desc"))
     constants = dict(
-        GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32", ROWS=rows, COLUMNS=columns, STAGES=stages
-    )
+        GROUP=1, D=d, E=e, POWER=power, GATED=True, PRECISION="tf32x3" if dtype == "fp32" else "tf32", ROWS=rows,
+        COLUMNS=columns, STAGES=stages, HALF=dtype == "fp16",
+    )  # fmt: skip
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
     optional = {"WITH_STATE": state, "HIGH": high or d // 2, "HIGH_COLUMN": 0, "DOCUMENTS": documents}
     optional["BLOCK_TERMS"] = block_terms
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
-    return kernel, blocks, constants, warps, stages, registers
+    return kernel, blocks, constants, warps, stages, registers, dtype
 
 
-def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False):
+def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False, dtype="bf16"):
     """The same for a Hopper kernel, in Gluon."""
     kernel, stages = {
         "forward": (hopper_forward.forward_kernel, hopper_forward.RING),
@@ -270,11 +288,12 @@ def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_t
     if which == "key":
         constants["BLOCK_TERMS"] = block_terms
         absent += () if block_terms else ("block_terms_ptr",)
+    absent += () if dtype == "fp16" else ("bound_ptr", "q_length_ptr", "factor_ptr", "scales_ptr")
     constants |= {name: None for name in absent if name in kernel.arg_names}
-    return kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
+    return kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS, dtype
 
 
-def short_case(which, power=2, group=1, gated=True):
+def short_case(which, power=2, group=1, gated=True, dtype="bf16"):
     """The same for a Hopper kernel of short sequences of heads of 64."""
     kernel, rows = {
         "forward": (short_forward.forward_kernel, 128),
@@ -287,7 +306,7 @@ def short_case(which, power=2, group=1, gated=True):
     if not gated:
         absent = ("whole_ptr", "rest_ptr", "to_end_ptr", "from_start_ptr")
         constants |= {name: None for name in absent if name in kernel.arg_names}
-    return kernel, blocks, constants, 4, None, None, "bf16", which != "forward"
+    return kernel, blocks, constants, 4, None, None, dtype, which != "forward"
 
 
 def state_case(which, group=4, columns=128, high=64):
@@ -310,16 +329,67 @@ def state_case(which, group=4, columns=128, high=64):
     return state_products.gradient_states_kernel, blocks, constants, 4, None, hopper_forward.START_REGISTERS
 
 
-def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
+def split_case(which, power=2, block_terms=False):
+    """The same for a kernel of float32 in pieces."""
+    kernel, tiles = {
+        "forward": (split_float32.forward_kernel, split_float32.FORWARD),
+        "query": (split_float32.query_gradient_kernel, split_float32.QUERY),
+        "key": (split_float32.key_gradient_kernel, split_float32.KEY),
+    }[which]
+    rows, columns, stages = tiles["rows"], tiles["columns"], tiles["stages"]
+    own, other = (columns, rows) if which == "key" else (rows, columns)
+    blocks = {"q_desc": _tile(own, 64), "dy_desc": _tile(own, 64)}
+    blocks |= {name: _tile(other, 64) for name in ("k_desc", "v_desc")}
+    blocks |= {name: ("fp32", _tile(rows, 64)) for name in ("y_desc", "dq_desc", "dk_desc", "dv_desc")}
+    constants = dict(GROUP=1, D=64, E=64, POWER=power, GATED=True, ROWS=rows, COLUMNS=columns, STAGES=stages)
+    constants |= {"BLOCK_TERMS": block_terms} if which == "key" else {}
+    return kernel, blocks, constants, tiles["warps"], stages, None, "fp16"
+
+
+def range_case(kernel, dtype="fp16", **constants):
+    """The same for a kernel of `float16_range`, or one that splits float32 into pieces."""
+    tile = _tile(128, 64)
+    blocks = dict.fromkeys(("q_desc", "k_desc", "v_desc", "y_desc", "dy_desc"), (dtype, tile))
+    blocks |= dict.fromkeys(
+        ("scaled_desc", "divided_desc", "folded_desc", "decayed_desc", "k_pieces", "v_pieces", "q_pieces"), tile
+    )
+    every = dict(
+        GROUP=1, POWER=2, GATED=True, VALUES=True, D=64, E=64, ROWS=128, BLOCK=1024, SPLIT=dtype == "fp32", **constants
+    )
+    chosen = {name: value for name, value in every.items() if name in kernel.arg_names}
+    return kernel, blocks, chosen, 4, 3, None, "fp16"
+
+
+def update_case(entries, columns, d=64, e=64, tokens=64, stages=3, dtype="bf16"):
     blocks = {
         "x_desc": _tile(tokens, columns), "y_desc": _tile(tokens, e), "transposed_desc": [1, tokens],
         "out_desc": _tile(e, columns),
     }  # fmt: skip
     constants = {
-        "GROUP": 1, "D": d, "E": e, "COLUMNS": columns, "ENTRIES": entries, "PRECISION": "tf32",
-        "TOKENS": tokens, "STAGES": stages,
+        "GROUP": 1, "D": d, "E": e, "COLUMNS": columns, "ENTRIES": entries,
+        "PRECISION": "tf32x3" if dtype == "fp32" else "tf32", "TOKENS": tokens, "STAGES": stages,
+        "HALF": dtype == "fp16", "SCALES": 5, "TOKEN_SCALE": 4, "KV_SCALE": 2,
     }  # fmt: skip
-    return update_kernel, blocks, constants, 4, stages
+    return update_kernel, blocks, constants, 4, stages, None, dtype
+
+
+def fold_case(dtype="bf16", reverse=False):
+    constants = dict(
+        GROUP=1, D=64, GATED=True, REVERSE=reverse, PRECISION="tf32x3" if dtype == "fp32" else "tf32", TOKENS=64,
+        HALF=dtype == "fp16", SCALES=5, TOKEN_SCALE=4,
+    )  # fmt: skip
+    registers = None if dtype == "fp32" else FOLD_REGISTERS
+    return fold_kernel, {"x_desc": _tile(64, 64)}, constants, 4, 3, registers, dtype
+
+
+def scan_case(dtype="bf16"):
+    constants = dict(
+        GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, ENDED=True, MULTIPLIED=True, BLOCK=1024,
+        HALF=dtype == "fp16", SCALES=6, KV_SCALE=3, NORMALIZER_SCALE=4, OTHER_SCALES=5, OTHER_KV_SCALE=2,
+        OTHER_NORMALIZER_SCALE=3,
+    )  # fmt: skip
+    tuples = {**TUPLES, "outs": (f"*{dtype}",) * 3, "others": (f"*{dtype}",) * 3}
+    return scan_kernel, {}, constants, 4, 3, None, dtype, True, tuples
 
 
 def step_case(window, group=1, power=2, dim=64, rows=32, warps=4):
@@ -527,15 +597,60 @@ CASES = {
     "update, low": update_case(2, 64),
     "update, high": update_case(4, 32),
     "update, wide": update_case(1, 128, d=128, e=128, stages=2),
-    "fold": (
-        fold_kernel, {"x_desc": _tile(64, 64)},
-        dict(GROUP=1, D=64, GATED=True, REVERSE=False, PRECISION="tf32", TOKENS=64), 4, 3, FOLD_REGISTERS,
-    ),
-    "scan": (
-        scan_kernel, {},
-        dict(GATED=True, REVERSE=True, STARTED=True, GIVEN=True, KEPT=True, ENDED=True, MULTIPLIED=True, BLOCK=1024),
-        4, 3,
-    ),
+    "fold": fold_case(),
+    "scan": scan_case(),
+    "float16 attention forward": attention_case("forward", 128, 64, 4, 3, dtype="fp16"),
+    "float16 chunked forward": attention_case("forward", 128, 64, 4, 3, state=True, dtype="fp16"),
+    "float16 query gradient": attention_case("query", 128, 64, 8, 3, 128, dtype="fp16"),
+    "float16 query gradient, chunked": attention_case("query", 128, 64, 8, 3, 128, state=True, dtype="fp16"),
+    "float16 key gradient": attention_case("key", 64, 64, 4, 3, dtype="fp16"),
+    "float16 key gradient, chunked": attention_case("key", 64, 64, 4, 3, state=True, dtype="fp16"),
+    "float16 key gradient, query blocks": attention_case("key", 64, 64, 4, 3, block_terms=True, dtype="fp16"),
+    "float16 chunked forward, wide": attention_case("forward", 128, 64, 8, 2, state=True, d=128, e=128, dtype="fp16"),
+    "float16 query gradient, wide": attention_case("query", 64, 64, 4, 2, state=True, d=128, e=128, dtype="fp16"),
+    "float16 key gradient, wide": attention_case("key", 64, 64, 8, 2, state=True, d=128, e=128, dtype="fp16"),
+    "float16 short forward p=2": short_case("forward", dtype="fp16"),
+    "float16 short forward p=4": short_case("forward", power=4, dtype="fp16"),
+    "float16 short forward, no gates": short_case("forward", gated=False, dtype="fp16"),
+    "float16 short query gradient": short_case("query", dtype="fp16"),
+    "float16 hopper forward": hopper_case("forward", d=64, group=1, dtype="fp16"),
+    "float16 hopper forward, no gates": hopper_case("forward", d=64, group=1, gated=False, dtype="fp16"),
+    "float16 hopper query gradient": hopper_case("query", d=64, group=1, dtype="fp16"),
+    "float16 hopper query, no gates": hopper_case("query", d=64, group=1, gated=False, dtype="fp16"),
+    "float16 hopper key gradient": hopper_case("key", d=64, group=1, dtype="fp16"),
+    "float16 hopper key, no gates": hopper_case("key", d=64, group=1, gated=False, dtype="fp16"),
+    "float16 hopper key, query blocks": hopper_case("key", d=64, group=1, block_terms=True, dtype="fp16"),
+    "float16 hopper wide forward p=4": hopper_case("forward", power=4, dtype="fp16"),
+    "float16 hopper wide query gradient": hopper_case("query", dtype="fp16"),
+    "float16 hopper wide key gradient": hopper_case("key", dtype="fp16"),
+    "float16 update, low": update_case(2, 64, dtype="fp16"),
+    "float16 update, high": update_case(4, 32, dtype="fp16"),
+    "float16 fold": fold_case("fp16"),
+    "float16 fold, reverse": fold_case("fp16", reverse=True),
+    "float16 scan": scan_case("fp16"),
+    "range, measure": range_case(float16_range.measure_kernel),
+    "range, bound": range_case(float16_range.bound_kernel, INITIAL=True),
+    "range, prepare": range_case(float16_range.prepare_kernel, WEIGHTED=True),
+    "range, gradient scales": range_case(float16_range.gradient_scales_kernel, FINAL=True),
+    "range, fold factors": range_case(float16_range.fold_factors_kernel),
+    "range, measure float32": range_case(float16_range.measure_kernel, "fp32"),
+    "range, prepare float32": range_case(float16_range.prepare_kernel, "fp32", WEIGHTED=False),
+    "range, split keys": range_case(split_float32.split_keys_kernel, "fp32"),
+    "range, split queries": range_case(split_float32.split_queries_kernel, "fp32"),
+    "pieces forward p=2": split_case("forward"),
+    "pieces forward p=4": split_case("forward", power=4),
+    "pieces query gradient": split_case("query"),
+    "pieces key gradient": split_case("key"),
+    "pieces key gradient, query blocks": split_case("key", block_terms=True),
+    "float32 chunked forward": attention_case("forward", 128, 64, 8, 2, state=True, dtype="fp32"),
+    "float32 query gradient, chunked": attention_case("query", 128, 64, 8, 2, state=True, dtype="fp32"),
+    "float32 key gradient, chunked": attention_case("key", 64, 64, 8, 2, state=True, dtype="fp32"),
+    "float32 chunked forward, wide": attention_case("forward", 64, 64, 8, 1, state=True, d=128, e=128, dtype="fp32"),
+    "float32 query gradient, wide": attention_case("query", 64, 64, 8, 1, state=True, d=128, e=128, dtype="fp32"),
+    "float32 key gradient, wide": attention_case("key", 64, 64, 8, 1, state=True, d=128, e=128, dtype="fp32"),
+    "float32 update": update_case(1, 64, stages=2, dtype="fp32"),
+    "float32 fold": fold_case("fp32"),
+    "float32 scan": scan_case("fp32"),
     "pack": (pack_kernel, {}, dict(DECAYS=True, CLOSED=False, D=64, E=64), 4, 3),
     "unpack": (unpack_kernel, {}, dict(DECAYS=True, REVERSE=False, D=64, E=64), 4, 3),
     "quartic query, d=16": quartic_case("query", 8, 16, warps=4),
@@ -589,9 +704,9 @@ def print_table() -> bool:
             r = compile_kernel(*case)
         except Exception as error:  # noqa: BLE001 (whatever a compiler raises: the table shows every kernel)
             failed.append(name)
-            print(f"{name:30} FAILED: {str(error).strip().splitlines()[-1]}", flush=True)
+            print(f"{name:36} FAILED: {str(error).strip().splitlines()[-1]}", flush=True)
             continue
-        print(f"{name:30} registers {r.registers:3} stack {r.stack:4} shared {r.shared:6} wgmma {r.products:3}"
+        print(f"{name:36} registers {r.registers:3} stack {r.stack:4} shared {r.shared:6} wgmma {r.products:3}"
               f" carried {r.carried}{'  SERIALISED' if r.serialised else ''}", flush=True)  # fmt: skip
     return not failed
 

@@ -1,6 +1,7 @@
-"""The fused kernels on a GPU, in bfloat16, against float64 on the same inputs."""
+"""The fused kernels on a GPU, in bfloat16, float16 and float32, against float64 on the same inputs."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ import sympow
 from support import Inputs, run_plain
 
 pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, batch=1, seed=0) -> Inputs:
+def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, batch=1, seed=0,
+                dtype=torch.bfloat16) -> Inputs:  # fmt: skip
     """Normal queries, keys and values, as in an untrained model.
 
     With `gamma` "closed", some gates are 0, and with "none" there are no gates.
@@ -28,9 +31,10 @@ def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, ba
     if gamma == "closed":
         log_gamma[normal(batch, length, key_heads) > 2] = -torch.inf
     return Inputs(
-        q=normal(batch, length, heads, dim).bfloat16(),
-        k=normal(batch, length, key_heads, dim).bfloat16(),
-        v=normal(batch, length, key_heads, value_dim).bfloat16(),
+        # Of length 1 in float16, where the formula itself would otherwise leave the range. Outputs do not depend on it.
+        q=(normal(batch, length, heads, dim) / (dim**0.5 if dtype == torch.float16 else 1)).to(dtype),
+        k=normal(batch, length, key_heads, dim).to(dtype),
+        v=normal(batch, length, key_heads, value_dim).to(dtype),
         log_gamma=log_gamma,
         beta=2 * torch.rand(batch, length, key_heads, device="cuda", generator=generator),
         theta=sympow.rotary_rates(dim, 65_536, device="cuda"),
@@ -51,6 +55,7 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> float:
     return ((x.double() - reference).norm() / reference.norm()).item()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "power", "length", "gamma", "heads", "key_heads", "dim", "value_dim"),
     [
@@ -84,9 +89,11 @@ def error(x: torch.Tensor, reference: torch.Tensor) -> float:
         ("chunked", 2, 2500, "strong", 2, 1, 128, 64),
     ],
 )
-def test_errors_are_within_twice_those_of_plain_pytorch(form, power, length, gamma, heads, key_heads, dim, value_dim):
-    """Compares with the same formula in bfloat16 throughout."""
-    inputs = make_inputs(length, gamma, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim)
+def test_errors_are_within_twice_those_of_plain_pytorch(
+    form, power, length, gamma, heads, key_heads, dim, value_dim, dtype
+):
+    """Compares with the same formula in the dtype of the inputs throughout."""
+    inputs = make_inputs(length, gamma, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim, dtype=dtype)
     compare(
         inputs,
         wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
@@ -109,19 +116,55 @@ def compare(inputs: Inputs, *, wanted, plain, fused) -> None:
     for name, want in expected.items():
         assert actual[name].isfinite().all(), name
         ours, theirs = error(actual[name], want), error(simple[name], want)
-        assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
+        # Plain PyTorch sums exactly the gates' gradient, in float64, and float32 is near its own rounding.
+        floor = 4e-6 if actual["y"].dtype == torch.float32 else 0.0
+        assert ours <= max(2 * theirs, floor), f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
         if want.ndim == 4:
             ours, theirs = row_error(actual[name], want), row_error(simple[name], want)
-            assert ours <= 2 * theirs, f"{name}, worst row: {ours:.2e}, plain PyTorch {theirs:.2e}"
+            assert ours <= max(2 * theirs, floor), f"{name}, worst row: {ours:.2e}, plain PyTorch {theirs:.2e}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("form", "power"), [("attention", 2), ("attention", 4), ("chunked", 2)])
+@pytest.mark.parametrize(
+    ("key_length", "value", "gradient"), [(1e-3, 1.0, 1e-3), (1e3, 1.0, 1.0), (8.0, 1.5e4, 1e-3), (8.0, 1e-3, 1.0)]
+)
+def test_keys_and_values_far_from_one(form, power, dtype, key_length, value, gradient):
+    """Scores to the p-th power, states and gradients would leave the range of float16."""
+    inputs = make_inputs(1500, "weak", dtype=torch.float32)
+    inputs = replace(inputs, k=inputs.k * (key_length / 8), v=inputs.v.clamp(-4, 4) * value).rounded(dtype)
+
+    def call(x, form, backend):
+        return gradient * sympow.attention(**x.arguments(), power=power, form=form, backend=backend)
+
+    expected = results(inputs.map(torch.Tensor.double), lambda x: call(x, "attention", "torch"))
+    actual = results(inputs, lambda x: call(x, form, "triton"))
+    for name, want in expected.items():
+        assert actual[name].isfinite().all(), name
+        assert error(actual[name], want) <= (1e-2 if dtype == torch.float16 else 1e-5), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("form", "power"), [("attention", 2), ("attention", 4), ("chunked", 2)])
+def test_zero_queries_keys_and_closed_gates(form, power, dtype):
+    inputs = make_inputs(700, "closed", dtype=dtype)
+    q, k = inputs.q.clone(), inputs.k.clone()
+    q[:, ::7], k[:, ::5], k[:, :3] = 0, 0, 0
+    inputs = replace(inputs, q=q, k=k)
+    actual = results(inputs, lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"))
+    assert not actual["y"][:, ::7].any()
+    assert not actual["y"][:, :3].any()
+    assert all(x.isfinite().all() for x in actual.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gamma", ["none", "weak", "strong"])
 @pytest.mark.parametrize(
     ("form", "power", "dim"),
     [("attention", 2, 64), ("attention", 4, 64), ("chunked", 2, 64), ("attention", 2, 128), ("chunked", 2, 128)],
 )
-def test_long_contexts(form, power, dim, gamma):
-    inputs = make_inputs(65_536, gamma, heads=1, key_heads=1, dim=dim, value_dim=dim)
+def test_long_contexts(form, power, dim, gamma, dtype):
+    inputs = make_inputs(65_536, gamma, heads=1, key_heads=1, dim=dim, value_dim=dim, dtype=dtype)
     compare(
         inputs,
         wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
@@ -130,12 +173,13 @@ def test_long_contexts(form, power, dim, gamma):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gamma", ["weak", "strong"])
 @pytest.mark.parametrize(("form", "power"), [("attention", 2), ("attention", 4), ("chunked", 2)])
-def test_packed_documents(form, power, gamma):
+def test_packed_documents(form, power, gamma, dtype):
     lengths = [1, 700, 64, 2000, 3, 1280, 300]
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device="cuda")
-    inputs = make_inputs(sum(lengths), gamma, heads=2, key_heads=1)
+    inputs = make_inputs(sum(lengths), gamma, heads=2, key_heads=1, dtype=dtype)
 
     def attend(x, form, backend):
         return sympow.attention(**x.arguments(), power=power, cu_seqlens=offsets, form=form, backend=backend)
@@ -152,13 +196,14 @@ def test_packed_documents(form, power, gamma):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("form", "power", "dim", "value_dim"), [("chunked", 2, 64, 32), ("chunked", 2, 128, 128), ("attention", 4, 16, 32)]
 )
-def test_gradients_through_states(form, power, dim, value_dim):
+def test_gradients_through_states(form, power, dim, value_dim, dtype):
     """Two calls with a state between them, compared with one call in plain PyTorch."""
     # Several sequences: in one, the errors of β's gradient are a random walk that may end anywhere.
-    inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=dim, value_dim=value_dim, batch=4)
+    inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=dim, value_dim=value_dim, batch=4, dtype=dtype)
 
     def in_two(x):
         head, state = sympow.attention(
@@ -181,19 +226,23 @@ def test_operators_pass_pytorchs_own_checks():
     from sympow.kernels import rotary as rotation_op
     from sympow.kernels.attention import op as attention_op
 
-    inputs = make_inputs(200, "weak").requires_grad()
-    qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
     state = (torch.randn(1, 2, 64, 64, 64, device="cuda"), torch.randn(1, 2, 64, 64, device="cuda"))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, 64, False, True, False))
-    torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, 64, True, True, True))
+    for dtype in DTYPES:
+        inputs = make_inputs(200, "weak", dtype=dtype).requires_grad()
+        qkv = (inputs.q, inputs.k, inputs.v, inputs.log_gamma)
+        torch.library.opcheck(
+            attention_op.fused_attention, (*qkv, None, None, None, None, 2, 0, 64, False, True, False)
+        )
+        torch.library.opcheck(attention_op.fused_attention, (*qkv, None, None, *state, 2, 128, 64, True, True, True))
     rotation = (inputs.q, inputs.k, inputs.beta, inputs.theta.detach(), None, None, None, True)
     torch.library.opcheck(rotation_op._rotate, rotation)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("form", ["attention", "chunked"])
-def test_a_second_run_is_bitwise_the_same(form, dim):
-    inputs = make_inputs(4096, "weak", heads=4, key_heads=2, dim=dim, value_dim=dim)
+def test_a_second_run_is_bitwise_the_same(form, dim, dtype):
+    inputs = make_inputs(4096, "weak", heads=4, key_heads=2, dim=dim, value_dim=dim, dtype=dtype)
     first, second = (
         results(inputs, lambda x: sympow.attention(**x.arguments(), form=form, backend="triton")) for _ in range(2)
     )

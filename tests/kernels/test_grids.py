@@ -19,8 +19,8 @@ from triton.runtime import KernelInterface
 import sympow
 import sympow.kernels
 from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
-from sympow.kernels import common
-from sympow.kernels.attention import shard
+from sympow.kernels import common, float16_range
+from sympow.kernels.attention import shard, split_float32
 from sympow.kernels.common import flat_grid
 from sympow.kernels.cross_entropy import cross_entropy_in_place
 from sympow.kernels.decode.gate_projection import step_gates
@@ -85,10 +85,10 @@ def recorders(monkeypatch):
     return found
 
 
-def attend(batch, heads, chunks, power, form, *, states=False):
+def attend(batch, heads, chunks, power, form, *, states=False, dtype=torch.float32):
     """Forward and backward pass with everything that has a kernel of its own."""
     x = random_inputs(0, batch=batch, heads=2 * heads, key_heads=heads, length=128 * chunks + 1, dim=16, value_dim=16,
-                      rotation="pairs", dtype=torch.float32).requires_grad()  # fmt: skip
+                      rotation="pairs", dtype=torch.float32).rounded(dtype).requires_grad()  # fmt: skip
     initial = sympow.State.zeros(batch, heads, 16, 16, power=power, rotated=True) if states else None
     chunk = {"chunk_size": 128} if form == "chunked" else {}
     result = sympow.attention(
@@ -106,6 +106,14 @@ def attend_on_hopper_to_short_sequences(batch, heads, chunks):
     short_backward.key_gradient(q, k, k, q, rows, 2, gates)
 
 
+def attend_on_hopper_in_float16(batch, heads, chunks):
+    q, k = (torch.ones(batch, 128 * chunks + 1, n * heads, 64, dtype=torch.float16) for n in (2, 1))
+    gates = gate_sums(torch.zeros(batch, q.shape[1], heads))
+    ranges = float16_range.key_range(k, k, 2, gates)
+    rows = float16_range.prepare(q, q, q, torch.ones(batch, 2 * heads, q.shape[1]), None, ranges, 2)
+    hopper_backward.key_gradient(rows.q, k, k, rows.dy, rows.minus_delta, 2, gates, rows_half=rows)
+
+
 def attend_on_hopper(batch, heads, chunks):
     q, k = (torch.empty(batch, 128 * chunks + 1, n * heads, 128, dtype=torch.bfloat16) for n in (2, 1))
     gates = gate_sums(torch.empty(batch, q.shape[1], heads))
@@ -119,6 +127,12 @@ def attend_on_hopper(batch, heads, chunks):
     hopper_chunked.attend(q, k, k, gates, states)
     hopper_chunked.query_gradient(q, rows, k, k, q, rows, gates, None, states, rows)
     hopper_chunked.key_gradient(q, k, k, q, rows, gates, None, states)
+
+
+def attend_in_pieces(batch, heads, chunks):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split_float32, "ON_CPU", True)
+        attend(batch, heads, chunks, 2, "attention")
 
 
 def attend_with_pair_gates(batch, heads, chunks):
@@ -164,8 +178,11 @@ def cross_entropy(batch, heads, chunks):
 FAMILIES = {
     "attention": lambda *sizes: attend(*sizes, 2, "attention"),
     "chunked": lambda *sizes: attend(*sizes, 2, "chunked", states=True),
+    "float16": lambda *sizes: attend(*sizes, 2, "chunked", states=True, dtype=torch.float16),
+    "float32 in pieces": attend_in_pieces,
     "quartic": lambda *sizes: attend(*sizes, 4, "chunked"),
     "hopper": attend_on_hopper,
+    "hopper, float16": attend_on_hopper_in_float16,
     "hopper, short sequences": attend_on_hopper_to_short_sequences,
     "a gate per pair": attend_with_pair_gates,
     "shard": attend_to_shard,

@@ -38,6 +38,10 @@ def choose(monkeypatch):
         {"form": "chunked", "power": 4, "key_dim": 32},
         {"form": "chunked", "key_dim": 128, "value_dim": 128},
         {"key_dim": 128, "value_dim": 16},
+        {"dtype": torch.float16},
+        {"dtype": torch.float16, "form": "chunked"},
+        {"dtype": torch.float32},
+        {"dtype": torch.float32, "form": "chunked", "power": 4, "key_dim": 32},
         {"step": True},
         {"step": True, "form": "chunked", "chunk_size": 64},
         {"step": True, "form": "recurrent"},
@@ -55,9 +59,16 @@ def test_auto_takes_the_kernels_on_a_gpu(choose, changes):
     [
         ({"available": False}, "riton is not installed"),
         ({"device": "cpu"}, "kernels need a CUDA device, and q is on cpu"),
-        ({"dtype": torch.float64}, "not torch.float64"),
-        ({"dtype": torch.float16}, "not torch.float16"),
-        ({"dtype": torch.float32}, "kernels support torch.bfloat16, not torch.float32"),
+        (
+            {"dtype": torch.float64},
+            "kernels support torch.bfloat16, torch.float16 and torch.float32, not torch.float64",
+        ),
+        (
+            {"dtype": torch.float16, "form": "chunked", "power": 4, "key_dim": 16},
+            "power 4 do not support torch.float16",
+        ),
+        ({"dtype": torch.float16, "vector_gate": True}, r"rotated pair for torch\.bfloat16, not torch\.float16"),
+        ({"dtype": torch.float32, "vector_gate": True}, r"rotated pair for torch\.bfloat16, not torch\.float32"),
         ({"power": 10}, "powers up to 8, not 10"),
         ({"key_dim": 256}, "head dims up to 128, not 2"),
         ({"value_dim": 200}, "head dims up to 128, not 2"),
@@ -83,7 +94,7 @@ def test_high_powers_take_the_kernels_only_when_asked(choose):
 def test_the_interpreter_serves_those_who_ask_on_a_cpu(choose):
     assert choose("auto", device="cpu", dtype=torch.float32, interpreted=True) == "torch"
     assert choose("triton", device="cpu", dtype=torch.float32, interpreted=True) == "triton"
-    with pytest.raises(ValueError, match=r"kernels support torch\.float32, not torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"kernels support torch\.float16 and torch\.float32, not torch\.bfloat16"):
         choose("triton", device="cpu", interpreted=True)
 
 

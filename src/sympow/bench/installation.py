@@ -37,7 +37,11 @@ CALLS = {
     "bfloat16, p = 6, heads of 64": Request("", torch.bfloat16, 6, 64, 64),
     "bfloat16, one token from a state": Request("", torch.bfloat16, 2, 64, 64, step=True),
     "float16, p = 2, heads of 64": Request("", torch.float16, 2, 64, 64),
+    "float16, p = 2, heads of 64, chunked": Request("", torch.float16, 2, 64, 64, form="chunked"),
+    "float16, p = 4, heads of 32, chunked": Request("", torch.float16, 4, 32, 32, form="chunked"),
     "float32, p = 2, heads of 64": Request("", torch.float32, 2, 64, 64),
+    "float32, p = 2, heads of 64, chunked": Request("", torch.float32, 2, 64, 64, form="chunked"),
+    "float64, p = 2, heads of 64": Request("", torch.float64, 2, 64, 64),
 }
 
 

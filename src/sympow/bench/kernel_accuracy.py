@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from sympow.ops.window import Window
 # The largest error that passes, as a multiple of the error of plain PyTorch.
 FACTOR = 4
 # Errors below these pass: they are rounding, even where plain PyTorch happens to have a smaller one.
-FLOORS = {torch.bfloat16: 2.0**-8, torch.float32: 1e-5}
+FLOORS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-5}
 # Tensors by name; Any, since they are passed as keyword arguments of several types.
 Tensors = dict[str, Any]
 
@@ -135,6 +135,7 @@ class Operator:
         packed: whether the sequence is several packed documents.
         continued: whether the sequence is computed in two calls, with a state passed between them.
         times: multiple of the machine's sequence length.
+        dtype: of queries, keys and values; None: the machine's.
     """
 
     form: Form
@@ -149,8 +150,10 @@ class Operator:
     packed: bool = False
     continued: bool = False
     times: int = 1
+    dtype: torch.dtype | None = None
 
     def compare(self, machine: Machine) -> Comparison:
+        machine = replace(machine, dtype=self.dtype or machine.dtype)
         length = self.times * machine.length
         sizes = (1, length // 3, length // 4)
         documents = (*sizes, length - sum(sizes)) if self.packed else None
@@ -193,6 +196,9 @@ class Operator:
             "k": normal(self.key_heads, dim),
             "v": normal(self.key_heads, self.value_dim or dim),
         }
+        if machine.dtype == torch.float16:
+            # Outputs do not depend on it, but plain PyTorch in float16 would leave its range.
+            made["q"] /= dim**0.5
         made = {name: x.to(machine.dtype) for name, x in made.items()}
         if self.gated:
             pairs = (dim // 2,) if self.vector_gate else ()
@@ -337,6 +343,17 @@ def state_messages(machine: Machine) -> Comparison:
     return Comparison({"unpacked": unpacked.kv, "message": message}, plain(torch.float64), plain(torch.float32))
 
 
+def in_pieces(machine: Machine) -> Comparison:
+    """The attention form for float32 by products of float16; on a GPU, what such calls run on."""
+    from sympow.kernels.attention import split_float32
+
+    on_cpu, split_float32.ON_CPU = split_float32.ON_CPU, True
+    try:
+        return Operator("attention", dtype=torch.float32, key_heads=1).compare(machine)
+    finally:
+        split_float32.ON_CPU = on_cpu
+
+
 def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
     """All checks of a machine, by name."""
     operators = {
@@ -359,7 +376,24 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
         # Three chunks at least: the gradient of a gate is corrected at each state carried between two of them.
         "chunked form, p = 4": Operator("chunked", power=4, dim=16, heads=1, key_heads=1, times=2),
     }
+    if machine.on_kernels:
+        operators |= {
+            f"float16, {name}": replace(operators[name], dtype=torch.float16)
+            for name in ("attention form, p = 2", "attention form, p = 4", "chunked form, p = 2")
+        }
     if machine.device == "cuda":
+        others = (
+            "attention form, p = 2",
+            "attention form, p = 4",
+            f"attention form, heads of {2 * machine.dim}, grouped",
+            "attention form, packed documents",
+            "chunked form, p = 2",
+            "chunked form, p = 2, a state between two calls",
+            "chunked form, p = 4",
+        )
+        operators |= {f"float32, {name}": replace(operators[name], dtype=torch.float32) for name in others}
+        continued = replace(operators["chunked form, p = 2, a state between two calls"], dtype=torch.float16)
+        operators |= {"float16, chunked form, p = 2, a state between two calls": continued}
         operators |= {
             "attention form, p = 4, heads of 64": Operator("attention", power=4),
             # Beyond 4,096 tokens the drift of the gates' gradient is corrected at several positions.
@@ -380,6 +414,7 @@ def cases(machine: Machine) -> dict[str, Callable[[Machine], Comparison]]:
     }
     if machine.on_kernels:
         found |= {
+            "float32 in pieces, attention form": in_pieces,
             "cross-entropy, in place": cross_entropy_in_place,
             "gates of one token": step_gates,
             "running sums of gates": gate_sums,
@@ -393,9 +428,15 @@ def check_accuracy(machine: Machine) -> Iterator[Outcome]:
     failures = _launch_failures(machine)
     for name, case in cases(machine).items():
         try:
-            yield case(machine).outcome(name, FLOORS[machine.dtype])
+            yield case(machine).outcome(name, FLOORS[_dtype(name, machine)])
         except failures as error:
             yield Outcome(name, problem=f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _dtype(name: str, machine: Machine) -> torch.dtype:
+    """The dtype of a check: that which its name begins with, or the machine's."""
+    named = (dtype for dtype in FLOORS if name.startswith(str(dtype).removeprefix("torch.")))
+    return next(named, machine.dtype)
 
 
 def _launch_failures(machine: Machine) -> tuple[type[Exception], ...]:

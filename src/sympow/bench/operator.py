@@ -141,7 +141,11 @@ def _chunked_reason(setting: Setting, backend: Backend) -> str | None:
     Where it has no kernels, it runs in plain PyTorch, which may take minutes with a large state. It is timed only if
     that backend was asked for.
     """
-    return None if backend == "torch" else chunked_unsupported_reason(setting.power, setting.dim, setting.dim)
+    return (
+        None
+        if backend == "torch"
+        else chunked_unsupported_reason(setting.power, setting.dim, setting.dim, setting.dtype)
+    )
 
 
 def run_bench(

@@ -14,11 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # φ(q) Z is indistinguishable from rounding where it is less than this fraction of Σ |φ(q)_i Z_i|: the eps of float32,
-# as in `sympow.ops.torch.products.drop_rounding`. States of chunks are bfloat16 on a GPU, where each entry has a
-# relative error of up to 2^-9, and a sum of many entries less. Write these constants to the right of a tensor: Triton's
-# interpreter treats `EPSILON * tensor` as a constant, which it rejects as an operand since 3.7.
+# as in `sympow.ops.torch.products.drop_rounding`. States of chunks have the dtype of the inputs: in bfloat16
+# each entry has a relative error of up to 2^-9, in float16 of 2^-12, and a sum of many entries less. Write these
+# constants to the right of a tensor: Triton's interpreter treats `EPSILON * tensor` as a constant, which it rejects as
+# an operand since 3.7.
 EPSILON = tl.constexpr(2.0**-23)
 STATE_EPSILON = tl.constexpr(2.0**-10)
+HALF_STATE_EPSILON = tl.constexpr(2.0**-13)
 # How many CTAs CUDA launches along the first axis of a grid.
 MOST_PROGRAMS = 2**31 - 1
 
@@ -173,8 +175,9 @@ def block_dim(dim: int) -> int:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """`input_precision` of tl.dot: full float32 for float32 operands; without effect for half precision ones."""
-    return "ieee" if dtype == torch.float32 else "tf32"
+    """`input_precision` of tl.dot: for float32 operands the sum of three products of their halves, 22 bits of each, on
+    the tensor cores; without effect for half precision ones."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
@@ -223,11 +226,15 @@ def power_of_two_scale(x):
     float32.
 
     Outputs do not depend on the scale of a query, so each query is multiplied by such a power of two: exact, and no
-    score overflows. The Gluon kernels in `hopper` call this, too.
+    score overflows. In float16 the scale is at most 2^15, so that it is a float16 number itself. The Gluon kernels in
+    `hopper` call this, too.
     """
     largest = tl.max(tl.abs(x.to(tl.float32)), axis=1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    scale = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+    inverse = tl.maximum(254 - exponent, 1)
+    if x.dtype == tl.float16:
+        inverse = tl.minimum(inverse, 127 + 15)
+    scale = (inverse << 23).to(tl.float32, bitcast=True)
     return tl.where(largest == 0, 1.0, scale)
 
 

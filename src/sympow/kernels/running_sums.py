@@ -245,17 +245,17 @@ def exact_sums_at_boundaries(crossing: Tensor, boundaries: tuple[int, int], leng
     return pad(crossing, missing) if any(missing) else crossing
 
 
-def exact_sums_at_blocks(block_terms: Tensor, to_end: Tensor, block: int) -> Tensor:
+def exact_sums_at_blocks(block_terms: Tensor, to_end: Tensor | None, block: int) -> Tensor:
     """d log γ at 0, block, 2 block, … and t: Σ B_ij dB_ij over the pairs across, (b, h, ⌈t / block⌉ + 1) float64.
 
     Args:
         block_terms: the sums over the queries of each block, key by key, with decays counted from the end of the key's
             tile, (b, h, ⌈t / block⌉, t) float32.
-        to_end: decays from a key to the end of its tile, (b, h, ≥ t) float32.
+        to_end: decays from a key to the end of its tile, (b, h, ≥ t) float32; None: the sums have them already.
         block: queries per block.
     """
     count, length = block_terms.shape[2:]
-    by_key = block_terms * to_end[:, :, None, :length]
+    by_key = block_terms if to_end is None else block_terms * to_end[:, :, None, :length]
     padded = pad(by_key, (0, count * block - length)).unflatten(-1, (count, block))
     pairs = padded.sum(-1, dtype=torch.float64)  # (b, h, blocks of queries, blocks of keys)
     later = pad(pairs.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))

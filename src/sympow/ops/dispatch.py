@@ -25,6 +25,7 @@ Form = Literal["auto", "attention", "chunked", "recurrent"]
 Backend = Literal["auto", "torch", "triton"]
 
 # Limits of the attention kernels.
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_POWERS = (2, 4, 6, 8)
 LARGEST_DIM = 128
 # Limits of the chunked kernels: the largest key and value dims, by power.
@@ -134,12 +135,11 @@ def auto_uses_torch_reason(request: Request) -> str | None:
 def unsupported_reason(request: Request) -> str | None:
     """Why the kernels do not support a call of `sympow.attention` or of `Window`."""
     interpreted = triton_interpreted()
-    dtype = _kernel_dtype()
     chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
     if request.device != "cuda" and not interpreted:
         return _needs_cuda(request.device)
-    if request.dtype != dtype:
-        return f"The kernels support {dtype}, not {request.dtype}."
+    if request.dtype not in _kernel_dtypes():
+        return f"The kernels support {_names(_kernel_dtypes())}, not {request.dtype}."
     if request.power not in KERNEL_POWERS:
         return f"The kernels support powers up to {KERNEL_POWERS[-1]}, not {request.power}."
     if max(request.key_dim, request.value_dim) > LARGEST_DIM:
@@ -151,7 +151,7 @@ def unsupported_reason(request: Request) -> str | None:
     if request.form == "recurrent" and not request.step:
         return "The recurrent form has a kernel only for one token after a given state, without gradients."
     if chunked:
-        reason = chunked_unsupported_reason(request.power, request.key_dim, request.value_dim)
+        reason = chunked_unsupported_reason(request.power, request.key_dim, request.value_dim, request.dtype)
         if reason is not None:
             return reason
         if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
@@ -165,12 +165,18 @@ def _vector_gate_unsupported_reason(request: Request) -> str | None:
         return "The kernels of a decoding step support one gate per head, not one per rotated pair."
     if request.power != VECTOR_GATE_POWER:
         return f"The kernels support a gate per rotated pair for power {VECTOR_GATE_POWER}, not {request.power}."
+    # Triton's interpreter computes bfloat16 incorrectly.
+    dtype = torch.float32 if triton_interpreted() else torch.bfloat16
+    if request.dtype != dtype:
+        return f"The kernels support a gate per rotated pair for {dtype}, not {request.dtype}."
     return None
 
 
-def chunked_unsupported_reason(power: int, key_dim: int, value_dim: int) -> str | None:
-    """Why there are no chunked kernels for a power and head dims."""
+def chunked_unsupported_reason(power: int, key_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
+    """Why there are no chunked kernels for a power, head dims and a dtype."""
     largest_key, largest_value = LARGEST_CHUNKED_DIMS.get(power, (0, 0))
+    if power == 4 and dtype == torch.float16:
+        return "The chunked kernels of power 4 do not support torch.float16, whose range its states leave."
     if key_dim <= largest_key and value_dim <= largest_value:
         return None
     limits = (f"power {p} with key dims up to {key}" for p, (key, _) in LARGEST_CHUNKED_DIMS.items())
@@ -201,7 +207,9 @@ def shard_unsupported_reason(sequence: Sequence, form: Form) -> str | None:
         )
     if sequence.length == 0:
         return "The kernels for shards need at least one token."
-    return chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim)
+    if sequence.q.dtype == torch.float16:
+        return "The kernels for shards support torch.bfloat16 and torch.float32, not torch.float16."
+    return chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim, sequence.q.dtype)
 
 
 def softmax_step_backend(backend: str, sequence: Sequence) -> Literal["torch", "triton"]:
@@ -217,11 +225,10 @@ def softmax_step_backend(backend: str, sequence: Sequence) -> Literal["torch", "
 
 def softmax_step_unsupported_reason(sequence: Sequence) -> str | None:
     """Why the kernel of a softmax decoding step does not support its token."""
-    dtype = _kernel_dtype()
     if not (sequence.q.is_cuda or triton_interpreted()):
         return _needs_cuda(sequence.q.device.type)
-    if sequence.q.dtype != dtype:
-        return f"The kernel supports {dtype}, not {sequence.q.dtype}."
+    if sequence.q.dtype not in _kernel_dtypes():
+        return f"The kernel supports {_names(_kernel_dtypes())}, not {sequence.q.dtype}."
     if max(sequence.key_dim, sequence.value_dim) > LARGEST_DIM:
         return _limit_of_dims(sequence.key_dim, sequence.value_dim)
     return None if triton_available() else _NOT_INSTALLED
@@ -233,8 +240,8 @@ def rotation_unsupported_reason(q: Tensor) -> str | None:
         return "The rotary kernel needs at least one token."
     if triton_interpreted() or not q.is_cuda:
         return _needs_cuda(q.device.type)
-    if q.dtype != torch.bfloat16:
-        return f"The rotary kernel supports torch.bfloat16, not {q.dtype}."
+    if q.dtype not in KERNEL_DTYPES:
+        return f"The rotary kernel supports {_names(KERNEL_DTYPES)}, not {q.dtype}."
     return None if triton_available() else _NOT_INSTALLED
 
 
@@ -293,7 +300,8 @@ def quadratic_chunk(length: int, chunk_size: int | None) -> int:
 
 
 def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:
-    if chunked_unsupported_reason(sequence.power, sequence.key_dim, sequence.value_dim) is not None:
+    dims = (sequence.key_dim, sequence.value_dim)
+    if chunked_unsupported_reason(sequence.power, *dims, sequence.q.dtype) is not None:
         return False
     # With p = 2 the kernels take states in and out; the attention form queries and folds them in plain PyTorch, and so
     # do both forms with a gate per rotated pair.
@@ -327,9 +335,13 @@ def portable_chunk(
     return chunk_size or best_chunk_size(work, machine)
 
 
-def _kernel_dtype() -> torch.dtype:
-    """The dtype that the kernels support. Triton's interpreter computes bfloat16 incorrectly."""
-    return torch.float32 if triton_interpreted() else torch.bfloat16
+def _kernel_dtypes() -> tuple[torch.dtype, ...]:
+    """The dtypes that the kernels support. Triton's interpreter computes bfloat16 incorrectly."""
+    return KERNEL_DTYPES[1:] if triton_interpreted() else KERNEL_DTYPES
+
+
+def _names(dtypes: Several[torch.dtype]) -> str:
+    return f"{', '.join(map(str, dtypes[:-1]))} and {dtypes[-1]}"
 
 
 def _needs_cuda(device: str) -> str:

@@ -263,7 +263,7 @@ def _run(
             chunk,
             sequence.key_dim,
             carries_states,
-            carries_states and needs_grad,
+            needs_grad,
             carries_states and return_state,
         )
     y = y[..., : sequence.value_dim]

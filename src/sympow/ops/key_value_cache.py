@@ -121,7 +121,7 @@ class KeyValueCache(TensorRecord):
         """y (b, 1, h, e) of one token, which is added to the cache; arguments as in `softmax_attention`.
 
         Args:
-            backend: "torch", "triton", or "auto": the kernel on a GPU for bfloat16.
+            backend: "torch", "triton", or "auto": the kernel on a GPU, except for float64.
         """
         check_choice("backend", backend, BACKENDS)
         check_tensors(q, k, v, log_gamma, beta, theta)

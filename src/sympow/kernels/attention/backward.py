@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
+    LOG2_E,
     Documents,
     block_dim,
     divide_steps,
@@ -32,9 +33,25 @@ from sympow.kernels.common import (
     odd_power,
     or_one,
     pairwise_decay,
+    power_of_two_scale,
     split_program_id,
     split_sum,
     wait_for_mma,
+)
+from sympow.kernels.float16_range import (
+    D_KV_SCALE,
+    D_NORMALIZER_SCALE,
+    GRADIENT_FACTOR,
+    GRADIENT_SCALES,
+    KEY_LENGTH,
+    KV_SCALE,
+    NORMALIZER_SCALE,
+    SCALES,
+    VALUE_FACTOR,
+    KeyRange,
+    RowGradients,
+    power_of_two,
+    query_exponents,
 )
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
@@ -66,12 +83,16 @@ def prepare_kernel(
 def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr, sums_ptr, to_end_ptr,
     q_ptr, q_stride_b, q_stride_t, q_stride_h, low_desc, high_desc, normalizer_desc, past_ptr,
+    bound_ptr, q_length_ptr, factor_ptr, key_scales_ptr, scales_ptr,
     document_start_ptr, length, padded, gates_padded, heads, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, HALF: tl.constexpr = False,
 ):  # fmt: skip
-    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
+    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i.
+
+    HALF: inputs are float16, and rows have further scales, as in the forward pass (`float16_range`).
+    """
     tiles = tl.cdiv(length, ROWS)
     order, sequence = split_program_id(tiles, tl.int32)
     tile = tiles - 1 - order  # tiles with the most keys start first
@@ -92,6 +113,9 @@ def query_gradient_kernel(
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
     minus_delta = tl.load(minus_delta_ptr + sequence.to(tl.int64) * padded + rows)
     dq = tl.zeros((ROWS, D), tl.float32)
+    value_factor = 1.0
+    if HALF:
+        value_factor = tl.load(scales_ptr + kv_sequence * GRADIENT_SCALES + VALUE_FACTOR)
 
     if WITH_STATE:
         if (boundary >= first_boundary) & (document_start <= chunk_start):
@@ -114,12 +138,35 @@ def query_gradient_kernel(
                     dq = tl.dot(dy_left * even[:, None], kv_even, dq, input_precision=PRECISION)
                     other = wait_for_mma(tl.dot(dy_left * odd[:, None], kv_odd, other, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
-            dq += other + tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
+            from_normalizer = tl.dot(q, normalizer, input_precision=PRECISION) * minus_delta[:, None]
+            if HALF:
+                key_scales_ptr += kv_sequence * SCALES
+                dq = (dq + other) * (value_factor / tl.load(key_scales_ptr + KV_SCALE))
+                dq += from_normalizer / tl.load(key_scales_ptr + NORMALIZER_SCALE)
+            else:
+                dq += other + from_normalizer
             past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
             dq = tl.where((past == 0)[:, None], 0.0, dq)
             if GATED:
                 dq *= tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
 
+    change = tl.zeros((ROWS,), tl.float32)
+    row_factor = change
+    if HALF:
+        bound_ptr += kv_sequence.to(tl.int64) * length
+        own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1))
+        q_length = tl.load(q_length_ptr + sequence.to(tl.int64) * padded + rows)
+        log_decay = tl.zeros((ROWS,), tl.float32)
+        if GATED:
+            log_decay = ((reference - tl.load(sums_ptr + tl.minimum(rows, length - 1))) * LOG2_E).to(tl.float32)
+        key_length = tl.load(scales_ptr + kv_sequence * GRADIENT_SCALES + KEY_LENGTH)
+        before, change = query_exponents(q_length, tl.load(bound_ptr + first), own_bound, key_length, log_decay, POWER)
+        change *= POWER - 1
+        # Not applied to q, which stays in shared memory, but to what its scores are multiplied by.
+        row_scale = power_of_two(before * (POWER - 1)) / key_length
+        row_factor = row_scale * value_factor
+        minus_delta *= row_scale
+        dq *= row_scale[:, None]
     if DOCUMENTS:
         chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
     if GATED:
@@ -129,7 +176,7 @@ def query_gradient_kernel(
         k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = tl.dot(dy, v.T, input_precision=PRECISION) + minus_delta[:, None]
+        dp = _plus_delta(tl.dot(dy, v.T, input_precision=PRECISION), minus_delta[:, None], row_factor[:, None], HALF)
         factor = odd_power(score, POWER - 1)
         if GATED:
             factor *= (to_tile_end * tl.exp((reference - tile_end).to(tl.float32)))[None, :]
@@ -139,14 +186,17 @@ def query_gradient_kernel(
 
     if GATED:
         row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
+        row_whole += change
         dq *= tl.exp2(row_whole + row_rest)[:, None]
+    elif HALF:
+        dq *= power_of_two(change)[:, None]
     # Not pipelined: no registers are left for it.
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
         columns = start + tl.arange(0, COLUMNS)
         k = k_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, D)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         score = tl.dot(q, k.T, input_precision=PRECISION)
-        dp = tl.dot(dy, v.T, input_precision=PRECISION) + minus_delta[:, None]
+        dp = _plus_delta(tl.dot(dy, v.T, input_precision=PRECISION), minus_delta[:, None], row_factor[:, None], HALF)
         factor = odd_power(score, POWER - 1)
         causal = rows[:, None] >= columns[None, :]
         if GATED:
@@ -154,10 +204,15 @@ def query_gradient_kernel(
             column_whole, column_rest = split_sum(column_sums, reference)
             factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
+            if HALF:
+                factor *= power_of_two(change)[:, None]
             factor = tl.where(causal, factor, 0.0)
         dq = tl.dot((factor * dp).to(k.dtype), k, dq, input_precision=PRECISION)
 
     dq *= POWER
+    if HALF:
+        unscale = tl.load(factor_ptr + sequence.to(tl.int64) * padded + rows) * power_of_two(-change)
+        dq *= (unscale / row_factor)[:, None]
     row_term = tl.sum(dq * q.to(tl.float32), axis=1)
     tl.store(row_term_ptr + sequence.to(tl.int64) * length + rows, row_term, mask=rows < length)
     dq *= tl.load(scale_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)[:, None]
@@ -165,10 +220,18 @@ def query_gradient_kernel(
 
 
 @triton.jit
+def _plus_delta(products, minus_delta, value_factor, HALF: tl.constexpr):
+    """dy · v − δ; HALF: times a factor that δ already has."""
+    return products * value_factor + minus_delta if HALF else products + minus_delta
+
+
+@triton.jit
 def _visit_queries(
-    dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head, sequence,
-    padded, start, tiles, GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr,
+    dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, factor_ptr, reference, row_decay,
+    value_factor, gradient_factor, batch, kv_head, sequence, padded, start, tiles,
+    GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, PRECISION: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """dk and dv plus the contributions of `tiles` tiles of queries from `start` on, all after the keys."""
     offsets = tl.arange(0, COLUMNS)
@@ -177,19 +240,32 @@ def _visit_queries(
     if GATED:
         next_decay = tl.load(from_start_ptr + start + offsets)
         next_sum = tl.load(sums_ptr + start)
+    if HALF:
+        next_factor = tl.load(factor_ptr + sequence * padded + start + offsets)
     for step in tl.range(0, GROUP * tiles, num_stages=STAGES):
         member, tile = divide_steps(step, tiles, GROUP)
         head = kv_head * GROUP + member
         q = q_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, D)
         dy = dy_desc.load([batch, head, start + tile * COLUMNS, 0]).reshape(COLUMNS, E)
         score = tl.dot(k, q.T, input_precision=PRECISION)
-        dp = tl.dot(v, dy.T, input_precision=PRECISION) + next_delta[None, :]
+        dp = _plus_delta(tl.dot(v, dy.T, input_precision=PRECISION), next_delta[None, :], value_factor, HALF)
         factor = odd_power(score, POWER - 1)
         member, tile = divide_steps(tl.minimum(step + 1, GROUP * tiles - 1), tiles, GROUP)
         next_start = start + tile * COLUMNS
         next_delta = tl.load(minus_delta_ptr + (sequence + member) * padded + next_start + offsets)
-        if GATED:
+        if HALF:
+            tile_factor = gradient_factor
+            column_factor = next_factor
+            next_factor = tl.load(factor_ptr + (sequence + member) * padded + next_start + offsets)
+            if GATED:
+                tile_factor *= tl.exp((next_sum - reference).to(tl.float32))
+                column_factor *= next_decay
+                # Not after the sums: with strong gates, weights counted from the end of the tile leave the range.
+                factor *= row_decay[:, None]
+            factor *= (column_factor * tile_factor)[None, :]
+        elif GATED:
             factor *= (next_decay * tl.exp((next_sum - reference).to(tl.float32)))[None, :]
+        if GATED:
             next_decay = tl.load(from_start_ptr + next_start + offsets)
             next_sum = tl.load(sums_ptr + next_start)
         dv = tl.dot((factor * score).to(dy.dtype), dy, dv, input_precision=PRECISION)
@@ -200,14 +276,20 @@ def _visit_queries(
 @triton.jit
 def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
-    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, document_end_ptr, block_terms_ptr,
+    k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, factor_ptr, scales_ptr,
+    document_end_ptr, block_terms_ptr,
     length, padded, gates_padded, kv_heads, chunk, state_count, first_boundary, query_block,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr = False,
 ):  # fmt: skip
     """dv_j and dk_j for a tile of keys (rows here; queries are columns), summed over the query heads that read them,
-    and k_j · dk_j. BLOCK_TERMS: also what each block of `query_block` queries adds to k_j · dk_j."""
+    and k_j · dk_j. BLOCK_TERMS: also what each block of `query_block` queries adds to k_j · dk_j.
+
+    HALF: inputs are float16, dk and dv have a common factor until they are stored, and each query has one
+    (`float16_range`).
+    """
     key_tile, kv_sequence = split_program_id(tl.cdiv(length, ROWS), tl.int32)
     first = key_tile * ROWS
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
@@ -226,6 +308,17 @@ def key_gradient_kernel(
     v = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
     dk = tl.zeros((ROWS, D), tl.float32)
     dv = tl.zeros((ROWS, E), tl.float32)
+    row_decay = tl.full((ROWS,), 1.0, tl.float32)
+    value_factor = 1.0
+    gradient_factor = 1.0
+    if HALF:
+        if GATED:
+            row_sums = tl.load(sums_ptr + tl.minimum(rows, length - 1))
+            row_whole, row_rest = split_sum(row_sums, reference)
+            row_decay = tl.exp2(-(row_whole + row_rest))
+        scales_ptr += kv_sequence * GRADIENT_SCALES
+        value_factor = tl.load(scales_ptr + VALUE_FACTOR)
+        gradient_factor = tl.load(scales_ptr + GRADIENT_FACTOR)
 
     if WITH_STATE:
         # No query reads the state after a document that ends in this chunk.
@@ -236,9 +329,18 @@ def key_gradient_kernel(
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
             v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
+            k_scale = tl.full((ROWS,), 1.0, tl.float32)
+            v_scale = tl.full((ROWS,), 1.0, tl.float32)
+            if HALF:
+                # Products of two entries of a key, or of one with a value, would leave the range.
+                k_scale, v_scale = power_of_two_scale(k_left), power_of_two_scale(v_left)
+                k_left *= k_scale.to(k_desc.dtype)[:, None]
+                v_left *= v_scale.to(v_desc.dtype)[:, None]
             for half in tl.static_range(2):
                 for i in tl.range(0, D // 2 if half == 0 else HIGH):
                     entry = tl.load(pointers + half * (D // 2) + i)
+                    if HALF:
+                        entry *= k_scale.to(k_desc.dtype)
                     if half == 0:
                         dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     else:
@@ -246,11 +348,22 @@ def key_gradient_kernel(
                     dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
                     dk = wait_for_mma(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
-            dk = wait_for_mma(tl.dot(k, normalizer, dk, input_precision=PRECISION))
+            if HALF:
+                d_kv_scale = tl.load(scales_ptr + D_KV_SCALE)
+                dv /= (k_scale * k_scale * d_kv_scale)[:, None]
+                dk *= (value_factor / (k_scale * v_scale * d_kv_scale))[:, None]
+                from_normalizer = tl.dot(k, normalizer, input_precision=PRECISION)
+                dk += from_normalizer / tl.load(scales_ptr + D_NORMALIZER_SCALE)
+            else:
+                dk = wait_for_mma(tl.dot(k, normalizer, dk, input_precision=PRECISION))
             if GATED:
                 since_tile = tl.exp((tl.load(sums_ptr + chunk_end - 1) - reference).to(tl.float32))
-                dk *= since_tile
-                dv *= since_tile
+                if HALF:
+                    dk *= (since_tile * row_decay)[:, None]
+                    dv *= (since_tile * row_decay)[:, None]
+                else:
+                    dk *= since_tile
+                    dv *= since_tile
 
     sequence = (batch * kv_heads + kv_head).to(tl.int64) * GROUP
     offsets = tl.arange(0, COLUMNS)
@@ -263,11 +376,14 @@ def key_gradient_kernel(
         for index in tl.range(tl.where(after < end, after // query_block, blocks), blocks):
             start = tl.maximum(after, index * query_block)
             dk, dv = _visit_queries(
-                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
-                sequence, padded, start, tl.cdiv(tl.minimum(end, (index + 1) * query_block) - start, COLUMNS),
-                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, factor_ptr, reference,
+                row_decay, value_factor, gradient_factor, batch, kv_head, sequence, padded, start,
+                tl.cdiv(tl.minimum(end, (index + 1) * query_block) - start, COLUMNS),
+                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES, HALF,
             )  # fmt: skip
             total = tl.sum(dk * k.to(tl.float32), axis=1)
+            if HALF:
+                total /= gradient_factor * value_factor
             target = block_terms_ptr + (kv_sequence.to(tl.int64) * tl.cdiv(length, query_block) + index) * length + rows
             tl.store(target, total - known, mask=rows < length)
             known = total
@@ -275,16 +391,18 @@ def key_gradient_kernel(
         tiles = tl.cdiv(end - after, COLUMNS)
         if tiles > 0:
             dk, dv = _visit_queries(
-                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, reference, batch, kv_head,
-                sequence, padded, after, tiles, GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES,
+                dk, dv, k, v, q_desc, dy_desc, minus_delta_ptr, sums_ptr, from_start_ptr, factor_ptr, reference,
+                row_decay, value_factor, gradient_factor, batch, kv_head, sequence, padded, after, tiles,
+                GROUP, D, E, POWER, GATED, PRECISION, COLUMNS, STAGES, HALF,
             )  # fmt: skip
 
     if GATED:
         row_sums = tl.load(sums_ptr + tl.minimum(rows, length - 1))
         row_whole, row_rest = split_sum(row_sums, reference)
-        row_decay = tl.exp2(-(row_whole + row_rest))
-        dk *= row_decay[:, None]
-        dv *= row_decay[:, None]
+        if not HALF:
+            row_decay = tl.exp2(-(row_whole + row_rest))
+            dk *= row_decay[:, None]
+            dv *= row_decay[:, None]
     for step in tl.range(0, GROUP * (ROWS // COLUMNS), num_stages=STAGES):
         member, tile = divide_steps(step, ROWS // COLUMNS, GROUP)
         head = kv_head * GROUP + member
@@ -294,8 +412,10 @@ def key_gradient_kernel(
         q = q_desc.load([batch, head, start, 0]).reshape(COLUMNS, D)
         dy = dy_desc.load([batch, head, start, 0]).reshape(COLUMNS, E)
         score = tl.dot(k, q.T, input_precision=PRECISION)
-        dp = tl.dot(v, dy.T, input_precision=PRECISION) + minus_delta[None, :]
+        dp = _plus_delta(tl.dot(v, dy.T, input_precision=PRECISION), minus_delta[None, :], value_factor, HALF)
         factor = odd_power(score, POWER - 1)
+        if HALF:
+            factor *= (tl.load(factor_ptr + (sequence + member) * padded + columns) * gradient_factor)[None, :]
         causal = columns[None, :] >= rows[:, None]
         if GATED:
             column_sums = tl.load(sums_ptr + tl.minimum(columns, length - 1))
@@ -308,6 +428,9 @@ def key_gradient_kernel(
         dk = tl.dot((factor * dp).to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk *= POWER
+    if HALF:
+        dk /= gradient_factor * value_factor
+        dv /= gradient_factor
     column_term = tl.sum(dk * k.to(tl.float32), axis=1)
     tl.store(column_term_ptr + kv_sequence.to(tl.int64) * length + rows, column_term, mask=rows < length)
     dk_desc.store([batch, kv_head, first, 0], dk.to(dk_desc.dtype).reshape(1, 1, ROWS, D))
@@ -357,6 +480,7 @@ def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
     *, past: Tensor | None = None, chunk: int = 0, documents: Documents | None = None,
+    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
     out: tuple[Tensor, Tensor] | None = None, rows: int = 128, columns: int = 64, warps: int = 8, stages: int = 3,
     registers: int | None = 128,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -368,6 +492,7 @@ def query_gradient(
         gates, chunk, documents, out: as in `forward.attend`.
         states: with all d² features; or None.
         past: φ(q_i) Z, as `forward.attend` returns it; only with states.
+        rows_half, key_range: for float16, whose q, scale, dy and minus_delta are those of `rows_half`; else None.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, heads, dim = q.shape
@@ -377,11 +502,13 @@ def query_gradient(
     query_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
         head_major(q, (rows, d)), head_major(k, (columns, d)), head_major(v, (columns, e)),
         head_major(dy, (rows, e)), minus_delta, head_major(dq, (rows, d)), row_term, scale,
-        gates and gates.sums, gates and gates.to_end, *state, past, documents and documents.start,
+        gates and gates.sums, gates and gates.to_end, *state, past,
+        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
+        key_range and key_range.scales, rows_half and rows_half.scales, documents and documents.start,
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *location,
         GROUP=heads // k.shape[2], D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
-        COLUMNS=columns, STAGES=stages,
+        COLUMNS=columns, STAGES=stages, HALF=rows_half is not None,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
@@ -391,7 +518,7 @@ def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
     *, chunk: int = 0, documents: Documents | None = None, block_terms: Tensor | None = None, query_block: int = 0,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    rows_half: RowGradients | None = None, out: tuple[Tensor, Tensor, Tensor] | None = None,
     rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t).
@@ -400,8 +527,9 @@ def key_gradient(
         q, dy, minus_delta, gates, chunk, documents, out: as in `query_gradient`.
         states: the gradients of the states, with all d² features; or None.
         block_terms: zeros (b, h_kv, ⌈t / query_block⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each
-            block that lie after the key's tile, with decays counted from the end of that tile; None: not wanted. Only
-            without states.
+            block that lie after the key's tile, with decays counted from the end of that tile, for float16 from the
+            key; None: not wanted. Only without states.
+        rows_half: as in `query_gradient`.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
@@ -416,11 +544,12 @@ def key_gradient(
     key_gradient_kernel[flat_grid(triton.cdiv(length, rows), batch * kv_heads)](
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
-        gates and gates.sums, gates and gates.from_start, *state, documents and documents.end, block_terms,
+        gates and gates.sums, gates and gates.from_start, *state, rows_half and rows_half.factor,
+        rows_half and rows_half.scales, documents and documents.end, block_terms,
         length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location, query_block,
         GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
-        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
+        PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=rows_half is not None,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

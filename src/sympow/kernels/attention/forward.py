@@ -24,6 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import (
     EPSILON,
+    HALF_STATE_EPSILON,
     STATE_EPSILON,
     Documents,
     block_dim,
@@ -41,6 +42,16 @@ from sympow.kernels.common import (
     split_sum,
     wait_for_mma,
 )
+from sympow.kernels.float16_range import (
+    KV_SCALE,
+    NORMALIZER_SCALE,
+    SCALES,
+    WEIGHT_LIMIT,
+    KeyRange,
+    exponents,
+    log_length,
+    power_of_two,
+)
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
@@ -51,7 +62,8 @@ def state_weight(q, normalizer, PRECISION: tl.constexpr):
     found = tl.sum(tl.dot(q, normalizer, input_precision=PRECISION) * q.to(tl.float32), axis=1)
     size = tl.abs(q)
     most = tl.sum(tl.dot(size, tl.abs(normalizer), input_precision=PRECISION) * size.to(tl.float32), axis=1)
-    epsilon = STATE_EPSILON if q.dtype == tl.bfloat16 else EPSILON
+    half_epsilon = STATE_EPSILON if q.dtype == tl.bfloat16 else HALF_STATE_EPSILON
+    epsilon = EPSILON if q.dtype == tl.float32 else half_epsilon
     # A comparison with NaN is false, so that NaN stays visible.
     return found, found < most * epsilon
 
@@ -101,13 +113,17 @@ def query_state(
 def forward_kernel(
     q_desc, k_desc, v_desc, y_desc, weight_ptr, sums_ptr, to_end_ptr,
     q_ptr, q_stride_b, q_stride_t, q_stride_h, q_half_desc, low_desc, high_desc, normalizer_desc, past_ptr,
-    document_start_ptr, length, padded_length, heads, chunk, state_count, first_boundary,
+    bound_ptr, state_scale_ptr, document_start_ptr, length, padded_length, heads, chunk, state_count, first_boundary,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr,
     WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, HIGH: tl.constexpr, HIGH_COLUMN: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr = False,
 ):  # fmt: skip
-    """y_i for a tile of queries, their weights Σ_j B_ij, and φ(q_i) Z of the chunk's state without further decay."""
+    """y_i for a tile of queries, their weights Σ_j B_ij, and φ(q_i) Z of the chunk's state without further decay.
+
+    HALF: inputs are float16. Rows are scaled once more, by 2^before up to the diagonal and differently on it, so that
+    no weight leaves the range (`float16_range`).
+    """
     tiles = tl.cdiv(length, ROWS)
     order, sequence = split_program_id(tiles, tl.int32)
     tile = tiles - 1 - order  # tiles with the most keys start first
@@ -146,11 +162,25 @@ def forward_kernel(
                 PRECISION,
             )  # fmt: skip
             tl.store(past_ptr + rows, weight, mask=rows < length)
+            if HALF:
+                state_scale_ptr += kv_sequence * SCALES
+                acc /= tl.load(state_scale_ptr + KV_SCALE)
+                weight /= tl.load(state_scale_ptr + NORMALIZER_SCALE)
             if GATED:
                 since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
                 acc *= since_state
                 weight *= since_state
 
+    change = tl.zeros((ROWS,), tl.float32)
+    if HALF:
+        bound_ptr += kv_sequence.to(tl.int64) * length
+        own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1))
+        before, change = exponents(log_length(q), tl.load(bound_ptr + first), own_bound, WEIGHT_LIMIT, POWER)
+        change *= POWER
+        q = (q * power_of_two(before)[:, None]).to(q_desc.dtype)
+        if WITH_STATE:
+            acc *= power_of_two(before * POWER)[:, None]
+            weight *= power_of_two(before * POWER)
     if DOCUMENTS:
         # Closed gates between documents make these tiles zero, so they are skipped.
         chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
@@ -174,10 +204,15 @@ def forward_kernel(
 
     if GATED:
         row_whole, row_rest = split_sum(tl.load(sums_ptr + tl.minimum(rows, length - 1)), reference)
-        row_decay = tl.exp2(row_whole + row_rest)
+        row_decay = tl.exp2((row_whole + change) + row_rest)
         acc *= row_decay[:, None]
         weight *= row_decay
+        row_whole += change
+    elif HALF:
+        acc *= power_of_two(change)[:, None]
+        weight *= power_of_two(change)
 
+    exact = weight
     # Not pipelined: the loop above would lose the registers.
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
         columns = start + tl.arange(0, COLUMNS)
@@ -189,16 +224,23 @@ def forward_kernel(
             column_whole, column_rest = split_sum(column_sums, reference)
             scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
+            if HALF:
+                scores *= power_of_two(change)[:, None]
             scores = tl.where(causal, scores, 0.0)
         v = v_desc.load([batch, kv_head, start, 0]).reshape(COLUMNS, E)
         # Weights are summed as rounded for the product: then a row that sees one key returns its value exactly, and the
         # gradient of its score is exactly zero, however small the score.
+        if HALF:
+            # The weights that are returned are exact: rounding is absolute below the normal numbers of float16.
+            exact += tl.sum(scores, axis=1)
         scores = round_to(scores, v.dtype)
         weight += tl.sum(scores, axis=1)
         acc = tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION)
 
     y = acc / or_one(weight)[:, None]
     y_desc.store([batch, head, first, 0], y.to(y_desc.dtype).reshape(1, 1, ROWS, E))
+    if HALF:
+        weight = exact * power_of_two(-before * POWER) * power_of_two(-change)
     tl.store(weight_ptr + sequence.to(tl.int64) * length + rows, weight, mask=rows < length)
 
 
@@ -212,6 +254,7 @@ def attend(
     *,
     chunk: int = 0,
     documents: Documents | None = None,
+    key_range: KeyRange | None = None,
     out: tuple[Tensor, Tensor, Tensor | None] | None = None,
     rows: int = 128,
     columns: int = 64,
@@ -226,6 +269,7 @@ def attend(
         states: the states at the chunk boundaries; a chunk is a multiple of `rows` tokens.
         chunk: without states, tokens per chunk, which sees no earlier one; 0: all in one.
         documents: where documents begin and end, between which `gates` must be closed; None: one document.
+        key_range: of k and v, for float16; else None.
         out: tensors for the results: y with aligned rows (`common.aligned`), and the others contiguous, the last zero
             for chunks without a state; None: new tensors.
     """
@@ -256,11 +300,12 @@ def attend(
     forward_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
-        q_half_desc, low_desc, high_desc, normalizer_desc, past, documents and documents.start,
+        q_half_desc, low_desc, high_desc, normalizer_desc, past,
+        key_range and key_range.bound, key_range and key_range.scales, documents and documents.start,
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, state_count, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH=high, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype),
-        ROWS=rows, COLUMNS=columns, STAGES=stages,
+        ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=key_range is not None,
         num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
     )  # fmt: skip
     return y, weight, past

@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sympow.kernels import hopper
+from sympow.kernels import float16_range, hopper
+from sympow.kernels.attention import split_float32
 from sympow.kernels.attention.backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention.forward import attend
 from sympow.kernels.common import Documents, scale_queries
+from sympow.kernels.float16_range import SCALES, KeyRange, key_range
 from sympow.kernels.running_sums import (
     SCAN_BLOCK,
     Gates,
@@ -58,8 +60,25 @@ WIDE = Tiles(
 )
 
 
-def tiles_for(dim: int) -> Tiles:
+# float32 operands take twice the shared memory, and their halves twice the registers.
+FLOAT32_NARROW = Tiles(
+    states={"entries": 1, "stages": 2},
+    forward={"warps": 8, "stages": 2},
+    query={"warps": 8, "stages": 2, "registers": None},
+    key={"warps": 8, "stages": 2},
+)
+FLOAT32_WIDE = Tiles(
+    states={"entries": 1, "stages": 1, "warps": 8},
+    forward={"rows": 64, "warps": 8, "stages": 1},
+    query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
+    key={"rows": 64, "warps": 8, "stages": 1},
+)
+
+
+def tiles_for(dim: int, dtype: torch.dtype) -> Tiles:
     """The tiles for heads of `dim` entries, keys and values alike."""
+    if dtype == torch.float32:
+        return FLOAT32_WIDE if dim > 64 else FLOAT32_NARROW
     return WIDE if dim > 64 else NARROW
 
 
@@ -70,6 +89,7 @@ class Saved(NamedTuple):
         sums, to_end, from_start: as in `Gates`.
         low, high, normalizer: as in `ChunkStates`.
         past: φ(q) Z of each row's state, (b, h, t) float32.
+        bound, scales: as in `KeyRange`, for float16.
     """
 
     sums: Tensor
@@ -79,6 +99,8 @@ class Saved(NamedTuple):
     high: Tensor
     normalizer: Tensor
     past: Tensor
+    bound: Tensor
+    scales: Tensor
 
     @property
     def gates(self) -> Gates | None:
@@ -124,7 +146,9 @@ def fused_attention(
     with_states: bool,
     train: bool,
     final: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # fmt: skip
     """The attention form, or with states the chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for
     queries scaled by `query_scales`, kv and normalizer of the final state, and the fields of `Saved`.
 
@@ -134,12 +158,18 @@ def fused_attention(
         document_start, document_end: as in `common.Documents`, or None.
         initial_kv, initial_normalizer: a `FullState`, only with states; or None.
         power, chunk, key_dim, with_states, final: as in `Options`.
-        train: whether the backward pass will run, which needs all d² features of the states; ignored without states.
+        train: whether the backward pass will run, which needs all d² features of the states, and in float16 the range
+            of the values.
     """
-    tiles = tiles_for(q.shape[-1])
+    tiles = tiles_for(q.shape[-1], q.dtype)
     gates = None if log_gamma is None else gate_sums(log_gamma)
     documents = _documents(document_start, document_end)
     states = end = None
+    ranges = None
+    in_pieces = _in_pieces(q, v, chunk, documents)
+    if q.dtype == torch.float16 or in_pieces:
+        largest = _largest_entries(initial_kv, initial_normalizer)
+        ranges = key_range(k, v, power, gates, largest, values=train or with_states or in_pieces)
     if with_states:
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
@@ -147,24 +177,30 @@ def fused_attention(
         chunks = chunk_sums(
             k, v, k.shape[2], gates.sums if gates else None, chunk, full=train or final or initial is not None,
             boundaries=boundaries_with_states(k, chunk, initial is not None, final), precise=final,
-            key_dim=key_dim, update=_hopper_update(q, k, v), **tiles.states,
+            key_dim=key_dim, update=_hopper_update(q, k, v),
+            scales=None if ranges is None else ranges.of_states, **tiles.states,
         )  # fmt: skip
         if chunks is not None:
             states, end, _ = scan_sums(chunks, initial, want_end=final)
     past = None
     if _on_hopper(q, k, v, chunk, documents):
-        y, weight = hopper.attend(q, k, v, power, gates)
+        y, weight = hopper.attend(q, k, v, power, gates, key_range=ranges)
     elif states is not None and _chunks_on_hopper(q, k, v, documents):
         from sympow.kernels.hopper import chunked
 
         y, weight, past = chunked.attend(q, k, v, gates, states)
+    elif in_pieces:
+        assert ranges is not None
+        y, weight = split_float32.attend(q, k, v, power, gates, ranges, **split_float32.FORWARD)
     else:
         y, weight, past = attend(
-            q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents, **tiles.forward
-        )
+            q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents,
+            key_range=ranges, **tiles.forward,
+        )  # fmt: skip
     saved_gates = (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
     saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
-    rest = (*(end or (None, None)), *saved_gates, *saved_states, past)
+    saved_ranges = (None, None) if ranges is None else (ranges.bound, ranges.scales)
+    rest = (*(end or (None, None)), *saved_gates, *saved_states, past, *saved_ranges)
     return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
 
@@ -189,7 +225,10 @@ def _(
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = None
+    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = bound = scales = None
+    if q.dtype == torch.float16 or _in_pieces(q, v, chunk, _documents(document_start, document_end)):
+        bound = q.new_empty(batch, kv_heads, length, dtype=torch.float32)
+        scales = q.new_empty(batch, kv_heads, SCALES.value, dtype=torch.float32)
     if log_gamma is not None:
         padded = -(-length // SCAN_BLOCK) * SCAN_BLOCK
         sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
@@ -208,7 +247,7 @@ def _(
             high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
             normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
             past = torch.empty_like(weight)
-    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past)
+    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past, bound, scales)
     return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))
 
 
@@ -241,14 +280,22 @@ def _attend_backward(
         saved: the fields of `Saved`.
         power, chunk, key_dim, with_states, initial, final: as in `Options`.
     """
-    kept, tiles = Saved(*saved), tiles_for(q.shape[-1])
+    kept, tiles = Saved(*saved), tiles_for(q.shape[-1], q.dtype)
     gates = kept.gates
     documents = _documents(document_start, document_end)
     first, last = boundaries_with_states(k, chunk, initial, final) if with_states else (1, 0)
     states = kept.states(chunk, first)
     inner = 0 if with_states else chunk
-    q, scale = scale_queries(q)
-    divided, minus_delta = prepare(y, dy, weight, d_weight)
+    ranges = rows_half = None
+    in_pieces = _in_pieces(q, v, chunk, documents)
+    if q.dtype == torch.float16 or in_pieces:
+        ranges = KeyRange(kept.bound, kept.scales)
+        d_final = _largest_entries(d_final_kv, d_final_normalizer)
+        rows_half = float16_range.prepare(q, y, dy, weight, d_weight, ranges, power, d_final, split=in_pieces)
+        q, scale, divided, minus_delta = rows_half.q, rows_half.scale, rows_half.dy, rows_half.minus_delta
+    else:
+        q, scale = scale_queries(q)
+        divided, minus_delta = prepare(y, dy, weight, d_weight)
     on_hopper = _on_hopper(q, k, v, chunk, documents)
     chunks_on_hopper = states is not None and _chunks_on_hopper(q, k, v, documents)
     if on_hopper or chunks_on_hopper:
@@ -256,14 +303,20 @@ def _attend_backward(
         from sympow.kernels.hopper.common import split_sums
 
         split = None if gates is None else split_sums(gates)
-    if on_hopper:
-        dq, row_terms = hopper.query_gradient(q, scale, k, v, divided, minus_delta, power, gates, split)
+    if in_pieces:
+        assert ranges is not None and rows_half is not None
+        k, v = split_float32.split_keys(k, v, ranges)
+        dq, row_terms = split_float32.query_gradient(rows_half, k, v, power, gates, ranges, **split_float32.QUERY)
+    elif on_hopper:
+        dq, row_terms = hopper.query_gradient(
+            q, scale, k, v, divided, minus_delta, power, gates, split, rows_half=rows_half, key_range=ranges
+        )
     elif states is not None and chunks_on_hopper:
         dq, row_terms = chunked.query_gradient(q, scale, k, v, divided, minus_delta, gates, split, states, kept.past)
     else:
         dq, row_terms = query_gradient(
             q, scale, k, v, divided, minus_delta, power, gates, states, past=kept.past,
-            chunk=inner, documents=documents, **tiles.query,
+            chunk=inner, documents=documents, rows_half=rows_half, key_range=ranges, **tiles.query,
         )  # fmt: skip
     reverse = end = crossing = None
     if states is not None:
@@ -275,24 +328,36 @@ def _attend_backward(
         chunks = chunk_sums(
             q, divided, k.shape[2], gates.sums if gates else None, chunk, full=True, factor=minus_delta,
             past=kept.past, reverse=True, boundaries=(first, last), precise=initial,
-            key_dim=key_dim, update=_hopper_update(q, k, v), **tiles.states,
+            key_dim=key_dim, update=_hopper_update(q, k, v),
+            scales=None if rows_half is None else rows_half.of_states,
+            token_factor=None if rows_half is None else rows_half.factor, **tiles.states,
         )  # fmt: skip
         assert chunks is not None
-        reverse, end, crossing = scan_sums(chunks, start, want_end=initial, other=states if gates else None)
+        reverse, end, crossing = scan_sums(
+            chunks, start, want_end=initial, other=states if gates else None,
+            other_scales=None if ranges is None else ranges.of_states,
+        )  # fmt: skip
     length, block_terms = k.shape[1], None
     block = max(DRIFT_SPACING, -(-length // MAX_DRIFT_BLOCKS // DRIFT_MULTIPLE) * DRIFT_MULTIPLE)
     if gates is not None and states is None and length > block:
         block_terms = k.new_zeros(*gates.sums.shape[:2], -(-length // block), length, dtype=torch.float32)
     if on_hopper and hopper.supports_key_gradient(k, v, block_terms):
         dk, dv, column_terms = hopper.key_gradient(
-            q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block
-        )
+            q, k, v, divided, minus_delta, power, gates, split, block_terms=block_terms, query_block=block,
+            rows_half=rows_half,
+        )  # fmt: skip
     elif reverse is not None and chunks_on_hopper:
         dk, dv, column_terms = chunked.key_gradient(q, k, v, divided, minus_delta, gates, split, reverse)
+    elif in_pieces:
+        assert ranges is not None and rows_half is not None
+        dk, dv, column_terms = split_float32.key_gradient(
+            rows_half, k, v, power, gates, ranges, block_terms=block_terms, query_block=block, **split_float32.KEY
+        )
     else:
         dk, dv, column_terms = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,
-            chunk=inner, documents=documents, block_terms=block_terms, query_block=block, **tiles.key,
+            chunk=inner, documents=documents, block_terms=block_terms, query_block=block,
+            rows_half=rows_half, **tiles.key,
         )  # fmt: skip
     d_log_gamma = None
     if gates is not None:
@@ -301,7 +366,7 @@ def _attend_backward(
         if crossing is not None:
             exact, spacing = exact_sums_at_boundaries(crossing, (first, last), length, chunk), chunk
         elif block_terms is not None:
-            exact, spacing = exact_sums_at_blocks(block_terms, gates.to_end, block), block
+            exact, spacing = exact_sums_at_blocks(block_terms, None if rows_half else gates.to_end, block), block
         d_log_gamma = correct_drift(gate_gradient(row_terms, column_terms, power), exact, spacing, document_end)
     rest = (d_log_gamma, *(end or (None, None)))
     none = (q.new_empty(0, dtype=torch.float32) if x is None else x for x in rest)
@@ -402,10 +467,26 @@ def _hopper_update(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., None] | Non
     return update
 
 
+def _in_pieces(q: Tensor, v: Tensor, chunk: int, documents: Documents | None) -> bool:
+    """Whether the kernels for float32 in pieces run the call."""
+    if q.dtype != torch.float32 or chunk or documents is not None:
+        return False
+    return max(q.shape[-1], v.shape[-1]) <= split_float32.LARGEST_DIM and (q.is_cuda or split_float32.ON_CPU)
+
+
 def boundaries_with_states(k: Tensor, chunk: int, initial: bool, final: bool) -> tuple[int, int]:
     """The first and last chunk boundary that has a state; boundary n lies after n chunks."""
     chunks = -(-k.shape[1] // chunk)
     return (0 if initial else 1), (chunks if final else chunks - 1)
+
+
+def _largest_entries(kv: Tensor | None, normalizer: Tensor | None) -> Tensor | None:
+    """max|S| and max|Z| of a `FullState`, (b, h_kv, 2); None without one."""
+    if kv is None or normalizer is None:
+        return None
+    found = (x.abs().flatten(2).amax(-1) for x in (kv, normalizer))
+    # What is not finite shows itself.
+    return torch.stack(list(found), dim=-1).nan_to_num(0.0, posinf=0.0)
 
 
 def _documents(start: Tensor | None, end: Tensor | None) -> Documents | None:

@@ -1,4 +1,4 @@
-"""Both forms for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: bfloat16.
+"""Both forms for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: bfloat16 and float16.
 
 The same computation as `sympow.kernels.attention`, whose plain PyTorch twin is also the reference of these kernels.
 `forward` and `backward` are the attention form, warp-specialised, for heads of 64 to 128; `short_forward` and
@@ -17,6 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
+from sympow.kernels.float16_range import KeyRange, RowGradients
+
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
 WIDTHS = (64, 128)
 # With heads of 64 the warp-specialised kernels are faster from this length on. At 4,096 tokens they take 12 % longer
@@ -32,56 +34,66 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these kernels support the queries, keys and values; otherwise the portable kernels run."""
     return (
         torch.cuda.get_device_capability(q.device) == (9, 0)
-        and q.dtype == k.dtype == v.dtype == torch.bfloat16
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in (torch.bfloat16, torch.float16)
         and all(WIDTHS[0] <= x.shape[-1] <= WIDTHS[-1] for x in (q, v))
         and _compiled_by_this_release()
     )
 
 
 def supports_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2, which are not padded."""
-    return q.shape[-1] == v.shape[-1] == WIDTHS[-1] and supports(q, k, v)
+    """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2, which are not padded: bfloat16,
+    since it knows no scales of states."""
+    return q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == WIDTHS[-1] and supports(q, k, v)
 
 
 def supports_key_gradient(k: Tensor, v: Tensor, block_terms: Tensor | None) -> bool:
     """Whether `key_gradient` supports a call that `supports` accepts."""
+    if k.dtype == torch.float16:
+        return True
     return not _is_short(k, v) or (block_terms is None and k.shape[1] <= SHORT_KEY_GRADIENT_MAX_LENGTH)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, key_range: KeyRange | None = None
+) -> tuple[Tensor, Tensor]:
     """`forward.attend` or `short_forward.attend`."""
     if _is_short(k, v):
         from sympow.kernels.hopper.short_forward import attend as run_short
 
-        return run_short(q, k, v, *arguments)
+        return run_short(q, k, v, *arguments, key_range=key_range)
     from sympow.kernels.hopper.forward import attend as run
 
-    return run(q, k, v, *arguments)
+    return run(q, k, v, *arguments, key_range=key_range)
 
 
-def query_gradient(q: Tensor, scale: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+def query_gradient(
+    q: Tensor, scale: Tensor, k: Tensor, v: Tensor, *arguments: Any,
+    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`backward.query_gradient` or `short_backward.query_gradient`."""
     if _is_short(k, v):
         from sympow.kernels.hopper.short_backward import query_gradient as run_short
 
-        return run_short(q, scale, k, v, *arguments)
+        return run_short(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
     from sympow.kernels.hopper.backward import query_gradient as run
 
-    return run(q, scale, k, v, *arguments)
+    return run(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
 
 
 def key_gradient(
-    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, block_terms: Tensor | None = None, query_block: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`backward.key_gradient` or `short_backward.key_gradient`."""
-    if _is_short(k, v):
+    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, block_terms: Tensor | None = None, query_block: int = 0,
+    rows_half: RowGradients | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`backward.key_gradient` or `short_backward.key_gradient`, which has no registers left for float16."""
+    if _is_short(k, v) and rows_half is None:
         assert block_terms is None
         from sympow.kernels.hopper.short_backward import key_gradient as run_short
 
         return run_short(q, k, v, *arguments)
     from sympow.kernels.hopper.backward import key_gradient as run
 
-    return run(q, k, v, *arguments, block_terms=block_terms, query_block=query_block)
+    return run(q, k, v, *arguments, block_terms=block_terms, query_block=query_block, rows_half=rows_half)
 
 
 def _is_short(k: Tensor, v: Tensor) -> bool:

@@ -26,6 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import divide_steps, empty_aligned, even_power, flat_grid, odd_power
+from sympow.kernels.float16_range import (
+    FOLDED_VALUE_FACTOR,
+    GRADIENT_FACTOR,
+    GRADIENT_SCALES,
+    KEY_LENGTH,
+    KEY_UNIT,
+    VALUE_FACTOR,
+    KeyRange,
+    RowGradients,
+    fold_factors,
+    power_of_two,
+    query_exponents,
+)
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -70,13 +83,22 @@ def _copy_keys(
 
 
 @gluon.jit
+def plus_delta(products, minus_delta, factor, HALF: gl.constexpr):
+    """dy · v − δ; HALF: times a factor that δ already has (`float16_range`)."""
+    if HALF:
+        return products * factor + minus_delta
+    else:
+        return products + minus_delta
+
+
+@gluon.jit
 def _query_rows(
     descriptors, pointers, place, own_buffers, own_ready, buffers, ready, empty,
     MEMBER: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq_i and q_i · dq_i for the queries of one warpgroup."""
     q_desc, v_desc, dq_desc = descriptors
-    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr = pointers
+    minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr, half_pointers = pointers
     batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary = place
     q_buffers, dy_buffers = own_buffers
     k_buffers, v_buffers = buffers
@@ -85,6 +107,7 @@ def _query_rows(
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
     OWNED: gl.constexpr = 2 * ROWS
     dtype: gl.constexpr = q_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT_DQ: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -97,6 +120,24 @@ def _query_rows(
     if GATED:
         reference_whole = gl.load(whole_ptr + first)
         reference_rest = gl.load(rest_ptr + first)
+    row_factor = minus_delta
+    if HALF:
+        # As in the portable kernel: see `float16_range`.
+        bound_ptr, q_length_ptr, factor_ptr, scales_ptr = half_pointers
+        key_length = gl.load(scales_ptr + KEY_LENGTH)
+        q_length = gl.load(q_length_ptr + sequence.to(gl.int64) * padded + rows)
+        own_bound = gl.load(bound_ptr + gl.minimum(rows, length - 1))
+        tile_decay = gl.zeros_like(q_length)
+        if GATED:
+            tile_decay = (reference_whole - gl.load(whole_ptr + rows)).to(gl.float32)
+            tile_decay += reference_rest - gl.load(rest_ptr + rows)
+        before_scale, change = query_exponents(
+            q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, POWER
+        )
+        change *= POWER - 1
+        row_scale = gl.expand_dims(power_of_two(before_scale * (POWER - 1)) / key_length, 1)
+        row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
+        minus_delta *= row_scale
     mbarrier.wait(own_ready, 0)
     q = matrix(q_buffers, MEMBER)
     dy = matrix(dy_buffers, MEMBER)
@@ -116,7 +157,7 @@ def _query_rows(
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
         if GATED:
             log_decay = (reference_whole - gl.load(whole_ptr + begin + OWNED - 1)).to(gl.float32)
             log_decay += reference_rest - gl.load(rest_ptr + begin + OWNED - 1)
@@ -134,7 +175,7 @@ def _query_rows(
             dp = warpgroup_mma(dy, matrix(v_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dq = warpgroup_mma(left, matrix(k_buffers, last), dq, is_async=True)
             scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
-            grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
             if GATED:
                 grads *= gl.exp2((reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest))
             dq, grads = warpgroup_mma_wait(0, deps=(dq, grads))
@@ -145,8 +186,12 @@ def _query_rows(
 
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
+        if HALF:
+            row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
+    elif HALF:
+        dq *= gl.expand_dims(gl.convert_layout(power_of_two(change), DQ_BY_ROW), 1)
     for step in range(before, steps):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -155,7 +200,7 @@ def _query_rows(
         columns = begin + step * COLUMNS + gl.arange(0, COLUMNS, BY_COLUMN)
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
         if GATED:
             column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
             column_rest = gl.load(rest_ptr + columns) - reference_rest
@@ -164,11 +209,17 @@ def _query_rows(
             )
             grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
         else:
+            if HALF:
+                grads *= gl.expand_dims(power_of_two(change), 1)
             grads = gl.where(causal, grads, 0.0)
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
         free_stage(empty, stage)
 
     dq *= POWER
+    if HALF:
+        unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
+        unscale /= gl.max(row_factor, axis=1)
+        dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
     own = q.load(DQ).to(gl.float32)
     rows = first + MEMBER * ROWS + gl.arange(0, ROWS, DQ_BY_ROW)
     row_offsets = sequence.to(gl.int64) * length + rows
@@ -184,7 +235,8 @@ def _query_rows(
 @gluon.jit
 def query_gradient_kernel(
     q_desc, k_desc, decayed_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
-    whole_ptr, rest_ptr, state_ptr, length, padded, gates_padded, heads, tiles, chunk, first_boundary,
+    whole_ptr, rest_ptr, state_ptr, bound_ptr, q_length_ptr, factor_ptr, scales_ptr,
+    length, padded, gates_padded, heads, tiles, chunk, first_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for 128 queries, times the scale of the query, and q_i · dq_i."""
@@ -199,8 +251,11 @@ def query_gradient_kernel(
     begin = first // chunk * chunk
     before = (first - begin) // v_desc.block_type.shape[2]
     steps = (first + 2 * ROWS - begin) // v_desc.block_type.shape[2]
+    kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
+    if dtype == gl.float16:
+        bound_ptr += kv_sequence * length
+        scales_ptr += kv_sequence * GRADIENT_SCALES
     if GATED:
-        kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
         whole_ptr += kv_sequence * gates_padded
         rest_ptr += kv_sequence * gates_padded
 
@@ -219,7 +274,8 @@ def query_gradient_kernel(
         async_load(dy_desc, [batch, head, first + member * ROWS, 0], own_ready.index(0), dy_buffers.index(member))
 
     descriptors = (q_desc, v_desc, dq_desc)
-    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr)
+    half_pointers = (bound_ptr, q_length_ptr, factor_ptr, scales_ptr)
+    pointers = (minus_delta_ptr, row_term_ptr, scale_ptr, whole_ptr, rest_ptr, state_ptr, half_pointers)
     place = (batch, head, sequence, first, begin, before, steps, length, padded, chunk, first_boundary)
     own_buffers = (q_buffers, dy_buffers)
     buffers = (k_buffers, v_buffers)
@@ -282,7 +338,8 @@ def _key_rows(
 ):  # fmt: skip
     """dk_j, dv_j and k_j · dk_j for the keys of one warpgroup; rows are keys here, and columns queries."""
     k_desc, q_desc, dk_desc, dv_desc = descriptors
-    minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr = pointers
+    (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+     scales_ptr) = pointers  # fmt: skip
     batch, kv_head, kv_sequence, first, end, length, padded, query_block, last_chunk = place
     k_buffers, v_buffers = own_buffers
     q_buffers, dy_buffers = buffers
@@ -292,6 +349,7 @@ def _key_rows(
     E: gl.constexpr = dv_desc.block_type.shape[3]
     OWNED: gl.constexpr = 2 * ROWS
     dtype: gl.constexpr = k_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DK: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     DV: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
@@ -312,6 +370,19 @@ def _key_rows(
     mbarrier.wait(own_ready, 0)
     k = matrix(k_buffers, MEMBER)
     v = matrix(v_buffers, MEMBER)
+    value_factor = 1.0
+    if HALF:
+        # In the units of the queries, which have their factors folded in (`float16_range.FoldedRows`).
+        unit = gl.load(scales_ptr + KEY_UNIT)
+        value_factor = gl.load(scales_ptr + FOLDED_VALUE_FACTOR)
+        gradient_factor = gl.load(scales_ptr + GRADIENT_FACTOR)
+        k.store((k.load(DK).to(gl.float32) * unit).to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        if GATED:
+            own_rows = mine + gl.arange(0, ROWS, BY_ROW)
+            own_decay = (reference_whole - gl.load(whole_ptr + own_rows)).to(gl.float32)
+            to_reference = gl.exp2(own_decay + (reference_rest - gl.load(rest_ptr + own_rows)))
     blank = gl.zeros((ROWS, COLUMNS), gl.float32, SCORES)
     dk = gl.zeros((ROWS, D), gl.float32, DK)
     dv = gl.zeros((ROWS, E), gl.float32, DV)
@@ -342,12 +413,16 @@ def _key_rows(
                 start_whole = gl.load(whole_ptr + row // OWNED * OWNED)
                 start_rest = gl.load(rest_ptr + row // OWNED * OWNED)
                 scale = gl.exp2((start_whole - reference_whole).to(gl.float32) + (start_rest - reference_rest))
+                if HALF:
+                    # Not after the sums: with strong gates, weights counted from the end of the keys leave the range.
+                    scale = gl.expand_dims(to_reference * scale, 1)
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
             scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
             # Loaded only now: no registers are free before.
-            dp += gl.expand_dims(gl.load(minus_delta_ptr + member * padded + row + offsets), 0)
+            minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + member * padded + row + offsets), 0)
+            dp = plus_delta(dp, minus_delta, value_factor, HALF)
             grads = gl.convert_layout((odd_power(scores, POWER - 1) * scale * dp).to(dtype), LEFT_DK)
             weights = gl.convert_layout((even_power(scores, POWER) * scale).to(dtype), LEFT_DV)
             dv = warpgroup_mma(weights, matrix(dy_buffers, stage), dv, is_async=True)
@@ -358,22 +433,25 @@ def _key_rows(
         if BLOCK_TERMS:
             # Decays count from the end of a tile of keys, as in the portable kernel.
             total = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
-            to_reference = 1.0
-            if GATED:
+            to_end = 1.0
+            if HALF:
+                to_end = 1.0 / gradient_factor / value_factor
+            elif GATED:
                 log_decay = (reference_whole - gl.load(whole_ptr + mine + ROWS - 1)).to(gl.float32)
-                to_reference = gl.exp2(log_decay + (reference_rest - gl.load(rest_ptr + mine + ROWS - 1)))
+                to_end = gl.exp2(log_decay + (reference_rest - gl.load(rest_ptr + mine + ROWS - 1)))
             rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
             target = block_terms_ptr + (kv_sequence.to(gl.int64) * blocks + index) * length + rows
-            gl.store(target, (total - known) * to_reference, mask=rows < length)
+            gl.store(target, (total - known) * to_end, mask=rows < length)
             known = total
 
     rows = mine + gl.arange(0, ROWS, BY_ROW)
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
         row_rest = gl.load(rest_ptr + rows) - reference_rest
-        row_decay = gl.exp2(-(row_whole + row_rest))
-        dk *= gl.expand_dims(gl.convert_layout(row_decay, DK_BY_ROW), 1)
-        dv *= gl.expand_dims(gl.convert_layout(row_decay, DV_BY_ROW), 1)
+        if not HALF:
+            row_decay = gl.exp2(-(row_whole + row_rest))
+            dk *= gl.expand_dims(gl.convert_layout(row_decay, DK_BY_ROW), 1)
+            dv *= gl.expand_dims(gl.convert_layout(row_decay, DV_BY_ROW), 1)
     DIAGONAL: gl.constexpr = OWNED // COLUMNS
     for n in range(GROUP * DIAGONAL):
         stage = step % STAGES
@@ -382,7 +460,8 @@ def _key_rows(
         scores = warpgroup_mma(k, matrix(q_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(v, matrix(dy_buffers, stage).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        dp += gl.expand_dims(gl.load(minus_delta_ptr + n // DIAGONAL * padded + columns), 0)
+        minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + n // DIAGONAL * padded + columns), 0)
+        dp = plus_delta(dp, minus_delta, value_factor, HALF)
         factor = odd_power(scores, POWER - 1)
         causal = gl.expand_dims(columns, 0) >= gl.expand_dims(rows, 1)
         if GATED:
@@ -403,9 +482,14 @@ def _key_rows(
         step += 1
 
     dk *= POWER
+    if HALF:
+        dk *= 1.0 / gradient_factor / value_factor
+        dv *= 1.0 / gradient_factor
     rows = mine + gl.arange(0, ROWS, DK_BY_ROW)
     column_term = gl.sum(dk * k.load(DK).to(gl.float32), axis=1)
     gl.store(column_term_ptr + kv_sequence.to(gl.int64) * length + rows, column_term, mask=rows < length)
+    if HALF:
+        dk *= unit
     k.store(dk.to(dtype))
     v.store(dv.to(dtype))
     fence_async_shared()
@@ -418,7 +502,7 @@ def _key_rows(
 @gluon.jit
 def key_gradient_kernel(
     q_desc, decayed_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, block_terms_ptr,
-    whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+    whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr, scales_ptr,
     length, padded, gates_padded, kv_heads, tiles, query_block, chunk, last_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr,
     BLOCK_TERMS: gl.constexpr, STAGES: gl.constexpr,
@@ -426,7 +510,7 @@ def key_gradient_kernel(
     """dv_j and dk_j for 128 keys, summed over the query heads that read them, and k_j · dk_j.
 
     BLOCK_TERMS: also what each block of `query_block` queries, a multiple of 128, adds to k_j · dk_j, without what lies
-    in one block of 128 tokens with the key.
+    in one block of 128 tokens with the key. In float16, queries have their factors folded in.
     """
     ROWS: gl.constexpr = k_desc.block_type.shape[2]
     OWNED: gl.constexpr = 2 * ROWS
@@ -438,6 +522,8 @@ def key_gradient_kernel(
     boundary = first // chunk + 1
     end = gl.minimum(boundary * chunk, length)
     minus_delta_ptr += kv_sequence.to(gl.int64) * GROUP * padded
+    if dtype == gl.float16:
+        scales_ptr += kv_sequence.to(gl.int64) * GRADIENT_SCALES
     if GATED:
         whole_ptr += kv_sequence.to(gl.int64) * gates_padded
         rest_ptr += kv_sequence.to(gl.int64) * gates_padded
@@ -457,7 +543,8 @@ def key_gradient_kernel(
         async_load(v_desc, [batch, kv_head, first + member * ROWS, 0], own_ready.index(0), v_buffers.index(member))
 
     descriptors = (k_desc, q_desc, dk_desc, dv_desc)
-    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr)
+    pointers = (minus_delta_ptr, column_term_ptr, block_terms_ptr, whole_ptr, rest_ptr, dk_state_ptr, dv_state_ptr,
+                scales_ptr)  # fmt: skip
     place = (batch, kv_head, kv_sequence, first, end, length, padded, query_block, boundary > last_boundary)
     own_buffers = (k_buffers, v_buffers)
     buffers = (q_buffers, dy_buffers)
@@ -479,6 +566,7 @@ def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, split: SplitSums | None = None, *,
     chunk: int = 0, first_boundary: int = 0, state: Tensor | None = None,
+    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
     of `prepare`.
@@ -488,6 +576,7 @@ def query_gradient(
         chunk, first_boundary: as in `forward.attend`.
         state: dq / p of what the queries read from states (b, h, t, d), float32, without decay since the start of the
             chunk; None: there are no states.
+        rows_half, key_range: as in `attention.backward.query_gradient`.
     """
     if gates is not None and split is None:
         split = split_sums(gates)
@@ -500,6 +589,8 @@ def query_gradient(
         _tiles(q, width), _tiles(k, width), _tiles(decayed(k, split, power, to_end=True), width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dq, width), row_term, scale,
         split and split.whole, split and split.rest, state,
+        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
+        rows_half and rows_half.scales,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK,
         first_boundary, GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None,
         STAGES=KEY_RING,
@@ -513,6 +604,7 @@ def key_gradient(
     gates: Gates | None, split: SplitSums | None = None, *,
     block_terms: Tensor | None = None, query_block: int = 0,
     chunk: int = 0, last_boundary: int = 0, states: tuple[Tensor, Tensor] | None = None,
+    rows_half: RowGradients | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t); arguments as for `query_gradient`.
 
@@ -522,19 +614,26 @@ def key_gradient(
         states: dk / p and dv of what later chunks read through states, (b, h_kv, t, d) and (b, h_kv, t, e), float32,
             without the decay to the end of the chunk; None: there are no states.
         block_terms, query_block: as in `attention.backward.key_gradient`; query_block is a multiple of 128.
+        rows_half: for float16, without states; else None.
     """
     assert query_block % BLOCK == 0
     if gates is not None and split is None:
         split = split_sums(gates)
     batch, length, kv_heads, _ = k.shape
+    if rows_half is None:
+        later = decayed(q, split, power, to_end=False)
+    else:
+        folded = fold_factors(rows_half, split, power, kv_heads, BLOCK)
+        q, later, minus_delta = folded.q, folded.decayed, folded.minus_delta
     dk, dv = empty_aligned(k, *k.shape), empty_aligned(v, *v.shape)
     column_term = k.new_empty(batch, kv_heads, length, dtype=torch.float32)
     tiles = triton.cdiv(length, BLOCK)
     width = padded_width(q, v)
     key_gradient_kernel[flat_grid(tiles, batch * kv_heads)](
-        _tiles(q, width), _tiles(decayed(q, split, power, to_end=False), width), _tiles(k, width),
+        _tiles(q, width), _tiles(later, width), _tiles(k, width),
         _tiles(v, width), _tiles(dy, width), minus_delta, _tiles(dk, width), _tiles(dv, width), column_term,
         block_terms, split and split.whole, split and split.rest, *(states or (None, None)),
+        rows_half and rows_half.scales,
         length, minus_delta.shape[-1], split.whole.shape[-1] if split else 0, kv_heads, tiles,
         tiles * BLOCK if block_terms is None else query_block, chunk or tiles * BLOCK, last_boundary,
         GROUP=q.shape[2] // kv_heads, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,

@@ -23,7 +23,7 @@ thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
-GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
+GLUON_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 def head_major(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:

@@ -34,6 +34,14 @@ from sympow.kernels.common import (
     power_of_two_scale,
     round_to,
 )
+from sympow.kernels.float16_range import (
+    WEIGHT_LIMIT,
+    KeyRange,
+    exponents,
+    log_length,
+    power_of_two,
+    row_exponent,
+)
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -84,12 +92,13 @@ def _attend_rows(
 ):  # fmt: skip
     """y_i and Σ_j B_ij for the queries of one warpgroup."""
     q_desc, v_desc, y_desc = descriptors
-    weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr = pointers
+    weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr, bound_ptr = pointers
     batch, head, sequence, first, begin, before, length, chunk, first_boundary = place
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     COLUMNS: gl.constexpr = v_desc.block_type.shape[2]
     E: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     LEFT_Q: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -104,7 +113,14 @@ def _attend_rows(
     mbarrier.wait(q_ready, 0)
     q = matrix(q_buffers, MEMBER)
     own = q.load(LEFT_Q)
-    q.store((own.to(gl.float32) * gl.expand_dims(power_of_two_scale(own), 1)).to(dtype))
+    scaled = own.to(gl.float32) * gl.expand_dims(power_of_two_scale(own), 1)
+    if HALF:
+        # Once more, so that no weight leaves the range (`float16_range`).
+        bound = gl.load(bound_ptr + first)
+        q_length = log_length(scaled)
+        scaled *= gl.expand_dims(power_of_two(row_exponent(q_length, bound, WEIGHT_LIMIT, POWER)), 1)
+        q_length = gl.convert_layout(q_length, BY_ROW)
+    q.store(scaled.to(dtype))
     fence_async_shared()
     thread_barrier()
     if GATED:
@@ -166,8 +182,17 @@ def _attend_rows(
 
     weight += gl.convert_layout(gl.sum(sums, axis=1), BY_ROW)
     columns = first + gl.arange(0, COLUMNS, BY_COLUMN)
+    if HALF:
+        own_bound = gl.load(bound_ptr + gl.minimum(rows, length - 1))
+        exponent, change = exponents(q_length, bound, own_bound, WEIGHT_LIMIT, POWER)
+        change *= POWER
+        if not GATED:
+            acc *= gl.expand_dims(gl.convert_layout(power_of_two(change), SUMS_BY_ROW), 1)
+            weight *= power_of_two(change)
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
+        if HALF:
+            row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         row_decay = gl.exp2(row_whole + row_rest)
         acc *= gl.expand_dims(gl.convert_layout(row_decay, SUMS_BY_ROW), 1)
@@ -185,10 +210,15 @@ def _attend_rows(
         )
         scores *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
     else:
+        if HALF:
+            scores *= gl.expand_dims(power_of_two(change), 1)
         scores = gl.where(causal, scores, 0.0)
-    # Summed as rounded for the product, as in the portable forward kernel.
+    # Summed as rounded for the product, as in the portable forward kernel. The weights that float16 returns are exact.
+    exact = scores
     scores = round_to(scores, dtype)
     weight += gl.sum(scores, axis=1)
+    if HALF:
+        rounding = gl.sum(exact - scores, axis=1)
     mbarrier.wait(v_ready.index(stage), (before // STAGES) & 1)
     acc = warpgroup_mma(gl.convert_layout(scores.to(dtype), LEFT_P), matrix(v_buffers, stage), acc)
 
@@ -198,13 +228,15 @@ def _attend_rows(
     fence_async_shared()
     thread_barrier()
     async_store(y_desc, [batch, head, first + MEMBER * ROWS, 0], y_buffer)
+    if HALF:
+        weight = (weight + rounding) * power_of_two(-change) * power_of_two(-exponent * POWER)
     gl.store(weight_ptr + sequence.to(gl.int64) * length + rows, weight, mask=rows < length)
     tma.store_wait(0)
 
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, decayed_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr,
+    q_desc, k_desc, decayed_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr, bound_ptr,
     length, padded_length, heads, tiles, chunk, first_boundary,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, WITH_STATE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -219,8 +251,10 @@ def forward_kernel(
     first = tile * 2 * ROWS
     begin = first // chunk * chunk
     before = (first - begin) // v_desc.block_type.shape[2]
+    kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
+    if dtype == gl.float16:
+        bound_ptr += kv_sequence * length
     if GATED:
-        kv_sequence = (batch * (heads // GROUP) + kv_head).to(gl.int64)
         whole_ptr += kv_sequence * padded_length
         rest_ptr += kv_sequence * padded_length
 
@@ -237,7 +271,7 @@ def forward_kernel(
         async_load(q_desc, [batch, head, first + member * ROWS, 0], q_ready.index(0), q_buffers.index(member))
 
     descriptors = (q_desc, v_desc, y_desc)
-    pointers = (weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr)
+    pointers = (weight_ptr, whole_ptr, rest_ptr, past_ptr, state_ptr, bound_ptr)
     place = (batch, head, sequence, first, begin, before, length, chunk, first_boundary)
     buffers = (k_buffers, v_buffers)
     gl.warp_specialize([
@@ -252,6 +286,7 @@ def forward_kernel(
 def attend(
     q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None, *,
     chunk: int = 0, first_boundary: int = 0, past: Tensor | None = None, state: Tensor | None = None,
+    key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
 
@@ -262,6 +297,7 @@ def attend(
         first_boundary: with states, the first chunk that sees one.
         past, state: φ(q) Z (b, h, t), 0 in rows that do not see the state, and φ(q) S (b, h, t, e), float32, without
             decay since the start of the chunk; None: there are no states.
+        key_range: of k and v, for float16, without states; else None.
     """
     if gates is not None and split is None:
         split = split_sums(gates)
@@ -274,6 +310,7 @@ def attend(
         head_major(q, QUERY_TILE, width), head_major(k, KEY_TILE, width),
         head_major(decayed(k, split, power, to_end=True), KEY_TILE, width), head_major(v, KEY_TILE, width),
         head_major(y, QUERY_TILE, width), weight, split and split.whole, split and split.rest, past, state,
+        key_range and key_range.bound,
         length, split.whole.shape[-1] if split else 0, heads, tiles, chunk or tiles * BLOCK, first_boundary,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, WITH_STATE=state is not None, STAGES=RING,
         num_warps=4, maxnreg=START_REGISTERS, enable_fp_fusion=True,

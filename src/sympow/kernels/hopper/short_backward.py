@@ -24,6 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sympow.kernels.common import divide_steps, empty_aligned, flat_grid, odd_power, split_program_id
+from sympow.kernels.float16_range import (
+    GRADIENT_SCALES,
+    KEY_LENGTH,
+    VALUE_FACTOR,
+    KeyRange,
+    RowGradients,
+    power_of_two,
+    query_exponents,
+)
+from sympow.kernels.hopper.backward import plus_delta
 from sympow.kernels.hopper.common import (
     SplitSums,
     async_load,
@@ -54,7 +64,8 @@ def load_keys(k_desc, v_desc, batch, head, step, steps, k_buffers, v_buffers, ba
 @gluon.jit
 def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
-    whole_ptr, rest_ptr, to_end_ptr, length, padded, gates_padded, heads,
+    whole_ptr, rest_ptr, to_end_ptr, bound_ptr, q_length_ptr, factor_ptr, scales_ptr,
+    length, padded, gates_padded, heads,
     GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
@@ -63,6 +74,7 @@ def query_gradient_kernel(
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
     E: gl.constexpr = v_desc.block_type.shape[3]
     dtype: gl.constexpr = q_desc.dtype
+    HALF: gl.constexpr = dtype == gl.float16
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     DQ: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LEFT_DQ: gl.constexpr = gl.DotOperandLayout(0, DQ, 2)
@@ -100,6 +112,26 @@ def query_gradient_kernel(
     spread = gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [4], [0]))
     rows = first + gl.arange(0, ROWS, BY_ROW)
     minus_delta = gl.expand_dims(gl.load(minus_delta_ptr + sequence.to(gl.int64) * padded + rows), 1)
+    row_factor = minus_delta
+    if HALF:
+        # As in the portable kernel: see `float16_range`.
+        bound_ptr += kv_sequence.to(gl.int64) * length
+        q_length = gl.load(q_length_ptr + sequence.to(gl.int64) * padded + rows)
+        own_bound = gl.load(bound_ptr + gl.minimum(rows, length - 1))
+        scales_ptr += kv_sequence * GRADIENT_SCALES
+        key_length = gl.load(scales_ptr + KEY_LENGTH)
+        tile_decay = gl.zeros_like(q_length)
+        if GATED:
+            gates = kv_sequence.to(gl.int64) * gates_padded
+            tile_decay = (gl.load(whole_ptr + gates + first) - gl.load(whole_ptr + gates + rows)).to(gl.float32)
+            tile_decay += gl.load(rest_ptr + gates + first) - gl.load(rest_ptr + gates + rows)
+        before_scale, change = query_exponents(
+            q_length, gl.load(bound_ptr + first), own_bound, key_length, tile_decay, POWER
+        )
+        change *= POWER - 1
+        row_scale = gl.expand_dims(power_of_two(before_scale * (POWER - 1)) / key_length, 1)
+        row_factor = row_scale * gl.load(scales_ptr + VALUE_FACTOR)
+        minus_delta *= row_scale
     if GATED:
         whole_ptr += kv_sequence.to(gl.int64) * gates_padded
         rest_ptr += kv_sequence.to(gl.int64) * gates_padded
@@ -118,7 +150,7 @@ def query_gradient_kernel(
         scores = warpgroup_mma(q, matrix(k_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         dp = warpgroup_mma(dy, matrix(v_buffers, 0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
         if GATED:
             log_decay = (reference_whole - gl.load(whole_ptr + COLUMNS - 1)).to(gl.float32)
             log_decay += reference_rest - gl.load(rest_ptr + COLUMNS - 1)
@@ -144,7 +176,7 @@ def query_gradient_kernel(
                 k_buffers, v_buffers, barriers, STAGES,
             )  # fmt: skip
             scores, dp = warpgroup_mma_wait(1, deps=(scores, dp))
-            grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+            grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
             if GATED:
                 log_decay = (reference_whole - end_whole).to(gl.float32) + (reference_rest - end_rest)
                 grads *= gl.expand_dims(decay * gl.exp2(log_decay), 0)
@@ -154,8 +186,12 @@ def query_gradient_kernel(
 
     if GATED:
         row_whole = (gl.load(whole_ptr + rows) - reference_whole).to(gl.float32)
+        if HALF:
+            row_whole += change
         row_rest = gl.load(rest_ptr + rows) - reference_rest
         dq *= gl.expand_dims(gl.convert_layout(gl.exp2(row_whole + row_rest), DQ_BY_ROW), 1)
+    elif HALF:
+        dq *= gl.expand_dims(gl.convert_layout(power_of_two(change), DQ_BY_ROW), 1)
     for step in range(before, steps):
         stage = step % STAGES
         mbarrier.wait(barriers.index(stage), (step // STAGES) & 1)
@@ -164,7 +200,7 @@ def query_gradient_kernel(
         columns = step * COLUMNS + offsets
         causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
         scores, dp = warpgroup_mma_wait(0, deps=(scores, dp))
-        grads = odd_power(scores, POWER - 1) * (dp + minus_delta)
+        grads = odd_power(scores, POWER - 1) * plus_delta(dp, minus_delta, row_factor, HALF)
         if GATED:
             column_whole = (gl.load(whole_ptr + columns) - reference_whole).to(gl.float32)
             column_rest = gl.load(rest_ptr + columns) - reference_rest
@@ -173,10 +209,16 @@ def query_gradient_kernel(
             )
             grads *= gl.exp2(gl.where(causal, log_decays, float("-inf")))
         else:
+            if HALF:
+                grads *= gl.expand_dims(power_of_two(change), 1)
             grads = gl.where(causal, grads, 0.0)
         dq = warpgroup_mma(gl.convert_layout(grads.to(dtype), LEFT_DQ), matrix(k_buffers, stage), dq)
 
     dq *= POWER
+    if HALF:
+        unscale = gl.load(factor_ptr + sequence.to(gl.int64) * padded + rows) * power_of_two(-change)
+        unscale /= gl.max(row_factor, axis=1)
+        dq *= gl.expand_dims(gl.convert_layout(unscale, DQ_BY_ROW), 1)
     own = q_buffer.reshape([ROWS, D]).load(DQ).to(gl.float32)
     rows = first + gl.arange(0, ROWS, DQ_BY_ROW)
     row_ptr = sequence.to(gl.int64) * length + rows
@@ -382,9 +424,11 @@ def key_gradient_kernel(
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, split: SplitSums | None = None,
+    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ
-    of `prepare`; `split` are the `split_sums` of the gates, computed here if None."""
+    of `prepare`; `split` are the `split_sums` of the gates, computed here if None; `rows_half` and `key_range` as in
+    the portable kernel."""
     assert gates is None or gates.tile == TILE
     if gates is not None and split is None:
         split = split_sums(gates)
@@ -394,7 +438,8 @@ def query_gradient(
     query_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * heads)](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
-        length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
+        key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
+        rows_half and rows_half.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip

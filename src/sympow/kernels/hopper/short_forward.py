@@ -13,7 +13,8 @@ multiplies their weights by exp(G_r − G_j), one factor per column. Differences
   cores at the same time.
 - There is no float64 arithmetic, which would use the tensor cores' pipe (`split_sums`).
 - With weak gates the diagonal is treated as any other tile, plus a mask: exp(G_r − G_j) exceeds 1 there, but not by
-  much, and the rows' factor exp(G_i − G_r) cancels in y. Strong gates take one exponential per element.
+  much, and the rows' factor exp(G_i − G_r) cancels in y. Strong gates take one exponential per element, and so does
+  float16, whose range it could leave.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ from sympow.kernels.common import (
     power_of_two_scale,
     round_to,
     split_program_id,
+)
+from sympow.kernels.float16_range import (
+    WEIGHT_LIMIT,
+    KeyRange,
+    exponents,
+    log_length,
+    power_of_two,
+    row_exponent,
 )
 from sympow.kernels.hopper.common import (
     SplitSums,
@@ -95,32 +104,58 @@ def scaled_queries(q_buffer, LEFT: gl.constexpr):
 
 
 @gluon.jit
+def scaled_float16_queries(q_buffer, bound, LEFT: gl.constexpr, POWER: gl.constexpr):
+    """The same, times another power of two for the range of float16 (`float16_range`); and log2 |q| without it."""
+    q = q_buffer.load(LEFT)
+    scaled = q.to(gl.float32) * gl.expand_dims(power_of_two_scale(q), 1)
+    length = log_length(scaled)
+    exponent = row_exponent(length, bound, WEIGHT_LIMIT, POWER)
+    return (scaled * gl.expand_dims(power_of_two(exponent), 1)).to(q.dtype), length
+
+
+@gluon.jit
+def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal):
+    """exp(G_i − G_j) where `causal`, else 0, from the parts of both sums."""
+    log_decay = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
+        gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
+    )
+    return gl.exp2(gl.where(causal, log_decay, float("-inf")))
+
+
+@gluon.jit
 def on_diagonal(
     scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak,
-    POWER: gl.constexpr, GATED: gl.constexpr,
+    POWER: gl.constexpr, GATED: gl.constexpr, dtype: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile on the diagonal and their sums by row, rounded as in the portable forward kernel."""
+    """Weights of a tile on the diagonal and their sums by row, rounded as in the portable forward kernel; and in
+    float16 the sums of what rounding removed.
+
+    In float16, `row_whole` includes the logarithm of a scale of the row, also without gates.
+    """
     scores = even_power(scores, POWER)
     causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
-    if GATED:
-        if weak:
-            decay = gl.exp2(-(column_whole + column_rest))
-            scores = gl.where(causal, scores * gl.expand_dims(decay, 0), 0.0)
-        else:
-            log_decay = (gl.expand_dims(row_whole, 1) - gl.expand_dims(column_whole, 0)) + (
-                gl.expand_dims(row_rest, 1) - gl.expand_dims(column_rest, 0)
-            )
-            scores *= gl.exp2(gl.where(causal, log_decay, float("-inf")))
-    else:
+    if not GATED:
+        if dtype == gl.float16:
+            scores *= gl.expand_dims(power_of_two(row_whole), 1)
         scores = gl.where(causal, scores, 0.0)
-    scores = round_to(scores, gl.bfloat16)
-    return scores, gl.sum(scores, axis=1)
+    elif dtype == gl.float16:
+        scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
+    elif weak:
+        decay = gl.exp2(-(column_whole + column_rest))
+        scores = gl.where(causal, scores * gl.expand_dims(decay, 0), 0.0)
+    else:
+        scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
+    rounded = round_to(scores, dtype)
+    sums = gl.sum(rounded, axis=1)
+    # As in the portable kernel: the weights that are returned are exact in float16.
+    rounding = gl.sum(scores - rounded, axis=1) if dtype == gl.float16 else sums
+    return rounded, sums, rounding
 
 
 @gluon.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, to_end_ptr, length, padded_length, heads,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, y_desc, weight_ptr, whole_ptr, rest_ptr, to_end_ptr, bound_ptr, length, padded_length,
+    heads, GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """y_i for a tile of queries, and Σ_j B_ij."""
     ROWS: gl.constexpr = q_desc.block_type.shape[2] // 2
@@ -135,6 +170,7 @@ def forward_kernel(
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SUMS_BY_ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
+    HALF: gl.constexpr = dtype == gl.float16
     gl.static_assert(ROWS == COLUMNS)
 
     tiles = gl.cdiv(length, 2 * ROWS)
@@ -181,8 +217,16 @@ def forward_kernel(
     mbarrier.wait(q_barrier, 0)
     q_upper = q_buffer.reshape([2 * ROWS, D]).slice(0, ROWS)
     q_lower = q_buffer.reshape([2 * ROWS, D]).slice(ROWS, ROWS)
-    q_upper.store(scaled_queries(q_upper, LEFT_Q))
-    q_lower.store(scaled_queries(q_lower, LEFT_Q))
+    if HALF:
+        bound_ptr += kv_sequence.to(gl.int64) * length
+        bound = gl.load(bound_ptr + first)
+        scaled, upper_length = scaled_float16_queries(q_upper, bound, LEFT_Q, POWER)
+        q_upper.store(scaled)
+        scaled, lower_length = scaled_float16_queries(q_lower, bound, LEFT_Q, POWER)
+        q_lower.store(scaled)
+    else:
+        q_upper.store(scaled_queries(q_upper, LEFT_Q))
+        q_lower.store(scaled_queries(q_lower, LEFT_Q))
     fence_async_shared()
 
     upper = gl.zeros((ROWS, E), gl.float32, SUMS)
@@ -262,6 +306,18 @@ def forward_kernel(
     # Placeholders, not read without gates.
     upper_whole, upper_rest, lower_whole, lower_rest = upper_weight, upper_weight, upper_weight, upper_weight
     column_whole, column_rest, later_whole, later_rest = offsets, offsets, offsets, offsets
+    if HALF:
+        upper_length = gl.convert_layout(upper_length, BY_ROW)
+        lower_length = gl.convert_layout(lower_length, BY_ROW)
+        upper_bound = gl.load(bound_ptr + gl.minimum(upper_rows, length - 1))
+        lower_bound = gl.load(bound_ptr + gl.minimum(lower_rows, length - 1))
+        upper_exponent, upper_change = exponents(upper_length, bound, upper_bound, WEIGHT_LIMIT, POWER)
+        lower_exponent, lower_change = exponents(lower_length, bound, lower_bound, WEIGHT_LIMIT, POWER)
+        upper_change *= POWER
+        lower_change *= POWER
+        if not GATED:
+            upper_whole, lower_whole = upper_change, lower_change
+            upper_decay, lower_decay = power_of_two(upper_change), power_of_two(lower_change)
     if GATED:
         upper_whole = (gl.load(whole_ptr + upper_rows) - reference_whole).to(gl.float32)
         lower_whole = (gl.load(whole_ptr + lower_rows) - reference_whole).to(gl.float32)
@@ -271,9 +327,18 @@ def forward_kernel(
         later_whole = (gl.load(whole_ptr + columns + COLUMNS) - reference_whole).to(gl.float32)
         column_rest = gl.load(rest_ptr + columns) - reference_rest
         later_rest = gl.load(rest_ptr + columns + COLUMNS) - reference_rest
+        if HALF:
+            upper_whole += upper_change
+            lower_whole += lower_change
         upper_decay = gl.exp2(upper_whole + upper_rest)
         lower_decay = gl.exp2(lower_whole + lower_rest)
         weak = gl.load(whole_ptr + gl.minimum(first + 2 * ROWS, length) - 1) - reference_whole > WEAK
+    if HALF:
+        upper *= gl.expand_dims(gl.convert_layout(upper_decay, SUMS_BY_ROW), 1)
+        lower *= gl.expand_dims(gl.convert_layout(lower_decay, SUMS_BY_ROW), 1)
+        upper_weight *= upper_decay
+        lower_weight *= lower_decay
+    elif GATED:
         if not weak:
             upper *= gl.expand_dims(gl.convert_layout(upper_decay, SUMS_BY_ROW), 1)
             lower *= gl.expand_dims(gl.convert_layout(lower_decay, SUMS_BY_ROW), 1)
@@ -284,13 +349,13 @@ def forward_kernel(
     stage = before % STAGES
     mbarrier.wait(barriers.index(stage), (before // STAGES) & 1)
     v = matrix(v_buffers, stage)
-    weights, sums = on_diagonal(
-        upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, POWER, GATED
+    weights, sums, upper_rounding = on_diagonal(
+        upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, POWER, GATED, dtype
     )
     upper_weight += sums
     upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper)
-    weights, sums = on_diagonal(
-        lower_scores, lower_rows, columns, lower_whole, lower_rest, column_whole, column_rest, weak, POWER, GATED
+    weights, sums, lower_rounding = on_diagonal(
+        lower_scores, lower_rows, columns, lower_whole, lower_rest, column_whole, column_rest, weak, POWER, GATED, dtype
     )
     lower_weight += sums
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
@@ -298,8 +363,8 @@ def forward_kernel(
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     lower, lower_scores = warpgroup_mma_wait(0, deps=(lower, lower_scores))
     columns += COLUMNS
-    weights, sums = on_diagonal(
-        lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, POWER, GATED
+    weights, sums, later_rounding = on_diagonal(
+        lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, POWER, GATED, dtype
     )
     lower_weight += sums
     stage = (before + 1) % STAGES
@@ -313,7 +378,12 @@ def forward_kernel(
     y_buffer.slice(ROWS, ROWS).store((lower / gl.expand_dims(divisor, 1)).to(dtype))
     fence_async_shared()
     async_store(y_desc, [batch, head, first, 0], q_buffer)
-    if GATED:
+    if HALF:
+        upper_weight += upper_rounding
+        lower_weight += lower_rounding + later_rounding
+        upper_weight *= power_of_two(-upper_change) * power_of_two(-upper_exponent * POWER)
+        lower_weight *= power_of_two(-lower_change) * power_of_two(-lower_exponent * POWER)
+    elif GATED:
         upper_weight = gl.where(weak, upper_weight * upper_decay, upper_weight)
         lower_weight = gl.where(weak, lower_weight * lower_decay, lower_weight)
     weight_ptr += sequence.to(gl.int64) * length
@@ -323,13 +393,20 @@ def forward_kernel(
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, split: SplitSums | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    power: int,
+    gates: Gates | None,
+    split: SplitSums | None = None,
+    key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
 
     Args:
         gates: from `gate_sums` with tiles of 64 tokens, or None.
         split: `split_sums` of the same gates; computed here if None.
+        key_range: of k and v, for float16; else None.
     """
     assert gates is None or gates.tile == KEY_TILE
     if gates is not None and split is None:
@@ -340,7 +417,7 @@ def attend(
     # Without fused multiply-add every weight is computed before the sums that `order_before_wait` orders.
     forward_kernel[flat_grid(triton.cdiv(length, QUERY_TILE), batch * heads)](
         head_major(q, QUERY_TILE), head_major(k, KEY_TILE), head_major(v, KEY_TILE), head_major(y, QUERY_TILE), weight,
-        split and split.whole, split and split.rest, gates and gates.to_end,
+        split and split.whole, split and split.rest, gates and gates.to_end, key_range and key_range.bound,
         length, gates.to_end.shape[-1] if gates else 0, heads,
         GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
         enable_fp_fusion=False,

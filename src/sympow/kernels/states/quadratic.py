@@ -43,6 +43,7 @@ from sympow.kernels.common import (
     split_program_id,
     wait_for_mma,
 )
+from sympow.kernels.float16_range import GRADIENT_FACTOR, KEY_LENGTH, VALUE_FACTOR, StateScales
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
@@ -101,6 +102,7 @@ class ChunkSums:
         started: whether the scan starts from a given state, so that its first boundary has no chunk of its own.
         reverse: whether a chunk counts at the boundary before it, and the scan runs backwards from the last
             boundary.
+        scales: of float16 states, which `low`, `high` and the scanned states have; else None.
     """
 
     low: Tensor
@@ -113,6 +115,7 @@ class ChunkSums:
     first: int
     started: bool
     reverse: bool
+    scales: StateScales | None = None
 
     @property
     def tensors(self) -> StateTensors:
@@ -128,8 +131,9 @@ def sum_at(sums_ptr, boundary, chunk, length):
 
 @triton.jit
 def _token_weights(
-    sums_ptr, factor_ptr, past_ptr, reference, step, tiles, sequence, chunk_start, length, factor_padded,
-    GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr,
+    sums_ptr, factor_ptr, token_factor_ptr, past_ptr, amount, factor_scale, reference, step, tiles, sequence,
+    chunk_start, length, factor_padded,
+    GROUP: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The weights in S and in Z of the tokens of a step's tile, (TOKENS,) each; `sequence` is that of the first of
     GROUP heads."""
@@ -142,28 +146,36 @@ def _token_weights(
         sums = tl.load(sums_ptr + tokens, mask=inside, other=0.0)
         log_decay = sums - reference if REVERSE else reference - sums
         decay = tl.exp(tl.minimum(log_decay.to(tl.float32), 0.0))
+    if HALF:
+        decay *= amount
     if REVERSE:
         # Past the last step there is no head to read from.
         inside &= member < GROUP
         past = tl.load(past_ptr + sequence * length + tokens, mask=inside, other=0.0)
         decay = tl.where(past == 0, 0.0, decay)
-        return decay, decay * tl.load(factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
+        if HALF:
+            decay *= tl.load(token_factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
+        factor = tl.load(factor_ptr + sequence * factor_padded + tokens, mask=inside, other=0.0)
+        if HALF:
+            factor *= factor_scale
+        return decay, decay * factor
     else:
         return decay, decay
 
 
 @triton.jit
 def fold_kernel(
-    x_desc, sums_ptr, factor_ptr, past_ptr, transposed_ptr, normalizer_ptr,
+    x_desc, sums_ptr, factor_ptr, token_factor_ptr, past_ptr, scales_ptr, transposed_ptr, normalizer_ptr,
     length, all_tiles, factor_padded, kv_heads, chunk_count,
     state_count, first_chunk, first_state, chunk,
     GROUP: tl.constexpr, D: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, HALF: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0,
 ):  # fmt: skip
     """Decayed, transposed tokens of a chunk, and Z of the chunk alone.
 
     REVERSE: tokens are queries, decayed to the end of the previous chunk; those that did not see their state count as
-    zero, and Z has a further factor per token.
+    zero, and Z has a further factor per token. HALF: transposed tokens have a scale (`float16_range`), and in reverse a
+    factor per token.
     """
     step_chunk, kv_sequence = split_program_id(chunk_count, tl.int32)
     batch, kv_head = kv_sequence // kv_heads, kv_sequence % kv_heads
@@ -177,17 +189,26 @@ def fold_kernel(
     dims = tl.arange(0, D)
     normalizer = tl.zeros((D, D), tl.float32)
     first_sequence = (kv_sequence * GROUP).to(tl.int64)
+    amount = 1.0
+    factor_scale = 1.0
+    if HALF:
+        scales_ptr += kv_sequence * SCALES
+        token_scale = tl.load(scales_ptr + TOKEN_SCALE)
+        amount = token_scale
+        if REVERSE:
+            amount *= tl.load(scales_ptr + GRADIENT_FACTOR)
+            factor_scale = 1.0 / tl.load(scales_ptr + KEY_LENGTH)
     decay, weight = _token_weights(
-        sums_ptr, factor_ptr, past_ptr, reference, 0, tiles, first_sequence, chunk_start, length, factor_padded,
-        GROUP, GATED, REVERSE, TOKENS,
+        sums_ptr, factor_ptr, token_factor_ptr, past_ptr, amount, factor_scale, reference, 0, tiles, first_sequence,
+        chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, HALF,
     )  # fmt: skip
     for step in tl.range(0, GROUP * tiles):
         member, tile = divide_steps(step, tiles, GROUP)
         start = chunk_start + tile * TOKENS
         # Loaded a step ahead by hand: the compiler only pipelines the operands of products.
         next_decay, next_weight = _token_weights(
-            sums_ptr, factor_ptr, past_ptr, reference, step + 1, tiles, first_sequence, chunk_start, length,
-            factor_padded, GROUP, GATED, REVERSE, TOKENS,
+            sums_ptr, factor_ptr, token_factor_ptr, past_ptr, amount, factor_scale, reference, step + 1, tiles,
+            first_sequence, chunk_start, length, factor_padded, GROUP, GATED, REVERSE, TOKENS, HALF,
         )  # fmt: skip
         x = x_desc.load([batch, kv_head * GROUP + member, start, 0]).reshape(TOKENS, D)
         decayed = (x * decay[:, None]).to(x.dtype)
@@ -196,16 +217,19 @@ def fold_kernel(
         tl.store(transposed_ptr + target + dims[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :], decayed.T)
         normalizer = wait_for_mma(tl.dot(weighted.T, x, normalizer, input_precision=PRECISION))
         decay, weight = next_decay, next_weight
+    if HALF:
+        normalizer /= token_scale * factor_scale
     out = normalizer_ptr + (kv_sequence * state_count + state_index).to(tl.int64) * D * D
     tl.store(out + dims[:, None] * D + dims[None, :], normalizer)
 
 
 @triton.jit
 def update_kernel(
-    x_desc, y_desc, transposed_desc, out_desc, all_tiles, kv_heads, chunk_count, state_count, first_chunk, first_state,
-    chunk, first_entry, first_column, out_column, groups,
+    x_desc, y_desc, transposed_desc, out_desc, scales_ptr, all_tiles, kv_heads, chunk_count, state_count, first_chunk,
+    first_state, chunk, first_entry, first_column, out_column, groups,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr, ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr, TOKENS: tl.constexpr, STAGES: tl.constexpr,
+    HALF: tl.constexpr = False, SCALES: tl.constexpr = 0, TOKEN_SCALE: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
 ):  # fmt: skip
     """S_iᵀ = Σ (y * x_i)ᵀ x over the tokens of a chunk for ENTRIES entries i: (e, COLUMNS) each."""
     group, rest = split_program_id(groups, tl.int32)
@@ -229,8 +253,13 @@ def update_kernel(
             # Waiting for the last product waits for all.
             sums = sums + (wait_for_mma(product) if n == ENTRIES - 1 else product,)
         accs = sums
+    rescale = 1.0
+    if HALF:
+        scales_ptr += kv_sequence * SCALES
+        rescale = tl.load(scales_ptr + KV_SCALE) / tl.load(scales_ptr + TOKEN_SCALE)
     for n in tl.static_range(ENTRIES):
-        out = accs[n].to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
+        total = accs[n] * rescale if HALF else accs[n]
+        out = total.to(out_desc.dtype).reshape(1, 1, E, COLUMNS)
         state = kv_sequence * state_count + step_chunk + first_state
         out_desc.store([state, group * ENTRIES + n, 0, out_column], out)
 
@@ -275,9 +304,9 @@ def _mirror(low: Tensor, high: Tensor, where: tuple[int, ...]) -> None:
 @triton.jit
 def _scan_block(
     block, kv_sequence, x_ptr, out_ptr, begin_ptr, end_ptr, other_ptr, product_ptr, product_stride, sums_ptr,
-    length, state_count, first, chunk, size, stride_start, stride_end,
+    length, state_count, first, chunk, size, stride_start, stride_end, unit, out_scale, other_scale,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
-    ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
+    ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The scan of one block of the states' numbers, boundary by boundary."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
@@ -286,6 +315,8 @@ def _scan_block(
         sums_ptr += kv_sequence.to(tl.int64) * length
     if GIVEN:
         state = tl.load(begin_ptr + kv_sequence.to(tl.int64) * stride_start + offsets)
+        if HALF:
+            state *= unit
     else:
         state = tl.zeros((BLOCK,), tl.float32)
     for step in tl.range(0, state_count, num_stages=4):
@@ -299,45 +330,71 @@ def _scan_block(
         own = tl.full((BLOCK,), step > 0, tl.int1) if STARTED else tl.full((BLOCK,), True, tl.int1)
         state += tl.load(x_ptr + base + state_index.to(tl.int64) * size + offsets, mask=own, other=0.0).to(tl.float32)
         if KEPT:
-            tl.store(out_ptr + base + state_index.to(tl.int64) * size + offsets, state.to(out_ptr.dtype.element_ty))
+            kept = state * out_scale if HALF else state
+            tl.store(out_ptr + base + state_index.to(tl.int64) * size + offsets, kept.to(out_ptr.dtype.element_ty))
         if MULTIPLIED:
             other = tl.load(other_ptr + base + state_index.to(tl.int64) * size + offsets).to(tl.float32)
             target = product_ptr + (kv_sequence.to(tl.int64) * state_count + state_index) * product_stride
-            tl.store(target, tl.sum(state * other, axis=0))
+            product = tl.sum(state * other, axis=0)
+            tl.store(target, product / unit / other_scale if HALF else product)
     if ENDED:
+        if HALF:
+            state /= unit
         tl.store(end_ptr + kv_sequence.to(tl.int64) * stride_end + offsets, state)
 
 
 @triton.jit
 def scan_kernel(
-    xs, outs, begins, ends, others, product_ptr, sums_ptr, length, state_count, first, chunk,
-    sizes, start_strides, end_strides, programs,
+    xs, outs, begins, ends, others, product_ptr, sums_ptr, scales_ptr, other_scales_ptr, length, state_count, first,
+    chunk, sizes, start_strides, end_strides, programs,
     GATED: tl.constexpr, REVERSE: tl.constexpr, STARTED: tl.constexpr, GIVEN: tl.constexpr, KEPT: tl.constexpr,
     ENDED: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr = False, SCALES: tl.constexpr = 0, KV_SCALE: tl.constexpr = 0,
+    NORMALIZER_SCALE: tl.constexpr = 0, OTHER_SCALES: tl.constexpr = 0, OTHER_KV_SCALE: tl.constexpr = 0,
+    OTHER_NORMALIZER_SCALE: tl.constexpr = 0,
 ):  # fmt: skip
     """state_s = x_s + exp(G_s − G_{s−1}) state_{s−1} over the boundaries s; REVERSE: from the last one backwards.
 
     One launch scans Z and both halves of S: Z alone is so small that its loads would only wait for each other.
 
     STARTED: the first boundary visited is that of the start, which is zero unless GIVEN. KEPT: store all states. ENDED:
-    store the last one visited in float32. MULTIPLIED: store each CTA's partial inner products with other states.
+    store the last one visited in float32. MULTIPLIED: store each CTA's partial inner products with other states. HALF:
+    sums of S have a scale, and so have all stored states; starts, ends and inner products have none.
     """
     program, kv_sequence = split_program_id(programs, tl.int32)
     block = program
     for n in tl.static_range(3):
         blocks = sizes[n] // BLOCK
         if (block >= 0) & (block < blocks):
+            # What starts and ends are multiplied by, what states are multiplied by further, and the others' scale.
+            unit, out_scale, other_scale = 1.0, 1.0, 1.0
+            if HALF:
+                unit = tl.load(scales_ptr + kv_sequence * SCALES + GRADIENT_FACTOR) if REVERSE else 1.0
+                if n == 0:
+                    if REVERSE:
+                        unit *= tl.load(scales_ptr + kv_sequence * SCALES + VALUE_FACTOR)
+                    out_scale = tl.load(scales_ptr + kv_sequence * SCALES + NORMALIZER_SCALE)
+                else:
+                    unit *= tl.load(scales_ptr + kv_sequence * SCALES + KV_SCALE)
+                if MULTIPLIED:
+                    column = OTHER_NORMALIZER_SCALE if n == 0 else OTHER_KV_SCALE
+                    other_scale = tl.load(other_scales_ptr + kv_sequence * OTHER_SCALES + column)
             _scan_block(
                 block, kv_sequence, xs[n], outs[n], begins[n], ends[n], others[n],
                 product_ptr + program if MULTIPLIED else None, programs, sums_ptr, length, state_count, first,
-                chunk, sizes[n], start_strides[n], end_strides[n],
-                GATED, REVERSE, STARTED, GIVEN, KEPT, ENDED, MULTIPLIED, BLOCK,
+                chunk, sizes[n], start_strides[n], end_strides[n], unit, out_scale, other_scale,
+                GATED, REVERSE, STARTED, GIVEN, KEPT, ENDED, MULTIPLIED, BLOCK, HALF,
             )  # fmt: skip
         block -= blocks
 
 
 def _scan(
-    chunks: ChunkSums, outs: StateTensors, starts: StateTensors, ends: StateTensors, others: StateTensors
+    chunks: ChunkSums,
+    outs: StateTensors,
+    starts: StateTensors,
+    ends: StateTensors,
+    others: StateTensors,
+    other_scales: StateScales | None = None,
 ) -> Tensor | None:
     """Launches the scan; returns partial inner products with `others`, if given: (b, h_kv, n, CTAs)."""
     xs = chunks.tensors
@@ -347,13 +404,28 @@ def _scan(
     programs = sum(sizes) // block
     products = None if others[0] is None else xs[0].new_empty(batch, heads, state_count, programs, dtype=torch.float32)
     scan_kernel[flat_grid(programs, batch * heads)](
-        xs, outs, starts, ends, others, products, chunks.sums, chunks.length, state_count, chunks.first, chunks.chunk,
-        sizes, _head_strides(starts), _head_strides(ends), programs,
+        xs, outs, starts, ends, others, products, chunks.sums, chunks.scales and chunks.scales.tensor,
+        other_scales and other_scales.tensor, chunks.length, state_count, chunks.first, chunks.chunk, sizes,
+        _head_strides(starts), _head_strides(ends), programs,
         GATED=chunks.sums is not None, REVERSE=chunks.reverse, STARTED=chunks.started, GIVEN=starts[0] is not None,
-        KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block, num_warps=4,
-        enable_fp_fusion=True,
+        KEPT=outs[0] is not None, ENDED=ends[0] is not None, MULTIPLIED=products is not None, BLOCK=block,
+        **_scan_scales(chunks.scales, other_scales), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return products
+
+
+def _scan_scales(own: StateScales | None, other: StateScales | None) -> dict[str, Any]:
+    """The arguments of the scan that say where the scales are."""
+    if own is None:
+        return {}
+    found = {"HALF": True, "SCALES": own.columns, "KV_SCALE": own.kv, "NORMALIZER_SCALE": own.normalizer}
+    if other is not None:
+        found |= {
+            "OTHER_SCALES": other.columns,
+            "OTHER_KV_SCALE": other.kv,
+            "OTHER_NORMALIZER_SCALE": other.normalizer,
+        }
+    return found
 
 
 def _head_strides(tensors: StateTensors) -> tuple[int, ...]:
@@ -385,6 +457,8 @@ def chunk_sums(
     boundaries: tuple[int, int] | None = None,
     precise: bool = False,
     key_dim: int | None = None,
+    scales: StateScales | None = None,
+    token_factor: Tensor | None = None,
     entries: int = 2,
     warps: int = 4,
     stages: int = 3,
@@ -405,6 +479,8 @@ def chunk_sums(
         precise: keep S in float32.
         key_dim: entries of x after which it is padded with zeros; None: all d of them.
         update: what computes S instead of `update_kernel`: `hopper.state_updates.update`.
+        scales: of float16 states or their gradients; else None.
+        token_factor: (b, h, ≥ t), factor of each query, as long as `factor`; for float16 and with `reverse`, else None.
     """
     batch, length, heads, dim = x.shape
     value_dim = y.shape[-1]
@@ -413,31 +489,36 @@ def chunk_sums(
     state_count = last - first + 1
     if state_count == 0:
         return None
-    half = dim // 2
+    half_dim = dim // 2
     high_entries = entries_of_high(dim, key_dim)
     all_tiles = chunks * chunk // TILE_TOKENS
     group = heads // kv_heads
     dtype = torch.float32 if precise else x.dtype
     transposed = x.new_empty(batch, heads, all_tiles, dim, TILE_TOKENS)
     normalizer = x.new_empty(batch, kv_heads, state_count, dim, dim, dtype=torch.float32)
-    low = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim, dtype=dtype)
-    high = x.new_empty(batch, kv_heads, state_count, high_entries, value_dim, dim if full else half, dtype=dtype)
+    low = x.new_empty(batch, kv_heads, state_count, half_dim, value_dim, dim, dtype=dtype)
+    high = x.new_empty(batch, kv_heads, state_count, high_entries, value_dim, dim if full else half_dim, dtype=dtype)
     precision = dot_precision(x.dtype)
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
     where = (count, state_count, *((first, 0) if reverse else (0, 1 - first)), chunk)
+    half: dict[str, Any] = {}
+    if scales is not None:
+        half = {"HALF": True, "SCALES": scales.columns, "TOKEN_SCALE": scales.token}
     if count:
         fold_kernel[flat_grid(count, batch * kv_heads)](
-            head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, normalizer, length, all_tiles,
+            head_major(x, (TILE_TOKENS, dim)), sums, factor, token_factor, past, scales and scales.tensor, transposed,
+            normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
-            num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 else None, enable_fp_fusion=True,
+            **half, num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 and x.dtype != torch.float32 else None,
+            enable_fp_fusion=True,
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
-        for out, first_entry in ((low, 0), (high, half)):
+        for out, first_entry in ((low, 0), (high, half_dim)):
             # Those of `high` with a < d/2 are known by symmetry.
-            columns = dim if out is low else half
+            columns = dim if out is low else half_dim
             if update is not None:
                 update(x, y, transposed, out, where, first_entry, columns)
                 continue
@@ -445,15 +526,16 @@ def chunk_sums(
             groups = out.shape[3] // together
             update_kernel[flat_grid(groups, count, batch * kv_heads)](
                 head_major(x, (TILE_TOKENS, columns)), y_desc, transposed_desc,
-                TensorDescriptor.from_tensor(out.flatten(0, 2), [1, 1, value_dim, columns]),
+                TensorDescriptor.from_tensor(out.flatten(0, 2), [1, 1, value_dim, columns]), scales and scales.tensor,
                 all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
-                TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
+                TOKENS=TILE_TOKENS, STAGES=stages, **half, **({} if scales is None else {"KV_SCALE": scales.kv}),
+                num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
             )  # fmt: skip
         if full:
             _mirror(low, high, where)
     started = last == chunks if reverse else first == 0
-    return ChunkSums(low, high, normalizer, x.dtype, sums, length, chunk, first, started, reverse)
+    return ChunkSums(low, high, normalizer, x.dtype, sums, length, chunk, first, started, reverse, scales)
 
 
 def end_alone(chunks: ChunkSums) -> FullState:
@@ -464,7 +546,12 @@ def end_alone(chunks: ChunkSums) -> FullState:
 
 
 def scan_sums(
-    chunks: ChunkSums, start: FullState | None = None, *, want_end: bool = False, other: ChunkStates | None = None
+    chunks: ChunkSums,
+    start: FullState | None = None,
+    *,
+    want_end: bool = False,
+    other: ChunkStates | None = None,
+    other_scales: StateScales | None = None,
 ) -> tuple[ChunkStates, FullState | None, Tensor | None]:
     """States at the boundaries of chunks. Sums in the dtype of the states are overwritten.
 
@@ -474,6 +561,7 @@ def scan_sums(
         want_end: whether to return the end of the scan in float32: the state after the last token, or the gradient of
             the initial state. The sums of chunks should then be `precise`.
         other: states at the same boundaries, with all features, for inner products with these.
+        other_scales: of those states, if they are float16.
 
     Returns:
         the states; the end if wanted; and the inner products of the states with `other`, (b, h_kv, n) float64, if
@@ -484,7 +572,8 @@ def scan_sums(
     normalizer = torch.empty_like(chunks.normalizer, dtype=chunks.dtype)
     end = _empty_end(chunks) if want_end else None
     others = (other.normalizer, other.low, other.high) if other else NO_TENSORS
-    products = _scan(chunks, (normalizer, low, high), _tensors(start, chunks), _tensors(end, chunks), others)
+    starts, ends = _tensors(start, chunks), _tensors(end, chunks)
+    products = _scan(chunks, (normalizer, low, high), starts, ends, others, other_scales)
     total = None if products is None else products.sum(-1, dtype=torch.float64)
     return ChunkStates(low, high, normalizer, chunks.chunk, chunks.first), end, total
 

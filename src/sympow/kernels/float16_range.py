@@ -1,0 +1,659 @@
+"""Powers of two that keep float16 arithmetic in range: float16 has eight bits less of exponent than bfloat16 has.
+
+Its largest number is 65,504 and its smallest normal one 2^-14; below, precision decreases to an absolute 2^-25. Weights
+B_ij, states and gradients have no such limits, so the kernels scale what they round to float16 by powers of two, which
+is exact, and undo the scales on float32 sums. Scales are bounds of what they scale, by Cauchy–Schwarz, and never
+depend on rounding. What is 2^29 times smaller than its bound loses precision, and what is 2^40 times smaller is lost.
+
+- Weights: each row's query is scaled so that no weight exceeds 2^15. The bound of a key's weight is
+      |q_i · k_j|^p exp(G_i − G_j) ≤ (|q_i| M_i)^p,    M_i = max_{j≤i} |k_j| exp((G_i − G_j) / p),
+  a running maximum, as in plain PyTorch: no row depends on later keys, and keys that gates have erased do not push
+  later, shorter ones out of range. Before the diagonal, decays are counted from the first row r of a tile, and M_r
+  counts; on the diagonal M_i does (`row_exponent`).
+- States S and Z (p = 2): |S_ia| ≤ Σ_j max|k_j|² max|v_j|, one scale per head. Left operands k_i v of the sums are
+  scaled by the largest entries.
+- Gradients, with w_i = Σ_j B_ij known. Queries are scaled so that w_i^(1/p) is about K, the length of the longest key;
+  then no entry of a query is small because there are many keys, or long ones. Output gradients are scaled to largest
+  entries between 2^(3−p) and 16, dy''_i = 2^-e_i dy_i, such that 2^e_i / w_i is a power of 2^p. That factor, which a sum
+  over queries needs per query, is applied to weights in float32, before they are rounded, and not to dy:
+  dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g with one g per head, chosen so that the largest of these weights and of
+  those of the queries, T_ij dB_ij 2^(g + e_i), stays in range. On Hopper the queries take its p-th root instead, which
+  comes to the same (`FoldedRows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+- Gradients of states have bounds, hence scales, like states.
+
+Outputs do not depend on the scale of a query. Weights are returned, and states taken and returned, without any of
+these scales, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sympow.kernels.common import (
+    LOG2_E,
+    block_dim,
+    empty_aligned,
+    flat_grid,
+    head_major,
+    power_of_two_scale,
+    split_program_id,
+)
+from sympow.kernels.running_sums import SCAN_BLOCK, Gates
+
+if TYPE_CHECKING:
+    from sympow.kernels.hopper.common import SplitSums
+
+# log2 of the largest weight.
+WEIGHT_LIMIT = tl.constexpr(15.0)
+# log2 of the largest state, which is a sum of many numbers.
+STATE_LIMIT = tl.constexpr(14.0)
+# log2 of the length of a key of zeros.
+NO_LENGTH = tl.constexpr(-1000.0)
+# log2 of the largest 2^(g + e_i), and how many times smaller than a bound of the values dy'' · v − δ'' is made: then
+# the products of both, which have up to 128 terms of up to 16, are below 2^16.
+GRADIENT_LIMIT = tl.constexpr(11.0)
+VALUE_MARGIN = tl.constexpr(8.0)
+# log2 of the largest score to the power p − 1 in the gradient of queries, where those values are below 2^4.
+QUERY_LIMIT = tl.constexpr(11.0)
+# log2 of the longest key and of the largest entry of a value in pieces (`attention.split_float32`), and log2 of what
+# w_i^(1/p) is about there: with so long queries the lower pieces of their entries are normal numbers, too.
+SPLIT_EXPONENT = tl.constexpr(4.0)
+SPLIT_WEIGHT_EXPONENT = tl.constexpr(10.0)
+# log2 of the longest key in the gradient of keys on Hopper, where a query is scaled by the root of its factor; log2 of
+# the largest entry of such a query; and how much smaller than 2^GRADIENT_LIMIT all others may get for its sake.
+FOLDED_EXPONENT = tl.constexpr(4.0)
+FOLDED_LIMIT = tl.constexpr(15.0)
+FOLDED_LOSS = tl.constexpr(12.0)
+# Columns of `KeyRange.scales`, and their number.
+KEY_EXPONENT = tl.constexpr(0)
+VALUE_EXPONENT = tl.constexpr(1)
+KV_SCALE = tl.constexpr(2)
+NORMALIZER_SCALE = tl.constexpr(3)
+TOKEN_SCALE = tl.constexpr(4)
+SCALES = tl.constexpr(5)
+# Columns of `Gradients.scales`, and their number.
+VALUE_FACTOR = tl.constexpr(0)
+KEY_LENGTH = tl.constexpr(1)
+GRADIENT_FACTOR = tl.constexpr(2)
+D_KV_SCALE = tl.constexpr(3)
+D_NORMALIZER_SCALE = tl.constexpr(4)
+D_TOKEN_SCALE = tl.constexpr(5)
+KEY_UNIT = tl.constexpr(6)
+FOLDED_VALUE_FACTOR = tl.constexpr(7)
+GRADIENT_SCALES = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """What the scales of a call follow from.
+
+    Attributes:
+        bound: log2 M_i, (b, h_kv, t) float32.
+        scales: of each head, (b, h_kv, SCALES) float32: log2 of the longest key, rounded up; log2 of the largest entry
+            of a value, rounded up; and the factors of S, of Z and of the transposed keys that S is computed from.
+    """
+
+    bound: Tensor
+    scales: Tensor
+
+    @property
+    def of_states(self) -> StateScales:
+        columns = (SCALES, KV_SCALE, NORMALIZER_SCALE, TOKEN_SCALE)
+        return StateScales(self.scales, *(x.value for x in columns))
+
+
+class StateScales(NamedTuple):
+    """Where the scales of states are, or of their gradients: columns of a tensor with one row per key head.
+
+    Attributes:
+        tensor: `KeyRange.scales` or `RowGradients.scales`.
+        columns: the number of its columns.
+        kv, normalizer, token: the columns of the scales of S, of Z and of transposed tokens.
+    """
+
+    tensor: Tensor
+    columns: int
+    kv: int
+    normalizer: int
+    token: int
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2^exponent for integers of any type between −126 and 127: float32, exact."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_exponent(length, bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
+    """The largest integer r with (2^r |q| M)^POWER ≤ 2^LIMIT, float32, from log2 |q| and log2 M.
+
+    A query times 2^r is no longer than 2^11: then its scores with longer keys, which are scaled down later, exist in
+    float32 where all keys so far are zero or short.
+    """
+    MOST: tl.constexpr = 24 if POWER < 6 else 120 // POWER
+    exponent = tl.minimum(tl.floor(-length - bound + LIMIT / POWER), tl.floor(-length + 11.0))
+    return tl.minimum(tl.maximum(exponent, -MOST), MOST)
+
+
+@triton.jit
+def exponents(length, bound, row_bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
+    """`row_exponent` for log2 M = `bound`, and its change for `row_bound`. 2^(change · POWER) exists."""
+    MOST: tl.constexpr = 120 // POWER
+    first = row_exponent(length, bound, LIMIT, POWER)
+    change = row_exponent(length, row_bound, LIMIT, POWER) - first
+    return first, tl.minimum(tl.maximum(change, -MOST), MOST)
+
+
+@triton.jit
+def query_exponents(length, bound, row_bound, key_length, log_decay, POWER: tl.constexpr):
+    """The integer r with (2^r |q_i · k_j|)^(p−1) exp(G_r − G_j) ≤ 2^QUERY_LIMIT before the diagonal, and its change on
+    it, where exp(G_i − G_j) counts.
+
+    The weight of a row is known here, and a second bound: B_ij ≤ w_i, which is about K^p.
+
+    Args:
+        length, bound, row_bound: log2 |q_i|, log2 M_r and log2 M_i.
+        key_length: K, by which dy'' · v − δ'' is larger than QUERY_LIMIT assumes: 2^r is divided by it elsewhere.
+        log_decay: log2 exp(G_r − G_i).
+    """
+    MOST: tl.constexpr = 40 if POWER < 4 else 120 // POWER
+    known = log_decay * 0.0 + (tl.log2(key_length) + 0.6)
+    most = tl.minimum(length + bound, known + log_decay / POWER)
+    first = tl.minimum(tl.maximum(tl.floor(-most + QUERY_LIMIT / (POWER - 1)), -MOST), MOST)
+    most = tl.minimum(length + row_bound, known)
+    second = tl.minimum(tl.maximum(tl.floor(-most + QUERY_LIMIT / (POWER - 1)), -MOST), MOST)
+    return first, second - first
+
+
+@triton.jit
+def log_length(x):
+    """log2 of the Euclidean norm of each row, float32; NO_LENGTH for zeros."""
+    # Squares of small or large float32 numbers would leave its range.
+    scale = power_of_two_scale(x)
+    x = x.to(tl.float32) * tl.expand_dims(scale, 1)
+    total = tl.sum(x * x, axis=1)
+    found = tl.log2(tl.where(total == 0, 1.0, total)) * 0.5 - tl.log2(scale)
+    return tl.where(total == 0, NO_LENGTH, found)
+
+
+@triton.jit
+def _power(x, POWER: tl.constexpr):
+    result = x
+    for _ in tl.static_range(POWER - 1):
+        result *= x
+    return result
+
+
+@triton.jit
+def store_pieces(desc, x, batch, batches, head, first, ROWS: tl.constexpr, D: tl.constexpr):
+    """Stores x (ROWS, D) float32 as the sum of two float16 tensors, which are one batch apart."""
+    high = x.to(tl.float16)
+    desc.store([batch, head, first, 0], high.reshape(1, 1, ROWS, D))
+    low = (x - high.to(tl.float32)).to(tl.float16)
+    desc.store([batch + batches, head, first, 0], low.reshape(1, 1, ROWS, D))
+
+
+@triton.jit
+def _finite(x):
+    """x ≥ 0 where it is finite, else 0: what is not finite shows itself and must not change the scale of the rest."""
+    return tl.where(x < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def measure_kernel(
+    k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, length, heads, blocks,
+    POWER: tl.constexpr, GATED: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """log2 |k_j| of a block of tokens, and over the block: max (log2 |k_j| − G_j / (p log 2)); the longest key; the
+    largest entries of keys and of values; Σ max|k_j|² and Σ max|k_j|² max|v_j|. VALUES: else those of values are 0."""
+    block, sequence = split_program_id(blocks, tl.int32)
+    batch, head = sequence // heads, sequence % heads
+    base = sequence.to(tl.int64) * length
+    largest = tl.full((ROWS,), NO_LENGTH, tl.float64)
+    longest = tl.full((ROWS,), NO_LENGTH, tl.float32)
+    key = tl.zeros((ROWS,), tl.float32)
+    value = tl.zeros((ROWS,), tl.float32)
+    normalizer = tl.zeros((ROWS,), tl.float32)
+    kv = tl.zeros((ROWS,), tl.float32)
+    for start in tl.range(block * BLOCK, tl.minimum((block + 1) * BLOCK, length), ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = rows < length
+        k = k_desc.load([batch, head, start, 0]).reshape(ROWS, D)
+        norm = log_length(k)
+        norm = tl.where(norm < float("inf"), norm, NO_LENGTH)
+        tl.store(length_ptr + base + rows, norm, mask=mask)
+        relative = norm.to(tl.float64)
+        if GATED:
+            relative -= tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
+        # Keys of zeros after strong gates would otherwise seem long.
+        relative = tl.where(mask & (norm > NO_LENGTH), relative, NO_LENGTH)
+        largest = tl.maximum(largest, relative)
+        longest = tl.maximum(longest, norm)
+        entry = _finite(tl.max(tl.abs(k.to(tl.float32)), axis=1))
+        key = tl.maximum(key, entry)
+        normalizer += entry * entry
+        if VALUES:
+            v = v_desc.load([batch, head, start, 0]).reshape(ROWS, E)
+            value_entry = _finite(tl.max(tl.abs(v.to(tl.float32)), axis=1))
+            value = tl.maximum(value, value_entry)
+            kv += entry * entry * value_entry
+    part = sequence.to(tl.int64) * blocks + block
+    tl.store(relative_ptr + part, tl.max(largest, axis=0))
+    parts_ptr += part * 5
+    tl.store(parts_ptr, tl.max(longest, axis=0))
+    tl.store(parts_ptr + 1, tl.max(key, axis=0))
+    tl.store(parts_ptr + 2, tl.max(value, axis=0))
+    tl.store(parts_ptr + 3, tl.sum(normalizer, axis=0))
+    tl.store(parts_ptr + 4, tl.sum(kv, axis=0))
+
+
+@triton.jit
+def bound_kernel(
+    sums_ptr, length_ptr, relative_ptr, parts_ptr, initial_ptr, bound_ptr, scales_ptr, length, blocks,
+    POWER: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """log2 M_i of a block of tokens; the first block also computes `KeyRange.scales`.
+
+    INITIAL: the largest entries of an initial state's S and Z count for their scales.
+    """
+    block, sequence = split_program_id(blocks)
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < length
+    base = sequence * length
+    before = tl.full((BLOCK,), NO_LENGTH, tl.float64)
+    for start in range(0, block, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        before = tl.maximum(
+            before, tl.load(relative_ptr + sequence * blocks + index, mask=index < block, other=-1000.0)
+        )
+    norm = tl.load(length_ptr + base + rows, mask=mask, other=-1000.0)
+    relative = norm.to(tl.float64)
+    decay = tl.zeros((BLOCK,), tl.float64)
+    if GATED:
+        decay = tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
+        relative = tl.where(norm > NO_LENGTH, relative - decay, NO_LENGTH)
+    so_far = tl.maximum(tl.associative_scan(relative, 0, _larger), tl.max(before, axis=0))
+    tl.store(bound_ptr + base + rows, (so_far + decay).to(tl.float32), mask=mask)
+    if block == 0:
+        longest = tl.full((BLOCK,), NO_LENGTH, tl.float32)
+        key = tl.zeros((BLOCK,), tl.float32)
+        value = tl.zeros((BLOCK,), tl.float32)
+        normalizer = tl.zeros((BLOCK,), tl.float32)
+        kv = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, blocks, BLOCK):
+            index = start + tl.arange(0, BLOCK)
+            parts = parts_ptr + (sequence * blocks + index) * 5
+            inside = index < blocks
+            longest = tl.maximum(longest, tl.load(parts, mask=inside, other=-1000.0))
+            key = tl.maximum(key, tl.load(parts + 1, mask=inside, other=0.0))
+            value = tl.maximum(value, tl.load(parts + 2, mask=inside, other=0.0))
+            normalizer += tl.load(parts + 3, mask=inside, other=0.0)
+            kv += tl.load(parts + 4, mask=inside, other=0.0)
+        most_normalizer = tl.sum(normalizer, axis=0)
+        most_kv = tl.sum(kv, axis=0)
+        if INITIAL:
+            most_kv += tl.load(initial_ptr + 2 * sequence)
+            most_normalizer += tl.load(initial_ptr + 2 * sequence + 1)
+        key_exponent = _exponent(tl.max(key, axis=0))
+        value_exponent = _exponent(tl.max(value, axis=0))
+        scales_ptr += sequence * SCALES
+        most_length = tl.max(longest, axis=0)
+        # Keys of zeros alone: any length will do.
+        most_length = tl.where(most_length == NO_LENGTH, 0.0, tl.ceil(most_length))
+        tl.store(scales_ptr + KEY_EXPONENT, tl.minimum(tl.maximum(most_length, -90.0), 90.0))
+        tl.store(scales_ptr + VALUE_EXPONENT, value_exponent)
+        tl.store(scales_ptr + KV_SCALE, power_of_two(-_exponent(most_kv) + STATE_LIMIT))
+        tl.store(scales_ptr + NORMALIZER_SCALE, power_of_two(-_exponent(most_normalizer) + STATE_LIMIT))
+        tl.store(scales_ptr + TOKEN_SCALE, power_of_two(-key_exponent - tl.maximum(value_exponent, 0.0) + STATE_LIMIT))
+
+
+@triton.jit
+def _exponent(x):
+    """log2 x rounded up, between −90 and 90: float32."""
+    return tl.minimum(tl.ceil(tl.log2(tl.maximum(x, 2.0**-90))), 90.0)
+
+
+def key_range(
+    k: Tensor, v: Tensor, power: int, gates: Gates | None, initial: Tensor | None = None, *, values: bool = True,
+    rows: int = 128,
+) -> KeyRange:  # fmt: skip
+    """What the scales of keys (b, t, h_kv, d) and values (b, t, h_kv, e) follow from.
+
+    Args:
+        initial: the largest entries of an initial state's S and Z, (b, h_kv, 2) float32; or None.
+        values: whether to read the values. Weights do not depend on them; states and gradients do.
+    """
+    batch, length, heads, dim = k.shape
+    blocks = triton.cdiv(length, SCAN_BLOCK)
+    lengths = k.new_empty(batch, heads, length, dtype=torch.float32)
+    relative = k.new_empty(batch, heads, blocks, dtype=torch.float64)
+    parts = k.new_empty(batch, heads, blocks, 5, dtype=torch.float32)
+    bound = torch.empty_like(lengths)
+    scales = k.new_empty(batch, heads, SCALES.value, dtype=torch.float32)
+    d, e = block_dim(dim), block_dim(v.shape[-1])
+    grid = flat_grid(blocks, batch * heads)
+    measure_kernel[grid](
+        head_major(k, (rows, d)), head_major(v, (rows, e)), gates and gates.sums, lengths, relative, parts,
+        length, heads, blocks, POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows,
+        BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    bound_kernel[grid](
+        gates and gates.sums, lengths, relative, parts, initial, bound, scales, length, blocks,
+        POWER=power, GATED=gates is not None, INITIAL=initial is not None, BLOCK=SCAN_BLOCK,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return KeyRange(bound, scales)
+
+
+# Gradients ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowGradients:
+    """What the backward kernels read of rows.
+
+    Attributes:
+        q: queries, scaled, (b, t, h, d).
+        scale: their scales, (b, h, t) float32.
+        dy: 2^-e_i dy_i, (b, t, h, e).
+        minus_delta: −δ'', with the factor of dy'' · v − δ'', (b, h, ≥ t) float32; zero from t on.
+        length: log2 |q_i|, (b, h, ≥ t) float32.
+        factor: 2^e_i / w_i, (b, h, ≥ t) float32; zero from t on and for rows without weight or gradient.
+        scales: of each head, (b, h_kv, GRADIENT_SCALES) float32: the factor of dy'' · v − δ'', which includes the next;
+            the length of the longest key, a power of two; 2^g; the factors of the gradients of S and Z and of the
+            transposed queries that they are computed from; and for queries scaled by the roots of their factors
+            (`fold_factors`) those of keys and of dy'' · v − δ''.
+    """
+
+    q: Tensor
+    scale: Tensor
+    dy: Tensor
+    minus_delta: Tensor
+    length: Tensor
+    factor: Tensor
+    scales: Tensor
+
+    @property
+    def of_states(self) -> StateScales:
+        columns = (GRADIENT_SCALES, D_KV_SCALE, D_NORMALIZER_SCALE, D_TOKEN_SCALE)
+        return StateScales(self.scales, *(x.value for x in columns))
+
+
+@triton.jit
+def prepare_kernel(
+    q_desc, y_desc, dy_desc, weight_ptr, d_weight_ptr, key_scales_ptr, scaled_desc, scale_ptr, divided_desc, delta_ptr,
+    length_ptr, factor_ptr, parts_ptr, length, padded, batches, heads,
+    GROUP: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr = False,
+):  # fmt: skip
+    """`RowGradients` of a tile of rows, and what their scales follow from.
+
+    WEIGHTED: −δ plus the gradient of the rows' weights. SPLIT: inputs are float32, results are for keys and values
+    that `split_keys` scaled, and q and dy are stored in two pieces.
+    """
+    tiles = tl.cdiv(length, ROWS)
+    LARGEST: tl.constexpr = 120 // POWER
+    tile, sequence = split_program_id(tiles, tl.int32)
+    first = tile * ROWS
+    batch, head = sequence // heads, sequence % heads
+    rows = first + tl.arange(0, ROWS)
+    mask = rows < length
+    base = sequence.to(tl.int64) * length
+    key_scales_ptr += (batch * (heads // GROUP) + head // GROUP) * SCALES
+    key_exponent = tl.load(key_scales_ptr + KEY_EXPONENT)
+    value_exponent = tl.load(key_scales_ptr + VALUE_EXPONENT)
+    weight = tl.load(weight_ptr + base + rows, mask=mask, other=0.0)
+    value_unit = 1.0
+    if SPLIT:
+        weight *= _power(power_of_two(-key_exponent + SPLIT_EXPONENT), POWER)
+        value_unit = power_of_two(-value_exponent + SPLIT_EXPONENT)
+        key_exponent = key_exponent * 0 + SPLIT_WEIGHT_EXPONENT
+        value_exponent = value_exponent * 0 + SPLIT_EXPONENT
+    value_factor = power_of_two(key_exponent - value_exponent - VALUE_MARGIN)
+
+    q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+    log_weight = tl.log2(tl.where(weight == 0, 1.0, weight)) / POWER
+    exponent = tl.minimum(tl.maximum(tl.floor(-log_weight + key_exponent + 0.5), -14.0), 14.0)
+    exponent = tl.where(weight == 0, 0.0, exponent)
+    scale = power_of_two_scale(q) * power_of_two(exponent)
+    scaled = q.to(tl.float32) * scale[:, None]
+    if SPLIT:
+        store_pieces(scaled_desc, scaled, batch, batches, head, first, ROWS, D)
+    else:
+        scaled_desc.store([batch, head, first, 0], scaled.to(q.dtype).reshape(1, 1, ROWS, D))
+    tl.store(scale_ptr + base + rows, scale, mask=mask)
+    # How many times smaller than K the weight of the scaled query is, to the power 1 / p, if it could not be scaled.
+    short = tl.maximum(-log_weight - exponent + key_exponent, 0.0)
+
+    dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+    dy_scale = power_of_two_scale(dy) * 8.0
+    factor = 1.0 / (dy_scale * tl.where(weight == 0, 1.0, weight) * power_of_two(exponent * POWER))
+    if SPLIT:
+        factor /= value_unit
+    else:
+        # The factor becomes a power of 2^p, whose root a query takes without rounding; dy takes the rest.
+        rounded = power_of_two(tl.minimum(tl.maximum(tl.ceil(tl.log2(factor) / POWER), -LARGEST), LARGEST) * POWER)
+        dy_scale *= tl.minimum(factor / rounded, 1.0)
+        factor = rounded
+    divided = (dy.to(tl.float32) * dy_scale[:, None]).to(dy.dtype)
+    if SPLIT:
+        store_pieces(divided_desc, divided, batch, batches, head, first, ROWS, E)
+        dy_scale *= value_unit
+    else:
+        divided_desc.store([batch, head, first, 0], divided.reshape(1, 1, ROWS, E))
+    y = y_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+    minus_delta = -tl.sum(divided.to(tl.float32) * y.to(tl.float32), axis=1)
+    if SPLIT:
+        minus_delta *= value_unit
+    if WEIGHTED:
+        d_weight = tl.load(d_weight_ptr + base + rows, mask=mask, other=0.0)
+        weight_gradient = d_weight * tl.load(weight_ptr + base + rows, mask=mask, other=0.0)
+        minus_delta += weight_gradient * dy_scale
+    minus_delta *= value_factor
+    out = sequence.to(tl.int64) * padded + rows
+    tl.store(delta_ptr + out, minus_delta)
+    tl.store(length_ptr + out, log_length(scaled))
+    size = tl.max(tl.abs(divided.to(tl.float32)), axis=1)
+    if WEIGHTED:
+        size += tl.abs(minus_delta)
+    # Where the gradient is zero, e_i means nothing and could make weights infinite.
+    factor = tl.where((weight == 0) | (size == 0), 0.0, factor)
+    tl.store(factor_ptr + out, factor)
+
+    # Rows whose gradients are zero, and those that are not finite, have no say.
+    counts = (size > 0) & (size < float("inf")) & (weight > 0) & (weight < float("inf"))
+    entry = tl.max(tl.abs(scaled), axis=1)
+    if not SPLIT:
+        # A query that all its keys are nearly orthogonal to is long where its factor is folded into it.
+        reach = -log_weight * POWER + (key_exponent - FOLDED_EXPONENT + (1.0 - FOLDED_LIMIT)) * POWER + GRADIENT_LIMIT
+        short = tl.maximum(short, tl.minimum(reach, FOLDED_LOSS))
+    parts_ptr += (sequence.to(tl.int64) * tiles + tile) * 4
+    tl.store(parts_ptr, tl.max(tl.where(counts, -tl.log2(dy_scale) + short, NO_LENGTH), axis=0))
+    tl.store(parts_ptr + 1, tl.max(tl.where(counts, factor * entry, 0.0), axis=0))
+    tl.store(parts_ptr + 2, tl.sum(tl.where(counts, factor * entry * entry, 0.0), axis=0))
+    tl.store(parts_ptr + 3, tl.sum(tl.where(counts, factor * entry * entry * tl.abs(minus_delta), 0.0), axis=0))
+
+
+@triton.jit
+def gradient_scales_kernel(
+    parts_ptr, key_scales_ptr, final_ptr, scales_ptr, parts,
+    POWER: tl.constexpr, FINAL: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr = False,
+):  # fmt: skip
+    """`RowGradients.scales` of a head from the parts of its rows.
+
+    FINAL: the largest entries of the gradients of a final state's S and Z count for their scales.
+    """
+    sequence = tl.program_id(0).to(tl.int64)
+    largest = tl.full((BLOCK,), NO_LENGTH, tl.float32)
+    token = tl.zeros((BLOCK,), tl.float32)
+    kv = tl.zeros((BLOCK,), tl.float32)
+    normalizer = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, parts, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = index < parts
+        part = parts_ptr + (sequence * parts + index) * 4
+        largest = tl.maximum(largest, tl.load(part, mask=inside, other=-1000.0))
+        token = tl.maximum(token, tl.load(part + 1, mask=inside, other=0.0))
+        kv += tl.load(part + 2, mask=inside, other=0.0)
+        normalizer += tl.load(part + 3, mask=inside, other=0.0)
+    key_scales_ptr += sequence * SCALES
+    key_exponent = tl.load(key_scales_ptr + KEY_EXPONENT)
+    value_exponent = tl.load(key_scales_ptr + VALUE_EXPONENT)
+    exponent = tl.max(largest, axis=0)
+    # No row has a gradient: any g will do.
+    exponent = tl.where(exponent == NO_LENGTH, GRADIENT_LIMIT, tl.ceil(exponent))
+    gradient = tl.floor(tl.minimum(tl.maximum(-exponent + GRADIENT_LIMIT, -100.0), 100.0) / POWER) * POWER
+    factor = power_of_two(gradient)
+    value_factor = power_of_two(key_exponent - value_exponent - VALUE_MARGIN)
+    most_kv = tl.sum(kv, axis=0) * factor * 16.0
+    most_normalizer = tl.sum(normalizer, axis=0) * factor
+    if FINAL:
+        most_kv += tl.load(final_ptr + 2 * sequence) * factor
+        most_normalizer += tl.load(final_ptr + 2 * sequence + 1) * factor * value_factor
+    scales_ptr += sequence * GRADIENT_SCALES
+    tl.store(scales_ptr + VALUE_FACTOR, value_factor)
+    tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent))
+    tl.store(scales_ptr + GRADIENT_FACTOR, factor)
+    # Their products with 2^g must exist.
+    most = -gradient + 100.0
+    tl.store(scales_ptr + D_KV_SCALE, power_of_two(tl.minimum(-_exponent(most_kv) + STATE_LIMIT, most)))
+    normalizer_exponent = -_exponent(most_normalizer) + STATE_LIMIT
+    tl.store(scales_ptr + D_NORMALIZER_SCALE, power_of_two(tl.minimum(normalizer_exponent, most)))
+    if SPLIT:
+        # In units of the scaled keys and values.
+        unit = power_of_two(key_exponent * 0 + (SPLIT_WEIGHT_EXPONENT - SPLIT_EXPONENT - VALUE_MARGIN))
+        tl.store(scales_ptr + VALUE_FACTOR, unit)
+        tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent * 0 + SPLIT_WEIGHT_EXPONENT))
+    tl.store(scales_ptr + KEY_UNIT, power_of_two(-key_exponent + FOLDED_EXPONENT))
+    # Scores to the power p − 1 are below 2^(11 (p − 1) / p).
+    MARGIN: tl.constexpr = 3.0 if POWER == 2 else 5.0 if POWER == 4 else 6.0
+    tl.store(scales_ptr + FOLDED_VALUE_FACTOR, power_of_two(-value_exponent - MARGIN))
+    # Transposed queries are multiplied by dy'' up to 16, or by −δ'' / K up to 16.
+    token_exponent = -_exponent(tl.max(token, axis=0) * factor) + STATE_LIMIT - 4.0
+    tl.store(scales_ptr + D_TOKEN_SCALE, power_of_two(tl.minimum(token_exponent, most)))
+
+
+def prepare(
+    q: Tensor, y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None, ranges: KeyRange, power: int,
+    d_final: Tensor | None = None, split: bool = False, rows: int = 128,
+) -> RowGradients:  # fmt: skip
+    """What the backward kernels read of rows, from queries, outputs, their gradient, and the rows' weights with theirs.
+
+    Args:
+        d_final: the largest entries of the gradients of a final state's S and Z, (b, h_kv, 2) float32; or None.
+        split: inputs are float32: results are for keys and values in pieces (`split_float32`), and q and dy are pieces.
+    """
+    batch, length, heads, dim = q.shape
+    tiles = triton.cdiv(length, rows)
+    d, e = block_dim(dim), block_dim(y.shape[-1])
+    pieces = (2 * batch if split else batch, length, heads)
+    scaled = empty_aligned(q, *pieces, dim, dtype=torch.float16)
+    divided = empty_aligned(dy, *pieces, dy.shape[-1], dtype=torch.float16)
+    scale = q.new_empty(batch, heads, length, dtype=torch.float32)
+    minus_delta, lengths, factor = (q.new_empty(batch, heads, tiles * rows, dtype=torch.float32) for _ in range(3))
+    parts = q.new_empty(batch, heads, tiles, 4, dtype=torch.float32)
+    kv_heads = ranges.scales.shape[1]
+    scales = q.new_empty(batch, kv_heads, GRADIENT_SCALES.value, dtype=torch.float32)
+    prepare_kernel[flat_grid(tiles, batch * heads)](
+        head_major(q, (rows, d)), head_major(y, (rows, e)), head_major(dy, (rows, e)), weight, d_weight, ranges.scales,
+        head_major(scaled, (rows, d)), scale, head_major(divided, (rows, e)), minus_delta, lengths, factor, parts,
+        length, tiles * rows, batch, heads,
+        GROUP=heads // kv_heads, POWER=power, WEIGHTED=d_weight is not None, D=d, E=e, ROWS=rows, SPLIT=split,
+        num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    gradient_scales_kernel[flat_grid(batch * kv_heads)](
+        parts, ranges.scales, d_final, scales, tiles * (heads // kv_heads),
+        POWER=power, FINAL=d_final is not None, BLOCK=1024, SPLIT=split, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    return RowGradients(scaled, scale, divided, minus_delta, lengths, factor, scales)
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """Queries with their factors folded in: (2^e_i / w_i 2^g)^(1/p) q_i, so that the gradient of keys needs no factor.
+
+    With s' the score of such a query, s'^p is the weight that dv_j sums and s'^(p−1) dB q' what dk_j sums.
+
+    Attributes:
+        q: those queries, for keys that are 2^FOLDED_EXPONENT long at most, (b, t, h, d).
+        decayed: the same, times the p-th root of the decay from the start of their block of 128 tokens; q without
+            gates.
+        minus_delta: −δ'' with the factor of dy'' · v − δ'' that goes with them, (b, h, ≥ t) float32.
+    """
+
+    q: Tensor
+    decayed: Tensor
+    minus_delta: Tensor
+
+
+@triton.jit
+def fold_factors_kernel(
+    q_desc, folded_desc, decayed_desc, factor_ptr, delta_ptr, folded_delta_ptr, whole_ptr, rest_ptr, scales_ptr,
+    padded, gates_padded, heads, tiles,
+    GROUP: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """`FoldedRows` of a block of rows."""
+    tile, sequence = split_program_id(tiles, tl.int32)
+    batch, head = sequence // heads, sequence % heads
+    kv_sequence = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
+    first = tile * ROWS
+    rows = first + tl.arange(0, ROWS)
+    scales_ptr += kv_sequence * GRADIENT_SCALES
+    out = sequence.to(tl.int64) * padded + rows
+    change = tl.load(scales_ptr + FOLDED_VALUE_FACTOR) / tl.load(scales_ptr + VALUE_FACTOR)
+    tl.store(folded_delta_ptr + out, tl.load(delta_ptr + out) * change)
+
+    q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D).to(tl.float32)
+    factor = tl.load(factor_ptr + out)
+    # All are powers of two: scores with keys of the same block are exact.
+    log_root = tl.log2(tl.where(factor == 0, 1.0, factor)) + tl.log2(tl.load(scales_ptr + GRADIENT_FACTOR))
+    log_root = log_root / POWER - tl.log2(tl.load(scales_ptr + KEY_UNIT))
+    most = tl.max(tl.abs(q), axis=1)
+    log_root = tl.minimum(tl.floor(log_root + 0.5), tl.floor(-tl.log2(tl.where(most == 0, 1.0, most)) + FOLDED_LIMIT))
+    root = tl.where(factor == 0, 0.0, power_of_two(tl.maximum(log_root, -120.0)))
+    folded_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
+    if GATED:
+        whole_ptr += kv_sequence * gates_padded
+        rest_ptr += kv_sequence * gates_padded
+        log_decay = (tl.load(whole_ptr + rows) - tl.load(whole_ptr + first)).to(tl.float32)
+        log_decay += tl.load(rest_ptr + rows) - tl.load(rest_ptr + first)
+        root *= tl.exp2(log_decay * (1.0 / POWER))
+        decayed_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
+
+
+def fold_factors(rows: RowGradients, split: SplitSums | None, power: int, kv_heads: int, block: int) -> FoldedRows:
+    """What the gradient of keys on Hopper reads of rows.
+
+    Args:
+        split: `split_sums` of the gates; None: there are none.
+        block: tokens per block of decays.
+    """
+    batch, length, heads, dim = rows.q.shape
+    padded = rows.factor.shape[-1]
+    tiles = triton.cdiv(length, block)
+    assert tiles * block == padded
+    d = block_dim(dim)
+    q = empty_aligned(rows.q, *rows.q.shape)
+    decayed = q if split is None else empty_aligned(rows.q, *rows.q.shape)
+    minus_delta = torch.empty_like(rows.minus_delta)
+    fold_factors_kernel[flat_grid(tiles, batch * heads)](
+        head_major(rows.q, (block, d)), head_major(q, (block, d)), head_major(decayed, (block, d)), rows.factor,
+        rows.minus_delta, minus_delta, split and split.whole, split and split.rest, rows.scales,
+        padded, split.whole.shape[-1] if split else 0, heads, tiles,
+        GROUP=heads // kv_heads, POWER=power, GATED=split is not None, D=d, ROWS=block, num_warps=8,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return FoldedRows(q, decayed, minus_delta)
