@@ -167,7 +167,7 @@ def test_steps_and_folds_of_a_window(with_state):
     features = 0 if not with_state else len(weight)
     workspace = torch.empty(window_workspace(2, 2, 2, 6, 5, features, capacity, has_state=with_state))
     y = fused_window_step(
-        *token, *given[:2], keys, values, sums, length, phase, arrivals, workspace, *given[2:], POWER
+        *token, *given[:2], None, keys, values, sums, length, phase, arrivals, workspace, *given[2:], POWER
     )  # fmt: skip
     found = (y, keys[..., : count + 1], values[..., : count + 1, :], sums[..., : count + 1], phase)
     for name, got, want in zip(("y", "keys", "values", "sums", "phase"), found, expected, strict=True):
@@ -175,7 +175,7 @@ def test_steps_and_folds_of_a_window(with_state):
     assert (length == count + 1).all()
     folded = window_fold_reference(*double(kv, normalizer), *expected[1:4], index, weight.double())
     kv, normalizer = state[0].clone(), state[1].clone()
-    fused_fold(kv, normalizer, keys, values, sums, length, arrivals, index, weight)
+    fused_fold(kv, normalizer, None, None, keys, values, sums, length, arrivals, index, weight)
     close(kv, folded[0], "kv")
     close(normalizer, folded[1], "normalizer")
     assert not length.any()

@@ -169,10 +169,12 @@ def test_operators_pass_pytorchs_own_checks():
     held = (window.keys, window.values, window.decay, window.count)
     torch.library.opcheck(
         window_op.fused_window_step,
-        (*token, inputs.theta, window.kv, window.normalizer, *held, window.phase, window.arrivals, window.workspace,
-         *tables, 2),
+        (*token, inputs.theta, window.kv, window.normalizer, None, *held, window.phase, window.arrivals,
+         window.workspace, *tables, 2),
     )  # fmt: skip
-    torch.library.opcheck(window_op.fused_fold, (window.kv, window.normalizer, *held, window.arrivals, *tables))
+    torch.library.opcheck(
+        window_op.fused_fold, (window.kv, window.normalizer, None, None, *held, window.arrivals, *tables)
+    )
 
 
 def test_compiled_steps_and_folds_are_one_graph_each():

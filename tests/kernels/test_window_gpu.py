@@ -127,12 +127,12 @@ def test_operators_pass_pytorchs_own_checks():
     held = (window.keys, window.values, window.decay, window.count)
     torch.library.opcheck(
         window_op.fused_window_step,
-        (*token, inputs.theta, window.kv, window.normalizer, *held, window.phase, window.arrivals, window.workspace,
-         *tables, 2),
+        (*token, inputs.theta, window.kv_half, window.normalizer, window.kv_scale, *held, window.phase, window.arrivals,
+         window.workspace, *tables, 2),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
     torch.library.opcheck(
         window_op.fused_fold,
-        (window.kv, window.normalizer, *held, window.arrivals, *tables),
+        (window.kv, window.normalizer, window.kv_half, window.kv_scale, *held, window.arrivals, *tables),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -6,7 +6,8 @@ way. The CTAs of a head exchange their partial sums through global memory: the l
 fixed order, adds the token itself by its score, and divides. Memory traffic is the state: read once, and written at
 most once.
 
-With a window of recent tokens (`window_step`), further CTAs score its keys, and the state is only read.
+With a window of recent tokens (`window_step`), further CTAs score its keys, and the state is only read: in 16 bits
+where there is such a copy of it.
 
 Features are products of entries of a vector, which are looked up: a CTA writes its rotated vectors to global memory and
 reads their entries back through the L1 cache, so that the loop needs no barriers.
@@ -29,6 +30,10 @@ from sympow.kernels.rotary import TWO_PI, cos_sin
 
 # log γ^(1/p) of a closed gate: finite, so that differences of sums are defined, as in `sympow.ops.numerics`.
 CLOSED_GATE_ROOT = tl.constexpr(-1000.0)
+# As EPSILON, for a 16-bit copy, whose numbers are off by 2^-13 of themselves in the mean. In a sum over features the
+# errors partly cancel: it is off by about 2^-13 times the root of the sum of squares, which is some tenth of the sum of
+# magnitudes.
+COPY_EPSILON = tl.constexpr(2.0**-17)
 # Elements of the state that a CTA loads at once, and as many partial sums that it keeps for each query head; and CTAs
 # over all heads: just as many as an H200 runs at once, since a few more cost a tenth. Both were measured.
 TILE = 2048
@@ -37,6 +42,11 @@ PROGRAMS = 576
 WIDE_UPDATE = 64
 WIDE_UPDATE_TILE = 1024
 WIDE_UPDATE_PROGRAMS = 768
+# Of a 16-bit copy of the state a thread loads eight numbers at once, several tiles ahead: as many bytes have to be on
+# their way as for float32, and partial sums take fewer registers in smaller tiles.
+COPY_TILE = 1024
+COPY_PROGRAMS = 576
+COPY_STAGES = 4
 WARPS = 4
 # Partial sums that the last CTA of a head adds up at once.
 BLOCK_SPLITS = 8
@@ -84,12 +94,14 @@ class Strides(NamedTuple):
 
 class StateArguments(NamedTuple):
     """A state and its features: kv (b, h_kv, D, e), normalizer (b, h_kv, D); which entries each feature multiplies, two
-    int16 in an int32, (D, p/2); and √ of the features' multinomial coefficients, (D,)."""
+    int16 in an int32, (D, p/2); √ of the features' multinomial coefficients, (D,); and, where kv is a 16-bit copy, what
+    each of its rows has to be multiplied with, (b, h_kv, D), else None."""
 
     kv: Any = None
     normalizer: Any = None
     pairs: Any = None
     weight: Any = None
+    scale: Any = None
 
 
 class RecentTokens(NamedTuple):
@@ -174,8 +186,12 @@ class SplitArguments(NamedTuple):
 
 
 @triton.jit
-def _load_tile(kv_ptr, normalizer_ptr, state, rows, valid, columns, inside, value_dim, POWER: tl.constexpr):
-    """Rows of a state, of its normaliser, of the features' weights, and of the entries that they multiply.
+def _load_tile(
+    kv_ptr, normalizer_ptr, scale_ptr, state, rows, valid, columns, inside, value_dim, POWER: tl.constexpr,
+    COPY: tl.constexpr,
+):  # fmt: skip
+    """Rows of a state, of its normaliser, of the features' weights, of the entries that they multiply, and of the
+    scales of a 16-bit copy (else a second time the weights).
 
     The state is evicted first: what the caches hold already is more likely to be read again.
     """
@@ -188,7 +204,10 @@ def _load_tile(kv_ptr, normalizer_ptr, state, rows, valid, columns, inside, valu
     entries = ()
     for pair in tl.static_range(POWER // 2):
         entries = entries + (tl.load(state.pairs + rows * (POWER // 2) + pair, mask=valid, other=0),)
-    return kv, normalizer, weight, entries
+    scale = weight
+    if COPY:
+        scale = tl.load(scale_ptr + rows, mask=valid, other=0.0)
+    return kv, normalizer, weight, entries, scale
 
 
 @triton.jit
@@ -230,12 +249,13 @@ def step_kernel(
     token, state, window, exchange, out, sizes, splits, strides,
     GROUP: tl.constexpr, POWER: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
     ROTATED: tl.constexpr, SCALED: tl.constexpr, PER_PAIR: tl.constexpr, UPDATE: tl.constexpr, WINDOW: tl.constexpr,
-    STATE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    STATE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, COPY: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """CTA (sequence, split): a tile of the window's keys for the first `window_splits`, then some of the state's rows.
 
     The arguments are the NamedTuples above. UPDATE: write the state after the token. WINDOW: append the token to the
-    window's keys instead.
+    window's keys instead. COPY: the state is a 16-bit copy. STAGES: tiles of ROWS rows that are loaded ahead.
     """
     sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = sequence // sizes.heads, sequence % sizes.heads
@@ -248,8 +268,16 @@ def step_kernel(
     if STATE:
         kv_ptr = state.kv + sequence * sizes.features * sizes.value_dim
         normalizer_ptr = state.normalizer + sequence * sizes.features
-        following = _load_tile(kv_ptr, normalizer_ptr, state, rows, (rows >= 0) & (rows < last_row), columns, inside,
-                               sizes.value_dim, POWER)  # fmt: skip
+        scale_ptr = normalizer_ptr
+        if COPY:
+            scale_ptr = state.scale + sequence * sizes.features
+        ahead = ()
+        for stage in tl.static_range(STAGES):
+            at = rows + stage * ROWS
+            ahead = ahead + (
+                _load_tile(kv_ptr, normalizer_ptr, scale_ptr, state, at, (first_row >= 0) & (at < last_row), columns,
+                           inside, sizes.value_dim, POWER, COPY),
+            )  # fmt: skip
 
     pairs = tl.arange(0, DIM // 2)
     known = pairs < sizes.dim // 2
@@ -327,33 +355,42 @@ def step_kernel(
         accs = (tl.zeros((ROWS, COLUMNS), tl.float32),) * GROUP
         weights = (tl.zeros((ROWS,), tl.float32),) * GROUP
         magnitudes = (tl.zeros((ROWS,), tl.float32),) * GROUP
-        for start in tl.range(first_row, last_row, ROWS):
-            kv, normalizer, weight, factors = following
-            rows = start + ROWS + tl.arange(0, ROWS)
-            following = _load_tile(kv_ptr, normalizer_ptr, state, rows, rows < last_row, columns, inside,
-                                   sizes.value_dim, POWER)  # fmt: skip
-            next_accs = ()
-            next_weights = ()
-            next_magnitudes = ()
-            for member in tl.static_range(GROUP):
-                phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
-                next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
-                next_weights = next_weights + (weights[member] + phi_query * normalizer,)
-                next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(phi_query * normalizer),)
-            accs = next_accs
-            weights = next_weights
-            magnitudes = next_magnitudes
-            if UPDATE:
-                rows = start + tl.arange(0, ROWS)
-                valid = rows < last_row
-                phi_key = _features(vectors, weight, factors, POWER)
-                tl.store(
-                    out.kv + (sequence * sizes.features + rows)[:, None] * sizes.value_dim + columns[None, :],
-                    kv * gamma + phi_key[:, None] * value[None, :], mask=valid[:, None] & inside[None, :],
-                    eviction_policy="evict_first",
+        for start in tl.range(first_row, last_row, ROWS * STAGES):
+            next_ahead = ()
+            for stage in tl.static_range(STAGES):
+                kv, normalizer, weight, factors, scale = ahead[stage]
+                rows = start + (stage + STAGES) * ROWS + tl.arange(0, ROWS)
+                next_ahead = next_ahead + (
+                    _load_tile(kv_ptr, normalizer_ptr, scale_ptr, state, rows, rows < last_row, columns, inside,
+                               sizes.value_dim, POWER, COPY),
                 )  # fmt: skip
-                target = out.normalizer + sequence * sizes.features + rows
-                tl.store(target, normalizer * gamma + phi_key, mask=valid)
+                kv = kv.to(tl.float32)
+                next_accs = ()
+                next_weights = ()
+                next_magnitudes = ()
+                for member in tl.static_range(GROUP):
+                    phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
+                    product = phi_query * normalizer
+                    if COPY:
+                        phi_query *= scale
+                    next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
+                    next_weights = next_weights + (weights[member] + product,)
+                    next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(product),)
+                accs = next_accs
+                weights = next_weights
+                magnitudes = next_magnitudes
+                if UPDATE:
+                    rows = start + stage * ROWS + tl.arange(0, ROWS)
+                    valid = rows < last_row
+                    phi_key = _features(vectors, weight, factors, POWER)
+                    tl.store(
+                        out.kv + (sequence * sizes.features + rows)[:, None] * sizes.value_dim + columns[None, :],
+                        kv * gamma + phi_key[:, None] * value[None, :], mask=valid[:, None] & inside[None, :],
+                        eviction_policy="evict_first",
+                    )  # fmt: skip
+                    target = out.normalizer + sequence * sizes.features + rows
+                    tl.store(target, normalizer * gamma + phi_key, mask=valid)
+            ahead = next_ahead
         for member in tl.static_range(GROUP):
             tl.store(exchange.partial + (mine + member) * COLUMNS + columns, tl.sum(accs[member], axis=0))
             tl.store(exchange.totals + (mine + member) * 2, tl.sum(weights[member], axis=0))
@@ -397,7 +434,7 @@ def step_kernel(
                     )
             # The state counts unless φ(q) Z is indistinguishable from rounding; keys, this token's included, by scores.
             past = tl.sum(state_weights, axis=0)
-            rounding = past < tl.sum(state_magnitudes, axis=0) * EPSILON
+            rounding = past < tl.sum(state_magnitudes, axis=0) * (COPY_EPSILON if COPY else EPSILON)
             score = even_power(tl.sum(queries[member] * key, axis=0), POWER)
             denominator = tl.where(rounding, 0.0, past * gamma) + tl.sum(recent_weights, axis=0) + score
             numerator = tl.where(rounding, 0.0, tl.sum(state_sums, axis=0) * gamma) + tl.sum(recent_sums, axis=0)
@@ -446,6 +483,7 @@ def launch_step(
     *,
     block_keys: int = 32,
     warps: int = WARPS,
+    stages: int = 1,
 ) -> Tensor:
     """y (b, h, e) of one token; `decode_step` and `window_step` explain the arguments."""
     (batch, heads, dim), value_dim = token.k.shape, token.v.shape[-1]
@@ -467,7 +505,7 @@ def launch_step(
         ROTATED=token.theta is not None, SCALED=token.beta is not None,
         PER_PAIR=token.beta is not None and token.beta.ndim == 3, UPDATE=out.kv is not None,
         WINDOW=window.k is not None, STATE=state.kv is not None, ROWS=splits.rows, KEYS=block_keys,
-        SPLITS=BLOCK_SPLITS, num_warps=warps, enable_fp_fusion=True,
+        SPLITS=BLOCK_SPLITS, COPY=state.scale is not None, STAGES=stages, num_warps=warps, enable_fp_fusion=True,
     )  # fmt: skip
     return out.y
 
