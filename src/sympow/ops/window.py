@@ -37,6 +37,9 @@ from sympow.ops.validation import BACKENDS, check_positive, check_power, check_t
 # Tokens between two folds. With more tokens folds are rarer, but steps score more keys; both cost little next to
 # reading a state of thousands of features.
 CAPACITY = 64
+# Inputs with which steps of the kernels read a 16-bit copy of the state: its rounding is finer than that of outputs in
+# this dtype.
+COPY_DTYPES = (torch.bfloat16,)
 
 
 @dataclass(eq=False)
@@ -471,7 +474,7 @@ class Window(PortableWindow):
 
     def _ensure_copy(self) -> None:
         """Makes the 16-bit copy that steps with bfloat16 inputs read, unless there is one or no state."""
-        if self.kv is None or self.kv_half is not None or self.values.dtype != torch.bfloat16:
+        if self.kv is None or self.kv_half is not None or self.values.dtype not in COPY_DTYPES:
             return
         if _captured():
             raise ValueError("a window's copy of its state cannot be made inside a CUDA graph: call step once before")

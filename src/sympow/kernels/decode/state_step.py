@@ -30,10 +30,10 @@ from sympow.kernels.rotary import TWO_PI, cos_sin
 
 # log γ^(1/p) of a closed gate: finite, so that differences of sums are defined, as in `sympow.ops.numerics`.
 CLOSED_GATE_ROOT = tl.constexpr(-1000.0)
-# As EPSILON, for a 16-bit copy, whose numbers are off by 2^-13 of themselves in the mean. In a sum over features the
-# errors partly cancel: it is off by about 2^-13 times the root of the sum of squares, which is some tenth of the sum of
+# As EPSILON, for a 16-bit copy, whose numbers are off by 2^-12 of themselves in the mean. In a sum over features the
+# errors partly cancel: it is off by about 2^-12 times the root of the sum of squares, which is some tenth of the sum of
 # magnitudes.
-COPY_EPSILON = tl.constexpr(2.0**-17)
+COPY_EPSILON = tl.constexpr(2.0**-16)
 # Elements of the state that a CTA loads at once, and as many partial sums that it keeps for each query head; and CTAs
 # over all heads: just as many as an H200 runs at once, since a few more cost a tenth. Both were measured.
 TILE = 2048
