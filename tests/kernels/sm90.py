@@ -322,13 +322,11 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
     return update_kernel, blocks, constants, 4, stages
 
 
-def step_case(window, group=1, power=2, dim=64, rows=32, warps=4, stages=None):
-    """`stages`: of a 16-bit copy of the state; None: the state is read in float32."""
-    copied = stages is not None
+def step_case(window, group=1, power=2, dim=64, rows=32, warps=4, stages=1, keys=16, copied=False):
     constants = dict(
         GROUP=group, POWER=power, DIM=dim, COLUMNS=dim, GATED=True, ROTATED=True, SCALED=True, PER_PAIR=False,
-        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=32, SPLITS=8,
-        COPY=copied, STAGES=stages or 1,
+        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=keys, SPLITS=8,
+        COPY=copied, STAGES=stages, FEATURES=512,
     )  # fmt: skip
     absent = ["constexpr"] * 4
     tuples = {
@@ -337,7 +335,7 @@ def step_case(window, group=1, power=2, dim=64, rows=32, warps=4, stages=None):
             "*fp16" if copied else "*fp32", "*fp32", "*i32", "*fp32", "*fp32" if copied else "constexpr"
         ),
         "window": state_step.RecentTokens(*(["*fp32", "*bf16", "*fp64", "*i32"] if window else absent)),
-        "exchange": state_step.Exchange("*i32", "*fp32", "*fp32", "*fp32"),
+        "exchange": state_step.Exchange("*i32", "*fp32", "*fp32", "*fp32", "*fp32"),
         "out": state_step.Outputs("*bf16", "*fp64", *(absent[:2] if window else ["*fp32", "*fp32"])),
     }
     return step_kernel, {}, constants, warps, 1, None, "bf16", True, tuples
@@ -364,7 +362,7 @@ def softmax_step_case(group=1, gated=False):
     tuples = {
         **decode_tuples(gated=gated, scaled=False),
         "cache": state_step.RecentTokens("*bf16", "*bf16", "*fp64" if gated else "constexpr", "*i32"),
-        "exchange": state_step.Exchange("*i32", "constexpr", "*fp32", "*fp32"),
+        "exchange": state_step.Exchange("*i32", "constexpr", "*fp32", "*fp32", "constexpr"),
         "out": state_step.Outputs("*bf16", *["constexpr"] * 3),
     }
     return softmax_step_kernel, {}, constants, 4, 1, None, "bf16", True, tuples
@@ -565,10 +563,10 @@ CASES = {
     "rotation, backward": (_rotate_backward_kernel, {}, ROTATION, 4, 3),
     "decode": step_case(False, rows=16),
     "decode, p=4, d=16": step_case(False, power=4, dim=16, rows=128),
-    "decode, window": step_case(True),
-    "decode, window, GQA": step_case(True, group=4, rows=16),
-    "decode, window, copy": step_case(True, rows=16, stages=4),
-    "decode, window, copy, GQA": step_case(True, group=4, dim=128, rows=8, stages=4),
+    "decode, window": step_case(True, rows=8, stages=4),
+    "decode, window, GQA": step_case(True, group=4, rows=8, stages=4),
+    "decode, window, copy": step_case(True, rows=16, stages=4, copied=True),
+    "decode, window, copy, GQA": step_case(True, group=4, dim=128, rows=8, stages=4, keys=8, copied=True),
     "decode, softmax": softmax_step_case(),
     "decode, softmax, gated, GQA": softmax_step_case(group=4, gated=True),
     "decode, gates": (step_gates_kernel, {}, dict(GATED=True, ROTATED=True, OUTPUTS=16, INPUTS=256), 4, 1),

@@ -69,7 +69,7 @@ def test_several_programs_share_a_state_and_a_window(monkeypatch):
 
     monkeypatch.setattr(kernels, "MIN_KEYS_PER_SPLIT", 32)
     splits = kernels.split_window(1, 528, 8, 1, 50, has_state=True)
-    assert (splits.state_splits, splits.window_splits) == (3, 2)
+    assert (splits.state_splits, splits.window_splits) == (9, 2)
     inputs = random_inputs(2, length=50, heads=1, dim=32, value_dim=8, dtype=torch.float32)
     expected, _ = exact(inputs, 2)
     for start, window in (

@@ -26,11 +26,9 @@ from torch import Tensor
 
 from sympow.kernels.common import wait_for_mma
 from sympow.kernels.decode.state_step import (
-    COPY_PROGRAMS,
-    COPY_STAGES,
-    COPY_TILE,
-    PROGRAMS,
-    TILE,
+    READ_PROGRAMS,
+    READ_STAGES,
+    READ_TILE,
     WARPS,
     Outputs,
     RecentTokens,
@@ -40,12 +38,14 @@ from sympow.kernels.decode.state_step import (
     empty_output,
     launch_step,
     split_state,
-    workspace_size,
+    workspace_sizes,
 )
 
-# The fewest keys of a window that one CTA scores, and how many it scores at once.
+# The fewest keys of a window that one CTA scores, and how many it scores at once. Beside a state they are fewer: all
+# CTAs of a launch have the registers of the most demanding part, and with fewer registers more of them run at once.
 MIN_KEYS_PER_SPLIT = 64
 BLOCK_KEYS = 32
+BLOCK_KEYS_BESIDE_STATE = 16
 # Features and tokens that a fold multiplies at once, and CTAs that it is split among.
 FOLD_ROWS = 64
 FOLD_TOKENS = 32
@@ -150,13 +150,14 @@ def split_window(
     programs: int | None = None,
 ) -> Splits:
     """How a step's work on one head is split among CTAs; `copied`: the state is read as a 16-bit copy."""
-    tile = tile or (COPY_TILE if copied else TILE)
-    programs = programs or (COPY_PROGRAMS if copied else PROGRAMS)
+    tile = tile or (READ_TILE if copied else READ_TILE // 2)
+    programs = programs or READ_PROGRAMS
     splits = Splits(8, 8, 0)
-    if copied:
-        group = triton.cdiv(group, 4)  # there are few partial sums in a tile: four query heads have room for theirs
     if has_state:
-        splits = split_state(sequences, feature_count, value_dim, group, tile=tile, programs=programs)
+        # Tiles are small: four query heads have registers for their partial sums.
+        splits = split_state(
+            sequences, feature_count, value_dim, triton.cdiv(group, 4), tile=tile, programs=programs
+        )  # fmt: skip
     per_split = max(MIN_KEYS_PER_SPLIT, triton.cdiv(capacity, max(1, programs // sequences)))
     keys = triton.cdiv(per_split, BLOCK_KEYS) * BLOCK_KEYS
     return replace(splits, window_splits=triton.cdiv(capacity, keys), keys_per_split=keys)
@@ -176,7 +177,7 @@ def window_workspace(
 ) -> int:
     """How many float32 numbers the CTAs of a step exchange."""
     splits = split_window(batch * heads, feature_count, value_dim, group, capacity, has_state=has_state, copied=copied)
-    return workspace_size(batch * heads, splits.count, group, key_dim, value_dim)
+    return sum(workspace_sizes(batch * heads, splits, group, key_dim, value_dim, update=False))
 
 
 def window_step(
@@ -219,9 +220,13 @@ def window_step(
         programs=programs,
     )
     out = Outputs(empty_output(token), token.phase)
+    block_keys = BLOCK_KEYS
+    if state.kv is not None:
+        sums = token.q.shape[1] // heads * triton.next_power_of_2(token.v.shape[-1])  # for each key of a block
+        block_keys = max(8, BLOCK_KEYS_BESIDE_STATE // triton.cdiv(sums, 256))
     return launch_step(
-        token, state, window, out, arrivals, workspace, splits, power, block_keys=BLOCK_KEYS, warps=warps,
-        stages=stages or (COPY_STAGES if copied else 1),
+        token, state, window, out, arrivals, workspace, splits, power, block_keys=block_keys, warps=warps,
+        stages=stages or READ_STAGES,
     )  # fmt: skip
 
 
