@@ -1,5 +1,7 @@
 """Decoding with a window on a GPU, in bfloat16, against float64 on the same inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,36 @@ def test_steps_and_folds_are_as_good_as_their_dtypes(power, heads, key_heads, di
                           device="cuda")  # fmt: skip
     y = torch.cat([window.step(**token, backend="triton") for token in tokens], dim=1)
     assert error(y, expected) <= 2**-8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", [6.9, 0.0])
+@pytest.mark.parametrize(
+    ("power", "batch", "heads", "key_heads", "dim"),
+    [(2, 16, 12, 12, 64), (2, 1, 4, 1, 64), (2, 2, 2, 2, 128), (2, 2, 8, 2, 128), (4, 2, 4, 2, 16)],
+)
+def test_outputs_are_as_good_from_the_copy_as_from_the_state_row_by_row(
+    power, batch, heads, key_heads, dim, gate, monkeypatch
+):
+    from sympow.ops import window as window_module
+
+    inputs = make_inputs(360, batch=batch, heads=heads, key_heads=key_heads, dim=dim, value_dim=dim)
+    log_gamma = torch.nn.functional.logsigmoid(torch.randn_like(inputs.log_gamma) + gate)
+    inputs = replace(inputs, log_gamma=log_gamma)
+    expected = exact(inputs, power)[0][:, 260:]
+    _, state = exact(inputs, power, 260)
+    errors, states = [], []
+    for dtypes in ((torch.bfloat16,), ()):
+        monkeypatch.setattr(window_module, "COPY_DTYPES", dtypes)
+        window = window_module.Window.open(state, capacity=32, dtype=torch.bfloat16)
+        tokens = [inputs.time(i, i + 1).arguments() for i in range(260, 360)]
+        y = torch.cat([window.step(**token, backend="triton") for token in tokens], dim=1)
+        assert (window.kv_half is not None) == bool(dtypes)
+        errors.append((y.double() - expected).norm(dim=-1) / expected.norm(dim=-1))
+        states.append(window.close().kv)
+    assert torch.equal(*states), "folds do not read the copy"
+    assert errors[0].norm() <= 1.1 * errors[1].norm()
+    assert errors[0].max() <= 2 * errors[1].max()
 
 
 @torch.no_grad()
