@@ -325,7 +325,7 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
 def step_case(window, group=1, power=2, dim=64, rows=32, warps=4, stages=1, keys=16, copied=False):
     constants = dict(
         GROUP=group, POWER=power, DIM=dim, COLUMNS=dim, GATED=True, ROTATED=True, SCALED=True, PER_PAIR=False,
-        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=keys, SPLITS=8,
+        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=keys, SPLITS=16 if dim > 64 else 8,
         COPY=copied, STAGES=stages, FEATURES=512,
     )  # fmt: skip
     absent = ["constexpr"] * 4

@@ -73,19 +73,19 @@ def test_steps_and_folds_are_as_good_as_their_dtypes(power, heads, key_heads, di
 @torch.no_grad()
 @pytest.mark.parametrize("gate", [6.9, 0.0])
 @pytest.mark.parametrize(
-    ("power", "batch", "heads", "key_heads", "dim"),
-    [(2, 16, 12, 12, 64), (2, 1, 4, 1, 64), (2, 2, 2, 2, 128), (2, 2, 8, 2, 128), (4, 2, 4, 2, 16)],
+    ("batch", "heads", "key_heads", "dim"),
+    [(16, 12, 12, 64), (1, 4, 1, 64), (2, 2, 2, 128), (2, 8, 2, 128)],
 )
 def test_outputs_are_as_good_from_the_copy_as_from_the_state_row_by_row(
-    power, batch, heads, key_heads, dim, gate, monkeypatch
+    batch, heads, key_heads, dim, gate, monkeypatch
 ):
     from sympow.ops import window as window_module
 
     inputs = make_inputs(360, batch=batch, heads=heads, key_heads=key_heads, dim=dim, value_dim=dim)
     log_gamma = torch.nn.functional.logsigmoid(torch.randn_like(inputs.log_gamma) + gate)
     inputs = replace(inputs, log_gamma=log_gamma)
-    expected = exact(inputs, power)[0][:, 260:]
-    _, state = exact(inputs, power, 260)
+    expected = exact(inputs, 2)[0][:, 260:]
+    _, state = exact(inputs, 2, 260)
     errors, states = [], []
     for dtypes in ((torch.bfloat16,), ()):
         monkeypatch.setattr(window_module, "COPY_DTYPES", dtypes)

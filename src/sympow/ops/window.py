@@ -37,9 +37,11 @@ from sympow.ops.validation import BACKENDS, check_positive, check_power, check_t
 # Tokens between two folds. With more tokens folds are rarer, but steps score more keys; both cost little next to
 # reading a state of thousands of features.
 CAPACITY = 64
-# Inputs with which steps of the kernels read a 16-bit copy of the state: its rounding is finer than that of outputs in
-# this dtype.
+# Inputs with which steps of the kernels read a 16-bit copy of the state, for p = 2: its rounding is finer than that of
+# outputs in this dtype. For p = 4 single rows can be off by several times the rounding of outputs, where gates leave
+# weight to few tokens.
 COPY_DTYPES = (torch.bfloat16,)
+COPY_POWER = 2
 
 
 @dataclass(eq=False)
@@ -56,9 +58,9 @@ class Window(PortableWindow):
         arrivals: for the kernels, zero between calls, (b, h_kv) int32.
         tokens: the largest `count` as the host knows it; the caller counts the steps that are replayed from a graph.
         workspace: for the kernels, allocated by the first step that uses them.
-        kv_half, kv_scale: for the kernels with bfloat16 inputs, made by the first step that reads the state: kv in 16
-            bits, which steps read instead, (b, h_kv, D, e) float16, and what its rows are to be multiplied with, (b,
-            h_kv, D) float32. Folds are exact, and write both again. Derived from kv: they are not saved.
+        kv_half, kv_scale: for the kernels with bfloat16 inputs and p = 2, made by the first step that reads the state:
+            kv in 16 bits, which steps read instead, (b, h_kv, D, e) float16, and what its rows are to be multiplied
+            with, (b, h_kv, D) float32. Folds are exact, and write both again. Derived from kv: they are not saved.
     """
 
     arrivals: Tensor
@@ -473,8 +475,9 @@ class Window(PortableWindow):
         return y.unsqueeze(1)
 
     def _ensure_copy(self) -> None:
-        """Makes the 16-bit copy that steps with bfloat16 inputs read, unless there is one or no state."""
-        if self.kv is None or self.kv_half is not None or self.values.dtype not in COPY_DTYPES:
+        """Makes the 16-bit copy that steps with bfloat16 inputs and p = 2 read, unless there is one or no state."""
+        copied = self.values.dtype in COPY_DTYPES and self.power == COPY_POWER
+        if self.kv is None or self.kv_half is not None or not copied:
             return
         if _captured():
             raise ValueError("a window's copy of its state cannot be made inside a CUDA graph: call step once before")

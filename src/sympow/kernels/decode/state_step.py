@@ -45,13 +45,20 @@ WIDE_UPDATE_PROGRAMS = 768
 # Where the state is only read: a thread loads 16 bytes at once, and several tiles ahead, so that enough bytes are on
 # their way; partial sums take few registers in such small tiles. The first are numbers of a tile in 16 bits.
 READ_TILE = 1024
-READ_PROGRAMS = 576
 READ_STAGES = 4
+# CTAs for the state over all heads: as many as run at once; fewer for few heads, which exchange less then; and where
+# several wide query heads read a state, which takes more registers.
+READ_PROGRAMS = 576
+READ_PROGRAMS_OF_FEW = 384
+FEW_SEQUENCES = 64
+WIDE_GROUP = 256
+WIDE_GROUP_PROGRAMS = 352
 WARPS = 4
 # Features of a query that a CTA which does not update the state computes at once.
 MOST_FEATURES = 512
-# Partial sums that the last CTA of a head adds up at once.
+# Partial sums that the last CTA of a head adds up at once: how many CTAs', at least, and how many numbers, at most.
 BLOCK_SPLITS = 8
+BLOCK_SUMS = 2048
 
 
 # Arguments of the kernels -------------------------------------------------------------------------------------------
@@ -250,6 +257,15 @@ def _write_features(
 
 
 @triton.jit
+def _load_features(phi_ptr, rows, last_row, rows_per_split, GROUP: tl.constexpr):
+    """φ(q) at some rows, for every query head."""
+    phi = ()
+    for member in tl.static_range(GROUP):
+        phi = phi + (tl.load(phi_ptr + member * rows_per_split + rows, mask=rows < last_row, other=0.0),)
+    return phi
+
+
+@triton.jit
 def phase_after(token, sequence, pairs, offsets, known, SCALED: tl.constexpr, PER_PAIR: tl.constexpr):
     """μ + β θ, the phase of the token at hand, in revolutions: float64. `offsets`: of this head's pairs in memory."""
     revolutions = tl.load(token.theta + pairs, mask=known, other=0.0).to(tl.float64) * (1 / TWO_PI)
@@ -419,24 +435,27 @@ def step_kernel(
                 GROUP, POWER, DIM, COPY, FEATURES,
             )  # fmt: skip
             tl.debug_barrier()  # other threads read what these threads wrote
+            phi_ptr -= first_row
+            phi_ahead = ()
+            for stage in tl.static_range(STAGES):
+                rows = first_row + stage * ROWS + tl.arange(0, ROWS)
+                phi_ahead = phi_ahead + (_load_features(phi_ptr, rows, last_row, splits.rows_per_split, GROUP),)
             for start in tl.range(first_row, last_row, ROWS * STAGES):
                 next_ahead = ()
+                next_phi = ()
                 for stage in tl.static_range(STAGES):
                     kv = ahead[stage].to(tl.float32)
-                    rows = start + stage * ROWS + tl.arange(0, ROWS)
-                    later = rows + STAGES * ROWS
+                    rows = start + (stage + STAGES) * ROWS + tl.arange(0, ROWS)
                     next_ahead = next_ahead + (
-                        _load_kv(kv_ptr, later, later < last_row, columns, inside, sizes.value_dim),
+                        _load_kv(kv_ptr, rows, rows < last_row, columns, inside, sizes.value_dim),
                     )
+                    next_phi = next_phi + (_load_features(phi_ptr, rows, last_row, splits.rows_per_split, GROUP),)
                     next_accs = ()
                     for member in tl.static_range(GROUP):
-                        phi_query = tl.load(
-                            phi_ptr + member * splits.rows_per_split + (rows - first_row), mask=rows < last_row,
-                            other=0.0,
-                        )  # fmt: skip
-                        next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
+                        next_accs = next_accs + (accs[member] + phi_ahead[stage][member][:, None] * kv,)
                     accs = next_accs
                 ahead = next_ahead
+                phi_ahead = next_phi
         for member in tl.static_range(GROUP):
             tl.store(exchange.partial + (mine + member) * COLUMNS + columns, tl.sum(accs[member], axis=0))
             tl.store(exchange.totals + (mine + member) * 2, tl.sum(weights[member], axis=0))
@@ -556,7 +575,8 @@ def launch_step(
         ROTATED=token.theta is not None, SCALED=token.beta is not None,
         PER_PAIR=token.beta is not None and token.beta.ndim == 3, UPDATE=update,
         WINDOW=window.k is not None, STATE=state.kv is not None, ROWS=splits.rows, KEYS=block_keys,
-        SPLITS=BLOCK_SPLITS, COPY=state.scale is not None, STAGES=stages,
+        SPLITS=max(BLOCK_SPLITS, min(BLOCK_SUMS // columns, triton.next_power_of_2(splits.count))),
+        COPY=state.scale is not None, STAGES=stages,
         FEATURES=min(MOST_FEATURES, triton.next_power_of_2(splits.rows_per_split)), num_warps=warps,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -26,10 +26,14 @@ from torch import Tensor
 
 from sympow.kernels.common import wait_for_mma
 from sympow.kernels.decode.state_step import (
+    FEW_SEQUENCES,
     READ_PROGRAMS,
+    READ_PROGRAMS_OF_FEW,
     READ_STAGES,
     READ_TILE,
     WARPS,
+    WIDE_GROUP,
+    WIDE_GROUP_PROGRAMS,
     Outputs,
     RecentTokens,
     Splits,
@@ -151,7 +155,10 @@ def split_window(
 ) -> Splits:
     """How a step's work on one head is split among CTAs; `copied`: the state is read as a 16-bit copy."""
     tile = tile or (READ_TILE if copied else READ_TILE // 2)
-    programs = programs or READ_PROGRAMS
+    if programs is None:
+        programs = READ_PROGRAMS_OF_FEW if sequences < FEW_SEQUENCES else READ_PROGRAMS
+        if group * triton.next_power_of_2(value_dim) > WIDE_GROUP:
+            programs = WIDE_GROUP_PROGRAMS
     splits = Splits(8, 8, 0)
     if has_state:
         # Tiles are small: four query heads have registers for their partial sums.
