@@ -36,6 +36,7 @@ from sympow.kernels.common import (
     split_sum,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
@@ -376,7 +377,7 @@ def query_gradient(
         length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads, *location,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
-        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
@@ -415,6 +416,6 @@ def key_gradient(
         GROUP=q.shape[2] // kv_heads, D=d, E=e, POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
         PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages,
-        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

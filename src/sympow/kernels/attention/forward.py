@@ -41,6 +41,7 @@ from sympow.kernels.common import (
     split_sum,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.running_sums import Gates
 from sympow.kernels.states.quadratic import ChunkStates, sum_at
 
@@ -258,6 +259,7 @@ def attend(
         length, gates.to_end.shape[-1] if gates else 0, heads, chunk, state_count, first_boundary,
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype), ROWS=rows,
-        COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        COLUMNS=columns, STAGES=stages, num_warps=warps, num_stages=stages, enable_fp_fusion=True,
+        **register_limit(registers),
     )  # fmt: skip
     return y, weight, past

@@ -17,6 +17,8 @@ import torch
 import triton
 from torch import Tensor
 
+from sympow.kernels.device_limits import is_hopper
+
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
 WIDTHS = (64, 128)
 # With heads of 64 the warp-specialised kernels are faster from this length on. At 4,096 tokens they take 12 % longer
@@ -31,7 +33,7 @@ RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these kernels support the queries, keys and values; otherwise the portable kernels run."""
     return (
-        torch.cuda.get_device_capability(q.device) == (9, 0)
+        is_hopper(q.device)
         and q.dtype == k.dtype == v.dtype == torch.bfloat16
         and all(WIDTHS[0] <= x.shape[-1] <= WIDTHS[-1] for x in (q, v))
         and _compiled_by_this_release()

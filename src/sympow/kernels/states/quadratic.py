@@ -43,6 +43,7 @@ from sympow.kernels.common import (
     split_program_id,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import limits_of, register_limit
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
 TILE_TOKENS = 64
@@ -402,6 +403,7 @@ def chunk_sums(
     low = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim, dtype=dtype)
     high = x.new_empty(batch, kv_heads, state_count, half, value_dim, dim if full else half, dtype=dtype)
     precision = dot_precision(x.dtype)
+    fold_registers = FOLD_REGISTERS if dim <= 64 and limits_of(x).asynchronous else None
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
     where = (count, state_count, *((first, 0) if reverse else (0, 1 - first)), chunk)
@@ -410,7 +412,7 @@ def chunk_sums(
             head_major(x, (TILE_TOKENS, dim)), sums, factor, past, transposed, normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
-            num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 else None, enable_fp_fusion=True,
+            num_warps=4, enable_fp_fusion=True, **register_limit(fold_registers),
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
@@ -427,7 +429,8 @@ def chunk_sums(
                 TensorDescriptor.from_tensor(flat, [1, 1, value_dim, columns]),
                 all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
-                TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
+                TOKENS=TILE_TOKENS, STAGES=stages, num_warps=warps, enable_fp_fusion=True,
+                **register_limit(registers),
             )  # fmt: skip
         if full:
             _mirror(low, high, where)
