@@ -1,14 +1,15 @@
-"""Compiles what calls of the package launch, for GPUs that are not here: shared memory, tensor memory, registers, spills.
+"""Compiles what calls of the package launch, for GPUs that are not here: shared and tensor memory, spills.
 
 TRITON_INTERPRET must not be 1.
 
-python tests/kernels/targets.py            a line of JSON for every kernel and GPU: calls that launch each kernel
-python tests/kernels/targets.py --all      more dtypes, head sizes and powers (tens of minutes)
-python tests/kernels/targets.py sm_89 ...  for these GPUs alone
+python tests/kernels/targets.py                 a line of JSON for every kernel and GPU, of its largest tiles (minutes)
+python tests/kernels/targets.py --machine-code  the same, down to machine code, of which LLVM and ptxas report spills
+python tests/kernels/targets.py --all           every launch, of more head sizes and powers, likewise (hours)
+python tests/kernels/targets.py sm_89 ...       for these GPUs alone
 
 Every kernel is replaced by a recorder of its launches; then calls run on the CPU, on tensors whose numbers do not
 matter, with tiles that are chosen by the limits of a GPU. Each launch is compiled as Triton would on that GPU, with the
-types, divisibilities and options of its arguments.
+types, divisibilities and options of its arguments: to LLVM's IR, for which shared memory is allocated, or further.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import ast
 import importlib
 import io
 import json
+import math
 import pkgutil
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
@@ -151,11 +153,9 @@ def decode(of: Heads) -> None:
         for cut in (slice(0, 2), slice(2, 3))
     )
     with torch.no_grad():
-        _, state = sympow.attention(
-            **first, power=of.power, form="chunked", backend="torch", return_state=True
-        )  # fmt: skip
+        _, state = sympow.attention(**first, power=of.power, form="chunked", backend="torch", return_state=True)
         sympow.attention(**token, power=of.power, form="recurrent", backend="triton", initial_state=state)
-        window = Window.open(state, capacity=64)
+        window = Window.open(state, capacity=64, dtype=of.dtype)
         window.step(**token, backend="triton")
         window.fold("triton")
         _, keys = softmax_attention(**first, return_state=True)
@@ -168,7 +168,7 @@ def cross_entropy(dtype: torch.dtype) -> None:
     cross_entropy_in_place(torch.zeros(2, 50_304, dtype=dtype), torch.zeros(2, dtype=torch.int64), 50_257, 1.0)
 
 
-WIDE = Heads(dim=128, group=4)
+WIDE = Heads(dim=128)
 # Each kernel, mostly with the largest heads, which take the most shared memory.
 CALLS: dict[str, Callable[[], None]] = {
     f"attention form, {Heads()}": lambda: attend(Heads()),
@@ -225,6 +225,22 @@ class Recorder:
         return launch
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a kernel by a call."""
+
+    call: str
+    recorder: Recorder
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """A number that grows with its tiles: the product of its sizes."""
+        sizes = (value for name, value in self.kwargs.items() if name.isupper() and name != "STAGES")
+        return math.prod(value for value in sizes if type(value) is int and value > 0)
+
+
 def replace_kernels() -> list[Recorder]:
     """Puts a recorder in the place of every kernel that a module launches, except those for Hopper GPUs alone."""
     recorders = []
@@ -249,10 +265,11 @@ def choose_as_on(gpu: Gpu) -> None:
     common.IN_PTX = tl.constexpr(gpu.target.backend == "cuda")
 
 
-def declared(recorder: Recorder, constants: dict[str, Any], limits: Limits) -> int | None:
+def declared(launch: Launch, limits: Limits) -> int | None:
     """The shared memory that the table says the launch takes at most; None for a kernel with fixed tiles."""
     tiles: Footprint
-    match recorder.name.split("."):
+    constants = launch.kwargs
+    match launch.recorder.name.split("."):
         case ["pair_gates", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
             tiles = pair_op.choose_tiles(constants["D"], limits)
         case ["attention", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
@@ -267,58 +284,89 @@ def declared(recorder: Recorder, constants: dict[str, Any], limits: Limits) -> i
     return tiles.shared_memory
 
 
-def compile_launch(recorder: Recorder, args: tuple, kwargs: dict, gpu: Gpu) -> dict[str, Any]:
-    """What the compiler reports of a launch."""
-    kernel, backend = recorder.kernel, make_backend(gpu.target)
-    kwargs = kwargs | {"debug": False, "instrumentation_mode": ""}
+def compile_launch(launch: Launch, gpu: Gpu, *, machine_code: bool) -> dict[str, Any]:
+    """What Triton's compiler reports of a launch: bytes of shared memory, columns of tensor memory, and of machine code
+    the bytes of stack, to which registers spill.
+    """
+    kernel, backend = launch.recorder.kernel, make_backend(gpu.target)
+    kwargs = launch.kwargs | {"debug": False, "instrumentation_mode": ""}
     bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
-        *args, **kwargs
+        *launch.args, **kwargs
     )
     options, signature, constexprs, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
     source = ASTSource(kernel, signature, constexprs, attributes)
-    log = io.StringIO()
-    with redirect_stdout(log):
-        compiled = triton.compile(source, target=gpu.target, options=options.__dict__)
-    notes = log.getvalue() + compiled.asm.get("amdgcn", "")
-    spilled = re.findall(r"(\d+) bytes stack frame|\.private_segment_fixed_size: (\d+)", notes)
-    return {
-        "shared": compiled.metadata.shared,
-        "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
-        "stack": sum(int(a or b) for a, b in spilled),
-    }
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    code = source.make_ir(
+        gpu.target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    stages: dict[str, Callable[[Any, dict], Any]] = {}
+    backend.add_stages(stages, options, source.language)
+    metadata = {"target": gpu.target, **options.__dict__}
+    notes = io.StringIO()
+    with redirect_stdout(notes):
+        for name, stage in stages.items():
+            code = stage(code, metadata)
+            if name == "amdgcn":
+                notes.write(code)
+            if name == "llir" and not machine_code:
+                break
+    found = {"shared": metadata["shared"], "tensor_memory": metadata.get("tmem_size") or 0}
+    if machine_code:
+        spilled = re.findall(r"(\d+) bytes stack frame|\.private_segment_fixed_size: (\d+)", notes.getvalue())
+        found["stack"] = sum(int(nvidia or amd) for nvidia, amd in spilled)
+    return found
 
 
-def reports(gpus: list[str], calls: dict[str, Callable[[], None]]) -> Iterator[dict[str, Any]]:
-    """What the compiler reports of every launch of the calls, those of the same arguments once."""
+def recorded(recorders: list[Recorder], calls: dict[str, Callable[[], None]]) -> Iterator[Launch]:
+    """The launches of the calls, those with the same types and constants once."""
+    known = set()
+    for call, run in calls.items():
+        run()
+        for recorder in recorders:
+            for args, kwargs in recorder.launches:
+                key = (recorder.name, tuple(map(_kind, args)), tuple(sorted(kwargs.items())))
+                if key not in known:
+                    known.add(key)
+                    yield Launch(call, recorder, args, kwargs)
+            recorder.launches.clear()
+
+
+def largest(launches: Iterable[Launch]) -> list[Launch]:
+    """Of each kernel the launch with the largest tiles."""
+    found: dict[str, Launch] = {}
+    for launch in launches:
+        other = found.get(launch.recorder.name)
+        if other is None or launch.size > other.size:
+            found[launch.recorder.name] = launch
+    return list(found.values())
+
+
+def reports(gpus: list[str], *, everything: bool, machine_code: bool) -> Iterator[dict[str, Any]]:
+    """What the compiler reports of each kernel or, for `everything`, of each launch."""
     recorders = replace_kernels()
     # Which calls are supported is not the question here, and the tensors are on the CPU.
     dispatch.unsupported_reason = lambda request: None
     dispatch.softmax_step_unsupported_reason = lambda sequence: None
     for name in gpus:
-        gpu, known = GPUS[name], set()
+        gpu = GPUS[name]
         choose_as_on(gpu)
-        for call, run in calls.items():
-            run()
-            for recorder in recorders:
-                for args, kwargs in recorder.launches:
-                    constants = {key: value for key, value in kwargs.items() if not isinstance(value, Tensor)}
-                    key = (recorder.name, tuple(map(_kind, args)), tuple(sorted(constants.items(), key=str)))
-                    if key in known:
-                        continue
-                    known.add(key)
-                    begin = time.monotonic()
-                    found = {
-                        "gpu": name, "call": call, "kernel": recorder.name, "limit": gpu.limits.shared_memory,
-                        "declared": declared(recorder, constants, gpu.limits),
-                    }  # fmt: skip
-                    try:
-                        found |= compile_launch(recorder, args, kwargs, gpu)
-                    except Exception as error:  # noqa: BLE001 (whatever a compiler raises: every kernel is reported)
-                        found["error"] = f"{type(error).__name__}: {error}"[-2000:]
-                    yield found | {"seconds": round(time.monotonic() - begin, 1)}
-                recorder.launches.clear()
-        missing = [recorder.name for recorder in recorders if not any(recorder.name == key[0] for key in known)]
-        yield {"gpu": name, "missing": missing}
+        launches: Iterable[Launch] = recorded(recorders, CALLS | (_more_calls() if everything else {}))
+        launches = list(launches) if everything else largest(launches)
+        for launch in launches:
+            begin = time.monotonic()
+            found = {
+                "gpu": name, "kernel": launch.recorder.name, "call": launch.call, "limit": gpu.limits.shared_memory,
+                "declared": declared(launch, gpu.limits),
+            }  # fmt: skip
+            try:
+                found |= compile_launch(launch, gpu, machine_code=machine_code)
+            except Exception as error:  # noqa: BLE001 (whatever a compiler raises: every kernel is reported)
+                found["error"] = f"{type(error).__name__}: {error}"[-2000:]
+            yield found | {"seconds": round(time.monotonic() - begin, 1)}
+        launched = {launch.recorder.name for launch in launches}
+        yield {"gpu": name, "missing": [x.name for x in recorders if x.name not in launched]}
 
 
 def _kind(x: Any) -> Any:
@@ -329,12 +377,10 @@ def _kind(x: Any) -> Any:
 
 
 def main(arguments: list[str]) -> None:
-    calls = CALLS | _more_calls() if "--all" in arguments else CALLS
     gpus = [name for name in arguments if name in GPUS] or list(GPUS)
-    # ptxas reports only when it compiles a kernel.
-    triton.knobs.compilation.always_compile = True
     triton.knobs.nvidia.dump_ptxas_log = True
-    for report in reports(gpus, calls):
+    everything = "--all" in arguments
+    for report in reports(gpus, everything=everything, machine_code=everything or "--machine-code" in arguments):
         print(json.dumps(report), flush=True)
 
 

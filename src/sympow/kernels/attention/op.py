@@ -69,11 +69,18 @@ WIDE = (
         key={"rows": 64, "warps": 8, "stages": 2},
     ),
     Tiles(
-        shared_memory=64 * KIB,
+        shared_memory=96 * KIB,
         states={"entries": 1, "stages": 2},
         forward={"rows": 64, "warps": 8, "stages": 2},
+        query={"rows": 64, "warps": 8, "stages": 2, "registers": None},
+        key={"warps": 8, "stages": 2},
+    ),
+    Tiles(
+        shared_memory=64 * KIB,
+        states={"entries": 1, "stages": 1},
+        forward={"rows": 64, "warps": 8, "stages": 1},
         query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
-        key={"rows": 64, "warps": 8, "stages": 1},
+        key={"warps": 8, "stages": 1},
     ),
 )
 

@@ -41,11 +41,18 @@ WIDE = (
         query={"rows": 128, "warps": 8},
     ),
     Tiles(
-        shared_memory=64 * KIB,
+        shared_memory=96 * KIB,
         states={"entries": 1, "stages": 2},
         forward={"rows": 64, "warps": 8, "stages": 2},
         query={"warps": 8},
         key={"warps": 8},
+    ),
+    Tiles(
+        shared_memory=64 * KIB,
+        states={"entries": 1, "stages": 1},
+        forward={"rows": 64, "warps": 8, "stages": 1},
+        query={"warps": 8, "stages": 1},
+        key={"warps": 8, "stages": 1},
     ),
 )
 
