@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo forms test test-slow soak resolve triton-versions check docs format bench clean
+.PHONY: help demo forms test test-slow soak resolve triton-versions gpu-targets check docs format bench clean
 
 help:
 	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make soak    kill a training run 100 times, damage its checkpoints, compare it with one left alone (CPU, minutes)"
 	@echo "make resolve resolve constraints.txt against the package index, for each platform (minutes)"
 	@echo "make triton-versions  compile every kernel for Hopper with each supported Triton (tens of minutes)"
+	@echo "make gpu-targets  compile every kernel for GPUs from sm_80 to gfx942, down to machine code (tens of minutes)"
 	@echo "make check   lint, formatting and types"
 	@echo "make docs    build the documentation site into build/site; warnings are errors"
 	@echo "make format  apply the formatter and safe lint fixes"
@@ -48,6 +49,9 @@ resolve: $(INSTALLED)
 
 triton-versions: $(INSTALLED)
 	$(BIN)/python tests/kernels/releases.py
+
+gpu-targets: $(INSTALLED)
+	TRITON_INTERPRET=0 $(BIN)/python tests/kernels/targets.py --machine-code $(ARGS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -15,7 +15,14 @@ def pytest_configure(config):
 
 
 # Files whose slow tests take a minute or more: they start first, so that none of them runs alone at the end.
-LONGEST_FILES = ("test_readme.py", "test_sm90.py", "test_mixin.py", "test_tutorials.py", "test_demo.py")
+LONGEST_FILES = (
+    "test_readme.py",
+    "test_sm90.py",
+    "test_targets.py",
+    "test_mixin.py",
+    "test_tutorials.py",
+    "test_demo.py",
+)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -91,6 +91,34 @@ def test_high_powers_take_the_kernels_only_when_asked(choose):
     assert choose("triton", power=6) == "triton"
 
 
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes torch report a GPU of a compute capability, of NVIDIA or AMD."""
+
+    def gpu(capability, hip=None):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    return gpu
+
+
+@pytest.mark.parametrize("changes", [{}, {"power": 4}, {"form": "chunked"}, {"step": True}, {"vector_gate": True}])
+def test_gpus_before_ampere_are_refused_with_the_reason(choose, gpu, changes):
+    gpu((7, 5))
+    assert choose("auto", **changes) == "torch"
+    with pytest.raises(ValueError, match=r"need a GPU of compute capability 8\.0 or higher, and this one has 7\.5\."):
+        choose("triton", **changes)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip"), [((8, 0), None), ((8, 9), None), ((10, 0), None), ((12, 1), None), ((9, 4), "6.4")]
+)
+def test_later_gpus_run_the_kernels(choose, gpu, capability, hip):
+    gpu(capability, hip)
+    assert choose("auto") == choose("triton") == "triton"
+
+
 def test_the_interpreter_serves_those_who_ask_on_a_cpu(choose):
     assert choose("auto", device="cpu", dtype=torch.float32, interpreted=True) == "torch"
     assert choose("triton", device="cpu", dtype=torch.float32, interpreted=True) == "triton"

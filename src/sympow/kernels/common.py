@@ -12,6 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+# Whether kernels are compiled to PTX, NVIDIA's, in which `wait_for_mma` is written; not so by torch for AMD's GPUs.
+IN_PTX = tl.constexpr(torch.version.hip is None)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # φ(q) Z is indistinguishable from rounding where it is less than this fraction of Σ |φ(q)_i Z_i|: the eps of float32,
 # as in `sympow.ops.torch.products.drop_rounding`. States of chunks have the dtype of the inputs: in bfloat16
@@ -106,10 +108,10 @@ def wait_for_mma(acc):
     warning. The move below costs no instruction, but uses `acc`, so the compiler has to wait before it. After several
     products, waiting for the last is enough. `tests/kernels/test_sm90.py` checks every loop of every kernel for it.
     """
-    if INTERPRETED:
-        return acc
-    else:
+    if IN_PTX and not INTERPRETED:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return acc
 
 
 @triton.jit

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Form = Literal["auto", "attention", "chunked", "recurrent"]
 Backend = Literal["auto", "torch", "triton"]
 
+# The first GPUs whose tensor cores multiply bfloat16: Ampere.
+LEAST_CAPABILITY = (8, 0)
 # Limits of the attention kernels.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_POWERS = (2, 4, 6, 8)
@@ -68,6 +70,7 @@ class Request:
 
     Attributes:
         device: type of the device, such as "cuda".
+        index: which of them; None: the current one.
         dtype: of queries, keys and values.
         power: p.
         key_dim, value_dim: d and e.
@@ -85,6 +88,7 @@ class Request:
     chunk_size: int | None = None
     vector_gate: bool = False
     step: bool = False
+    index: int | None = None
 
 
 def backend_for(
@@ -101,6 +105,7 @@ def backend_for(
         chunk_size=chunk_size,
         vector_gate=sequence.vector_gate,
         step=step,
+        index=sequence.q.device.index,
     )
     return choose_backend(backend, request)
 
@@ -138,6 +143,8 @@ def unsupported_reason(request: Request) -> str | None:
     chunked = (request.form == "chunked" or request.chunk_size is not None) and not request.step
     if request.device != "cuda" and not interpreted:
         return _needs_cuda(request.device)
+    if request.device == "cuda" and (reason := gpu_unsupported_reason(request.index)):
+        return reason
     if request.dtype not in _kernel_dtypes():
         return f"The kernels support {_names(_kernel_dtypes())}, not {request.dtype}."
     if request.power not in KERNEL_POWERS:
@@ -157,6 +164,20 @@ def unsupported_reason(request: Request) -> str | None:
         if request.chunk_size is not None and request.chunk_size % CHUNK_MULTIPLE:
             return f"The chunked kernels support multiples of {CHUNK_MULTIPLE} as chunk_size, not {request.chunk_size}."
     return None if triton_available() else _NOT_INSTALLED
+
+
+@torch.compiler.assume_constant_result
+def gpu_unsupported_reason(index: int | None) -> str | None:
+    """Why the kernels do not support a GPU: before Ampere, tensor cores have no bfloat16 or TF32. AMD's GPUs have
+    capabilities of their own; without any GPU there is nothing to ask.
+    """
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability(index)
+    if capability >= LEAST_CAPABILITY:
+        return None
+    found, least = (f"{major}.{minor}" for major, minor in (capability, LEAST_CAPABILITY))
+    return f"The kernels need a GPU of compute capability {least} or higher, and this one has {found}."
 
 
 def _vector_gate_unsupported_reason(request: Request) -> str | None:
@@ -227,6 +248,8 @@ def softmax_step_unsupported_reason(sequence: Sequence) -> str | None:
     """Why the kernel of a softmax decoding step does not support its token."""
     if not (sequence.q.is_cuda or triton_interpreted()):
         return _needs_cuda(sequence.q.device.type)
+    if sequence.q.is_cuda and (reason := gpu_unsupported_reason(sequence.q.device.index)):
+        return reason
     if sequence.q.dtype not in _kernel_dtypes():
         return f"The kernel supports {_names(_kernel_dtypes())}, not {sequence.q.dtype}."
     if max(sequence.key_dim, sequence.value_dim) > LARGEST_DIM:
@@ -240,6 +263,8 @@ def rotation_unsupported_reason(q: Tensor) -> str | None:
         return "The rotary kernel needs at least one token."
     if triton_interpreted() or not q.is_cuda:
         return _needs_cuda(q.device.type)
+    if reason := gpu_unsupported_reason(q.device.index):
+        return reason
     if q.dtype not in KERNEL_DTYPES:
         return f"The rotary kernel supports {_names(KERNEL_DTYPES)}, not {q.dtype}."
     return None if triton_available() else _NOT_INSTALLED
@@ -253,6 +278,8 @@ def step_gates_unsupported_reason(x: Tensor, weights: Several[Tensor]) -> str | 
     """
     if not x.is_cuda:
         return _needs_cuda(x.device.type)
+    if reason := gpu_unsupported_reason(x.device.index):
+        return reason
     if not weights:
         return "There is nothing to project."
     if x.dtype not in (torch.bfloat16, torch.float16):
@@ -270,6 +297,8 @@ def cross_entropy_unsupported_reason(features: Tensor, dtype: torch.dtype) -> st
     """Why the cross-entropy kernel does not support logits of a dtype, computed from features."""
     if not features.is_cuda:
         return _needs_cuda(features.device.type)
+    if reason := gpu_unsupported_reason(features.device.index):
+        return reason
     if dtype not in CROSS_ENTROPY_DTYPES:
         return f"The cross-entropy kernel supports {', '.join(map(str, CROSS_ENTROPY_DTYPES))}, not {dtype}."
     return None if triton_available() else _NOT_INSTALLED

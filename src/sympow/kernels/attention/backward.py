@@ -38,6 +38,7 @@ from sympow.kernels.common import (
     split_sum,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.float16_range import (
     D_KV_SCALE,
     D_NORMALIZER_SCALE,
@@ -509,7 +510,7 @@ def query_gradient(
         GROUP=heads // k.shape[2], D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
         COLUMNS=columns, STAGES=stages, HALF=rows_half is not None,
-        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
 
@@ -550,6 +551,6 @@ def key_gradient(
         GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,
         PRECISION=dot_precision(k.dtype), ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=rows_half is not None,
-        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, column_term

@@ -42,6 +42,7 @@ from sympow.kernels.common import (
     split_sum,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.float16_range import (
     KV_SCALE,
     NORMALIZER_SCALE,
@@ -306,6 +307,6 @@ def attend(
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH=high, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype),
         ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=key_range is not None,
-        num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return y, weight, past

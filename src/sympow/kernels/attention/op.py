@@ -18,6 +18,7 @@ from sympow.kernels.attention import split_float32
 from sympow.kernels.attention.backward import key_gradient, prepare, query_gradient
 from sympow.kernels.attention.forward import attend
 from sympow.kernels.common import Documents, scale_queries
+from sympow.kernels.device_limits import KIB, Footprint, Limits, first_fitting, limits_of
 from sympow.kernels.float16_range import SCALES, KeyRange, key_range
 from sympow.kernels.running_sums import (
     SCAN_BLOCK,
@@ -38,9 +39,9 @@ MAX_DRIFT_BLOCKS = 16
 DRIFT_MULTIPLE = 128
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes that fit the registers and shared memory of a Hopper GPU: keyword arguments of each launcher.
+@dataclass(frozen=True, kw_only=True)
+class Tiles(Footprint):
+    """Tile sizes that fit the registers and shared memory of a GPU: keyword arguments of each launcher.
 
     They are fixed, not autotuned: the few choices that matter were measured, and a first call should not stall.
     """
@@ -51,35 +52,79 @@ class Tiles:
     key: dict[str, Any] = field(default_factory=dict)
 
 
-NARROW = Tiles()
-WIDE = Tiles(
-    states={"entries": 1, "stages": 2},
-    forward={"warps": 8, "stages": 2},
-    query={"rows": 64, "warps": 4, "stages": 2, "registers": None},
-    key={"rows": 64, "warps": 8, "stages": 2},
+# Each begins with the tiles of an H200. The others were chosen by what compilers report (fewer spills), not timed.
+NARROW = (
+    Tiles(shared_memory=96 * KIB, asynchronous=True),
+    Tiles(
+        shared_memory=52 * KIB,
+        forward={"warps": 8},
+        query={"warps": 8, "registers": None},
+    ),
+)
+WIDE = (
+    Tiles(
+        shared_memory=144 * KIB,
+        asynchronous=True,
+        states={"entries": 1, "stages": 2},
+        forward={"warps": 8, "stages": 2},
+        query={"rows": 64, "warps": 4, "stages": 2, "registers": None},
+        key={"rows": 64, "warps": 8, "stages": 2},
+    ),
+    Tiles(
+        shared_memory=96 * KIB,
+        states={"entries": 1, "stages": 2},
+        forward={"rows": 64, "warps": 8, "stages": 2},
+        query={"rows": 64, "warps": 8, "stages": 2, "registers": None},
+        key={"warps": 8, "stages": 2},
+    ),
+    Tiles(
+        shared_memory=64 * KIB,
+        states={"entries": 1, "stages": 1},
+        forward={"rows": 64, "warps": 8, "stages": 1},
+        query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
+        key={"warps": 8, "stages": 1},
+    ),
 )
 
 
 # float32 operands take twice the shared memory, and their halves twice the registers.
-FLOAT32_NARROW = Tiles(
-    states={"entries": 1, "stages": 2},
-    forward={"warps": 8, "stages": 2},
-    query={"warps": 8, "stages": 2, "registers": None},
-    key={"warps": 8, "stages": 2},
+FLOAT32_NARROW = (
+    Tiles(
+        shared_memory=227 * KIB,
+        states={"entries": 1, "stages": 2},
+        forward={"warps": 8, "stages": 2},
+        query={"warps": 8, "stages": 2, "registers": None},
+        key={"warps": 8, "stages": 2},
+    ),
+    Tiles(
+        shared_memory=99 * KIB,
+        states={"entries": 1, "stages": 1},
+        forward={"rows": 64, "warps": 8, "stages": 1},
+        query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
+        key={"warps": 8, "stages": 1},
+    ),
 )
-FLOAT32_WIDE = Tiles(
-    states={"entries": 1, "stages": 1, "warps": 8},
-    forward={"rows": 64, "warps": 8, "stages": 1},
-    query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
-    key={"rows": 64, "warps": 8, "stages": 1},
+FLOAT32_WIDE = (
+    Tiles(
+        shared_memory=227 * KIB,
+        states={"entries": 1, "stages": 1, "warps": 8},
+        forward={"rows": 64, "warps": 8, "stages": 1},
+        query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
+        key={"rows": 64, "warps": 8, "stages": 1},
+    ),
 )
 
 
-def tiles_for(dim: int, dtype: torch.dtype) -> Tiles:
-    """The tiles for heads of `dim` entries, keys and values alike."""
+def tiles_for(x: Tensor) -> Tiles:
+    """The tiles for heads like those of x (…, d), keys and values alike, on its device."""
+    return choose_tiles(x.shape[-1], limits_of(x), x.dtype)
+
+
+def choose_tiles(dim: int, limits: Limits, dtype: torch.dtype = torch.bfloat16) -> Tiles:
+    """The tiles for heads of `dim` entries on a GPU with these limits."""
     if dtype == torch.float32:
-        return FLOAT32_WIDE if dim > 64 else FLOAT32_NARROW
-    return WIDE if dim > 64 else NARROW
+        return first_fitting(FLOAT32_WIDE if dim > 64 else FLOAT32_NARROW, limits)
+    return first_fitting(WIDE if dim > 64 else NARROW, limits)
 
 
 class Saved(NamedTuple):
@@ -161,7 +206,7 @@ def fused_attention(
         train: whether the backward pass will run, which needs all d² features of the states, and in float16 the range
             of the values.
     """
-    tiles = tiles_for(q.shape[-1], q.dtype)
+    tiles = tiles_for(q)
     gates = None if log_gamma is None else gate_sums(log_gamma)
     documents = _documents(document_start, document_end)
     states = end = None
@@ -280,7 +325,7 @@ def _attend_backward(
         saved: the fields of `Saved`.
         power, chunk, key_dim, with_states, initial, final: as in `Options`.
     """
-    kept, tiles = Saved(*saved), tiles_for(q.shape[-1], q.dtype)
+    kept, tiles = Saved(*saved), tiles_for(q)
     gates = kept.gates
     documents = _documents(document_start, document_end)
     first, last = boundaries_with_states(k, chunk, initial, final) if with_states else (1, 0)

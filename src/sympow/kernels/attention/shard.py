@@ -107,7 +107,7 @@ def fold(k: Tensor, v: Tensor, gates: Gates | None, plan: Plan) -> Folded:
     """Folds rotated keys (b, t, h_kv, d) and values (b, t, h_kv, e) into the sums of chunks."""
     chunks = chunk_sums(
         k, v, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True, boundaries=_boundaries(k, plan),
-        precise=plan.final, **tiles_for(k.shape[-1], k.dtype).states,
+        precise=plan.final, **tiles_for(k).states,
     )  # fmt: skip
     return Folded(chunks, end_alone(chunks) if plan.final and chunks is not None else None)
 
@@ -119,7 +119,7 @@ def attend(
     """Writes the outputs, from rotated queries and keys and the incoming state, and returns the states at the chunk
     boundaries, which overwrite `chunks`."""
     states = None if chunks is None else scan_sums(chunks, initial)[0]
-    attention_forward.attend(q, k, v, 2, gates, states, out=out, **tiles_for(q.shape[-1], q.dtype).forward)
+    attention_forward.attend(q, k, v, 2, gates, states, out=out, **tiles_for(q).forward)
     return states
 
 
@@ -133,7 +133,7 @@ def fold_gradient(rows: Rows, k: Tensor, gates: Gates | None, past: Tensor, plan
     chunks = chunk_sums(
         rows.q, rows.dy, k.shape[2], None if gates is None else gates.sums, plan.chunk, full=True,
         factor=rows.minus_delta, past=past, reverse=True, boundaries=_boundaries(k, plan), precise=plan.initial,
-        **tiles_for(k.shape[-1], k.dtype).states,
+        **tiles_for(k).states,
     )  # fmt: skip
     return Folded(chunks, end_alone(chunks) if plan.initial and chunks is not None else None)
 
@@ -144,7 +144,7 @@ def query_gradient(
     """Writes dq and the rows' terms."""
     attention_backward.query_gradient(
         rows.q, rows.scale, k, v, rows.dy, rows.minus_delta, 2, gates, states, past=past, out=(out.dq, out.row_terms),
-        **tiles_for(k.shape[-1], k.dtype).query,
+        **tiles_for(k).query,
     )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def key_gradient(
         reverse, _, crossing = scan_sums(chunks, d_final, other=states if gates else None)
     attention_backward.key_gradient(
         rows.q, k, v, rows.dy, rows.minus_delta, 2, gates, reverse, out=(out.dk, out.dv, out.column_terms),
-        **tiles_for(k.shape[-1], k.dtype).key,
+        **tiles_for(k).key,
     )  # fmt: skip
     return crossing
 

@@ -17,6 +17,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sympow.kernels.device_limits import is_hopper
 from sympow.kernels.float16_range import KeyRange, RowGradients
 
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
@@ -33,7 +34,7 @@ RELEASES = ("3.6.", "3.7.", "3.8.", "3.9.")
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether these kernels support the queries, keys and values; otherwise the portable kernels run."""
     return (
-        torch.cuda.get_device_capability(q.device) == (9, 0)
+        is_hopper(q.device)
         and q.dtype == k.dtype == v.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
         and all(WIDTHS[0] <= x.shape[-1] <= WIDTHS[-1] for x in (q, v))

@@ -31,6 +31,7 @@ from sympow.kernels.common import (
     split_program_id,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.pair_gates.decays import BLOCK, TILE, DecayTables
 from sympow.kernels.pair_gates.forward import decay_columns, in_product_layout
 from sympow.kernels.states.quadratic import ChunkStates
@@ -374,7 +375,7 @@ def query_gradient(
         minus_delta.shape[-1], heads, *state[1],
         GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=chunked is not None,
         DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows, COLUMNS=TILE, BLOCK=BLOCK,
-        STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers, enable_fp_fusion=True,
+        STAGES=stages, num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
     )  # fmt: skip
     return dq, weights
 
@@ -414,7 +415,7 @@ def key_gradient(
         minus_delta.shape[-1], kv_heads, *state[1], spacing,
         GROUP=q_near.shape[2] // kv_heads, D=dim, E=value_dim, WITH_STATE=chunked is not None,
         DOCUMENTS=documents is not None, CROSSING=crossing is not None, PRECISION=dot_precision(near.dtype), ROWS=rows,
-        COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
+        COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, **register_limit(registers),
         enable_fp_fusion=True,
     )  # fmt: skip
     return dk, dv, crossing

@@ -32,6 +32,7 @@ from sympow.kernels.common import (
     split_program_id,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.pair_gates.decays import BLOCK, TILE, DecayTables
 from sympow.kernels.states.quadratic import ChunkStates
 
@@ -193,7 +194,7 @@ def attend(
         length, neighbours.shape[-1], heads, chunk, state_count,
         GROUP=heads // near.shape[2], D=dim, E=value_dim, WITH_STATE=states is not None,
         HIGH_COLUMN=high_column, DOCUMENTS=documents is not None, PRECISION=dot_precision(q.dtype), ROWS=rows,
-        COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, maxnreg=registers,
+        COLUMNS=TILE, BLOCK=BLOCK, STAGES=stages, num_warps=warps, num_stages=stages, **register_limit(registers),
         enable_fp_fusion=True,
     )  # fmt: skip
     return y, weight, past

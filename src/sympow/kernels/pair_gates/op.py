@@ -11,6 +11,7 @@ from torch import Tensor
 from sympow.kernels.attention.backward import prepare
 from sympow.kernels.attention.op import DRIFT_SPACING, MAX_DRIFT_BLOCKS, Tiles
 from sympow.kernels.common import Documents, block_dim, sums_to_end
+from sympow.kernels.device_limits import KIB, Limits, first_fitting, limits_of
 from sympow.kernels.pair_gates.backward import KeyStates, QueryStates, key_gradient, query_gradient
 from sympow.kernels.pair_gates.decays import (
     BLOCK,
@@ -25,14 +26,45 @@ from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_sco
 from sympow.kernels.pair_gates.states import chunk_decays, scan_pairs
 from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 
-# With at most 168 registers three CTAs of 128 threads fit on a multiprocessor.
-NARROW = Tiles(query={"registers": 168})
-WIDE = Tiles(states={"entries": 1, "stages": 2}, forward={"warps": 8, "stages": 2}, query={"rows": 128, "warps": 8})
+# Each begins with the tiles of an H200, as in `attention.op`.
+NARROW = (
+    # With at most 168 registers three CTAs of 128 threads fit on a multiprocessor.
+    Tiles(shared_memory=64 * KIB, asynchronous=True, query={"registers": 168}),
+    Tiles(shared_memory=52 * KIB, forward={"warps": 8}, key={"warps": 8}),
+)
+WIDE = (
+    Tiles(
+        shared_memory=144 * KIB,
+        asynchronous=True,
+        states={"entries": 1, "stages": 2},
+        forward={"warps": 8, "stages": 2},
+        query={"rows": 128, "warps": 8},
+    ),
+    Tiles(
+        shared_memory=96 * KIB,
+        states={"entries": 1, "stages": 2},
+        forward={"rows": 64, "warps": 8, "stages": 2},
+        query={"warps": 8},
+        key={"warps": 8},
+    ),
+    Tiles(
+        shared_memory=64 * KIB,
+        states={"entries": 1, "stages": 1},
+        forward={"rows": 64, "warps": 8, "stages": 1},
+        query={"warps": 8, "stages": 1},
+        key={"warps": 8, "stages": 1},
+    ),
+)
 
 
-def tiles_for(dim: int) -> Tiles:
-    """The tiles for heads of `dim` entries, keys and values alike."""
-    return WIDE if dim > 64 else NARROW
+def tiles_for(x: Tensor) -> Tiles:
+    """The tiles for heads like those of x (…, d), keys and values alike, on its device."""
+    return choose_tiles(x.shape[-1], limits_of(x))
+
+
+def choose_tiles(dim: int, limits: Limits) -> Tiles:
+    """The tiles for heads of `dim` entries on a GPU with these limits."""
+    return first_fitting(WIDE if dim > 64 else NARROW, limits)
 
 
 @torch.library.custom_op("sympow::attend_pairs", mutates_args=())
@@ -62,7 +94,7 @@ def fused_pair_attention(
     _check(q, v, power)
     log_gamma = log_gamma.contiguous()
     tables = decay_tables(log_gamma, q.shape[-1], power)
-    tiles, states, q_since = tiles_for(q.shape[-1]), None, None
+    tiles, states, q_since = tiles_for(q), None, None
     neighbours, q_near = neighbour_scores(q, k, log_gamma, power)
     if chunk and q.shape[1] > chunk:
         across, since, until = chunk_decays(tables, chunk)
@@ -137,7 +169,7 @@ def _attend_pairs_backward(
         saved: low, high, normalizer and past among its outputs.
         the rest: its inputs and outputs.
     """
-    tiles, length = tiles_for(q.shape[-1]), q.shape[1]
+    tiles, length = tiles_for(q), q.shape[1]
     documents = _documents(document_start, document_end)
     log_gamma = log_gamma.contiguous()
     # Computed again: kept, these would double what a training step keeps of queries and keys.

@@ -43,6 +43,7 @@ from sympow.kernels.common import (
     split_program_id,
     wait_for_mma,
 )
+from sympow.kernels.device_limits import limits_of, register_limit
 from sympow.kernels.float16_range import GRADIENT_FACTOR, KEY_LENGTH, VALUE_FACTOR, StateScales
 
 # Tokens per tile. Transposed copies are stored tile by tile, because each tile is read and written as a whole.
@@ -499,6 +500,8 @@ def chunk_sums(
     low = x.new_empty(batch, kv_heads, state_count, half_dim, value_dim, dim, dtype=dtype)
     high = x.new_empty(batch, kv_heads, state_count, high_entries, value_dim, dim if full else half_dim, dtype=dtype)
     precision = dot_precision(x.dtype)
+    limited = dim <= 64 and x.dtype != torch.float32 and limits_of(x).asynchronous
+    fold_registers = FOLD_REGISTERS if limited else None
     # Tokens of a chunk count at the boundary after it, in reverse at the one before it.
     count = chunks - first if reverse else last
     where = (count, state_count, *((first, 0) if reverse else (0, 1 - first)), chunk)
@@ -511,8 +514,7 @@ def chunk_sums(
             normalizer, length, all_tiles,
             0 if factor is None else factor.shape[-1], kv_heads, *where,
             GROUP=group, D=dim, GATED=sums is not None, REVERSE=reverse, PRECISION=precision, TOKENS=TILE_TOKENS,
-            **half, num_warps=4, maxnreg=FOLD_REGISTERS if dim <= 64 and x.dtype != torch.float32 else None,
-            enable_fp_fusion=True,
+            **half, num_warps=4, **register_limit(fold_registers), enable_fp_fusion=True,
         )  # fmt: skip
         y_desc = head_major(y, (TILE_TOKENS, value_dim))
         transposed_desc = TensorDescriptor.from_tensor(transposed.flatten(0, 3), [1, TILE_TOKENS])
@@ -530,7 +532,7 @@ def chunk_sums(
                 all_tiles, kv_heads, *where, first_entry, dim - columns, out.shape[-1] - columns, groups,
                 GROUP=group, D=dim, E=value_dim, COLUMNS=columns, ENTRIES=together, PRECISION=precision,
                 TOKENS=TILE_TOKENS, STAGES=stages, **half, **({} if scales is None else {"KV_SCALE": scales.kv}),
-                num_warps=warps, maxnreg=registers, enable_fp_fusion=True,
+                num_warps=warps, **register_limit(registers), enable_fp_fusion=True,
             )  # fmt: skip
         if full:
             _mirror(low, high, where)

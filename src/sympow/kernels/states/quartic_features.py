@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sympow.kernels.common import dot_precision, flat_grid, split_program_id
+from sympow.kernels.device_limits import KIB, Footprint, Limits, first_fitting
 
 # Inner columns per tile. With 64, heads of 32 would take 18 % more products, heads of 16 half as many again.
 COLUMNS = 32
@@ -31,9 +32,8 @@ NORMALIZER_PAIRS = 64
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tile sizes that fit a Hopper GPU: the width of a product over values and outer pairs, and arguments of
-    launchers."""
+class Tiles(Footprint):
+    """Tile sizes: the width of a product over values and outer pairs, and arguments of launchers."""
 
     width: int
     update: dict[str, Any]
@@ -42,13 +42,19 @@ class Tiles:
     inner: dict[str, Any]
 
 
-def tiles_for(dim: int, value_dim: int) -> Tiles:
-    """By head dimension: heads of 16 have short lists, wide values take registers from wide products."""
+def tiles_for(dim: int, value_dim: int, limits: Limits) -> Tiles:
+    """By head dimension: heads of 16 have short lists, wide values take registers from wide products. The tiles of an
+    H200, or where products take their operands from registers narrower products."""
     wide = dim > 16 and value_dim <= 64
     warps = {"warps": 4 if dim == 16 and value_dim <= 32 else 8}
+    update = {"columns": 64, "warps": 4}
     # With at most 128 registers per thread, two CTAs fit on a multiprocessor; without this limit it takes 132.
     outer = {"warps": 8, "registers": 128 if dim == value_dim == 16 else None}
-    return Tiles(256 if wide else 128, {"columns": 64, "warps": 4}, query=warps, outer=outer, inner=warps)
+    candidates = (
+        Tiles(256 if wide else 128, update, warps, outer, warps, shared_memory=116 * KIB, asynchronous=True),
+        Tiles(128, update, warps, {"warps": 8}, warps, shared_memory=52 * KIB),
+    )
+    return first_fitting(candidates, limits)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sympow.kernels.common import EPSILON, STATE_EPSILON, rows_contiguous
+from sympow.kernels.device_limits import limits_of
 from sympow.kernels.running_sums import gate_sums
 from sympow.kernels.states.quartic import chunk_states, overlap
 from sympow.kernels.states.quartic_features import (
@@ -250,17 +251,18 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, log_gamma: Tensor | None, chunk: int)
     return _Plan(
         sums=None if log_gamma is None else gate_sums(log_gamma).sums,
         lists=pair_lists(dim, q.device),
-        layout=state_layout(dim, _pairs(dim, v.shape[-1]), q.device),
+        layout=state_layout(dim, _pairs(q, v), q.device),
         normalizer_layout=state_layout(dim, NORMALIZER_PAIRS, q.device),
-        tiles=tiles_for(dim, v.shape[-1]),
+        tiles=tiles_for(dim, v.shape[-1], limits_of(q)),
         chunk=chunk,
         state_count=-(-q.shape[1] // chunk) - 1,
     )
 
 
-def _pairs(dim: int, value_dim: int) -> int:
+def _pairs(q: Tensor, v: Tensor) -> int:
     """Outer pairs per block."""
-    return max(1, tiles_for(dim, value_dim).width // value_dim)
+    value_dim = v.shape[-1]
+    return max(1, tiles_for(q.shape[-1], value_dim, limits_of(q)).width // value_dim)
 
 
 def _head_blocks(q: Tensor, k: Tensor, v: Tensor, chunk: int, tensors: int) -> Iterator[_HeadBlock]:
@@ -279,7 +281,7 @@ def _sequence_bytes(q: Tensor, v: Tensor, chunk: int) -> int:
     """Features of queries and keys, and states, of one key head of one sequence."""
     length, heads, dim = q.shape[1:]
     kv_heads, value_dim = v.shape[2:]
-    layout = state_layout(dim, _pairs(dim, value_dim), q.device)
+    layout = state_layout(dim, _pairs(q, v), q.device)
     features = (heads // kv_heads + 1) * length * (inner_columns(dim) + outer_columns(dim))
     states = (-(-length // chunk) - 1) * layout.rows * layout.pairs * (value_dim + 1)
     return (features + states) * q.element_size()

@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sympow.kernels.common import dot_precision, flat_grid, split_program_id, wait_for_mma
+from sympow.kernels.device_limits import register_limit
 from sympow.kernels.states.quartic_features import COLUMNS, ROWS, PairFeatures, StateLayout
 
 
@@ -209,7 +210,7 @@ def outer_gradient(
         length, padded, heads, triton.cdiv(length, chunk), chunk, layout.tiles, inner_columns, x.outer.shape[2],
         GROUP=heads // kv_heads, E=width // layout.pairs, PAIRS=layout.pairs, COLUMNS=COLUMNS, ROWS=ROWS,
         WITH_RESULT=result is not None, WITH_GRADIENT=d_outer is not None, ADD=add,
-        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, maxnreg=registers,
+        PRECISION=dot_precision(states.dtype), STAGES=stages, num_warps=warps, **register_limit(registers),
         enable_fp_fusion=True,
     )  # fmt: skip
 

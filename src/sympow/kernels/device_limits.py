@@ -1,0 +1,91 @@
+"""What a GPU has for one CTA, and which tiles are chosen by it, before a launch.
+
+Most tiles were measured on an H200. Other GPUs have less shared memory, or matrix instructions that read their operands
+from registers (mma.sync on Ampere, Ada and consumer Blackwell, MFMA on AMD) instead of shared or tensor memory (wgmma
+on Hopper, tcgen05 on data-centre Blackwell): tiles of the H200 then spill. A table lists tiles in the order of
+preference, each with the shared memory that it takes; `first_fitting` takes the first that suits the GPU.
+
+`tests/kernels/targets.py` compiles the kernels with the tiles of several GPUs, and `tests/kernels/test_targets.py`
+compares the shared memory that they take with what the tables say and with what each GPU has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+KIB = 1024
+# Major compute capabilities of NVIDIA's GPUs with asynchronous matrix instructions.
+ASYNCHRONOUS_CAPABILITIES = (9, 10, 11)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What tiles depend on.
+
+    Attributes:
+        shared_memory: bytes that a CTA can have.
+        asynchronous: whether matrix products read their operands from shared or tensor memory, not from registers.
+    """
+
+    shared_memory: int
+    asynchronous: bool
+
+
+H200 = Limits(227 * KIB, asynchronous=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What a set of tiles needs: base class of the tables' entries.
+
+    Attributes:
+        shared_memory: bytes of shared memory that a kernel takes with these tiles, at most.
+        asynchronous: whether they are only for GPUs with asynchronous matrix products.
+    """
+
+    shared_memory: int
+    asynchronous: bool = False
+
+
+Choice = TypeVar("Choice", bound=Footprint)
+
+
+def first_fitting(candidates: Sequence[Choice], limits: Limits) -> Choice:
+    """The first of the candidates, which come in the order of preference, that suits a GPU."""
+    for candidate in candidates:
+        if candidate.shared_memory <= limits.shared_memory and (limits.asynchronous or not candidate.asynchronous):
+            return candidate
+    least = min(candidate.shared_memory for candidate in candidates)
+    raise ValueError(
+        f"the kernels need {least / KIB:g} KiB of shared memory for a CTA, and the GPU has "
+        f"{limits.shared_memory / KIB:g} KiB: pass backend='torch'"
+    )
+
+
+def limits_of(x: Tensor) -> Limits:
+    """The limits of the GPU that holds x; those of an H200 for Triton's interpreter."""
+    return device_limits(x.device) if x.is_cuda else H200
+
+
+def device_limits(device: torch.device | str | int | None) -> Limits:
+    """The limits of a GPU."""
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return Limits(properties.shared_memory_per_block, asynchronous=False)
+    return Limits(properties.shared_memory_per_block_optin, properties.major in ASYNCHRONOUS_CAPABILITIES)
+
+
+def is_hopper(device: torch.device | None) -> bool:
+    """Whether a GPU is an NVIDIA Hopper (sm_90). Later GPUs do not have its instructions; and torch gives AMD's gfx90a
+    the same capability."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def register_limit(registers: int | None) -> dict[str, int]:
+    """The option of a launch that limits the registers of a thread; Triton has none for AMD's GPUs."""
+    return {} if registers is None or torch.version.hip is not None else {"maxnreg": registers}
