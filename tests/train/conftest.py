@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from train.comparison import STEPS
 
 import support
 from sympow.data.preparation import prepare
-from sympow.train import TrainConfig, train
+from sympow.train import TrainConfig, train, trainer
 from sympow.train.metrics import read_metrics
+from sympow.train.signals import stop_on_signals
 
 # Timeout in seconds for a busy machine; no test waits this long otherwise.
 PATIENCE = 60.0
@@ -49,6 +51,23 @@ def nothing_to_collect():
     gc.freeze()
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def signals_reach_pytest(monkeypatch):
+    """A run in this process takes Ctrl-C or SIGTERM as a request to stop; this raises the signal again after the run.
+
+    Otherwise a signal that should end pytest, such as that of `timeout`, would look like a run with too few steps.
+    """
+
+    @contextmanager
+    def passing_on():
+        with stop_on_signals() as stop:
+            yield stop
+        if stop.signal is not None:
+            signal.raise_signal(signal.Signals[stop.signal])
+
+    monkeypatch.setattr(trainer, "stop_on_signals", passing_on)
 
 
 @pytest.fixture(scope="session")
