@@ -286,7 +286,8 @@ class Runner:
                 self.run(item, following, 0, right)
             missing = {kind: set(self.errors) for kind in ("term", "index")}
             tries = Counter[tuple[str, bool]]()
-            for mistake in mistakes_in(right.places):
+            chosen = {place: calls for place, calls in right.places.items() if self.job["at"] in place}
+            for mistake in mistakes_in(Counter(chosen)):
                 always = mistake.call is None
                 # Mistakes in all executions are made only for tolerances that no other mistake crosses.
                 needed = set.intersection(*missing.values()) if always else missing[mistake.kind]
@@ -339,6 +340,7 @@ def measure(arguments: argparse.Namespace) -> int:
             "number": number,
             "jobs": arguments.jobs,
             "mistakes": arguments.mistakes,
+            "at": arguments.at,
             "settings": settings[number :: arguments.jobs],
             "setting": f"{'default' if plain else 'native'} instructions, {threads} thread{'s' * (threads > 1)}",
             "functions": functions,
@@ -454,6 +456,7 @@ def main() -> int:
         command.add_argument(
             "--mistakes", type=int, default=6, help="mistakes of a kind to try per test before those in all executions"
         )
+        command.add_argument("--at", default="", help="make mistakes only in places whose name contains this")
     table = commands.add_parser("table")
     table.add_argument("folders", type=Path, nargs="+")
     table.add_argument("--out", type=Path, default=TABLE)
