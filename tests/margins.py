@@ -42,7 +42,9 @@ WRITE_INTERVAL = 10
 # The cases of a parametrised test share its seeds: each seed runs in one of every five cases.
 LARGEST_SHARE = 5
 # Tests that train in several processes take up to half a minute: they run with fewer seeds and wider tolerances.
-TRAINING_PROCESSES = ("tests/train/test_distributed.py", "tests/train/test_context_parallel.py")
+TRAINING_PROCESSES = tuple(
+    f"tests/train/test_{name}.py" for name in ("context_parallel", "distributed", "lost_process")
+)
 LARGEST_RATIO_OF_TRAINING = 0.1
 FEWEST_SEEDS_OF_TRAINING = 5
 # In these, processes that the test starts compute one side of the comparison. Their seeds are shifted by
@@ -274,15 +276,18 @@ class Runner:
 
         random.Random(0).shuffle(items)
         for item in items[self.job["number"] :: self.job["jobs"]]:
+            # Tests that train keep the program that starts processes, which takes longer to start than a test.
+            following = item.parent if item.nodeid.startswith(TRAINING_PROCESSES) else None
             right = Arithmetic()
-            self.run(item, None, 0, right)
+            self.run(item, following, 0, right)
             if self.errors and not right.places:
                 # The model is in float64 and only its loss in float32: make mistakes in float64, on one side.
                 right = Arithmetic(precisions=frozenset({"float64"}))
-                self.run(item, None, 0, right)
+                self.run(item, following, 0, right)
             missing = {kind: set(self.errors) for kind in ("term", "index")}
             tries = Counter[tuple[str, bool]]()
-            for mistake in mistakes_in(right.places):
+            chosen = {place: calls for place, calls in right.places.items() if self.job["at"] in place}
+            for mistake in mistakes_in(Counter(chosen)):
                 always = mistake.call is None
                 # Mistakes in all executions are made only for tolerances that no other mistake crosses.
                 needed = set.intersection(*missing.values()) if always else missing[mistake.kind]
@@ -291,7 +296,7 @@ class Runner:
                 if self.out_of_time():
                     return
                 tries[mistake.kind, always] += 1
-                found = self.run(item, None, 0, Arithmetic(mistake=mistake, precisions=right.precisions))
+                found = self.run(item, following, 0, Arithmetic(mistake=mistake, precisions=right.precisions))
                 for key, error in found.items():
                     ratio = error / key[1]
                     margin = Margin(mistakes=1, crossing=int(ratio > 1))
@@ -299,6 +304,8 @@ class Runner:
                         missing[mistake.kind].discard(key)
                         margin.least, margin.by = ratio, f"{mistake.kind}, {mistake.place}"
                     merge(self.measured.margins, {(item.nodeid, *key): margin})
+            if following is not None:
+                item.session._setupstate.teardown_exact(None)
             write_measured(self.out, self.measured)
 
 
@@ -333,6 +340,7 @@ def measure(arguments: argparse.Namespace) -> int:
             "number": number,
             "jobs": arguments.jobs,
             "mistakes": arguments.mistakes,
+            "at": arguments.at,
             "settings": settings[number :: arguments.jobs],
             "setting": f"{'default' if plain else 'native'} instructions, {threads} thread{'s' * (threads > 1)}",
             "functions": functions,
@@ -448,6 +456,7 @@ def main() -> int:
         command.add_argument(
             "--mistakes", type=int, default=6, help="mistakes of a kind to try per test before those in all executions"
         )
+        command.add_argument("--at", default="", help="make mistakes only in places whose name contains this")
     table = commands.add_parser("table")
     table.add_argument("folders", type=Path, nargs="+")
     table.add_argument("--out", type=Path, default=TABLE)

@@ -103,7 +103,7 @@ class InProcess(margins.Runner):
 
 def test_tolerances_that_are_too_tight_or_too_loose_are_found(tmp_path, monkeypatch, changed):
     tests = [Item(nodeid=f"test.py::test[{number}]", tolerance=number) for number in (1e-5, 2e-8, 3.0)]
-    job = {"number": 0, "jobs": 1, "deadline": math.inf, "setting": "here", "mistakes": 5}
+    job = {"number": 0, "jobs": 1, "deadline": math.inf, "setting": "here", "mistakes": 5, "at": ""}
     # Three cases share nine seeds out among them.
     job["settings"] = [(seed, backwards) for seed in range(9) for backwards in (False, True)]
     for name, measure in (("sweep", margins.Runner.sweep), ("mistakes", margins.Runner.make_mistakes)):
@@ -147,29 +147,32 @@ def test_every_row_of_the_table_has_its_margin_and_a_mistake_that_crosses_it():
     rows = margins.read_table()
     assert rows
     for row in rows:
-        assert float(row["worst error"]) <= margins.LARGEST_RATIO * float(row["tolerance"]), row
-        # docs/testing.md says what is left to measure of those that train in several processes.
-        if not row["test"].startswith(margins.TRAINING_PROCESSES):
-            assert int(row["seeds"]) >= margins.FEWEST_SEEDS, row
+        largest_ratio, fewest_seeds = margins.required(row["test"])
+        assert float(row["worst error"]) <= largest_ratio * float(row["tolerance"]), row
+        assert int(row["seeds"]) >= fewest_seeds, row
         assert int(row["crossing"]) > 0, row
         assert 1 < float(row["least"]) < math.inf, row
 
 
 def float32_tests():
-    """Tests that name a tolerance for float32 rounding in a comparison, as test.py::function."""
+    """Tests that name a tolerance for float32 rounding in a comparison, or compare whole runs: as test.py::function."""
     for path in sorted(TESTS.rglob("test_*.py")):
-        if "\npytestmark = pytest.mark.gpu" in path.read_text():
+        text = path.read_text()
+        if "\npytestmark = pytest.mark.gpu" in text:
             continue
-        for function in ast.parse(path.read_text()).body:
+        compares_runs = "\nfrom train.comparison import" in text
+        for function in ast.parse(text).body:
             if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
                 continue
             if any("gpu" in ast.unparse(decorator) for decorator in function.decorator_list):
                 continue
             for call in ast.walk(function):
-                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in COMPARISONS:
-                    numbers = [x.value for x in call.args if isinstance(x, ast.Constant) and isinstance(x.value, float)]
-                    if any(number > support.LARGEST_FLOAT64 for number in numbers[-1:]):
-                        yield f"{path.relative_to(TESTS.parent).as_posix()}::{function.name}"
+                if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+                    continue
+                numbers = [x.value for x in call.args if isinstance(x, ast.Constant) and isinstance(x.value, float)]
+                named = call.func.id in COMPARISONS and any(x > support.LARGEST_FLOAT64 for x in numbers[-1:])
+                if named or (compares_runs and call.func.id == "same"):
+                    yield f"{path.relative_to(TESTS.parent).as_posix()}::{function.name}"
 
 
 def test_the_table_has_every_test_that_names_a_tolerance_for_float32():

@@ -141,6 +141,22 @@ def test_a_second_ctrl_c_stops_at_once():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_signal_to_this_process_does_not_end_as_a_shorter_run(tiny, losses, tmp_path, monkeypatch):
+    """The run saves and stops, and the signal then reaches whoever called it: here pytest."""
+    step = trainer._Run.step
+
+    def interrupted(self, batch):
+        if self.step_number == 1:
+            signal.raise_signal(signal.SIGINT)
+        return step(self, batch)
+
+    monkeypatch.setattr(trainer._Run, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny(steps=4, save_every=0), tmp_path / "run", device="cpu")
+    assert len(losses(tmp_path / "run")) == 2
+    assert checkpoints(tmp_path / "run") == ["step-000000002"]
+
+
 def test_training_works_in_a_thread_that_cannot_catch_signals(tiny, losses, expected_here, tmp_path):
     thread = threading.Thread(target=train, args=(tiny(), tmp_path / "run"), kwargs={"device": "cpu"})
     thread.start()
