@@ -205,10 +205,6 @@ def compile_kernel(
     with redirect_stdout(log):
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     notes = log.getvalue()
-    import os
-
-    if os.environ.get("NOTES"):
-        print(notes)
     return Report(
         int(re.search(r"Used (\d+) registers", notes).group(1)), int(re.search(r"(\d+) bytes stack", notes).group(1)),
         compiled.metadata.shared, compiled.asm["ptx"].count("wgmma.mma_async"), "serialized" in notes,
@@ -355,7 +351,17 @@ def range_case(kernel, dtype="fp16", **constants):
         ("scaled_desc", "divided_desc", "folded_desc", "decayed_desc", "k_pieces", "v_pieces", "q_pieces"), tile
     )
     every = dict(
-        GROUP=1, POWER=2, GATED=True, VALUES=True, D=64, E=64, ROWS=128, BLOCK=1024, SPLIT=dtype == "fp32", **constants
+        GROUP=1,
+        POWER=2,
+        GATED=True,
+        VALUES=True,
+        D=64,
+        E=64,
+        ROWS=128,
+        BLOCK=1024,
+        TILE=128,
+        SPLIT=dtype == "fp32",
+        **constants,
     )
     chosen = {name: value for name, value in every.items() if name in kernel.arg_names}
     return kernel, blocks, chosen, 4, 3, None, "fp16"

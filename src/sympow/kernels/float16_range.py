@@ -14,11 +14,11 @@ depend on rounding. What is 2^29 times smaller than its bound loses precision, a
   scaled by the largest entries.
 - Gradients, with w_i = Σ_j B_ij known. Queries are scaled so that w_i^(1/p) is about K, the length of the longest key;
   then no entry of a query is small because there are many keys, or long ones. Output gradients are scaled to largest
-  entries between 2^(3−p) and 16, dy''_i = 2^-e_i dy_i, such that 2^e_i / w_i is a power of 2^p. That factor, which a sum
-  over queries needs per query, is applied to weights in float32, before they are rounded, and not to dy:
-  dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g with one g per head, chosen so that the largest of these weights and of
-  those of the queries, T_ij dB_ij 2^(g + e_i), stays in range. On Hopper the queries take its p-th root instead, which
-  comes to the same (`FoldedRows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+  entries between 2^(3−p) and 16, dy''_i = 2^-e_i dy_i, such that 2^e_i / w_i is a power of 2^p. That factor, which
+  a sum over queries needs per query, is applied to weights in float32, before they are rounded, and not to dy:
+  dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g with one g per head, chosen so that the largest of these weights and
+  of those of the queries, T_ij dB_ij 2^(g + e_i), stays in range. On Hopper the queries take its p-th root instead,
+  which comes to the same (`FoldedRows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
 - Gradients of states have bounds, hence scales, like states.
 
 Outputs do not depend on the scale of a query. Weights are returned, and states taken and returned, without any of
@@ -213,71 +213,62 @@ def _larger(a, b):
 
 @triton.jit
 def measure_kernel(
-    k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, length, heads, blocks,
+    k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, length, heads, tiles,
     POWER: tl.constexpr, GATED: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """log2 |k_j| of a block of tokens, and over the block: max (log2 |k_j| − G_j / (p log 2)); the longest key; the
+    """log2 |k_j| of a tile of tokens, and over the tile: max (log2 |k_j| − G_j / (p log 2)); the longest key; the
     largest entries of keys and of values; Σ max|k_j|² and Σ max|k_j|² max|v_j|. VALUES: else those of values are 0."""
-    block, sequence = split_program_id(blocks, tl.int32)
+    tile, sequence = split_program_id(tiles, tl.int32)
     batch, head = sequence // heads, sequence % heads
     base = sequence.to(tl.int64) * length
-    largest = tl.full((ROWS,), NO_LENGTH, tl.float64)
-    longest = tl.full((ROWS,), NO_LENGTH, tl.float32)
-    key = tl.zeros((ROWS,), tl.float32)
-    value = tl.zeros((ROWS,), tl.float32)
-    normalizer = tl.zeros((ROWS,), tl.float32)
-    kv = tl.zeros((ROWS,), tl.float32)
-    for start in tl.range(block * BLOCK, tl.minimum((block + 1) * BLOCK, length), ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = rows < length
-        k = k_desc.load([batch, head, start, 0]).reshape(ROWS, D)
-        norm = log_length(k)
-        norm = tl.where(norm < float("inf"), norm, NO_LENGTH)
-        tl.store(length_ptr + base + rows, norm, mask=mask)
-        relative = norm.to(tl.float64)
-        if GATED:
-            relative -= tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
-        # Keys of zeros after strong gates would otherwise seem long.
-        relative = tl.where(mask & (norm > NO_LENGTH), relative, NO_LENGTH)
-        largest = tl.maximum(largest, relative)
-        longest = tl.maximum(longest, norm)
-        entry = _finite(tl.max(tl.abs(k.to(tl.float32)), axis=1))
-        key = tl.maximum(key, entry)
-        normalizer += entry * entry
-        if VALUES:
-            v = v_desc.load([batch, head, start, 0]).reshape(ROWS, E)
-            value_entry = _finite(tl.max(tl.abs(v.to(tl.float32)), axis=1))
-            value = tl.maximum(value, value_entry)
-            kv += entry * entry * value_entry
-    part = sequence.to(tl.int64) * blocks + block
-    tl.store(relative_ptr + part, tl.max(largest, axis=0))
+    first = tile * ROWS
+    rows = first + tl.arange(0, ROWS)
+    mask = rows < length
+    k = k_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+    norm = log_length(k)
+    norm = tl.where(norm < float("inf"), norm, NO_LENGTH)
+    tl.store(length_ptr + base + rows, norm, mask=mask)
+    relative = norm.to(tl.float64)
+    if GATED:
+        relative -= tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
+    # Keys of zeros after strong gates would otherwise seem long.
+    relative = tl.where(mask & (norm > NO_LENGTH), relative, NO_LENGTH)
+    entry = _finite(tl.max(tl.abs(k.to(tl.float32)), axis=1))
+    part = sequence.to(tl.int64) * tiles + tile
+    tl.store(relative_ptr + part, tl.max(relative, axis=0))
     parts_ptr += part * 5
-    tl.store(parts_ptr, tl.max(longest, axis=0))
-    tl.store(parts_ptr + 1, tl.max(key, axis=0))
+    tl.store(parts_ptr, tl.max(norm, axis=0))
+    tl.store(parts_ptr + 1, tl.max(entry, axis=0))
+    tl.store(parts_ptr + 3, tl.sum(entry * entry, axis=0))
+    value = tl.zeros((ROWS,), tl.float32)
+    if VALUES:
+        v = v_desc.load([batch, head, first, 0]).reshape(ROWS, E)
+        value = _finite(tl.max(tl.abs(v.to(tl.float32)), axis=1))
     tl.store(parts_ptr + 2, tl.max(value, axis=0))
-    tl.store(parts_ptr + 3, tl.sum(normalizer, axis=0))
-    tl.store(parts_ptr + 4, tl.sum(kv, axis=0))
+    tl.store(parts_ptr + 4, tl.sum(entry * entry * value, axis=0))
 
 
 @triton.jit
 def bound_kernel(
-    sums_ptr, length_ptr, relative_ptr, parts_ptr, initial_ptr, bound_ptr, scales_ptr, length, blocks,
-    POWER: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, BLOCK: tl.constexpr,
+    sums_ptr, length_ptr, relative_ptr, parts_ptr, initial_ptr, bound_ptr, scales_ptr, length, blocks, tiles,
+    POWER: tl.constexpr, GATED: tl.constexpr, INITIAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """log2 M_i of a block of tokens; the first block also computes `KeyRange.scales`.
 
-    INITIAL: the largest entries of an initial state's S and Z count for their scales.
+    TILE: tokens per part of `measure_kernel`, a divisor of BLOCK. INITIAL: the largest entries of an initial state's S
+    and Z count for their scales.
     """
     block, sequence = split_program_id(blocks)
     rows = block * BLOCK + tl.arange(0, BLOCK)
     mask = rows < length
     base = sequence * length
     before = tl.full((BLOCK,), NO_LENGTH, tl.float64)
-    for start in range(0, block, BLOCK):
+    earlier = block * (BLOCK // TILE)
+    for start in range(0, earlier, BLOCK):
         index = start + tl.arange(0, BLOCK)
         before = tl.maximum(
-            before, tl.load(relative_ptr + sequence * blocks + index, mask=index < block, other=-1000.0)
+            before, tl.load(relative_ptr + sequence * tiles + index, mask=index < earlier, other=-1000.0)
         )
     norm = tl.load(length_ptr + base + rows, mask=mask, other=-1000.0)
     relative = norm.to(tl.float64)
@@ -293,10 +284,10 @@ def bound_kernel(
         value = tl.zeros((BLOCK,), tl.float32)
         normalizer = tl.zeros((BLOCK,), tl.float32)
         kv = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, blocks, BLOCK):
+        for start in range(0, tiles, BLOCK):
             index = start + tl.arange(0, BLOCK)
-            parts = parts_ptr + (sequence * blocks + index) * 5
-            inside = index < blocks
+            parts = parts_ptr + (sequence * tiles + index) * 5
+            inside = index < tiles
             longest = tl.maximum(longest, tl.load(parts, mask=inside, other=-1000.0))
             key = tl.maximum(key, tl.load(parts + 1, mask=inside, other=0.0))
             value = tl.maximum(value, tl.load(parts + 2, mask=inside, other=0.0))
@@ -337,22 +328,21 @@ def key_range(
         values: whether to read the values. Weights do not depend on them; states and gradients do.
     """
     batch, length, heads, dim = k.shape
-    blocks = triton.cdiv(length, SCAN_BLOCK)
+    blocks, tiles = triton.cdiv(length, SCAN_BLOCK), triton.cdiv(length, rows)
     lengths = k.new_empty(batch, heads, length, dtype=torch.float32)
-    relative = k.new_empty(batch, heads, blocks, dtype=torch.float64)
-    parts = k.new_empty(batch, heads, blocks, 5, dtype=torch.float32)
+    relative = k.new_empty(batch, heads, tiles, dtype=torch.float64)
+    parts = k.new_empty(batch, heads, tiles, 5, dtype=torch.float32)
     bound = torch.empty_like(lengths)
     scales = k.new_empty(batch, heads, SCALES.value, dtype=torch.float32)
     d, e = block_dim(dim), block_dim(v.shape[-1])
-    grid = flat_grid(blocks, batch * heads)
-    measure_kernel[grid](
-        head_major(k, (rows, d)), head_major(v, (rows, e)), gates and gates.sums, lengths, relative, parts,
-        length, heads, blocks, POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows,
-        BLOCK=SCAN_BLOCK, num_warps=4, enable_fp_fusion=True,
+    measure_kernel[flat_grid(tiles, batch * heads)](
+        head_major(k, (rows, d)), head_major(v, (rows, e)) if values else None, gates and gates.sums, lengths, relative,
+        parts, length, heads, tiles, POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    bound_kernel[grid](
-        gates and gates.sums, lengths, relative, parts, initial, bound, scales, length, blocks,
-        POWER=power, GATED=gates is not None, INITIAL=initial is not None, BLOCK=SCAN_BLOCK,
+    bound_kernel[flat_grid(blocks, batch * heads)](
+        gates and gates.sums, lengths, relative, parts, initial, bound, scales, length, blocks, tiles,
+        POWER=power, GATED=gates is not None, INITIAL=initial is not None, BLOCK=SCAN_BLOCK, TILE=rows,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return KeyRange(bound, scales)

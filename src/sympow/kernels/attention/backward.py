@@ -333,15 +333,17 @@ def key_gradient_kernel(
             k_scale = tl.full((ROWS,), 1.0, tl.float32)
             v_scale = tl.full((ROWS,), 1.0, tl.float32)
             if HALF:
-                # Products of two entries of a key, or of one with a value, would leave the range.
+                # Products of two entries of a key, or of one with a value, would leave the range. The scale of the entry
+                # that varies is a factor of the other operand.
                 k_scale, v_scale = power_of_two_scale(k_left), power_of_two_scale(v_left)
-                k_left *= k_scale.to(k_desc.dtype)[:, None]
-                v_left *= v_scale.to(v_desc.dtype)[:, None]
+                entry_scale = tl.minimum(k_scale, 2.0**14)
+                k_scale *= entry_scale
+                v_scale *= entry_scale
+                k_left = (k_left.to(tl.float32) * k_scale[:, None]).to(k_desc.dtype)
+                v_left = (v_left.to(tl.float32) * v_scale[:, None]).to(v_desc.dtype)
             for half in tl.static_range(2):
                 for i in tl.range(0, D // 2 if half == 0 else HIGH):
                     entry = tl.load(pointers + half * (D // 2) + i)
-                    if HALF:
-                        entry *= k_scale.to(k_desc.dtype)
                     if half == 0:
                         dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     else:
@@ -351,8 +353,8 @@ def key_gradient_kernel(
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
             if HALF:
                 d_kv_scale = tl.load(scales_ptr + D_KV_SCALE)
-                dv /= (k_scale * k_scale * d_kv_scale)[:, None]
-                dk *= (value_factor / (k_scale * v_scale * d_kv_scale))[:, None]
+                dv /= (k_scale * d_kv_scale)[:, None]
+                dk *= (value_factor / (v_scale * d_kv_scale))[:, None]
                 from_normalizer = tl.dot(k, normalizer, input_precision=PRECISION)
                 dk += from_normalizer / tl.load(scales_ptr + D_NORMALIZER_SCALE)
             else:
