@@ -11,6 +11,7 @@ import torch
 
 import sympow
 from sympow.bench.timing import installed_version
+from sympow.kernels.device_limits import KIB, device_limits
 from sympow.ops.dispatch import Request, auto_uses_torch_reason, triton_interpreted
 
 # The packages that each extra installs, as in pyproject.toml.
@@ -76,6 +77,7 @@ def describe_installation(device: str) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         found["device"] = f"{properties.name}, sm_{properties.major}{properties.minor}"
         found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        found["shared memory"] = f"{device_limits(device).shared_memory / KIB:g} KiB for a CTA"
         found["cuda"] = torch.version.cuda
     else:
         found["device"] = f"CPU, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
