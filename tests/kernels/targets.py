@@ -46,6 +46,7 @@ from sympow.kernels.cross_entropy import cross_entropy_in_place
 from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.device_limits import KIB, Footprint, Limits
 from sympow.kernels.pair_gates import op as pair_op
+from sympow.kernels.running_sums import gate_sums
 from sympow.kernels.states import quartic_features
 from sympow.kernels.states.message_packing import pack, unpack
 from sympow.ops import dispatch
@@ -170,7 +171,7 @@ def cross_entropy(dtype: torch.dtype) -> None:
 
 WIDE = Heads(dim=128)
 # Each kernel, mostly with the largest heads, which take the most shared memory.
-CALLS: dict[str, Callable[[], None]] = {
+CALLS: dict[str, Callable[[], object]] = {
     f"attention form, {Heads()}": lambda: attend(Heads()),
     f"chunked form with states, {WIDE}": lambda: attend(WIDE, "chunked", states=True),
     f"chunked form, {Heads(dim=32, value_dim=64, power=4)}": lambda: attend(
@@ -179,6 +180,7 @@ CALLS: dict[str, Callable[[], None]] = {
     f"a gate per pair, chunked form, {WIDE}": lambda: attend(WIDE, "chunked", pairs=True),
     f"shard, {Heads()}": lambda: attend_to_shard(Heads()),
     f"decoding, {Heads(group=4)}": lambda: decode(Heads(group=4)),
+    "running sums of 4,096 gates": lambda: gate_sums(torch.zeros(1, 4096, 2)),
     "cross-entropy, bfloat16": lambda: cross_entropy(torch.bfloat16),
 }
 
@@ -319,7 +321,7 @@ def compile_launch(launch: Launch, gpu: Gpu, *, machine_code: bool) -> dict[str,
     return found
 
 
-def recorded(recorders: list[Recorder], calls: dict[str, Callable[[], None]]) -> Iterator[Launch]:
+def recorded(recorders: list[Recorder], calls: dict[str, Callable[[], object]]) -> Iterator[Launch]:
     """The launches of the calls, those with the same types and constants once."""
     known = set()
     for call, run in calls.items():

@@ -166,7 +166,6 @@ def unsupported_reason(request: Request) -> str | None:
     return None if triton_available() else _NOT_INSTALLED
 
 
-@torch.compiler.assume_constant_result
 def gpu_unsupported_reason(index: int | None) -> str | None:
     """Why the kernels do not support a GPU: before Ampere, tensor cores have no bfloat16 or TF32. AMD's GPUs have
     capabilities of their own; without any GPU there is nothing to ask.
@@ -178,6 +177,11 @@ def gpu_unsupported_reason(index: int | None) -> str | None:
         return None
     found, least = (f"{major}.{minor}" for major, minor in (capability, LEAST_CAPABILITY))
     return f"The kernels need a GPU of compute capability {least} or higher, and this one has {found}."
+
+
+# torch.compile calls it once instead of tracing it. This is what torch.compiler.assume_constant_result does, but that
+# imports the compiler.
+gpu_unsupported_reason.__dict__["_dynamo_marked_constant"] = True
 
 
 def _vector_gate_unsupported_reason(request: Request) -> str | None:

@@ -63,7 +63,7 @@ NARROW = (
 )
 WIDE = (
     Tiles(
-        shared_memory=144 * KIB,
+        shared_memory=164 * KIB,
         asynchronous=True,
         states={"entries": 1, "stages": 2},
         forward={"warps": 8, "stages": 2},
