@@ -4,9 +4,10 @@
 
 Decoding is timed by replaying CUDA graphs, as in generation, and so is its baseline, `scaled_dot_product_attention` of
 one query with a KV cache. There are two modes. Without a window, each step reads and writes the state. With a window of
-`capacity` tokens, each step reads the state, and after `capacity` steps a fold reads and writes it; the time per step
-includes its share of the fold. Each graph cycles through several states, as a model does through its layers, so that
-no state stays in the L2 cache. Bandwidth counts the bytes of states read and written; a plain copy is timed beside it.
+`capacity` tokens, each step reads a 16-bit copy of the state, and after `capacity` steps a fold reads and writes the
+state and writes the copy; the time per step includes its share of the fold. Each graph cycles through several states,
+as a model does through its layers, so that no state stays in the L2 cache. Bandwidth counts the bytes of states read
+and written; a plain copy is timed beside it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,17 @@ def state_bytes(state: sympow.State) -> int:
     return state.kv.nbytes + state.normalizer.nbytes
 
 
+def window_bytes(window: Window) -> float:
+    """Bytes of the state and of its 16-bit copy that a step moves, with its share of the fold."""
+    assert window.kv is not None
+    assert window.normalizer is not None
+    state = window.kv.nbytes + window.normalizer.nbytes
+    if window.kv_half is None or window.kv_scale is None:
+        return state * (window.capacity + 2) / window.capacity
+    copy = window.kv_half.nbytes + window.kv_scale.nbytes
+    return copy + window.normalizer.nbytes + (2 * state + copy) / window.capacity
+
+
 def window_row(
     states: list[sympow.State], token: dict[str, Any], expected: torch.Tensor, capacity: int, runs: int, name: str
 ) -> dict[str, Any]:
@@ -135,7 +147,7 @@ def window_row(
         runs,
         repeats=1,
         steps=capacity * LAYERS,
-        bytes_moved=state_bytes(states[0]) * (capacity + 2) / capacity,
+        bytes_moved=window_bytes(windows[0]),
         capacity=capacity,
         error=error,
     )

@@ -183,6 +183,16 @@ def test_reading_on_folds_what_has_outgrown_the_state(power):
         beyond.extend(model, tokens[:, :1], cache_policy="keys")
 
 
+def test_files_hold_nothing_that_is_derived(tmp_path):
+    model = make()
+    prefix = Prefix.prefill(model, text(3), cache_policy="keys")
+    layers = tuple(replace(layer, kv_half=torch.ones(2), kv_scale=torch.ones(2)) for layer in prefix.state)
+    replace(prefix, state=layers).save(tmp_path / "with", model)
+    prefix.save(tmp_path / "without", model)
+    assert (tmp_path / "with").read_bytes() == (tmp_path / "without").read_bytes()
+    assert Prefix.load(tmp_path / "with", model).state[0].kv_half is None
+
+
 @pytest.mark.parametrize("cache_policy", ["keys", "state"])
 def test_readings_are_saved_loaded_forked_and_joined(cache_policy, tmp_path):
     model, tokens, new = make(power=4), text(12), text(8, seed=4)

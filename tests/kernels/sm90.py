@@ -100,6 +100,7 @@ POINTERS = {
         "*fp64",
     ),
     "whole_ptr": "*i32",
+    "copy_ptr": "*fp16",
     **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
     **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
 }
@@ -321,17 +322,20 @@ def update_case(entries, columns, d=64, e=64, tokens=64, stages=3):
     return update_kernel, blocks, constants, 4, stages
 
 
-def step_case(window, group=1, power=2, dim=64, rows=32, warps=4):
+def step_case(window, group=1, power=2, dim=64, rows=32, warps=4, stages=1, keys=16, copied=False):
     constants = dict(
         GROUP=group, POWER=power, DIM=dim, COLUMNS=dim, GATED=True, ROTATED=True, SCALED=True, PER_PAIR=False,
-        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=32, SPLITS=8,
+        UPDATE=not window, WINDOW=window, STATE=True, ROWS=rows, KEYS=keys, SPLITS=16 if dim > 64 else 8,
+        COPY=copied, STAGES=stages, FEATURES=512,
     )  # fmt: skip
     absent = ["constexpr"] * 4
     tuples = {
         **decode_tuples(gated=True, scaled=True),
-        "state": state_step.StateArguments("*fp32", "*fp32", "*i32", "*fp32"),
+        "state": state_step.StateArguments(
+            "*fp16" if copied else "*fp32", "*fp32", "*i32", "*fp32", "*fp32" if copied else "constexpr"
+        ),
         "window": state_step.RecentTokens(*(["*fp32", "*bf16", "*fp64", "*i32"] if window else absent)),
-        "exchange": state_step.Exchange("*i32", "*fp32", "*fp32", "*fp32"),
+        "exchange": state_step.Exchange("*i32", "*fp32", "*fp32", "*fp32", "*fp32"),
         "out": state_step.Outputs("*bf16", "*fp64", *(absent[:2] if window else ["*fp32", "*fp32"])),
     }
     return step_kernel, {}, constants, warps, 1, None, "bf16", True, tuples
@@ -358,7 +362,7 @@ def softmax_step_case(group=1, gated=False):
     tuples = {
         **decode_tuples(gated=gated, scaled=False),
         "cache": state_step.RecentTokens("*bf16", "*bf16", "*fp64" if gated else "constexpr", "*i32"),
-        "exchange": state_step.Exchange("*i32", "constexpr", "*fp32", "*fp32"),
+        "exchange": state_step.Exchange("*i32", "constexpr", "*fp32", "*fp32", "constexpr"),
         "out": state_step.Outputs("*bf16", *["constexpr"] * 3),
     }
     return softmax_step_kernel, {}, constants, 4, 1, None, "bf16", True, tuples
@@ -459,6 +463,7 @@ def pair_token_case(kernel, warps=4, **constants):
 ROTATION = dict(
     GROUP=1, PAIRS=32, BLOCK_PAIRS=32, PER_PAIR=False, FIXED=False, STARTED=False, TOKENS=32
 )  # fmt: skip
+FOLD = dict(POWER=2, COLUMNS=64, ROWS=64, TOKENS=32)
 CASES = {
     "attention forward p=2": attention_case("forward", 128, 64, 4, 3),
     "attention forward p=4": attention_case("forward", 128, 64, 4, 3, power=4),
@@ -558,12 +563,15 @@ CASES = {
     "rotation, backward": (_rotate_backward_kernel, {}, ROTATION, 4, 3),
     "decode": step_case(False, rows=16),
     "decode, p=4, d=16": step_case(False, power=4, dim=16, rows=128),
-    "decode, window": step_case(True),
-    "decode, window, GQA": step_case(True, group=4, rows=16),
+    "decode, window": step_case(True, rows=8, stages=4),
+    "decode, window, GQA": step_case(True, group=4, rows=8, stages=4),
+    "decode, window, copy": step_case(True, rows=16, stages=4, copied=True),
+    "decode, window, copy, GQA": step_case(True, group=4, dim=128, rows=8, stages=4, keys=8, copied=True),
     "decode, softmax": softmax_step_case(),
     "decode, softmax, gated, GQA": softmax_step_case(group=4, gated=True),
     "decode, gates": (step_gates_kernel, {}, dict(GATED=True, ROTATED=True, OUTPUTS=16, INPUTS=256), 4, 1),
-    "window fold": (fold_window_kernel, {}, dict(POWER=2, COLUMNS=64, ROWS=64, TOKENS=32), 4, 1),
+    "window fold": (fold_window_kernel, {}, FOLD | dict(copy_ptr=None, scale_ptr=None, COPY=False), 4, 1),
+    "window fold, copy": (fold_window_kernel, {}, FOLD | dict(COPY=True), 4, 1),
 }  # fmt: skip
 
 

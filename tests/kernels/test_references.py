@@ -15,6 +15,7 @@ from sympow.kernels.decode.op import fused_decode, fused_fold, fused_softmax_ste
 from sympow.kernels.decode.reference import (
     decode_step_reference,
     softmax_step_reference,
+    state_copy_reference,
     window_fold_reference,
     window_step_reference,
 )
@@ -146,8 +147,8 @@ def test_one_token_from_a_state(gate, rotation):
             close(got, want, name)
 
 
-@pytest.mark.parametrize("with_state", [True, False])
-def test_steps_and_folds_of_a_window(with_state):
+@pytest.mark.parametrize(("with_state", "copied"), [(True, False), (True, True), (False, False)])
+def test_steps_and_folds_of_a_window(with_state, copied):
     inputs = random_inputs(5, batch=2, length=9, heads=4, key_heads=2, dim=6, value_dim=5, dtype=torch.float32)
     state = kv, normalizer, index, weight = state_of(inputs)
     capacity, count = 8, 3
@@ -160,14 +161,18 @@ def test_steps_and_folds_of_a_window(with_state):
     token = token_of(inputs)
     held = (keys[..., :count].double(), values[..., :count, :].double(), sums[..., :count].clone())
     given = (kv, normalizer, index, weight) if with_state else (None,) * 4
+    copy, scale = state_copy_reference(kv) if copied else (None, None)
+    read = copy if copied else given[0]
+    if copied:
+        given = (copy.double() * scale.unsqueeze(-1), *given[1:])
     expected = window_step_reference(
         *double(*token, *given[:2]), *held, phase.clone(), given[2], *double(given[3]), POWER
     )  # fmt: skip
     arrivals = torch.zeros(2, 2, dtype=torch.int32)
     features = 0 if not with_state else len(weight)
-    workspace = torch.empty(window_workspace(2, 2, 2, 6, 5, features, capacity, has_state=with_state))
+    workspace = torch.empty(window_workspace(2, 2, 2, 6, 5, features, capacity, has_state=with_state, copied=copied))
     y = fused_window_step(
-        *token, *given[:2], keys, values, sums, length, phase, arrivals, workspace, *given[2:], POWER
+        *token, read, given[1], scale, keys, values, sums, length, phase, arrivals, workspace, *given[2:], POWER
     )  # fmt: skip
     found = (y, keys[..., : count + 1], values[..., : count + 1, :], sums[..., : count + 1], phase)
     for name, got, want in zip(("y", "keys", "values", "sums", "phase"), found, expected, strict=True):
@@ -175,8 +180,12 @@ def test_steps_and_folds_of_a_window(with_state):
     assert (length == count + 1).all()
     folded = window_fold_reference(*double(kv, normalizer), *expected[1:4], index, weight.double())
     kv, normalizer = state[0].clone(), state[1].clone()
-    fused_fold(kv, normalizer, keys, values, sums, length, arrivals, index, weight)
+    fused_fold(kv, normalizer, copy, scale, keys, values, sums, length, arrivals, index, weight)
     close(kv, folded[0], "kv")
+    if copied:
+        rounded, scales = state_copy_reference(kv)
+        assert torch.equal(copy, rounded)
+        assert torch.equal(scale, scales)
     close(normalizer, folded[1], "normalizer")
     assert not length.any()
 

@@ -9,6 +9,7 @@ from support import Inputs, assert_close, assert_states_close, interpreted, rand
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sympow.kernels.decode.reference import state_copy_reference
 from sympow.ops import window as window_module
 from sympow.ops.window import Window
 
@@ -68,7 +69,7 @@ def test_several_programs_share_a_state_and_a_window(monkeypatch):
 
     monkeypatch.setattr(kernels, "MIN_KEYS_PER_SPLIT", 32)
     splits = kernels.split_window(1, 528, 8, 1, 50, has_state=True)
-    assert (splits.state_splits, splits.window_splits) == (3, 2)
+    assert (splits.state_splits, splits.window_splits) == (9, 2)
     inputs = random_inputs(2, length=50, heads=1, dim=32, value_dim=8, dtype=torch.float32)
     expected, _ = exact(inputs, 2)
     for start, window in (
@@ -93,9 +94,26 @@ def test_rows_split_their_sums_as_the_whole_batch_does(monkeypatch):
     some = SlotWindow(**whole.clone()._members()).rows(0, 2)
     expected = step_through(whole, inputs, PROMPT)
     rows = inputs.map(lambda t: t if t.ndim == 1 else t[:2])
-    assert split_window(2, 300, 24, 1, 4, has_state=True, programs=8).state_splits == 3
-    assert split_window(4, 300, 24, 1, 4, has_state=True, programs=8).state_splits == 2
+    splits = [split_window(batch, 300, 24, 1, 4, has_state=True, programs=8).state_splits for batch in (2, 4)]
+    assert splits[0] > splits[1] > 1
     assert torch.equal(step_through(some, rows, PROMPT), expected[:2])
+
+
+def test_rows_share_the_copy_of_the_state_and_whoever_joins_renews_it(monkeypatch):
+    monkeypatch.setattr(window_module, "COPY_DTYPES", (torch.float32,))
+    inputs = random_inputs(23, batch=3, length=12, heads=2, dim=4, value_dim=3, dtype=torch.float32)
+    window = open_window(inputs, 2, 4)
+    window._ensure_copy()
+    some = window.rows(0, 2)
+    step_through(some, inputs.time(0, 10).map(lambda t: t if t.ndim == 1 else t[:2]), PROMPT)
+    some.fold("triton", only_full=True)
+    window.put(2, window.take(0))
+    window.put(1, open_window(random_inputs(24, length=9, heads=2, dim=4, value_dim=3, dtype=torch.float32), 2, 4))
+    fresh = replace(window, kv_half=None, kv_scale=None)
+    fresh._ensure_copy()
+    assert some.kv_half.data_ptr() == window.kv_half.data_ptr()
+    assert torch.equal(window.kv_half, fresh.kv_half)
+    assert torch.equal(window.kv_scale, fresh.kv_scale)
 
 
 def test_only_full_sequences_are_folded():
@@ -203,10 +221,12 @@ def test_operators_pass_pytorchs_own_checks():
     held = (window.keys, window.values, window.decay, window.count)
     torch.library.opcheck(
         window_op.fused_window_step,
-        (*token, inputs.theta, window.kv, window.normalizer, *held, window.phase, window.arrivals, window.workspace,
-         *tables, 2, 3),
+        (*token, inputs.theta, window.kv, window.normalizer, None, *held, window.phase, window.arrivals,
+         window.workspace, *tables, 2, 3),
     )  # fmt: skip
-    torch.library.opcheck(window_op.fused_fold, (window.kv, window.normalizer, *held, window.arrivals, *tables))
+    torch.library.opcheck(
+        window_op.fused_fold, (window.kv, window.normalizer, None, None, *held, window.arrivals, *tables)
+    )
 
 
 def test_compiled_steps_and_folds_are_one_graph_each():
@@ -221,3 +241,139 @@ def test_compiled_steps_and_folds_are_one_graph_each():
     fold()
     assert not window.count.any()
     assert_states_close(window.close("triton"), after, 5e-6)
+
+
+# The 16-bit copy of the state -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Steps with float32 inputs, which the interpreter is limited to, read a copy of the state, too."""
+    monkeypatch.setattr(window_module, "COPY_DTYPES", (torch.float32,))
+
+
+def assert_copy_of_kv(window: Window) -> None:
+    copy, scale = state_copy_reference(window.kv)
+    assert copy.any()
+    assert torch.equal(window.kv_half.float() * window.kv_scale.unsqueeze(-1), copy.float() * scale.unsqueeze(-1))
+
+
+def inputs_of_a_copy(seed: int, group: int = 1, **options) -> Inputs:
+    return random_inputs(seed, batch=2, length=PROMPT + 9, heads=group, key_heads=1, dim=16, value_dim=8,
+                         dtype=torch.float32, **options)  # fmt: skip
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_outputs_in_bfloat16_are_as_good_from_the_copy_as_from_the_state(group, copies, monkeypatch):
+    inputs = inputs_of_a_copy(12, group)
+    expected, _ = exact(inputs, 2)
+    errors, outputs, states = [], [], []
+    for dtypes in ((torch.float32,), ()):
+        monkeypatch.setattr(window_module, "COPY_DTYPES", dtypes)
+        window = open_window(inputs, 2, 4)
+        y = step_through(window, inputs, PROMPT)
+        assert (window.kv_half is not None) == bool(dtypes)
+        errors.append((y.bfloat16().double() - expected[:, PROMPT:]).norm(dim=-1))
+        outputs.append(y)
+        states.append(window.close("triton").kv)
+    assert torch.equal(*states), "folds do not read the copy"
+    assert not torch.equal(*outputs)
+    assert (errors[0] <= 2 * errors[1]).all()
+
+
+def test_the_copy_follows_the_state(copies):
+    inputs = inputs_of_a_copy(13)
+    window = open_window(inputs, 2, 4)
+    assert window.kv_half is None
+    step_through(window, inputs.time(0, PROMPT + 1), PROMPT)
+    assert_copy_of_kv(window)
+    before, place = window.kv_half.clone(), window.kv_half.data_ptr()
+    step_through(window, inputs.time(0, PROMPT + 5), PROMPT + 1)
+    assert not torch.equal(window.kv_half, before), "the fold wrote it"
+    assert_copy_of_kv(window)
+    window.fold("torch")
+    assert_copy_of_kv(window)
+    assert window.kv_half.data_ptr() == place, "a captured step would read it there"
+    window.kv[1] *= 3e5
+    window.refresh_copy(slice(1, 2))
+    assert_copy_of_kv(window)
+    others = window.select(torch.tensor([1, 0, 1]))
+    assert_copy_of_kv(others)
+    assert_copy_of_kv(window.clone())
+    step_through(window, inputs.time(0, PROMPT + 6), PROMPT + 5)
+    held = window.kv_half.clone()
+    window.folded("triton")
+    assert torch.equal(window.kv_half, held)
+    assert_copy_of_kv(window)
+    assert window.resized(9).kv_half is None
+    joined = Window.cat([window, others.select(slice(0, 1))])
+    assert joined.kv_half is joined.kv_scale is None
+    tokens = inputs.time(PROMPT + 6, PROMPT + 7).map(lambda t: t[[0, 1, 1]] if t.ndim > 1 else t)
+    joined = joined.resized(4)
+    joined.step(**tokens.arguments(), backend="triton")
+    assert_copy_of_kv(joined)
+
+
+def test_copies_of_rows_of_any_size(copies):
+    inputs = inputs_of_a_copy(14)
+    window = open_window(inputs, 2, 4)
+    sizes = torch.tensor([0.0, 1e-42, 1e-30, 1e-3, 1.0, 3e4, 7e4, 1e25, 3e38])
+    window.kv[..., : len(sizes), :] *= 0.3 * sizes.unsqueeze(-1)
+    window.kv[..., : len(sizes), 0] = sizes
+    step_through(window, inputs.time(0, PROMPT + 1), PROMPT)
+    by_pytorch = window.kv_half.clone(), window.kv_scale.clone()
+    assert window.kv_half.isfinite().all()
+    assert_copy_of_kv(window)
+    # A token that changes nothing; a fold of none would write nothing.
+    window.keys.zero_()
+    window.decay.zero_()
+    window.kv_half.zero_()
+    window.fold("triton")
+    assert torch.equal(window.kv_half, by_pytorch[0])
+    assert torch.equal(window.kv_scale, by_pytorch[1])
+    error = (window.kv_half.double() * window.kv_scale.unsqueeze(-1).double() - window.kv.double()).abs()
+    largest = window.kv.double().abs().amax(-1, keepdim=True)
+    assert (error <= 2**-11 * largest).all()
+
+
+def test_a_copy_of_a_state_that_nothing_answers_to(copies):
+    inputs = inputs_of_a_copy(15, rotation="none", gate="none")
+    across = torch.tensor([1.0, -1.0] * 8)
+    inputs = replace(inputs, k=inputs.k[..., :1] * torch.ones(16), q=inputs.q[..., :1] * across)
+    window = open_window(inputs, 2, 4)
+    y = step_through(window, inputs, PROMPT)
+    assert window.kv_half is not None
+    assert y.abs().max() <= 2 * inputs.v.abs().max()
+
+
+def test_steps_in_float32_or_plain_pytorch_or_with_higher_powers_read_the_state_itself(monkeypatch):
+    inputs = inputs_of_a_copy(16)
+    window = open_window(inputs, 2, 4)
+    step_through(window, inputs, PROMPT)
+    assert window.kv_half is None
+    monkeypatch.setattr(window_module, "COPY_DTYPES", (torch.float32,))
+    step_through(window, inputs, PROMPT, backend="torch")
+    assert window.kv_half is None
+    small = inputs.time(0, PROMPT + 1).map(lambda t: t[..., :4] if t.shape[-1] > 4 else t)
+    small = replace(small, theta=inputs.theta[:2])
+    window = open_window(small, 4, 4)
+    step_through(window, small, PROMPT)
+    assert window.kv_half is None
+
+
+def test_a_captured_step_needs_its_copy_before(copies, monkeypatch):
+    inputs = inputs_of_a_copy(17)
+    window = open_window(inputs, 2, 4)
+    monkeypatch.setattr(window_module, "_captured", lambda: True)
+    for call in (lambda: step_through(window, inputs, PROMPT), lambda: window.fold("triton")):
+        with pytest.raises(ValueError, match="copy of its state cannot be made inside a CUDA graph: call step once"):
+            call()
+
+
+def test_a_compiled_step_makes_its_copy(copies):
+    inputs = inputs_of_a_copy(18)
+    window, eager = open_window(inputs, 2, 4), open_window(inputs, 2, 4)
+    step = torch.compile(lambda **x: window.step(**x, backend="triton"), fullgraph=True, backend="aot_eager")
+    outputs = [step(**inputs.time(i, i + 1).arguments()) for i in range(PROMPT, PROMPT + 2)]
+    assert torch.equal(torch.cat(outputs, dim=1), step_through(eager, inputs.time(0, PROMPT + 2), PROMPT))
+    assert_copy_of_kv(window)

@@ -1,5 +1,7 @@
 """Decoding with a window on a GPU, in bfloat16, against float64 on the same inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -69,6 +71,36 @@ def test_steps_and_folds_are_as_good_as_their_dtypes(power, heads, key_heads, di
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("gate", [6.9, 0.0])
+@pytest.mark.parametrize(
+    ("batch", "heads", "key_heads", "dim"),
+    [(16, 12, 12, 64), (1, 4, 1, 64), (2, 2, 2, 128), (2, 8, 2, 128)],
+)
+def test_outputs_are_as_good_from_the_copy_as_from_the_state_row_by_row(
+    batch, heads, key_heads, dim, gate, monkeypatch
+):
+    from sympow.ops import window as window_module
+
+    inputs = make_inputs(360, batch=batch, heads=heads, key_heads=key_heads, dim=dim, value_dim=dim)
+    log_gamma = torch.nn.functional.logsigmoid(torch.randn_like(inputs.log_gamma) + gate)
+    inputs = replace(inputs, log_gamma=log_gamma)
+    expected = exact(inputs, 2)[0][:, 260:]
+    _, state = exact(inputs, 2, 260)
+    errors, states = [], []
+    for dtypes in ((torch.bfloat16,), ()):
+        monkeypatch.setattr(window_module, "COPY_DTYPES", dtypes)
+        window = window_module.Window.open(state, capacity=32, dtype=torch.bfloat16)
+        tokens = [inputs.time(i, i + 1).arguments() for i in range(260, 360)]
+        y = torch.cat([window.step(**token, backend="triton") for token in tokens], dim=1)
+        assert (window.kv_half is not None) == bool(dtypes)
+        errors.append((y.double() - expected).norm(dim=-1) / expected.norm(dim=-1))
+        states.append(window.close().kv)
+    assert torch.equal(*states), "folds do not read the copy"
+    assert errors[0].norm() <= 1.1 * errors[1].norm()
+    assert errors[0].max() <= 2 * errors[1].max()
+
+
+@torch.no_grad()
 def test_one_captured_step_and_one_captured_fold_serve_a_whole_generation():
     from sympow.ops.window import Window
 
@@ -127,12 +159,12 @@ def test_operators_pass_pytorchs_own_checks():
     held = (window.keys, window.values, window.decay, window.count)
     torch.library.opcheck(
         window_op.fused_window_step,
-        (*token, inputs.theta, window.kv, window.normalizer, *held, window.phase, window.arrivals, window.workspace,
-         *tables, 2),
+        (*token, inputs.theta, window.kv_half, window.normalizer, window.kv_scale, *held, window.phase, window.arrivals,
+         window.workspace, *tables, 2),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
     torch.library.opcheck(
         window_op.fused_fold,
-        (window.kv, window.normalizer, *held, window.arrivals, *tables),
+        (window.kv, window.normalizer, window.kv_half, window.kv_scale, *held, window.arrivals, *tables),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -28,6 +28,7 @@ from sympow.generation.cache import CachePolicy, fold, prefill_state
 from sympow.layers.mixers import LayerState
 from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
+from sympow.ops.compilation import DERIVED
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.window import Window
@@ -149,7 +150,8 @@ class Prefix:
         tensors = {"logits": self.logits} | ({} if self.seen is None else {"seen": self.seen})
         layers = []
         for number, layer in enumerate(self.state):
-            members = {field.name: getattr(layer, field.name) for field in fields(layer)}
+            kept = [field.name for field in fields(layer) if field.metadata != DERIVED]
+            members = {name: getattr(layer, name) for name in kept}
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
             layers.append({"kind": KIND_NAMES[type(layer)], **plain})

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 Record = TypeVar("Record")
+# Metadata of fields that are computed from others: files do not hold them.
+DERIVED = {"derived": True}
 
 
 class TensorRecord:

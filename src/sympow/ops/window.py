@@ -16,7 +16,7 @@ tokens.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.deprecated import deprecated_attribute
-from sympow.ops.compilation import register_as_pytree
+from sympow.ops.compilation import DERIVED, register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
@@ -37,6 +37,11 @@ from sympow.ops.validation import BACKENDS, check_positive, check_power, check_t
 # Tokens between two folds. With more tokens folds are rarer, but steps score more keys; both cost little next to
 # reading a state of thousands of features.
 CAPACITY = 64
+# Inputs with which steps of the kernels read a 16-bit copy of the state, for p = 2: its rounding is finer than that of
+# outputs in this dtype. For p = 4 single rows can be off by several times the rounding of outputs, where gates leave
+# weight to few tokens.
+COPY_DTYPES = (torch.bfloat16,)
+COPY_POWER = 2
 
 
 @dataclass(eq=False)
@@ -53,11 +58,16 @@ class Window(PortableWindow):
         arrivals: for the kernels, zero between calls, (b, h_kv) int32.
         tokens: the largest `count` as the host knows it; the caller counts the steps that are replayed from a graph.
         workspace: for the kernels, allocated by the first step that uses them.
+        kv_half, kv_scale: for the kernels with bfloat16 inputs and p = 2, made by the first step that reads the state:
+            kv in 16 bits, which steps read instead, (b, h_kv, D, e) float16, and what its rows are to be multiplied
+            with, (b, h_kv, D) float32. Folds are exact, and write both again. Derived from kv: they are not saved.
     """
 
     arrivals: Tensor
     tokens: int = 0
     workspace: Tensor | None = None
+    kv_half: Tensor | None = field(default=None, metadata=DERIVED)
+    kv_scale: Tensor | None = field(default=None, metadata=DERIVED)
 
     @classmethod
     def empty(
@@ -214,6 +224,7 @@ class Window(PortableWindow):
             if target is not None:
                 # Before the first fold the state is zero.
                 target[row].zero_() if source is None else target[row].copy_(source[0])
+        self.refresh_copy(slice(row, row + 1))
         self.tokens = max(self.tokens, fitted.tokens)
 
     def resized(self, capacity: int) -> Window:
@@ -369,6 +380,7 @@ class Window(PortableWindow):
                 self._fused_fold()
             else:
                 self._portable_fold()
+                self.refresh_copy()
             if only_full:
                 self.count = count.masked_fill_(full, 0)
         if _on_host():
@@ -393,13 +405,30 @@ class Window(PortableWindow):
         """
         return replace(self, **self._copies_of_what_folds_change()).close(backend)
 
+    def refresh_copy(self, rows: slice = slice(None)) -> None:
+        """Makes the 16-bit copy of kv again, if there is one, after something else than a fold changed kv.
+
+        Args:
+            rows: which sequences of the batch changed.
+        """
+        if self.kv_half is None or self.kv_scale is None:
+            return
+        assert self.kv is not None
+        kv, scale = self.kv[rows], self.kv_scale[rows]
+        # Powers of two that bring the largest entry of a row to between 2^14 and 2^15, read off its bits, as a fold's.
+        exponent = (torch.linalg.vector_norm(kv, torch.inf, dim=-1).view(torch.int32) >> 23).sub_(14).clamp_(min=1)
+        scale.copy_((exponent << 23).view(torch.float32))
+        # Into float16 as it is computed: no second float32 tensor as large as kv.
+        torch.mul(kv, ((254 - exponent) << 23).view(torch.float32).unsqueeze(-1), out=self.kv_half[rows])
+
     def _copies_of_what_folds_change(self) -> dict[str, Any]:
-        """Copies, by name, of all tensors but keys, values and decays, which a fold only reads."""
-        return {
+        """Copies, by name, of all tensors but keys, values and decays, which a fold only reads; without kv_half."""
+        copies = {
             name: None if x is None else x.clone(memory_format=torch.contiguous_format)
             for name in ("count", "arrivals", "phase", "kv", "normalizer")
             for x in [getattr(self, name)]
         }
+        return {**copies, "kv_half": None, "kv_scale": None}
 
     def _check(
         self,
@@ -462,6 +491,7 @@ class Window(PortableWindow):
         index = weight = None
         if self.kv is not None:
             index, weight = self._feature_tables()
+            self._ensure_copy()
         length = window_workspace(
             sequence.batch,
             sequence.key_heads,
@@ -471,6 +501,7 @@ class Window(PortableWindow):
             0 if weight is None else weight.shape[0],
             self.capacity,
             has_state=self.kv is not None,
+            copied=self.kv_half is not None,
             split_batch=self._split_batch(),
         )
         if self.workspace is None or self.workspace.numel() < length:
@@ -478,8 +509,9 @@ class Window(PortableWindow):
             self.workspace = self.decay.new_empty(batch, -(-length // batch), dtype=torch.float32)
         y = fused_window_step(
             *sequence.one_token(),
-            self.kv,
+            self.kv if self.kv_half is None else self.kv_half,
             self.normalizer,
+            self.kv_scale,
             self.keys,
             self.values,
             self.decay,
@@ -498,9 +530,22 @@ class Window(PortableWindow):
         """The batch by whose size the kernels split their sums among CTAs; 0: this window's own."""
         return 0
 
+    def _ensure_copy(self) -> None:
+        """Makes the 16-bit copy that steps with bfloat16 inputs and p = 2 read, unless there is one or no state."""
+        copied = self.values.dtype in COPY_DTYPES and self.power == COPY_POWER
+        if self.kv is None or self.kv_half is not None or not copied:
+            return
+        if _captured():
+            raise ValueError("a window's copy of its state cannot be made inside a CUDA graph: call step once before")
+        self.kv_half = torch.empty_like(self.kv, dtype=torch.float16)
+        self.kv_scale = torch.empty_like(self.kv[..., 0], memory_format=torch.contiguous_format)
+        self.refresh_copy()
+
     def _fused_fold(self) -> None:
         from sympow.kernels.decode.op import fused_fold
 
+        if _captured():
+            self._ensure_copy()  # replays of this fold would not write to a copy that is made later
         if self.kv is None or self.normalizer is None:
             if not _on_host():
                 raise ValueError(
@@ -512,6 +557,8 @@ class Window(PortableWindow):
         fused_fold(
             self.kv,
             self.normalizer,
+            self.kv_half,
+            self.kv_scale,
             self.keys,
             self.values,
             self.decay,
@@ -531,6 +578,11 @@ register_as_pytree(Window, "power", "tokens")
 
 def _on_host() -> bool:
     """Whether a call runs eagerly, and is not traced by torch.compile or captured into a CUDA graph."""
+    return not (torch.compiler.is_compiling() or _captured())
+
+
+def _captured() -> bool:
+    """Whether a call is captured into a CUDA graph, and not traced by torch.compile."""
     if torch.compiler.is_compiling():
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -217,7 +217,11 @@ def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context:
         kept = compute_dtype(dtype)
         state = State.zeros(slots, heads, dim, dim, mixer.power, rotated=rotated, dtype=kept, device=device)
         opened = Window.open(state, capacity=window, dtype=dtype, gate_per_pair=gates_per_pair(model), copy=False)
-        return SlotWindow(**opened._members())
+        slot_window = SlotWindow(**opened._members())
+        if slot_window._backend(model.config.backend, device.type, dtype) == "triton":
+            # Before any selection of rows, which then share this copy of the state instead of each having its own.
+            slot_window._ensure_copy()
+        return slot_window
     assert max_context is not None
     nothing = torch.zeros(slots, 0, heads, dim, dtype=dtype, device=device)
     decay = None if model.config.gating == "none" else torch.zeros(slots, 0, heads, dtype=torch.float64, device=device)

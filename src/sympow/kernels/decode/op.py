@@ -86,6 +86,7 @@ def fused_window_step(
     theta: Tensor | None,
     kv: Tensor | None,
     normalizer: Tensor | None,
+    scale: Tensor | None,
     keys: Tensor,
     values: Tensor,
     sums: Tensor,
@@ -98,17 +99,23 @@ def fused_window_step(
     power: int,
     split_batch: int = 0,
 ) -> Tensor:
-    """y (b, h, e); shapes as in `window_step` and `fused_decode`, of any strides where tensors are not written to."""
+    """y (b, h, e); shapes as in `window_step` and `fused_decode`, of any strides where tensors are not written to.
+
+    Args:
+        kv, scale: the state in float32 and None, or its 16-bit copy and the scales of the rows.
+    """
     return window_step(
-        _token(q, k, v, log_gamma, beta, theta, phase), StateArguments(kv, normalizer, index, weight),
+        _token(q, k, v, log_gamma, beta, theta, phase), StateArguments(kv, normalizer, index, weight, scale),
         RecentTokens(keys, values, sums, count), arrivals, workspace.flatten(), power, split_batch,
     )  # fmt: skip
 
 
-@torch.library.custom_op("sympow::window_fold", mutates_args=("kv", "normalizer", "count", "arrivals"))
+@torch.library.custom_op("sympow::window_fold", mutates_args=("kv", "normalizer", "copy", "scale", "count", "arrivals"))
 def fused_fold(
     kv: Tensor,
     normalizer: Tensor,
+    copy: Tensor | None,
+    scale: Tensor | None,
     keys: Tensor,
     values: Tensor,
     sums: Tensor,
@@ -117,8 +124,10 @@ def fused_fold(
     index: Tensor,
     weight: Tensor,
 ) -> None:
-    """Folds a window's tokens into the state; shapes as in `fused_window_step`."""
-    window_fold(StateArguments(kv, normalizer, index, weight), RecentTokens(keys, values, sums, count), arrivals)
+    """Folds a window's tokens into the state, and writes its 16-bit copy and scales unless they are None; shapes as in
+    `fused_window_step`."""
+    state = StateArguments(kv, normalizer, index, weight, scale)
+    window_fold(state, RecentTokens(keys, values, sums, count), arrivals, copy)
 
 
 @torch.library.custom_op(

@@ -105,6 +105,13 @@ def window_fold_reference(
     return kv, gamma.unsqueeze(-1) * normalizer + phi.sum(-2)
 
 
+def state_copy_reference(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of the 16-bit copy that `window_step.window_fold` writes: the copy, float16, and the scales of its rows."""
+    exponent = torch.frexp(kv.abs().amax(-1)).exponent - 15
+    scale = torch.ldexp(torch.ones_like(kv[..., 0]), exponent).clamp(min=2.0**-126)
+    return (kv / scale.unsqueeze(-1)).half(), scale
+
+
 def softmax_step_reference(
     q: Tensor,
     k: Tensor,

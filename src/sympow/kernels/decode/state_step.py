@@ -6,7 +6,8 @@ way. The CTAs of a head exchange their partial sums through global memory: the l
 fixed order, adds the token itself by its score, and divides. Memory traffic is the state: read once, and written at
 most once.
 
-With a window of recent tokens (`window_step`), further CTAs score its keys, and the state is only read.
+With a window of recent tokens (`window_step`), further CTAs score its keys, and the state is only read: in 16 bits
+where there is such a copy of it.
 
 Features are products of entries of a vector, which are looked up: a CTA writes its rotated vectors to global memory and
 reads their entries back through the L1 cache, so that the loop needs no barriers.
@@ -29,6 +30,10 @@ from sympow.kernels.rotary import TWO_PI, cos_sin
 
 # log γ^(1/p) of a closed gate: finite, so that differences of sums are defined, as in `sympow.ops.numerics`.
 CLOSED_GATE_ROOT = tl.constexpr(-1000.0)
+# As EPSILON, for a 16-bit copy, whose numbers are off by 2^-12 of themselves in the mean. In a sum over features the
+# errors partly cancel: it is off by about 2^-12 times the root of the sum of squares, which is some tenth of the sum of
+# magnitudes.
+COPY_EPSILON = tl.constexpr(2.0**-16)
 # Elements of the state that a CTA loads at once, and as many partial sums that it keeps for each query head; and CTAs
 # over all heads: just as many as an H200 runs at once, since a few more cost a tenth. Both were measured.
 TILE = 2048
@@ -37,9 +42,23 @@ PROGRAMS = 576
 WIDE_UPDATE = 64
 WIDE_UPDATE_TILE = 1024
 WIDE_UPDATE_PROGRAMS = 768
+# Where the state is only read: a thread loads 16 bytes at once, and several tiles ahead, so that enough bytes are on
+# their way; partial sums take few registers in such small tiles. The first are numbers of a tile in 16 bits.
+READ_TILE = 1024
+READ_STAGES = 4
+# CTAs for the state over all heads: as many as run at once; fewer for few heads, which exchange less then; and where
+# several wide query heads read a state, which takes more registers.
+READ_PROGRAMS = 576
+READ_PROGRAMS_OF_FEW = 384
+FEW_SEQUENCES = 64
+WIDE_GROUP = 256
+WIDE_GROUP_PROGRAMS = 352
 WARPS = 4
-# Partial sums that the last CTA of a head adds up at once.
+# Features of a query that a CTA which does not update the state computes at once.
+MOST_FEATURES = 512
+# Partial sums that the last CTA of a head adds up at once: how many CTAs', at least, and how many numbers, at most.
 BLOCK_SPLITS = 8
+BLOCK_SUMS = 2048
 
 
 # Arguments of the kernels -------------------------------------------------------------------------------------------
@@ -84,12 +103,14 @@ class Strides(NamedTuple):
 
 class StateArguments(NamedTuple):
     """A state and its features: kv (b, h_kv, D, e), normalizer (b, h_kv, D); which entries each feature multiplies, two
-    int16 in an int32, (D, p/2); and √ of the features' multinomial coefficients, (D,)."""
+    int16 in an int32, (D, p/2); √ of the features' multinomial coefficients, (D,); and, where kv is a 16-bit copy, what
+    each of its rows has to be multiplied with, (b, h_kv, D), else None."""
 
     kv: Any = None
     normalizer: Any = None
     pairs: Any = None
     weight: Any = None
+    scale: Any = None
 
 
 class RecentTokens(NamedTuple):
@@ -112,12 +133,13 @@ class RecentTokens(NamedTuple):
 
 class Exchange(NamedTuple):
     """Global memory through which the CTAs of a head exchange results: how many have finished, (b, h_kv) int32; their
-    rotated vectors; partial numerators; and partial denominators with a second number each."""
+    rotated vectors; partial numerators; partial denominators with a second number each; and the features of queries."""
 
     arrivals: Any
     vectors: Any
     partial: Any
     totals: Any
+    features: Any = None
 
 
 class Outputs(NamedTuple):
@@ -174,21 +196,23 @@ class SplitArguments(NamedTuple):
 
 
 @triton.jit
-def _load_tile(kv_ptr, normalizer_ptr, state, rows, valid, columns, inside, value_dim, POWER: tl.constexpr):
-    """Rows of a state, of its normaliser, of the features' weights, and of the entries that they multiply.
+def _load_kv(kv_ptr, rows, valid, columns, inside, value_dim):
+    """Rows of a state. They are evicted first: what the caches hold already is more likely to be read again."""
+    return tl.load(
+        kv_ptr + rows[:, None] * value_dim + columns[None, :], mask=valid[:, None] & inside[None, :], other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
 
-    The state is evicted first: what the caches hold already is more likely to be read again.
-    """
-    mask = valid[:, None] & inside[None, :]
-    kv = tl.load(
-        kv_ptr + rows[:, None] * value_dim + columns[None, :], mask=mask, other=0.0, eviction_policy="evict_first"
-    )
+
+@triton.jit
+def _load_rows(normalizer_ptr, state, rows, valid, POWER: tl.constexpr):
+    """Entries of a normaliser, of the features' weights, and of the entries that they multiply."""
     normalizer = tl.load(normalizer_ptr + rows, mask=valid, other=0.0)
     weight = tl.load(state.weight + rows, mask=valid, other=0.0)
     entries = ()
     for pair in tl.static_range(POWER // 2):
         entries = entries + (tl.load(state.pairs + rows * (POWER // 2) + pair, mask=valid, other=0),)
-    return kv, normalizer, weight, entries
+    return normalizer, weight, entries
 
 
 @triton.jit
@@ -201,6 +225,44 @@ def _features(vector_ptr, weight, entries, POWER: tl.constexpr):
     for pair in tl.static_range(POWER // 2):
         product = product * tl.load(vector_ptr + (entries[pair] & 0xFFFF)) * tl.load(vector_ptr + (entries[pair] >> 16))
     return product
+
+
+@triton.jit
+def _write_features(
+    phi_ptr, vectors, normalizer_ptr, scale_ptr, state, first_row, last_row, rows_per_split,
+    GROUP: tl.constexpr, POWER: tl.constexpr, DIM: tl.constexpr, COPY: tl.constexpr, FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Writes φ(q) at some rows for every query head, times the scales of a 16-bit copy; returns partial sums of φ(q) Z
+    and of |φ(q) Z|."""
+    weights = (tl.zeros((FEATURES,), tl.float32),) * GROUP
+    magnitudes = (tl.zeros((FEATURES,), tl.float32),) * GROUP
+    for start in tl.range(first_row, last_row, FEATURES):
+        rows = start + tl.arange(0, FEATURES)
+        valid = rows < last_row
+        normalizer, weight, factors = _load_rows(normalizer_ptr, state, rows, valid, POWER)
+        if COPY:
+            scale = tl.load(scale_ptr + rows, mask=valid, other=0.0)
+        next_weights = ()
+        next_magnitudes = ()
+        for member in tl.static_range(GROUP):
+            phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
+            next_weights = next_weights + (weights[member] + phi_query * normalizer,)
+            next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(phi_query * normalizer),)
+            if COPY:
+                phi_query *= scale
+            tl.store(phi_ptr + member * rows_per_split + (rows - first_row), phi_query, mask=valid)
+        weights = next_weights
+        magnitudes = next_magnitudes
+    return weights, magnitudes
+
+
+@triton.jit
+def _load_features(phi_ptr, rows, last_row, rows_per_split, GROUP: tl.constexpr):
+    """φ(q) at some rows, for every query head."""
+    phi = ()
+    for member in tl.static_range(GROUP):
+        phi = phi + (tl.load(phi_ptr + member * rows_per_split + rows, mask=rows < last_row, other=0.0),)
+    return phi
 
 
 @triton.jit
@@ -230,12 +292,14 @@ def step_kernel(
     token, state, window, exchange, out, sizes, splits, strides,
     GROUP: tl.constexpr, POWER: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
     ROTATED: tl.constexpr, SCALED: tl.constexpr, PER_PAIR: tl.constexpr, UPDATE: tl.constexpr, WINDOW: tl.constexpr,
-    STATE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    STATE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, COPY: tl.constexpr,
+    STAGES: tl.constexpr, FEATURES: tl.constexpr,
 ):  # fmt: skip
     """CTA (sequence, split): a tile of the window's keys for the first `window_splits`, then some of the state's rows.
 
     The arguments are the NamedTuples above. UPDATE: write the state after the token. WINDOW: append the token to the
-    window's keys instead.
+    window's keys instead. COPY: the state is a 16-bit copy. STAGES: tiles of ROWS rows that are loaded ahead.
+    FEATURES: of a query that are computed at once.
     """
     sequence, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, head = sequence // sizes.heads, sequence % sizes.heads
@@ -248,8 +312,13 @@ def step_kernel(
     if STATE:
         kv_ptr = state.kv + sequence * sizes.features * sizes.value_dim
         normalizer_ptr = state.normalizer + sequence * sizes.features
-        following = _load_tile(kv_ptr, normalizer_ptr, state, rows, (rows >= 0) & (rows < last_row), columns, inside,
-                               sizes.value_dim, POWER)  # fmt: skip
+        ahead = ()
+        for stage in tl.static_range(STAGES):
+            at = rows + stage * ROWS
+            valid = (first_row >= 0) & (at < last_row)
+            ahead = ahead + (_load_kv(kv_ptr, at, valid, columns, inside, sizes.value_dim),)
+        if UPDATE:
+            rows_ahead = _load_rows(normalizer_ptr, state, rows, rows < last_row, POWER)
 
     pairs = tl.arange(0, DIM // 2)
     known = pairs < sizes.dim // 2
@@ -325,25 +394,26 @@ def step_kernel(
             tl.store(window.sums + place, total)
     elif STATE:
         accs = (tl.zeros((ROWS, COLUMNS), tl.float32),) * GROUP
-        weights = (tl.zeros((ROWS,), tl.float32),) * GROUP
-        magnitudes = (tl.zeros((ROWS,), tl.float32),) * GROUP
-        for start in tl.range(first_row, last_row, ROWS):
-            kv, normalizer, weight, factors = following
-            rows = start + ROWS + tl.arange(0, ROWS)
-            following = _load_tile(kv_ptr, normalizer_ptr, state, rows, rows < last_row, columns, inside,
-                                   sizes.value_dim, POWER)  # fmt: skip
-            next_accs = ()
-            next_weights = ()
-            next_magnitudes = ()
-            for member in tl.static_range(GROUP):
-                phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
-                next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
-                next_weights = next_weights + (weights[member] + phi_query * normalizer,)
-                next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(phi_query * normalizer),)
-            accs = next_accs
-            weights = next_weights
-            magnitudes = next_magnitudes
-            if UPDATE:
+        if UPDATE:
+            weights = (tl.zeros((ROWS,), tl.float32),) * GROUP
+            magnitudes = (tl.zeros((ROWS,), tl.float32),) * GROUP
+            for start in tl.range(first_row, last_row, ROWS):
+                kv = ahead[0]
+                normalizer, weight, factors = rows_ahead
+                rows = start + ROWS + tl.arange(0, ROWS)
+                ahead = (_load_kv(kv_ptr, rows, rows < last_row, columns, inside, sizes.value_dim),)
+                rows_ahead = _load_rows(normalizer_ptr, state, rows, rows < last_row, POWER)
+                next_accs = ()
+                next_weights = ()
+                next_magnitudes = ()
+                for member in tl.static_range(GROUP):
+                    phi_query = _features(vectors + (member + 1) * DIM, weight, factors, POWER)
+                    next_accs = next_accs + (accs[member] + phi_query[:, None] * kv,)
+                    next_weights = next_weights + (weights[member] + phi_query * normalizer,)
+                    next_magnitudes = next_magnitudes + (magnitudes[member] + tl.abs(phi_query * normalizer),)
+                accs = next_accs
+                weights = next_weights
+                magnitudes = next_magnitudes
                 rows = start + tl.arange(0, ROWS)
                 valid = rows < last_row
                 phi_key = _features(vectors, weight, factors, POWER)
@@ -354,6 +424,38 @@ def step_kernel(
                 )  # fmt: skip
                 target = out.normalizer + sequence * sizes.features + rows
                 tl.store(target, normalizer * gamma + phi_key, mask=valid)
+        else:
+            # φ(q) of all rows first, each number computed once: the loop over the state then has little else to load.
+            phi_ptr = exchange.features + mine * splits.rows_per_split
+            scale_ptr = normalizer_ptr
+            if COPY:
+                scale_ptr = state.scale + sequence * sizes.features
+            weights, magnitudes = _write_features(
+                phi_ptr, vectors, normalizer_ptr, scale_ptr, state, first_row, last_row, splits.rows_per_split,
+                GROUP, POWER, DIM, COPY, FEATURES,
+            )  # fmt: skip
+            tl.debug_barrier()  # other threads read what these threads wrote
+            phi_ptr -= first_row
+            phi_ahead = ()
+            for stage in tl.static_range(STAGES):
+                rows = first_row + stage * ROWS + tl.arange(0, ROWS)
+                phi_ahead = phi_ahead + (_load_features(phi_ptr, rows, last_row, splits.rows_per_split, GROUP),)
+            for start in tl.range(first_row, last_row, ROWS * STAGES):
+                next_ahead = ()
+                next_phi = ()
+                for stage in tl.static_range(STAGES):
+                    kv = ahead[stage].to(tl.float32)
+                    rows = start + (stage + STAGES) * ROWS + tl.arange(0, ROWS)
+                    next_ahead = next_ahead + (
+                        _load_kv(kv_ptr, rows, rows < last_row, columns, inside, sizes.value_dim),
+                    )
+                    next_phi = next_phi + (_load_features(phi_ptr, rows, last_row, splits.rows_per_split, GROUP),)
+                    next_accs = ()
+                    for member in tl.static_range(GROUP):
+                        next_accs = next_accs + (accs[member] + phi_ahead[stage][member][:, None] * kv,)
+                    accs = next_accs
+                ahead = next_ahead
+                phi_ahead = next_phi
         for member in tl.static_range(GROUP):
             tl.store(exchange.partial + (mine + member) * COLUMNS + columns, tl.sum(accs[member], axis=0))
             tl.store(exchange.totals + (mine + member) * 2, tl.sum(weights[member], axis=0))
@@ -397,7 +499,7 @@ def step_kernel(
                     )
             # The state counts unless φ(q) Z is indistinguishable from rounding; keys, this token's included, by scores.
             past = tl.sum(state_weights, axis=0)
-            rounding = past < tl.sum(state_magnitudes, axis=0) * EPSILON
+            rounding = past < tl.sum(state_magnitudes, axis=0) * (COPY_EPSILON if COPY else EPSILON)
             score = even_power(tl.sum(queries[member] * key, axis=0), POWER)
             denominator = tl.where(rounding, 0.0, past * gamma) + tl.sum(recent_weights, axis=0) + score
             numerator = tl.where(rounding, 0.0, tl.sum(state_sums, axis=0) * gamma) + tl.sum(recent_sums, axis=0)
@@ -428,10 +530,15 @@ def vector_block(key_dim: int) -> int:
     return max(2, triton.next_power_of_2(key_dim))
 
 
-def workspace_size(sequences: int, splits: int, group: int, key_dim: int, value_dim: int) -> int:
-    """How many float32 numbers the CTAs of a step exchange."""
-    per_split = (group + 1) * vector_block(key_dim) + group * (triton.next_power_of_2(value_dim) + 2)
-    return sequences * splits * per_split
+def workspace_sizes(
+    sequences: int, splits: Splits, group: int, key_dim: int, value_dim: int, *, update: bool
+) -> list[int]:
+    """How many float32 numbers the CTAs of a step exchange: each field of `Exchange` but the first."""
+    ctas = sequences * splits.count
+    features = 0 if update else splits.rows_per_split
+    columns = triton.next_power_of_2(value_dim)
+    return [ctas * (group + 1) * vector_block(key_dim), ctas * group * columns, ctas * group * 2,
+            ctas * group * features]  # fmt: skip
 
 
 def launch_step(
@@ -446,6 +553,7 @@ def launch_step(
     *,
     block_keys: int = 32,
     warps: int = WARPS,
+    stages: int = 1,
 ) -> Tensor:
     """y (b, h, e) of one token; `decode_step` and `window_step` explain the arguments."""
     (batch, heads, dim), value_dim = token.k.shape, token.v.shape[-1]
@@ -453,8 +561,8 @@ def launch_step(
     block_dim, columns = vector_block(dim), triton.next_power_of_2(value_dim)
     if state.kv is not None and features * value_dim >= 2**31:
         raise ValueError(f"kv holds {features * value_dim} numbers a head; the kernels take fewer than 2³¹")
-    ctas = batch * heads * splits.count
-    lengths = [ctas * (group + 1) * block_dim, ctas * group * columns, ctas * group * 2]
+    update = out.kv is not None
+    lengths = workspace_sizes(batch * heads, splits, group, dim, value_dim, update=update)
     exchange = Exchange(arrivals, *workspace[: sum(lengths)].split(lengths))
     if state.pairs is not None:
         state = state._replace(pairs=state.pairs.view(torch.int32))
@@ -465,9 +573,12 @@ def launch_step(
         Strides.of(token),
         GROUP=group, POWER=power, DIM=block_dim, COLUMNS=columns, GATED=token.log_gamma is not None,
         ROTATED=token.theta is not None, SCALED=token.beta is not None,
-        PER_PAIR=token.beta is not None and token.beta.ndim == 3, UPDATE=out.kv is not None,
+        PER_PAIR=token.beta is not None and token.beta.ndim == 3, UPDATE=update,
         WINDOW=window.k is not None, STATE=state.kv is not None, ROWS=splits.rows, KEYS=block_keys,
-        SPLITS=BLOCK_SPLITS, num_warps=warps, enable_fp_fusion=True,
+        SPLITS=max(BLOCK_SPLITS, min(BLOCK_SUMS // columns, triton.next_power_of_2(splits.count))),
+        COPY=state.scale is not None, STAGES=stages,
+        FEATURES=min(MOST_FEATURES, triton.next_power_of_2(splits.rows_per_split)), num_warps=warps,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out.y
 
@@ -506,8 +617,7 @@ def decode_step(
         torch.empty_like(state.normalizer),
     )
     arrivals = torch.zeros(batch * heads, dtype=torch.int32, device=state.kv.device)
-    workspace = state.kv.new_empty(
-        workspace_size(batch * heads, splits.count, group, token.k.shape[-1], value_dim)
-    )  # fmt: skip
+    sizes = workspace_sizes(batch * heads, splits, group, token.k.shape[-1], value_dim, update=True)
+    workspace = state.kv.new_empty(sum(sizes))
     launch_step(token, state, RecentTokens(), out, arrivals, workspace, splits, state.pairs.shape[1], warps=warps)
     return out
