@@ -22,7 +22,7 @@ LAYERS = (
     ("model",),
     ("generation", "train"),
     ("evaluate", "hf", "bench"),
-    ("experiments",),
+    ("experiments", "serving"),
     ("report",),
     ("cli",),
     ("__main__",),

@@ -82,6 +82,57 @@ def test_several_programs_share_a_state_and_a_window(monkeypatch):
         assert_close(step_through(window, inputs, 45), expected[:, 45:], 5e-6, f"from {start}")
 
 
+def test_rows_split_their_sums_as_the_whole_batch_does(monkeypatch):
+    """Bit for bit the outputs of the whole batch, for which fewer CTAs share a head than for two rows alone."""
+    from sympow.kernels.decode import window_step as kernels
+    from sympow.serving.slots import SlotWindow
+
+    split_window = kernels.split_window
+    monkeypatch.setattr(kernels, "split_window", lambda *a, **k: split_window(*a, **(k | {"programs": 8})))
+    inputs = random_inputs(22, batch=4, length=PROMPT + 2, heads=1, dim=24, value_dim=24, dtype=torch.float32)
+    whole = SlotWindow(**open_window(inputs, 2, 4)._members())
+    some = SlotWindow(**whole.clone()._members()).rows(0, 2)
+    expected = step_through(whole, inputs, PROMPT)
+    rows = inputs.map(lambda t: t if t.ndim == 1 else t[:2])
+    splits = [split_window(batch, 300, 24, 1, 4, has_state=True, programs=8).state_splits for batch in (2, 4)]
+    assert splits[0] > splits[1] > 1
+    assert torch.equal(step_through(some, rows, PROMPT), expected[:2])
+
+
+def test_rows_share_the_copy_of_the_state_and_whoever_joins_renews_it(monkeypatch):
+    monkeypatch.setattr(window_module, "COPY_DTYPES", (torch.float32,))
+    inputs = random_inputs(23, batch=3, length=12, heads=2, dim=4, value_dim=3, dtype=torch.float32)
+    window = open_window(inputs, 2, 4)
+    window._ensure_copy()
+    some = window.rows(0, 2)
+    step_through(some, inputs.time(0, 10).map(lambda t: t if t.ndim == 1 else t[:2]), PROMPT)
+    some.fold("triton", only_full=True)
+    window.put(2, window.take(0))
+    window.put(1, open_window(random_inputs(24, length=9, heads=2, dim=4, value_dim=3, dtype=torch.float32), 2, 4))
+    fresh = replace(window, kv_half=None, kv_scale=None)
+    fresh._ensure_copy()
+    assert some.kv_half.data_ptr() == window.kv_half.data_ptr()
+    assert torch.equal(window.kv_half, fresh.kv_half)
+    assert torch.equal(window.kv_scale, fresh.kv_scale)
+
+
+def test_only_full_sequences_are_folded():
+    inputs = random_inputs(21, batch=3, length=10, heads=2, dim=4, value_dim=3, dtype=torch.float32)
+    window = open_window(inputs, 2, 4)
+    step_through(window, inputs, PROMPT)
+    window.count[1] = 2
+    before, all_folded = window.clone(), window.clone()
+    all_folded.fold("triton")
+    window.fold("triton", only_full=True)
+    assert window.count.tolist() == [[0, 0], [2, 2], [0, 0]]
+    assert not window.arrivals.any()
+    for name in ("kv", "normalizer"):
+        after, was, folded = (getattr(x, name) for x in (window, before, all_folded))
+        assert torch.equal(after[1], was[1])
+        assert torch.equal(after[::2], folded[::2])
+        assert not torch.equal(after[0], was[0])
+
+
 def test_closed_gates_zero_queries_and_zero_keys():
     inputs = random_inputs(3, length=20, heads=2, dim=8, value_dim=8, dtype=torch.float32)
     q, k, log_gamma = inputs.q.clone(), inputs.k.clone(), inputs.log_gamma.clone()
@@ -171,7 +222,7 @@ def test_operators_pass_pytorchs_own_checks():
     torch.library.opcheck(
         window_op.fused_window_step,
         (*token, inputs.theta, window.kv, window.normalizer, None, *held, window.phase, window.arrivals,
-         window.workspace, *tables, 2),
+         window.workspace, *tables, 2, 3),
     )  # fmt: skip
     torch.library.opcheck(
         window_op.fused_fold, (window.kv, window.normalizer, None, None, *held, window.arrivals, *tables)
@@ -273,7 +324,9 @@ def test_copies_of_rows_of_any_size(copies):
     by_pytorch = window.kv_half.clone(), window.kv_scale.clone()
     assert window.kv_half.isfinite().all()
     assert_copy_of_kv(window)
-    window.count.zero_()
+    # A token that changes nothing; a fold of none would write nothing.
+    window.keys.zero_()
+    window.decay.zero_()
     window.kv_half.zero_()
     window.fold("triton")
     assert torch.equal(window.kv_half, by_pytorch[0])

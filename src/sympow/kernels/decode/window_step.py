@@ -90,7 +90,9 @@ def fold_window_kernel(
     total = tl.load(sums_ptr + count - 1, mask=count > 0, other=0.0)
     gamma = tl.exp((total * POWER).to(tl.float32))
     first = split * rows_per_split
-    for start in tl.range(first, tl.minimum(first + rows_per_split, features_count), ROWS):
+    # Without tokens to fold, the state stays as it is, and nothing is read or written.
+    last = tl.where(count > 0, tl.minimum(first + rows_per_split, features_count), first)
+    for start in tl.range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         valid = rows < features_count
         weight = tl.load(weight_ptr + rows, mask=valid, other=0.0)
@@ -183,9 +185,11 @@ def window_workspace(
     *,
     has_state: bool,
     copied: bool = False,
+    split_batch: int = 0,
 ) -> int:
-    """How many float32 numbers the CTAs of a step exchange."""
-    splits = split_window(batch * heads, feature_count, value_dim, group, capacity, has_state=has_state, copied=copied)
+    """How many float32 numbers the CTAs of a step exchange; `split_batch` as in `window_step`."""
+    sequences = (split_batch or batch) * heads
+    splits = split_window(sequences, feature_count, value_dim, group, capacity, has_state=has_state, copied=copied)
     return sum(workspace_sizes(batch * heads, splits, group, key_dim, value_dim, update=False))
 
 
@@ -196,6 +200,7 @@ def window_step(
     arrivals: Tensor,
     workspace: Tensor,
     power: int,
+    split_batch: int = 0,
     *,
     tile: int | None = None,
     programs: int | None = None,
@@ -212,13 +217,14 @@ def window_step(
         arrivals: zeros, (b, h_kv) int32, left as zeros.
         workspace: `window_workspace` numbers of float32, uninitialised.
         power: p.
+        split_batch: the batch by whose size sums are split among CTAs, which determines their rounding; 0: this one.
         tile, programs, warps, stages: how the state is split, and how many tiles are loaded ahead; None: as measured
             best.
     """
     batch, heads, _ = token.k.shape
     copied = state.scale is not None
     splits = split_window(
-        batch * heads,
+        (split_batch or batch) * heads,
         0 if state.weight is None else state.weight.shape[0],
         token.v.shape[-1],
         token.q.shape[1] // heads,

@@ -1,0 +1,357 @@
+"""`Engine`: continuous batching. Requests of any lengths and settings share the steps of one batch of fixed size.
+
+    engine = Engine(TextModel.load("runs/first/model", "cuda"), slots=64)
+    completion = engine.submit("def fib(", Sampling(temperature=0), max_tokens=100)    # returns at once
+    for event in completion:                                                           # or: async for
+        print(event.text, end="")
+    print(completion.result().usage)
+    engine.close()
+
+A worker thread owns the model. Between two steps requests join free slots and leave theirs, and at most `segment_size`
+tokens of waiting prompts are prefilled, in turn, so that a long prompt delays nobody's next token by more than that.
+With symmetric powers a slot is a state of fixed size, whatever it has read (`sympow.Window` with `put` and `take`).
+
+A request gives what it gives alone. Its samples come from its own generator, the one that `sympow.generation.generate`
+would use. Matrix products always have the same number of rows (`step_rows`), so that rounding does not depend on who
+shares the batch either; only a state that the prefix cache took at the end of another prompt is rounded differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from sympow.checks import check_at_least, check_at_most
+from sympow.generation.prefix import Prefix
+from sympow.generation.sampling import Sampling
+from sympow.generation.text import TextDecoder, TextModel
+from sympow.ops.window import CAPACITY
+from sympow.serving.completion import Completion, Prefilling
+from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.reading import Reading
+from sympow.serving.row_sampling import RowSampler
+from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
+from sympow.serving.slots import Slots
+
+# The most log-probabilities of a token that a request can ask for.
+MAX_LOGPROBS = 20
+# Defaults of `segment_size`: what takes some milliseconds with the 124M model on an H200, and a second on two cores.
+GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
+# Default of `step_rows` on a CPU: products of so few rows still wait for weights rather than for arithmetic.
+CPU_STEP_ROWS = 16
+# The smallest seed that torch's generators take; the largest is that of a 64-bit integer.
+SMALLEST_SEED = -(2**63)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the start, and what is so now.
+
+    Attributes:
+        slots: the number of slots.
+        running: requests in a slot.
+        prefilling: requests whose prompts are being prefilled, those of `prefill` included.
+        queued: requests that wait for a slot.
+        max_queue: the most that may wait.
+        slot_nbytes: bytes of one slot.
+        submitted, rejected: requests accepted and refused (the queue was full).
+        finished: ended requests by finish reason.
+        prompt_tokens: tokens that were prefilled, those from the prefix cache not included.
+        generated_tokens: tokens that were generated.
+        steps: decoding steps.
+        ttft_counts: how many first tokens took at most each of `TTFT_BUCKETS`, but more than the one before; the last
+            entry counts those beyond.
+        ttft_sum: seconds to the first token, of all requests together.
+        prefix_hits, prefix_misses: prompts that did or did not start from the prefix cache.
+        prefix_hit_tokens: tokens of prompts whose prefilling it saved.
+        prefix_entries, prefix_nbytes, prefix_budget: what the prefix cache holds, and may hold, in bytes.
+    """
+
+    slots: int
+    running: int
+    prefilling: int
+    queued: int
+    max_queue: int
+    slot_nbytes: int
+    submitted: int = 0
+    rejected: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    ttft_counts: tuple[int, ...] = (0,) * (len(TTFT_BUCKETS) + 1)
+    ttft_sum: float = 0.0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_entries: int = 0
+    prefix_nbytes: int = 0
+    prefix_budget: int = 0
+
+
+class Engine:
+    """Decodes many requests as one batch. All methods may be called from any thread.
+
+    Args:
+        text_model: a model and its tokenizer, on the device where both stay. Nothing else may change the model.
+        slots: how many requests are decoded at once; memory is allocated for all of them.
+        segment_size: tokens of prompts that are prefilled between two steps; None: 2,048 on a GPU, 256 on a CPU.
+        window: tokens of each slot between two folds into its state.
+        max_context: the most tokens of a slot, prompt and completion together. Softmax models need it, for which it
+            determines the bytes of a slot; symmetric powers take any length, and no limit is the default.
+        max_queue: how many requests may wait for a slot.
+        prefix_cache_bytes: for the states of prompts, from which later prompts that begin alike start; 0: none.
+        step_rows: rows of every matrix product of a step, by which rounding is the same however many requests run.
+            None: all slots on a GPU, where weights are read once for all rows; at most 16 on a CPU.
+        graphs: whether to capture steps as CUDA graphs, on a GPU.
+    """
+
+    def __init__(
+        self,
+        text_model: TextModel,
+        slots: int = 64,
+        *,
+        segment_size: int | None = None,
+        window: int = CAPACITY,
+        max_context: int | None = None,
+        max_queue: int = 256,
+        prefix_cache_bytes: int = 2**30,
+        step_rows: int | None = None,
+        graphs: bool = True,
+    ) -> None:
+        if not isinstance(text_model, TextModel):
+            raise TypeError(f"text_model must be a TextModel, got {type(text_model).__name__}")
+        model = text_model.model
+        on_gpu = model.embedding.weight.is_cuda
+        if segment_size is None:
+            segment_size = GPU_SEGMENT_SIZE if on_gpu else CPU_SEGMENT_SIZE
+        if step_rows is None:
+            step_rows = slots if on_gpu else min(slots, CPU_STEP_ROWS)
+        sizes = {"slots": slots, "segment_size": segment_size, "window": window, "max_queue": max_queue}
+        sizes |= {"step_rows": step_rows, "max_context": 1 if max_context is None else max_context}
+        for name, value in sizes.items():
+            check_at_least(name, value, 1)
+        check_at_least("prefix_cache_bytes", prefix_cache_bytes, 0)
+        if step_rows > slots:
+            raise ValueError(f"step_rows must be at most the number of slots, {slots}; got {step_rows}")
+        if max_context is None and model.config.mixer == "softmax":
+            raise ValueError(
+                "max_context must be given for a softmax model: a slot holds the keys and values of all its tokens"
+            )
+        if text_model.tokenizer.boundary >= model.config.vocab_size:
+            raise ValueError(
+                f"text_model's tokenizer has the boundary token {text_model.tokenizer.boundary}, but the model has "
+                f"{model.config.vocab_size} tokens"
+            )
+        self.text_model, self.slots, self.segment_size = text_model, slots, segment_size
+        self._max_context, self._max_queue = max_context, max_queue
+        batch = Slots(model, slots, window=window, max_context=max_context, step_rows=step_rows, graphs=graphs)
+        sampler = RowSampler(batch.logits, batch.seen, batch.tokens, top=MAX_LOGPROBS, graphs=graphs)
+        self._slot_nbytes = batch.nbytes // slots
+        self._scheduler = Scheduler(
+            model,
+            batch,
+            sampler,
+            PrefixCache(prefix_cache_bytes),
+            rows=slots,
+            segment_size=segment_size,
+            max_queue=max_queue,
+        )
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        max_tokens: int,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+        logprobs: int | None = None,
+        echo: bool = False,
+        prefix: Prefix | None = None,
+        ignore_boundary: bool = False,
+    ) -> Completion:
+        """Queues a request and returns at once.
+
+        Args:
+            prompt: a text, before which the boundary token of a document comes unless it continues a prefix; or token
+                ids, taken as they are. It can only be empty with a prefix or as a text.
+            sampling: None: from the model's distribution, unchanged.
+            max_tokens: the most tokens to generate; 0: only prefill, as for the log-probabilities of a prompt.
+            stop: strings that end the text and are not part of it.
+            seed: of the samples; None: a new one each time.
+            logprobs: how many of the most likely tokens to report with each token's own log-probability, 0 to 20;
+                None: no log-probabilities.
+            echo: whether the prompt comes first, as an event of its own; with its log-probabilities if asked for.
+            prefix: the text before the prompt, of one sequence, by the same model; it is not modified.
+            ignore_boundary: whether to go on after a boundary token, up to max_tokens.
+
+        Raises:
+            QueueFullError: `max_queue` requests wait already.
+            EngineClosedError: the engine is closed.
+            ValueError, TypeError: an argument does not fit; the message names it.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+        check_at_least("max_tokens", max_tokens, 0)
+        if logprobs is not None:
+            check_at_least("logprobs", logprobs, 0)
+            check_at_most("logprobs", logprobs, MAX_LOGPROBS, "the most that are computed")
+        if seed is not None:
+            check_at_least("seed", seed, SMALLEST_SEED)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        for text in stop:
+            if not isinstance(text, str):
+                raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
+        decoder = TextDecoder(self.text_model.tokenizer, stop)
+        tokens = self._tokens("prompt", prompt, prefix)
+        if prefix is not None and prefix.seen is None and sampling.repetition_penalty != 1:
+            raise ValueError(
+                "prefix does not know which tokens occurred, which repetition_penalty needs: it was saved by an "
+                "earlier version; prefill the text again"
+            )
+        self._check_room("prompt", len(tokens), prefix, max_tokens)
+        echoed = None
+        if echo:
+            echoed = prompt if isinstance(prompt, str) else self.text_model.tokenizer.decode(tokens)
+        handle = Completion(tokens, self._scheduler.wake)
+        request = Request(
+            handle=handle,
+            reading=Reading(tokens, self.segment_size, prefix, scored=logprobs if echo else None),
+            sampling=sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            echo=echoed,
+            boundary=self.text_model.tokenizer.boundary,
+            ignore_boundary=ignore_boundary,
+            decoder=decoder,
+        )
+        self._scheduler.submit(request)
+        return handle
+
+    def prefill(
+        self,
+        text: str | Sequence[int],
+        *,
+        prefix: Prefix | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Prefix:
+        """As `submit_prefill`, and waits for the prefix."""
+        return self.submit_prefill(text, prefix=prefix, progress=progress).result()
+
+    def submit_prefill(
+        self,
+        text: str | Sequence[int],
+        *,
+        prefix: Prefix | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Prefilling:
+        """Prefills a context in segments between the steps of running requests, and returns at once.
+
+        It takes no slot, and does not count for `max_queue`; contexts and prompts take turns.
+
+        Args:
+            text, prefix: as `prompt` and `prefix` of `submit`.
+            progress: called by the worker after each segment with the tokens prefilled and those in all; it must
+                return quickly; what it raises ends the prefilling.
+        """
+        tokens = self._tokens("text", text, prefix)
+        self._check_room("text", len(tokens), prefix, 0)
+        handle = Prefilling(len(tokens), progress, self._scheduler.wake)
+        self._scheduler.submit_context(Context(handle, Reading(tokens, self.segment_size, prefix)))
+        return handle
+
+    def warm_up(self) -> None:
+        """Runs steps of every batch size, so that no later one has to compile kernels or capture a CUDA graph.
+
+        Raises:
+            RuntimeError: requests are running, whose rows it would overwrite.
+        """
+        self._scheduler.run_between_steps(self._scheduler.warm_up)
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges, for monitoring."""
+        worker, cache = self._scheduler, self._scheduler.cache
+        return EngineStats(
+            slots=self.slots,
+            running=worker.running,
+            prefilling=worker.prefilling,
+            queued=worker.queued,
+            max_queue=self._max_queue,
+            slot_nbytes=self._slot_nbytes,
+            submitted=worker.counts["submitted"],
+            rejected=worker.counts["rejected"],
+            finished=dict(worker.finished),
+            prompt_tokens=worker.counts["prompt_tokens"],
+            generated_tokens=worker.counts["generated_tokens"],
+            steps=worker.counts["steps"],
+            ttft_counts=tuple(worker.ttft_counts),
+            ttft_sum=worker.ttft_sum,
+            prefix_hits=cache.hits,
+            prefix_misses=cache.misses,
+            prefix_hit_tokens=cache.hit_tokens,
+            prefix_entries=len(cache),
+            prefix_nbytes=cache.nbytes,
+            prefix_budget=cache.budget,
+        )
+
+    def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Ends the worker. Later calls of `submit` raise `EngineClosedError`.
+
+        Args:
+            drain: whether requests that were submitted end as they would; otherwise they are cancelled.
+            timeout: seconds after which requests that are left are cancelled; None: no limit.
+        """
+        self._scheduler.close(drain=drain, timeout=timeout)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(drain=kind is None)
+
+    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> tuple[int, ...]:
+        """The tokens of a prompt or a context, checked."""
+        model = self.text_model.model
+        if prefix is not None:
+            _check_prefix(prefix, self.text_model)
+        if isinstance(text, str):
+            encoded = self.text_model.tokenizer.encode(text).tolist()
+            return tuple(encoded) if prefix is not None else (self.text_model.tokenizer.boundary, *encoded)
+        tokens = tuple(text)
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise TypeError(f"{name} must be a string or token ids, got {type(token).__name__} among them")
+            if not 0 <= token < model.config.vocab_size:
+                raise ValueError(f"{name} must hold ids from 0 to {model.config.vocab_size - 1}, got {token}")
+        if not tokens and prefix is None:
+            raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
+        return tokens
+
+    def _check_room(self, name: str, tokens: int, prefix: Prefix | None, max_tokens: int) -> None:
+        before = 0 if prefix is None else prefix.tokens
+        if self._max_context is not None and before + tokens + max_tokens > self._max_context:
+            parts = f"{before:,} tokens of the prefix, {tokens:,} of its own and {max_tokens:,} of max_tokens"
+            raise ValueError(f"{name} is too long: {parts} exceed {self._max_context:,}, the most tokens of a slot")
+
+
+def _check_prefix(prefix: Prefix, text_model: TextModel) -> None:
+    model = text_model.model
+    if not isinstance(prefix, Prefix):
+        raise TypeError(f"prefix must be a Prefix, got {type(prefix).__name__}")
+    if prefix.batch != 1:
+        raise ValueError(f"prefix must be of one text, got {prefix.batch}")
+    shape = (len(model.blocks), model.config.vocab_size)
+    if (len(prefix.state), prefix.logits.shape[1]) != shape:
+        raise ValueError(
+            f"prefix must be of a model with {shape[0]} layers and {shape[1]:,} tokens, "
+            f"got {len(prefix.state)} and {prefix.logits.shape[1]:,}"
+        )
+    device = model.embedding.weight.device
+    if prefix.logits.device != device:
+        raise ValueError(f"prefix must be on the model's device, {device}; got {prefix.logits.device}")
