@@ -81,6 +81,23 @@ def test_several_programs_share_a_state_and_a_window(monkeypatch):
         assert_close(step_through(window, inputs, 45), expected[:, 45:], 5e-6, f"from {start}")
 
 
+def test_only_full_sequences_are_folded():
+    inputs = random_inputs(21, batch=3, length=10, heads=2, dim=4, value_dim=3, dtype=torch.float32)
+    window = open_window(inputs, 2, 4)
+    step_through(window, inputs, PROMPT)
+    window.count[1] = 2
+    before, all_folded = window.clone(), window.clone()
+    all_folded.fold("triton")
+    window.fold("triton", only_full=True)
+    assert window.count.tolist() == [[0, 0], [2, 2], [0, 0]]
+    assert not window.arrivals.any()
+    for name in ("kv", "normalizer"):
+        after, was, folded = (getattr(x, name) for x in (window, before, all_folded))
+        assert torch.equal(after[1], was[1])
+        assert torch.equal(after[::2], folded[::2])
+        assert not torch.equal(after[0], was[0])
+
+
 def test_closed_gates_zero_queries_and_zero_keys():
     inputs = random_inputs(3, length=20, heads=2, dim=8, value_dim=8, dtype=torch.float32)
     q, k, log_gamma = inputs.q.clone(), inputs.k.clone(), inputs.log_gamma.clone()

@@ -306,3 +306,91 @@ def test_windows_of_different_fillings_stand_side_by_side():
         windows[0].resized(8)
     with pytest.raises(ValueError, match="windows to be joined must agree"):
         Window.cat([windows[0], open_window(parts[0], 2)])
+
+
+@pytest.mark.parametrize("gate", ["none", "scalar", "vector"])
+def test_sequences_join_and_leave_a_batch(gate):
+    """Three sequences, put into rows of one batch at different moments; each is folded when it is full."""
+    inputs = random_inputs(31, batch=3, length=LENGTH, heads=4, key_heads=2, gate=gate)
+    expected = run(inputs, 2, "attention")
+    alone = [inputs.map(lambda t, row=row: t if t.ndim == 1 else t[row : row + 1]) for row in range(3)]
+    joins = (0, 2, 5)
+    batch = open_window(inputs, 2, capacity=4)
+    outputs: list[list[torch.Tensor]] = [[], [], []]
+    for moment in range(LENGTH - PROMPT):
+        for row, join in enumerate(joins):
+            if moment == join:
+                _, state = run(alone[row].time(0, PROMPT), 2, "chunked", return_state=True)
+                batch.put(row, state)
+        places = [PROMPT + moment - join if moment >= join else 0 for join in joins]
+        batch.tokens = 0  # as after steps in a graph: who steps decides when to fold
+        batch.fold(only_full=True)
+        token = [one.time(place, place + 1) for one, place in zip(alone, places, strict=True)]
+        arguments = {
+            name: value if name == "theta" or value is None else torch.cat([getattr(t, name) for t in token])
+            for name, value in inputs.arguments().items()
+        }
+        y = batch.step(**arguments)
+        for row, join in enumerate(joins):
+            if moment >= join:
+                outputs[row].append(y[row])
+    for row, join in enumerate(joins):
+        stop = LENGTH - join
+        assert_close(torch.cat(outputs[row]), expected[row, PROMPT:stop], 1e-9, f"y of row {row}")
+        _, after = run(alone[row].time(0, stop), 2, "attention", return_state=True)
+        assert_states_close(batch.take(row).close(), after, 1e-9)
+
+
+def test_what_is_taken_is_put_back_bit_for_bit():
+    inputs = random_inputs(32, batch=3, length=LENGTH, heads=4, key_heads=2)
+    batch = open_window(inputs, 2, capacity=64)
+    step_through(batch, inputs, PROMPT)
+    before = batch.clone()
+    taken = batch.take(1)
+    batch.put(1, batch.take(2))
+    assert not torch.equal(batch.kv[1], before.kv[1])
+    batch.put(1, taken)
+    for name, tensor in before._tensors().items():
+        assert torch.equal(getattr(batch, name), tensor), name
+    batch.rows(0, 1).fold()
+    assert batch.count.tolist() == [[0, 0], [11, 11], [11, 11]]
+    assert not torch.equal(batch.kv[0], before.kv[0])
+    assert torch.equal(batch.kv[1:], before.kv[1:])
+
+
+def test_a_row_after_one_that_was_not_finite():
+    inputs = random_inputs(33, batch=2, length=LENGTH, heads=4, key_heads=2)
+    batch = open_window(inputs, 2, capacity=64)
+    expected = step_through(batch.clone(), inputs, PROMPT)
+    fresh = batch.take(0)
+    for tensor in (batch.keys, batch.values, batch.kv, batch.normalizer, batch.phase):
+        tensor[0] = torch.nan
+    batch.put(0, fresh)
+    assert_close(step_through(batch, inputs, PROMPT), expected, 1e-12, "y")
+
+
+def test_keys_and_values_alone_join_a_batch_with_states():
+    inputs = random_inputs(34, batch=2, length=LENGTH, heads=4, key_heads=2)
+    prompt = inputs.time(0, PROMPT).arguments()
+    del prompt["q"]
+    keys = empty_window(inputs, 2, capacity=PROMPT)
+    keys.extend(**prompt)
+    batch = open_window(inputs, 2, capacity=8)
+    for row in range(2):
+        batch.put(row, keys.take(row))
+    assert_close(step_through(batch, inputs, PROMPT), run(inputs, 2, "attention")[:, PROMPT:], 1e-9, "y")
+
+
+def test_mistakes_of_put_are_named():
+    inputs = random_inputs(35, batch=2, length=LENGTH)
+    batch = open_window(inputs, 2, capacity=8)
+    with pytest.raises(ValueError, match="row must be between 0 and 1, got 2"):
+        batch.put(2, batch.take(0))
+    with pytest.raises(TypeError, match=r"sequence must be a sympow\.State or a Window, got Tensor"):
+        batch.put(0, batch.keys)
+    with pytest.raises(ValueError, match="got 2 of"):
+        batch.put(0, batch.clone())
+    with pytest.raises(ValueError, match="expected 1 of"):
+        batch.put(0, open_window(random_inputs(36, length=LENGTH, dim=6), 2, capacity=8))
+    with pytest.raises(ValueError, match="have no state where the window has none"):
+        empty_window(inputs, 2, capacity=8).put(0, batch.take(0))

@@ -14,6 +14,7 @@ state, there is no state. With softmax it is a key/value cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,12 @@ class CapturedCall:
     Args:
         function: launches the same work on the device each time, and does not wait for it.
         capture: whether to capture it at all.
+        pool: memory that graphs share which never run at the same time and leave no results there
+            (`torch.cuda.graph_pool_handle`); None: the graph has its own.
     """
 
-    def __init__(self, function: Callable[[], None], *, capture: bool) -> None:
-        self._function, self._capture = function, capture
+    def __init__(self, function: Callable[[], None], *, capture: bool, pool: Any = None) -> None:
+        self._function, self._capture, self._pool = function, capture, pool
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ran = False
 
@@ -43,7 +46,7 @@ class CapturedCall:
         if self._graph is None and self._capture and self._ran:
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile, for example to load data.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._function()
             self._graph = graph
         if self._graph is None:

@@ -5,7 +5,7 @@ It is to softmax attention what `Window` is to symmetric power attention, so tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -84,6 +84,44 @@ class KeyValueCache(TensorRecord):
     @property
     def capacity(self) -> int:
         return self.keys.shape[2]
+
+    def rows(self, start: int, stop: int) -> KeyValueCache:
+        """Sequences of the batch, from `start` up to `stop`, as a cache on the same memory."""
+        return replace(self._map(lambda tensor: tensor[start:stop]), workspace=None)
+
+    @torch.no_grad()
+    def put(self, row: int, sequence: KeyValueState | KeyValueCache) -> None:
+        """Replaces one sequence of the batch in place; the others are not touched.
+
+        Args:
+            row: which.
+            sequence: the state, or the cache, of one sequence, with no more tokens than the capacity.
+        """
+        if not 0 <= row < self.keys.shape[0]:
+            raise ValueError(f"row must be between 0 and {self.keys.shape[0] - 1}, got {row}")
+        if isinstance(sequence, KeyValueState):
+            sequence = KeyValueCache.open(sequence, capacity=max(1, sequence.length))
+        kinds = [
+            (c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.decay is not None, c.phase is not None)
+            for c in (sequence, self)
+        ]
+        if sequence.keys.shape[0] != 1 or kinds[0] != kinds[1]:
+            raise ValueError(
+                "sequence must be one sequence and agree with the cache in (heads, key dim, value dim, gated, rotated);"
+                f" got {sequence.keys.shape[0]} of {kinds[0]}, expected 1 of {kinds[1]}"
+            )
+        if sequence.tokens > self.capacity:
+            raise ValueError(f"sequence has {sequence.tokens} tokens, more than the capacity of {self.capacity}")
+        tokens = min(sequence.capacity, self.capacity)
+        for name, tensor in replace(self, workspace=None)._tensors().items():
+            source = getattr(sequence, name)[0]
+            if name in ("keys", "values", "decay"):
+                # Zeros beyond the tokens, since NaN would spread from there.
+                tensor[row, :, tokens:] = 0
+                tensor[row, :, :tokens] = source[:, :tokens]
+            else:
+                tensor[row] = source
+        self.tokens = max(self.tokens, sequence.tokens)
 
     def resized(self, capacity: int) -> KeyValueCache:
         """A copy with another capacity, at least the number of tokens held."""

@@ -175,6 +175,46 @@ class Window(PortableWindow):
         """Some sequences of the batch, as a window that shares no memory with this one."""
         return self._map(lambda tensor: tensor[index].clone(memory_format=torch.contiguous_format))
 
+    def rows(self, start: int, stop: int) -> Window:
+        """Sequences of the batch, from `start` up to `stop`, as a window on the same memory."""
+        return replace(self._map(lambda tensor: tensor[start:stop]), workspace=None)
+
+    def take(self, row: int) -> Window:
+        """One sequence of the batch, as a window of its own, which `put` puts back."""
+        return self.rows(row, row + 1).clone()
+
+    @torch.no_grad()
+    def put(self, row: int, sequence: State | Window) -> None:
+        """Replaces one sequence of the batch in place; the others are not touched.
+
+        Args:
+            row: which.
+            sequence: the state, or the window, of one sequence. A window must fit into the capacity.
+        """
+        if not 0 <= row < self.keys.shape[0]:
+            raise ValueError(f"row must be between 0 and {self.keys.shape[0] - 1}, got {row}")
+        if isinstance(sequence, State):
+            like: dict[str, Any] = {"dtype": self.values.dtype, "key_dtype": self.keys.dtype}
+            per_pair = self.decay.shape[-1] > 1
+            sequence = Window.open(sequence, capacity=self.capacity, gate_per_pair=per_pair, copy=False, **like)
+        if not isinstance(sequence, Window):
+            raise TypeError(f"sequence must be a sympow.State or a Window, got {type(sequence).__name__}")
+        fitted = sequence if sequence.capacity == self.capacity else sequence.resized(self.capacity)
+        kinds = [
+            (w.power, *w.keys.shape[1:3], w.value_dim, w.decay.shape[3], w.phase is not None) for w in (fitted, self)
+        ]
+        if fitted.keys.shape[0] != 1 or kinds[0] != kinds[1] or (self.kv is None and fitted.kv is not None):
+            raise ValueError(
+                "sequence must be one sequence and agree with the window in (power, heads, key dim, value dim, gates, "
+                f"rotated), and have no state where the window has none; got {fitted.keys.shape[0]} of {kinds[0]}, "
+                f"expected 1 of {kinds[1]}"
+            )
+        for name, tensor in replace(self, workspace=None)._tensors().items():
+            source = getattr(fitted, name)
+            # Before the first fold the state is zero.
+            tensor[row].zero_() if source is None else tensor[row].copy_(source[0])
+        self.tokens = max(self.tokens, fitted.tokens)
+
     def resized(self, capacity: int) -> Window:
         """A copy with another capacity.
 
@@ -310,20 +350,28 @@ class Window(PortableWindow):
             self._portable_extend(sequence)
         self.tokens += sequence.length
 
-    def fold(self, backend: str = "auto") -> None:
+    def fold(self, backend: str = "auto", *, only_full: bool = False) -> None:
         """Folds the window's tokens into the state, which is made if there was none, and empties the window.
 
         Args:
             backend: as in `sympow.attention`.
+            only_full: whether sequences keep their tokens unless they are as many as the capacity.
         """
         chosen = self._backend(backend, self.keys.device.type, self.values.dtype)
+        count = self.count
         with torch.no_grad(), without_autocast(self.keys.device):
+            if only_full:
+                # The fold sees the others as empty.
+                full = count >= self.capacity
+                self.count = count * full
             if chosen == "triton":
                 self._fused_fold()
             else:
                 self._portable_fold()
+            if only_full:
+                self.count = count.masked_fill_(full, 0)
         if _on_host():
-            self.tokens = 0
+            self.tokens = min(self.tokens, self.capacity - 1) if only_full else 0
 
     def close(self, backend: str = "auto") -> State:
         """The exact state after the last token. It shares the window's memory; to continue with both, `clone` first.

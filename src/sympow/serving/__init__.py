@@ -1,7 +1,8 @@
 """Serving: `Engine` decodes many requests as one batch, each with its own prompt, settings and length."""
 
-from sympow.serving.completion import Completion, Event, RequestError, Result, TokenLogprob, Usage
-from sympow.serving.engine import Engine, EngineClosedError, EngineStats, Prefilling, QueueFullError
+from sympow.serving.completion import Completion, Event, Prefilling, RequestError, Result, TokenLogprob, Usage
+from sympow.serving.engine import Engine, EngineStats
+from sympow.serving.scheduler import EngineClosedError, QueueFullError
 
 __all__ = [
     "Completion",

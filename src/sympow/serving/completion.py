@@ -1,6 +1,6 @@
-"""`Completion`: the caller's end of a request, which a worker thread fills with events.
+"""`Completion` and `Prefilling`: the caller's end of a request, to which a worker thread hands what becomes known.
 
-It is iterated over, or waited for as a whole, by threads and by coroutines alike:
+A completion is iterated over, or waited for as a whole, by threads and by coroutines alike:
 
     for event in completion: print(event.text, end="")
     async for event in completion: ...
@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
+
+from sympow.generation.prefix import Prefix
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -244,3 +246,75 @@ class Completion:
         if event.tokens and not event.echo and self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self._handover.changed(lambda: self._events.append(event))
+
+
+class Prefilling:
+    """A context on its way. Made by `Engine.submit_prefill`.
+
+    Attributes:
+        tokens: how many tokens it has in all, those of the prefix before it not included.
+    """
+
+    def __init__(self, tokens: int, progress: Callable[[int, int], None] | None, on_cancel: Callable[[], None]) -> None:
+        self.tokens = tokens
+        self._progress, self._on_cancel = progress, on_cancel
+        self._handover = Handover()
+        self._done_tokens = 0
+        self._outcome: Prefix | str | None = None
+        self._cancelled = False
+
+    @property
+    def done_tokens(self) -> int:
+        """How many of them are prefilled."""
+        return self._done_tokens
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, in one way or another."""
+        return self._outcome is not None
+
+    @property
+    def cancel_requested(self) -> bool:
+        """Whether `cancel` was called before the end."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Ends it after the segment at hand; `result` then raises `RequestError`. Returns at once."""
+        if not self.done:
+            self._cancelled = True
+            self._on_cancel()
+
+    def result(self, timeout: float | None = None) -> Prefix:
+        """The prefix, once all is prefilled.
+
+        Raises:
+            RequestError: it failed or was cancelled.
+            TimeoutError: it has not ended in time; it goes on.
+        """
+        if not self._handover.wait(lambda: self.done, timeout):
+            raise TimeoutError(f"the context was not prefilled within {timeout} seconds")
+        return self._result()
+
+    async def aresult(self) -> Prefix:
+        """As `result`, in a coroutine."""
+        await self._handover.await_(lambda: self.done)
+        return self._result()
+
+    def _result(self) -> Prefix:
+        if not isinstance(self._outcome, Prefix):
+            raise RequestError(self._outcome)
+        return self._outcome
+
+    def advance(self, tokens: int) -> None:
+        """Reports tokens as prefilled; the engine's worker alone calls this and `end`."""
+        self._done_tokens = tokens
+        if self._progress is not None:
+            self._progress(tokens, self.tokens)
+
+    def end(self, outcome: Prefix | str) -> None:
+        """Hands over the prefix, or the reason why there is none."""
+
+        def change() -> None:
+            self._outcome = outcome
+
+        self._handover.changed(change)

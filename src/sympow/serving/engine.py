@@ -22,24 +22,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from sympow.checks import check_at_least, check_at_most
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
-from sympow.generation.text import TextModel
+from sympow.generation.text import TextDecoder, TextModel
 from sympow.ops.window import CAPACITY
-from sympow.serving.completion import Completion
+from sympow.serving.completion import Completion, Prefilling
+from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.reading import Reading
+from sympow.serving.row_sampling import RowSampler
+from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
+from sympow.serving.slots import Slots
 
 # The most log-probabilities of a token that a request can ask for.
 MAX_LOGPROBS = 20
-# Upper bounds, in seconds, of the histogram of times to the first token; the last one has no bound.
-TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class QueueFullError(RuntimeError):
-    """The engine's queue is full: try again later."""
-
-
-class EngineClosedError(RuntimeError):
-    """The engine is closed, or its worker has failed; the message says which."""
+# Defaults of `segment_size`: what takes some milliseconds with the 124M model on an H200, and a second on two cores.
+GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
+# Default of `step_rows` on a CPU: products of so few rows still wait for weights rather than for arithmetic.
+CPU_STEP_ROWS = 16
+# The smallest seed that torch's generators take; the largest is that of a 64-bit integer.
+SMALLEST_SEED = -(2**63)
 
 
 @dataclass(frozen=True)
@@ -88,43 +90,6 @@ class EngineStats:
     prefix_budget: int = 0
 
 
-class Prefilling:
-    """A context on its way. Made by `Engine.submit_prefill`.
-
-    Attributes:
-        tokens: how many tokens it has in all, those of the prefix before it not included.
-    """
-
-    tokens: int
-
-    @property
-    def done_tokens(self) -> int:
-        """How many of them are prefilled."""
-        raise NotImplementedError
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended, in one way or another."""
-        raise NotImplementedError
-
-    def cancel(self) -> None:
-        """Ends it after the segment at hand; `result` then raises `RequestError`. Returns at once."""
-        raise NotImplementedError
-
-    def result(self, timeout: float | None = None) -> Prefix:
-        """The prefix, once all is prefilled.
-
-        Raises:
-            RequestError: it failed or was cancelled.
-            TimeoutError: it has not ended in time; it goes on.
-        """
-        raise NotImplementedError
-
-    async def aresult(self) -> Prefix:
-        """As `result`, in a coroutine."""
-        raise NotImplementedError
-
-
 class Engine:
     """Decodes many requests as one batch. All methods may be called from any thread.
 
@@ -155,7 +120,44 @@ class Engine:
         step_rows: int | None = None,
         graphs: bool = True,
     ) -> None:
-        raise NotImplementedError
+        if not isinstance(text_model, TextModel):
+            raise TypeError(f"text_model must be a TextModel, got {type(text_model).__name__}")
+        model = text_model.model
+        on_gpu = model.embedding.weight.is_cuda
+        if segment_size is None:
+            segment_size = GPU_SEGMENT_SIZE if on_gpu else CPU_SEGMENT_SIZE
+        if step_rows is None:
+            step_rows = slots if on_gpu else min(slots, CPU_STEP_ROWS)
+        sizes = {"slots": slots, "segment_size": segment_size, "window": window, "max_queue": max_queue}
+        sizes |= {"step_rows": step_rows, "max_context": 1 if max_context is None else max_context}
+        for name, value in sizes.items():
+            check_at_least(name, value, 1)
+        check_at_least("prefix_cache_bytes", prefix_cache_bytes, 0)
+        if step_rows > slots:
+            raise ValueError(f"step_rows must be at most the number of slots, {slots}; got {step_rows}")
+        if max_context is None and model.config.mixer == "softmax":
+            raise ValueError(
+                "max_context must be given for a softmax model: a slot holds the keys and values of all its tokens"
+            )
+        if text_model.tokenizer.boundary >= model.config.vocab_size:
+            raise ValueError(
+                f"text_model's tokenizer has the boundary token {text_model.tokenizer.boundary}, but the model has "
+                f"{model.config.vocab_size} tokens"
+            )
+        self.text_model, self.slots, self.segment_size = text_model, slots, segment_size
+        self._max_context, self._max_queue = max_context, max_queue
+        batch = Slots(model, slots, window=window, max_context=max_context, step_rows=step_rows, graphs=graphs)
+        sampler = RowSampler(batch.logits, batch.seen, batch.tokens, top=MAX_LOGPROBS, graphs=graphs)
+        self._slot_nbytes = batch.nbytes // slots
+        self._scheduler = Scheduler(
+            model,
+            batch,
+            sampler,
+            PrefixCache(prefix_cache_bytes),
+            rows=slots,
+            segment_size=segment_size,
+            max_queue=max_queue,
+        )
 
     def submit(
         self,
@@ -190,7 +192,45 @@ class Engine:
             EngineClosedError: the engine is closed.
             ValueError, TypeError: an argument does not fit; the message names it.
         """
-        raise NotImplementedError
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+        check_at_least("max_tokens", max_tokens, 0)
+        if logprobs is not None:
+            check_at_least("logprobs", logprobs, 0)
+            check_at_most("logprobs", logprobs, MAX_LOGPROBS, "the most that are computed")
+        if seed is not None:
+            check_at_least("seed", seed, SMALLEST_SEED)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        for text in stop:
+            if not isinstance(text, str):
+                raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
+        decoder = TextDecoder(self.text_model.tokenizer, stop)
+        tokens = self._tokens("prompt", prompt, prefix)
+        if prefix is not None and prefix.seen is None and sampling.repetition_penalty != 1:
+            raise ValueError(
+                "prefix does not know which tokens occurred, which repetition_penalty needs: it was saved by an "
+                "earlier version; prefill the text again"
+            )
+        self._check_room("prompt", len(tokens), prefix, max_tokens)
+        echoed = None
+        if echo:
+            echoed = prompt if isinstance(prompt, str) else self.text_model.tokenizer.decode(tokens)
+        handle = Completion(tokens, self._scheduler.wake)
+        request = Request(
+            handle=handle,
+            reading=Reading(tokens, self.segment_size, prefix, scored=logprobs if echo else None),
+            sampling=sampling,
+            seed=seed,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            echo=echoed,
+            boundary=self.text_model.tokenizer.boundary,
+            ignore_boundary=ignore_boundary,
+            decoder=decoder,
+        )
+        self._scheduler.submit(request)
+        return handle
 
     def prefill(
         self,
@@ -216,17 +256,47 @@ class Engine:
         Args:
             text, prefix: as `prompt` and `prefix` of `submit`.
             progress: called by the worker after each segment with the tokens prefilled and those in all; it must
-                return quickly and not raise.
+                return quickly; what it raises ends the prefilling.
         """
-        raise NotImplementedError
+        tokens = self._tokens("text", text, prefix)
+        self._check_room("text", len(tokens), prefix, 0)
+        handle = Prefilling(len(tokens), progress, self._scheduler.wake)
+        self._scheduler.submit_context(Context(handle, Reading(tokens, self.segment_size, prefix)))
+        return handle
 
     def warm_up(self) -> None:
-        """Runs steps of every batch size, so that no later one has to compile kernels or capture a CUDA graph."""
-        raise NotImplementedError
+        """Runs steps of every batch size, so that no later one has to compile kernels or capture a CUDA graph.
+
+        Raises:
+            RuntimeError: requests are running, whose rows it would overwrite.
+        """
+        self._scheduler.run_between_steps(self._scheduler.warm_up)
 
     def stats(self) -> EngineStats:
         """Counters and gauges, for monitoring."""
-        raise NotImplementedError
+        worker, cache = self._scheduler, self._scheduler.cache
+        return EngineStats(
+            slots=self.slots,
+            running=worker.running,
+            prefilling=worker.prefilling,
+            queued=worker.queued,
+            max_queue=self._max_queue,
+            slot_nbytes=self._slot_nbytes,
+            submitted=worker.counts["submitted"],
+            rejected=worker.counts["rejected"],
+            finished=dict(worker.finished),
+            prompt_tokens=worker.counts["prompt_tokens"],
+            generated_tokens=worker.counts["generated_tokens"],
+            steps=worker.counts["steps"],
+            ttft_counts=tuple(worker.ttft_counts),
+            ttft_sum=worker.ttft_sum,
+            prefix_hits=cache.hits,
+            prefix_misses=cache.misses,
+            prefix_hit_tokens=cache.hit_tokens,
+            prefix_entries=len(cache),
+            prefix_nbytes=cache.nbytes,
+            prefix_budget=cache.budget,
+        )
 
     def close(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Ends the worker. Later calls of `submit` raise `EngineClosedError`.
@@ -235,7 +305,7 @@ class Engine:
             drain: whether requests that were submitted end as they would; otherwise they are cancelled.
             timeout: seconds after which requests that are left are cancelled; None: no limit.
         """
-        raise NotImplementedError
+        self._scheduler.close(drain=drain, timeout=timeout)
 
     def __enter__(self) -> Engine:
         return self
@@ -244,3 +314,44 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close(drain=kind is None)
+
+    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> tuple[int, ...]:
+        """The tokens of a prompt or a context, checked."""
+        model = self.text_model.model
+        if prefix is not None:
+            _check_prefix(prefix, self.text_model)
+        if isinstance(text, str):
+            encoded = self.text_model.tokenizer.encode(text).tolist()
+            return tuple(encoded) if prefix is not None else (self.text_model.tokenizer.boundary, *encoded)
+        tokens = tuple(text)
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise TypeError(f"{name} must be a string or token ids, got {type(token).__name__} among them")
+            if not 0 <= token < model.config.vocab_size:
+                raise ValueError(f"{name} must hold ids from 0 to {model.config.vocab_size - 1}, got {token}")
+        if not tokens and prefix is None:
+            raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
+        return tokens
+
+    def _check_room(self, name: str, tokens: int, prefix: Prefix | None, max_tokens: int) -> None:
+        before = 0 if prefix is None else prefix.tokens
+        if self._max_context is not None and before + tokens + max_tokens > self._max_context:
+            parts = f"{before:,} tokens of the prefix, {tokens:,} of its own and {max_tokens:,} of max_tokens"
+            raise ValueError(f"{name} is too long: {parts} exceed {self._max_context:,}, the most tokens of a slot")
+
+
+def _check_prefix(prefix: Prefix, text_model: TextModel) -> None:
+    model = text_model.model
+    if not isinstance(prefix, Prefix):
+        raise TypeError(f"prefix must be a Prefix, got {type(prefix).__name__}")
+    if prefix.batch != 1:
+        raise ValueError(f"prefix must be of one text, got {prefix.batch}")
+    shape = (len(model.blocks), model.config.vocab_size)
+    if (len(prefix.state), prefix.logits.shape[1]) != shape:
+        raise ValueError(
+            f"prefix must be of a model with {shape[0]} layers and {shape[1]:,} tokens, "
+            f"got {len(prefix.state)} and {prefix.logits.shape[1]:,}"
+        )
+    device = model.embedding.weight.device
+    if prefix.logits.device != device:
+        raise ValueError(f"prefix must be on the model's device, {device}; got {prefix.logits.device}")

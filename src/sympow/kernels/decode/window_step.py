@@ -69,7 +69,9 @@ def fold_window_kernel(
     total = tl.load(sums_ptr + count - 1, mask=count > 0, other=0.0)
     gamma = tl.exp((total * POWER).to(tl.float32))
     first = split * rows_per_split
-    for start in tl.range(first, tl.minimum(first + rows_per_split, features_count), ROWS):
+    # Without tokens to fold, the state stays as it is, and nothing is read or written.
+    last = tl.where(count > 0, tl.minimum(first + rows_per_split, features_count), first)
+    for start in tl.range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         valid = rows < features_count
         weight = tl.load(weight_ptr + rows, mask=valid, other=0.0)

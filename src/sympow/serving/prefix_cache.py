@@ -1,0 +1,125 @@
+"""`PrefixCache`: the states of prompts, from which later prompts that begin alike start.
+
+States are kept at the borders of segments and at the ends of prompts. A border is found by a hash of all tokens up to
+it, chained from segment to segment; the end of a prompt by the border before it and the tokens after that. The least
+recently used states are dropped beyond a budget in bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from sympow.generation.prefix import Prefix
+
+WIDTH = array("q").itemsize
+# The chain's start.
+ROOT = b""
+
+
+@dataclass(frozen=True)
+class TokenChain:
+    """A prompt's tokens with the hashes of their whole segments.
+
+    Attributes:
+        content: the tokens, eight bytes each.
+        segment_size: tokens of a segment.
+        hashes: of the tokens up to each border, from none on.
+    """
+
+    content: bytes
+    segment_size: int
+    hashes: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], segment_size: int) -> TokenChain:
+        content = array("q", tokens).tobytes()
+        step = segment_size * WIDTH
+        hashes = [ROOT]
+        for start in range(0, len(content) - step + 1, step):
+            hashes.append(blake2b(hashes[-1] + content[start : start + step], digest_size=32).digest())
+        return cls(content, segment_size, tuple(hashes))
+
+    def key(self, tokens: int) -> tuple[bytes, bytes]:
+        """Of the first `tokens` tokens: the hash at the border before, and what follows it."""
+        border = tokens // self.segment_size
+        return self.hashes[border], self.content[border * self.segment_size * WIDTH : tokens * WIDTH]
+
+
+@dataclass
+class PrefixCache:
+    """States by the tokens that led to them.
+
+    Args:
+        budget: the most bytes to hold; 0: none, and every lookup fails.
+
+    Attributes:
+        nbytes: bytes held.
+        hits, misses, hit_tokens: lookups of prompts that found a state or not, and the tokens that it saved.
+    """
+
+    budget: int
+    nbytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    hit_tokens: int = 0
+    _entries: OrderedDict[tuple[bytes, bytes], Prefix] = field(default_factory=OrderedDict)
+    _tails: dict[bytes, set[bytes]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def longest(self, chain: TokenChain, beyond: int = 0) -> Prefix | None:
+        """The longest prefix of a prompt whose state is held and that is longer than `beyond` tokens."""
+        step = chain.segment_size * WIDTH
+        for border in range(len(chain.hashes) - 1, beyond // chain.segment_size - 1, -1):
+            tails = self._tails.get(chain.hashes[border], ())
+            fitting = [tail for tail in tails if chain.content.startswith(tail, border * step)]
+            if fitting:
+                longest = max(fitting, key=len)
+                if border * chain.segment_size + len(longest) // WIDTH <= beyond:
+                    return None
+                key = (chain.hashes[border], longest)
+                self._entries.move_to_end(key)
+                return self._entries[key]
+        return None
+
+    def count(self, found: Prefix | None) -> None:
+        """Counts a prompt's first lookup."""
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+            self.hit_tokens += found.tokens
+
+    def add(self, chain: TokenChain, prefix: Prefix) -> None:
+        """Keeps the state after the first `prefix.tokens` tokens of a prompt, unless it exceeds the budget alone."""
+        key, size = chain.key(prefix.tokens), _nbytes(prefix)
+        if size > self.budget:
+            return
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return
+        self._entries[key] = prefix
+        self._tails.setdefault(key[0], set()).add(key[1])
+        self.nbytes += size
+        while self.nbytes > self.budget:
+            (border, tail), dropped = self._entries.popitem(last=False)
+            self.nbytes -= _nbytes(dropped)
+            self._tails[border].discard(tail)
+            if not self._tails[border]:
+                del self._tails[border]
+
+    def clear(self) -> None:
+        """Drops all states."""
+        self._entries.clear()
+        self._tails.clear()
+        self.nbytes = 0
+
+
+def _nbytes(prefix: Prefix) -> int:
+    seen = 0 if prefix.seen is None else prefix.seen.nbytes
+    return prefix.nbytes + prefix.logits.nbytes + seen

@@ -1,0 +1,113 @@
+"""`Reading`: a prompt or a context that is prefilled one segment at a time, from the longest prefix known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from sympow.generation.cache import CachePolicy, prefill_state
+from sympow.generation.prefix import Prefix
+from sympow.model.gpt import GPT
+from sympow.serving.completion import TokenLogprob
+from sympow.serving.prefix_cache import PrefixCache, TokenChain
+
+# Positions of a prompt whose logits are in memory at once.
+SCORED_POSITIONS = 128
+
+
+@dataclass(eq=False)
+class Reading:
+    """How far a text is prefilled. Segments end at multiples of `segment_size`, wherever the reading started.
+
+    Attributes:
+        tokens: the text, without what is before it.
+        segment_size: the most tokens of a segment.
+        prefix: of what is prefilled; at first the given prefix before the text, or None.
+        scored: how many of the most likely tokens to report for each token of the text; None: no log-probabilities.
+        position: tokens of the text that are prefilled.
+        cached: how many of them came from the cache.
+        logprobs: one entry for each token up to `position`, if scored.
+    """
+
+    tokens: tuple[int, ...]
+    segment_size: int
+    prefix: Prefix | None = None
+    scored: int | None = None
+    position: int = 0
+    cached: int = 0
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # The cache knows texts from their beginnings, not what follows a prefix that was given.
+        alone = self.prefix is None
+        self._chain = TokenChain.of(self.tokens, self.segment_size) if alone else None
+        self._looked_up = False
+
+    @property
+    def finished(self) -> bool:
+        return self.position == len(self.tokens)
+
+    @property
+    def next_length(self) -> int:
+        """Tokens of the next segment."""
+        return min(len(self.tokens) - self.position, self.segment_size - self.position % self.segment_size)
+
+    def look_up(self, cache: PrefixCache) -> None:
+        """Continues from the longest prefix in a cache, if that is further: another reading may have come by."""
+        if self._chain is None or self.scored is not None:
+            return
+        found = cache.longest(self._chain, beyond=self.position)
+        if not self._looked_up:
+            cache.count(found)
+            self._looked_up = True
+        if found is not None:
+            self.cached += found.tokens - self.position
+            self.prefix, self.position = found, found.tokens
+
+    def advance(self, model: GPT, cache: PrefixCache) -> None:
+        """Prefills the next segment, and keeps what it leads to in the cache."""
+        segment, before = self.next_length, self.prefix
+        weight = model.embedding.weight
+        ids = self.tokens[self.position : self.position + segment]
+        tokens = torch.tensor([ids], device=weight.device)
+        policy: CachePolicy = "auto" if model.config.mixer == "softmax" else "state"
+        state = prefill_state(model, None if before is None else before.state, 1, segment, policy)
+        features, after = model.features(tokens, state)
+        assert after is not None
+        logits = linear(features[:, -1], weight)
+        if self.scored is not None:
+            self._score(features[0], weight)
+        seen: Tensor | None = torch.zeros_like(logits, dtype=torch.bool)
+        if before is not None:
+            seen = before.seen
+        seen = None if seen is None else seen.scatter(1, tokens, True)
+        read = (0 if before is None else before.tokens) + segment
+        self.prefix = Prefix(logits, after, read, seen)
+        self.position += segment
+        if self._chain is not None:
+            cache.add(self._chain, self.prefix)
+
+    def _score(self, features: Tensor, weight: Tensor) -> None:
+        """Log-probabilities of the tokens after each position of a segment, features (t, width)."""
+        if self.position == 0:
+            if self.prefix is None:
+                self.logprobs.append(TokenLogprob(self.tokens[0], None))
+            else:
+                self._score_targets(self.prefix.logits, self.tokens[:1])
+        targets = self.tokens[self.position + 1 : self.position + len(features) + 1]
+        for start in range(0, len(targets), SCORED_POSITIONS):
+            some = targets[start : start + SCORED_POSITIONS]
+            self._score_targets(linear(features[start : start + len(some)], weight), some)
+
+    def _score_targets(self, logits: Tensor, targets: tuple[int, ...]) -> None:
+        assert self.scored is not None
+        logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+        own = logprobs.gather(1, torch.tensor(targets, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+        likely = logprobs.topk(min(self.scored, logprobs.shape[1]), dim=-1)
+        rows = zip(targets, own, likely.indices.tolist(), likely.values.tolist(), strict=True)
+        self.logprobs += [
+            TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True))) for token, logprob, ids, values in rows
+        ]

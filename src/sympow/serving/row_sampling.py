@@ -1,0 +1,210 @@
+"""`RowSampler`: the next token of every row of a batch, each with its own settings and generator.
+
+It chooses what `Sampling.choose` chooses for each row alone with the row's generator. Settings are tensors, so that one
+captured CUDA graph serves all; which parts of it run at all (penalties, sampling, truncation, log-probabilities)
+depends on whether any row needs them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sympow.generation.decoder import CapturedCall
+from sympow.generation.sampling import Sampling
+
+
+class Settings(NamedTuple):
+    """The fields of `Sampling`, one number for each row, (b, 1), in the dtype of the logits."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition_penalty: Tensor
+
+
+class Needs(NamedTuple):
+    """What any row needs; the others are not affected by it."""
+
+    penalty: bool
+    sampling: bool
+    truncation: bool
+    logprobs: bool
+
+
+class Choice(NamedTuple):
+    """What was chosen for one row.
+
+    Attributes:
+        token: the token.
+        finite: whether the row's logits were numbers to choose by.
+        logprob: of the token, and `top` the most likely ones with theirs; None if no row asked for them.
+    """
+
+    token: int
+    finite: bool
+    logprob: float | None
+    top: tuple[tuple[int, float], ...]
+
+
+def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings, needs: Needs) -> Tensor:
+    """The next token of each row, (b,).
+
+    Args:
+        logits: (b, vocabulary), float32 or better.
+        seen: which tokens occurred, (b, vocabulary) bool.
+        noise: exponential waiting times, (b, vocabulary), for rows that sample.
+    """
+    limits = torch.finfo(logits.dtype)
+    if needs.penalty:
+        penalty = settings.repetition_penalty.clamp(limits.tiny, limits.max)
+        penalised = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
+        logits = torch.where(seen & (penalty != 1), penalised, logits)
+    best = logits.argmax(-1)
+    if not needs.sampling:
+        return best
+    greedy = settings.temperature < limits.tiny
+    scaled = (logits - logits.amax(-1, keepdim=True)) / settings.temperature.masked_fill(greedy, 1.0)
+    if needs.truncation:
+        scaled = _truncated(scaled, settings)
+    sampled = (scaled.softmax(-1) / noise).argmax(-1)
+    return torch.where(greedy.squeeze(1), best, sampled)
+
+
+def _truncated(logits: Tensor, settings: Settings) -> Tensor:
+    """Logits with −∞ for the tokens that a row's top_k, min_p and top_p leave out, in this order."""
+    vocabulary = logits.shape[-1]
+    last = torch.where(settings.top_k > 0, settings.top_k, vocabulary).clamp(max=vocabulary).long() - 1
+    least = logits.sort(dim=-1, descending=True).values.gather(-1, last)
+    logits = logits.masked_fill(logits < least, -torch.inf)
+    probabilities = logits.softmax(-1)
+    too_rare = probabilities < settings.min_p * probabilities.amax(-1, keepdim=True)
+    logits = logits.masked_fill(too_rare, -torch.inf)
+    ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
+    # The tokens before this one already have the probability.
+    enough = (ordered.cumsum(-1) - ordered >= settings.top_p) & (settings.top_p < 1)
+    return logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
+
+
+class RowSampler:
+    """Chooses tokens for the rows of a batch.
+
+    Args:
+        logits, seen: of all rows, as in `choose_rows`; what is in them is read at every call.
+        tokens: where the chosen tokens are written, (b,) int64.
+        top: the most log-probabilities that a row may ask for.
+        graphs: whether to capture CUDA graphs, on a GPU.
+    """
+
+    def __init__(self, logits: Tensor, seen: Tensor, tokens: Tensor, *, top: int, graphs: bool) -> None:
+        self._logits, self._seen, self._tokens = logits, seen, tokens
+        slots, vocabulary = logits.shape
+        self._top = min(top, vocabulary)
+        self._capture = graphs and logits.is_cuda
+        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self._settings = logits.new_ones(len(Settings._fields), slots)
+        self._noise = torch.ones_like(logits)
+        self._of_all = torch.Generator(logits.device)
+        self._of_all.seed()
+        self._rows: list[tuple[Sampling, torch.Generator | None, bool] | None] = [None] * slots
+        # What the host reads: the token, whether its logits were finite; log-probabilities; the most likely tokens.
+        self._chosen = torch.zeros(slots, 2, dtype=torch.int64, device=logits.device)
+        self._logprobs = torch.zeros(slots, 1 + self._top, dtype=logits.dtype, device=logits.device)
+        self._likely = torch.zeros(slots, self._top, dtype=torch.int64, device=logits.device)
+        self._calls: dict[tuple[int, Needs], CapturedCall] = {}
+
+    def put(self, row: int, sampling: Sampling, seed: int | None, *, logprobs: bool) -> None:
+        """Gives a row its settings, and a generator if it has a seed."""
+        device = self._logits.device
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        self._rows[row] = (sampling, generator, logprobs)
+        numbers = [float(getattr(sampling, name)) for name in Settings._fields]
+        # The largest number of the dtype, not infinity.
+        limits = torch.finfo(self._settings.dtype)
+        self._settings[:, row] = torch.tensor(numbers, dtype=torch.float64).clamp(max=limits.max).to(device)
+
+    def move(self, source: int, target: int) -> None:
+        """Gives a row the settings and the generator of another one, which is then free."""
+        self._rows[target] = self._rows[source]
+        self._settings[:, target] = self._settings[:, source]
+        self._rows[source] = None
+
+    def clear(self, row: int) -> None:
+        self._rows[row] = None
+
+    def choose(self, rows: int, batch_rows: int) -> Transfer:
+        """Launches the choice for the first `rows` rows; `batch_rows` as `Slots.batch_rows`."""
+        present = [entry for entry in self._rows[:rows] if entry is not None]
+        tiny = torch.finfo(self._logits.dtype).tiny
+        needs = Needs(
+            penalty=any(s.repetition_penalty != 1 for s, _, _ in present),
+            sampling=any(s.temperature >= tiny for s, _, _ in present),
+            truncation=any(s.temperature >= tiny and (s.top_k or s.min_p or s.top_p < 1) for s, _, _ in present),
+            logprobs=any(logprobs for _, _, logprobs in present),
+        )
+        if needs.sampling:
+            self._draw(rows, tiny)
+        key = (batch_rows, needs)
+        if key not in self._calls:
+            self._calls[key] = CapturedCall(
+                lambda: self._choose(batch_rows, needs), capture=self._capture, pool=self._pool
+            )
+        self._calls[key]()
+        chosen = [self._chosen[:rows]]
+        return Transfer([*chosen, self._logprobs[:rows], self._likely[:rows]] if needs.logprobs else chosen)
+
+    def _draw(self, rows: int, tiny: float) -> None:
+        """Fresh waiting times for the rows that sample, from their own generators where they have one."""
+        generators = [
+            (row, entry[1])
+            for row, entry in enumerate(self._rows[:rows])
+            if entry is not None and entry[0].temperature >= tiny
+        ]
+        if self._noise.is_cuda and any(generator is None for _, generator in generators):
+            # One launch for all rows; those with a seed are drawn again below.
+            self._noise[:rows].exponential_(generator=self._of_all)
+            generators = [(row, generator) for row, generator in generators if generator is not None]
+        for row, generator in generators:
+            self._noise[row].exponential_(generator=generator or self._of_all)
+
+    @torch.no_grad()
+    def _choose(self, rows: int, needs: Needs) -> None:
+        logits, seen, noise = self._logits[:rows], self._seen[:rows], self._noise[:rows]
+        settings = Settings(*self._settings[:, :rows].unsqueeze(-1).unbind())
+        token = choose_rows(logits, seen, noise, settings, needs)
+        self._tokens[:rows] = token
+        self._chosen[:rows, 0] = token
+        # The largest logit of a row is NaN or infinite if any is NaN or +∞, or all are −∞.
+        self._chosen[:rows, 1] = logits.amax(-1).isfinite()
+        if needs.logprobs:
+            logprobs = logits.log_softmax(-1)
+            likely = logprobs.topk(self._top, dim=-1)
+            self._logprobs[:rows, :1] = logprobs.gather(-1, token.unsqueeze(-1))
+            self._logprobs[:rows, 1:] = likely.values
+            self._likely[:rows] = likely.indices
+
+
+class Transfer:
+    """A copy of chosen tokens to the host, on its way."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+        self._arrival = torch.cuda.Event() if tensors[0].is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def wait(self) -> list[Choice]:
+        """One choice for each row, once the copy is complete. Does not wait for work that was launched after it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        chosen = self._copies[0].tolist()
+        if len(self._copies) == 1:
+            return [Choice(token, bool(finite), None, ()) for token, finite in chosen]
+        rows = zip(chosen, self._copies[1].tolist(), self._copies[2].tolist(), strict=True)
+        return [
+            Choice(token, bool(finite), logprobs[0], tuple(zip(likely, logprobs[1:], strict=True)))
+            for (token, finite), logprobs, likely in rows
+        ]

@@ -1,0 +1,416 @@
+"""The engine's worker: a thread that owns the model, and decides what runs next.
+
+Each round it drops what was cancelled, gives free slots to requests that wait, prefills at most one segment's worth of
+tokens, in turn among all texts on their way, and decodes one token for every running request.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from sympow.generation.sampling import Sampling
+from sympow.generation.text import TextDecoder
+from sympow.model.gpt import GPT
+from sympow.serving.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
+from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.reading import Reading
+from sympow.serving.row_sampling import Choice, RowSampler
+from sympow.serving.slots import Slots
+
+# Upper bounds, in seconds, of the histogram of times to the first token; the last one has no bound.
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class QueueFullError(RuntimeError):
+    """The engine's queue is full: try again later."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine is closed, or its worker has failed; the message says which."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A completion as the worker sees it.
+
+    Attributes:
+        handle: what the caller holds.
+        reading: of the prompt.
+        sampling, seed, max_tokens, logprobs: as in `Engine.submit`.
+        echo: the prompt's text, if it is to come first.
+        boundary: the token between documents.
+        ignore_boundary: whether it does not end the text.
+        decoder: of the generated tokens.
+        generated: how many there are.
+    """
+
+    handle: Completion
+    reading: Reading
+    sampling: Sampling
+    seed: int | None
+    max_tokens: int
+    logprobs: int | None
+    echo: str | None
+    boundary: int
+    ignore_boundary: bool
+    decoder: TextDecoder
+    generated: int = 0
+
+    def end(self, reason: FinishReason, error: str | None = None, **content: object) -> None:
+        """Hands over the last event."""
+        usage = Usage(len(self.reading.tokens), self.generated, self.reading.cached)
+        self.handle.append(Event(finish_reason=reason, error=error, usage=usage, **content))  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Context:
+    """A context to be prefilled, as the worker sees it."""
+
+    handle: Prefilling
+    reading: Reading
+
+
+class Scheduler:
+    """The worker thread, and what it shares with callers under a lock: the queue, and how many requests there are.
+
+    Args:
+        model: the model.
+        slots, sampler, cache: what it works with; the worker alone touches them.
+        rows: the number of slots.
+        segment_size: tokens to prefill between two steps.
+        max_queue: requests that may be there beyond those in slots.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        slots: Slots,
+        sampler: RowSampler,
+        cache: PrefixCache,
+        *,
+        rows: int,
+        segment_size: int,
+        max_queue: int,
+    ) -> None:
+        self._model, self._slots, self._sampler, self.cache = model, slots, sampler, cache
+        self._segment_size, self._limit = segment_size, rows + max_queue
+        self._device = model.embedding.weight.device
+        self._changed = threading.Condition()
+        self._queue: deque[Request] = deque()
+        self._arrived: deque[Context] = deque()
+        self._tasks: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._cancelled = self._closing = self._aborting = False
+        self._failure: BaseException | None = None
+        self._in_flight = 0
+        self._turns: deque[Request | Context] = deque()
+        self._rows: list[Request | None] = [None] * rows
+        self.counts: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
+        self.ttft_counts = [0] * (len(TTFT_BUCKETS) + 1)
+        self.ttft_sum = 0.0
+        self._thread = threading.Thread(target=self._run, name="sympow-engine", daemon=True)
+        self._thread.start()
+
+    # What callers use -------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        with self._changed:
+            self._check_open()
+            if self._in_flight >= self._limit:
+                self.counts["rejected"] += 1
+                raise QueueFullError(f"{self._in_flight} requests run or wait already, as many as this engine takes")
+            self.counts["submitted"] += 1
+            self._in_flight += 1
+            self._queue.append(request)
+            self._changed.notify()
+
+    def submit_context(self, context: Context) -> None:
+        with self._changed:
+            self._check_open()
+            self._arrived.append(context)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Makes the worker look for cancelled requests."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify()
+
+    def run_between_steps(self, task: Callable[[], None]) -> None:
+        """Runs something in the worker, and waits for it."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._check_open()
+            self._tasks.append((task, future))
+            self._changed.notify()
+        future.result()
+
+    def close(self, *, drain: bool, timeout: float | None) -> None:
+        with self._changed:
+            self._closing = True
+            self._aborting = self._aborting or not drain
+            self._changed.notify()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            with self._changed:
+                self._aborting = True
+                self._changed.notify()
+            self._thread.join()
+
+    @property
+    def running(self) -> int:
+        return sum(request is not None for request in self._rows)
+
+    @property
+    def prefilling(self) -> int:
+        return len(self._turns)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise EngineClosedError(f"the engine's worker has failed: {self._failure!r}")
+        if self._closing:
+            raise EngineClosedError("the engine is closed")
+
+    # The worker -------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        try:
+            with on_device, torch.no_grad():
+                while self._wait_for_work():
+                    self._run_tasks()
+                    self._drop_cancelled()
+                    self._admit()
+                    self._prefill()
+                    self._decode()
+        except Exception as error:  # noqa: BLE001 - every caller who waits is told
+            self._failure = error
+        finally:
+            self._end_all()
+
+    def _wait_for_work(self) -> bool:
+        """Waits until there is something to do; returns whether the worker goes on."""
+        with self._changed:
+            while True:
+                busy = self._queue or self._arrived or self._turns or any(self._rows)
+                if self._aborting or (self._closing and not busy):
+                    return False
+                if busy or self._tasks:
+                    return True
+                self._changed.wait()
+
+    def _run_tasks(self) -> None:
+        while self._tasks:
+            task, future = self._tasks.popleft()
+            try:
+                future.set_result(task())
+            except Exception as error:  # noqa: BLE001 - raised where the caller waits
+                future.set_exception(error)
+
+    def _drop_cancelled(self) -> None:
+        with self._changed:
+            if not self._cancelled:
+                return
+            self._cancelled = False
+            dropped: list[Request | Context] = [r for r in self._queue if r.handle.cancel_requested]
+            self._queue = deque(r for r in self._queue if not r.handle.cancel_requested)
+            self._turns.extend(self._arrived)
+            self._arrived.clear()
+        dropped += [work for work in self._turns if work.handle.cancel_requested]
+        self._turns = deque(work for work in self._turns if not work.handle.cancel_requested)
+        for row, request in enumerate(self._rows):
+            if request is not None and request.handle.cancel_requested:
+                self._release(row)
+                dropped.append(request)
+        for work in dropped:
+            self._end(work, "cancelled")
+
+    def _admit(self) -> None:
+        """Gives free slots to requests in the order of their arrival; contexts need none."""
+        with self._changed:
+            self._turns.extend(self._arrived)
+            self._arrived.clear()
+            taken = self.running + sum(isinstance(work, Request) for work in self._turns)
+            while self._queue and taken < len(self._rows):
+                self._turns.append(self._queue.popleft())
+                taken += 1
+
+    def _prefill(self) -> None:
+        """Prefills whole segments of the texts on their way, in turn, of no more than one segment's tokens in all."""
+        left = self._segment_size
+        while self._turns:
+            work = self._turns[0]
+            reading = work.reading
+            reading.look_up(self.cache)
+            length = reading.next_length
+            if length > left:
+                return
+            self._turns.popleft()
+            left -= length
+            try:
+                if length:
+                    reading.advance(self._model, self.cache)
+                    self.counts["prompt_tokens"] += length
+                if isinstance(work, Context):
+                    work.handle.advance(reading.position)
+                if not reading.finished:
+                    self._turns.append(work)
+                elif isinstance(work, Request):
+                    self._join(work)
+                else:
+                    self._end(work, "stop")
+            except Exception as error:  # noqa: BLE001 - of this text alone; its caller is told
+                self._end(work, "error", f"{type(error).__name__}: {error}")
+
+    def _join(self, request: Request) -> None:
+        """Puts a request whose prompt is prefilled into a free slot."""
+        reading = request.reading
+        if request.echo is not None:
+            logprobs = None if request.logprobs is None else tuple(reading.logprobs)
+            request.handle.append(Event(request.echo, reading.tokens, logprobs, echo=True))
+        if request.max_tokens == 0:
+            self._end(request, "length")
+            return
+        assert reading.prefix is not None
+        row = self._rows.index(None)
+        self._slots.put(row, reading.prefix)
+        self._sampler.put(row, request.sampling, request.seed, logprobs=request.logprobs is not None)
+        self._rows[row] = request
+        # The slot has a copy.
+        reading.prefix = None
+
+    def _decode(self) -> None:
+        """Chooses the next token of every running request, and advances those that go on.
+
+        A GPU computes the step while the host handles the tokens; a CPU leaves out requests that have ended.
+        """
+        rows = self._compact()
+        if not rows:
+            return
+        transfer = self._sampler.choose(rows, self._slots.batch_rows(rows))
+        overlapped = self._device.type == "cuda"
+        if overlapped and any(r is not None and r.generated + 1 < r.max_tokens for r in self._rows):
+            self._slots.step(rows)
+        choices = transfer.wait()
+        self.counts["steps"] += 1
+        for row, request in enumerate(self._rows[:rows]):
+            if request is not None:
+                self._deliver(row, request, choices[row])
+        if not overlapped:
+            rows = self._compact()
+            if rows:
+                self._slots.step(rows)
+
+    def _compact(self) -> int:
+        """Moves requests from the last rows into gaps if that makes the batch smaller; returns the rows in use."""
+        running = self.running
+        last = max((row + 1 for row, request in enumerate(self._rows) if request is not None), default=0)
+        while running and self._slots.batch_rows(running) < self._slots.batch_rows(last):
+            gap = self._rows.index(None)
+            self._slots.move(last - 1, gap)
+            self._sampler.move(last - 1, gap)
+            self._rows[gap], self._rows[last - 1] = self._rows[last - 1], None
+            last = max(row + 1 for row, request in enumerate(self._rows) if request is not None)
+        return last
+
+    def _deliver(self, row: int, request: Request, choice: Choice) -> None:
+        if not choice.finite:
+            self._release(row)
+            message = "the model's logits are NaN or infinite: a parameter is, or its dtype overflows on this text"
+            self._end(request, "error", message)
+            return
+        token = choice.token
+        request.generated += 1
+        self.counts["generated_tokens"] += 1
+        reason: FinishReason | None = None
+        try:
+            ignored = token == request.boundary and request.ignore_boundary
+            text = "" if ignored else "".join(request.decoder.take(token))
+            if request.decoder.stopped:
+                reason = "stop"
+            elif request.generated == request.max_tokens:
+                reason = "length"
+                text += "".join(request.decoder.finish())
+        except Exception as error:  # noqa: BLE001 - a tokenizer's, on this text alone; its caller is told
+            self._release(row)
+            self._end(request, "error", f"{type(error).__name__}: {error}")
+            return
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = (TokenLogprob(token, choice.logprob, choice.top[: request.logprobs]),)
+        if reason is None:
+            request.handle.append(Event(text, (token,), logprobs))
+        else:
+            self._release(row)
+            self._end(request, reason, text=text, tokens=(token,), logprobs=logprobs)
+        if request.generated == 1:
+            assert request.handle.first_token_at is not None
+            seconds = request.handle.first_token_at - request.handle.created
+            self.ttft_sum += seconds
+            self.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
+
+    def warm_up(self) -> None:
+        """Runs steps of every size with every usual kind of sampling; in the worker, while no request runs."""
+        if self.running:
+            raise RuntimeError("warm_up must be called before requests run")
+        Reading((0,) * self._segment_size, self._segment_size).advance(self._model, PrefixCache(0))
+        sizes = {self._slots.batch_rows(rows) for rows in range(1, len(self._rows) + 1)}
+        for rows in sorted(sizes) if self._device.type == "cuda" else (1,):
+            # The first call runs eagerly, the second is captured, the third replayed.
+            for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9)) * 3:
+                self._sampler.put(0, sampling, None, logprobs=False)
+                self._sampler.choose(rows, rows).wait()
+                self._slots.step(rows)
+        self._sampler.clear(0)
+
+    def _release(self, row: int) -> None:
+        self._rows[row] = None
+        self._sampler.clear(row)
+
+    def _end(self, work: Request | Context, reason: FinishReason, error: str | None = None, **content: object) -> None:
+        """Hands over the end of a request or of a context."""
+        prefix, work.reading.prefix = work.reading.prefix, None
+        if isinstance(work, Context):
+            if reason == "stop":
+                assert prefix is not None
+                work.handle.end(prefix)
+            else:
+                work.handle.end(error or "the context was cancelled")
+            return
+        with self._changed:
+            self._in_flight -= 1
+        self.finished[reason] += 1
+        work.end(reason, error, **content)
+
+    def _end_all(self) -> None:
+        """Ends everything that is left, and frees the memory of the slots and of the prefix cache."""
+        with self._changed:
+            self._closing = True
+            left: list[Request | Context] = [*self._queue, *self._arrived, *self._turns]
+            left += [request for request in self._rows if request is not None]
+            self._queue.clear()
+            self._arrived.clear()
+            self._turns.clear()
+            self._rows = [None] * len(self._rows)
+            tasks = list(self._tasks)
+            self._tasks.clear()
+        reason: FinishReason = "cancelled" if self._failure is None else "error"
+        message = None if self._failure is None else f"the engine's worker has failed: {self._failure!r}"
+        for work in left:
+            self._end(work, reason, message)
+        for _, future in tasks:
+            future.set_exception(EngineClosedError(message or "the engine is closed"))
+        del self._slots, self._sampler
+        self.cache.clear()

@@ -1,0 +1,207 @@
+"""`Slots`: the caches of a fixed number of sequences, which come and go between the steps of one batch.
+
+Rounding must not depend on who shares the batch, or a request would give different tokens in company: a matrix product
+rounds its rows alike only where it has the same number of them. So products over the batch always have `step_rows`
+rows, filled up with zeros, while attention, whose rows are independent of each other, runs on the rows in use alone.
+Each row is folded when its own window is full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from sympow.generation.cache import activation_dtype, fold, gates_per_pair
+from sympow.generation.decoder import CapturedCall
+from sympow.generation.prefix import Prefix
+from sympow.layers.mixers import ConformalAttention, LayerCache, Mixer
+from sympow.model.gpt import GPT
+from sympow.ops.key_value_cache import KeyValueCache
+from sympow.ops.numerics import compute_dtype
+from sympow.ops.state import State
+from sympow.ops.torch.softmax import KeyValueState
+from sympow.ops.window import Window
+
+
+class SlotWindow(Window):
+    """A window whose steps in plain PyTorch read all places, however full other rows are: so that sums round alike."""
+
+    def _filled(self) -> int:
+        return self.capacity
+
+
+class PaddedCache:
+    """A cache of some rows in the place of one of `rows` rows: the outputs of the others are zero."""
+
+    def __init__(self, cache: LayerCache, rows: int) -> None:
+        self.cache, self._rows = cache, rows
+
+    @property
+    def values(self) -> Tensor:
+        return self.cache.values
+
+    def step(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_gamma: Tensor | None,
+        beta: Tensor | None,
+        theta: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        """As `Window.step`."""
+        count = len(self.values)
+        # Windows fold themselves at the end of eager steps only, and all rows together: `Slots` folds them.
+        self.cache.tokens = 0
+        q, k, v = q[:count], k[:count], v[:count]
+        log_gamma, beta = (None if x is None else x[:count] for x in (log_gamma, beta))
+        y = self.cache.step(q, k, v, log_gamma, beta, theta, backend=backend)
+        if count == self._rows:
+            return y
+        padded = y.new_zeros(self._rows, *y.shape[1:])
+        padded[:count] = y
+        return padded
+
+
+class Slots:
+    """The caches, next logits and tokens of `slots` sequences, in rows that are replaced one at a time.
+
+    Args:
+        model: the model.
+        slots: rows.
+        window: tokens of a row between two folds.
+        max_context: capacity of a row for softmax, in tokens.
+        step_rows: rows of every matrix product.
+        graphs: whether to capture steps as CUDA graphs, on a GPU: one for each number of rows that is a power of two.
+
+    Attributes:
+        logits: of the next token, (slots, vocabulary), float32 or better.
+        seen: which tokens of the vocabulary occurred, (slots, vocabulary) bool.
+        tokens: the tokens that a step takes, one for each row and for padding.
+    """
+
+    def __init__(
+        self, model: GPT, slots: int, *, window: int, max_context: int | None, step_rows: int, graphs: bool
+    ) -> None:
+        weight = model.embedding.weight
+        device, vocabulary = weight.device, model.config.vocab_size
+        self._model, self._slots, self._step_rows = model, slots, step_rows
+        self._backend = model.config.backend
+        self._capture = graphs and device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self.logits = torch.zeros(
+            slots, vocabulary, dtype=torch.promote_types(weight.dtype, torch.float32), device=device
+        )
+        self.seen = torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)
+        padded = -(-slots // step_rows) * step_rows
+        self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
+        self._layers = [_empty_cache(model, mixer, slots, window, max_context) for mixer in _mixers(model)]
+        self._window = window if isinstance(self._layers[0], Window) else None
+        self._held = [0] * slots  # tokens in the window of each row
+        self._fronts: dict[tuple[int, int], list[PaddedCache]] = {}
+        self._calls: dict[tuple[str, int, int], CapturedCall] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def batch_rows(self, rows: int) -> int:
+        """The rows that a step of the first `rows` rows works on: on a GPU, where graphs are captured, a few sizes."""
+        return min(self._slots, 1 << (rows - 1).bit_length()) if self._capture else rows
+
+    def put(self, row: int, prefix: Prefix) -> None:
+        """Replaces a row by a prefix of one sequence, which is not modified."""
+        for layer, entry in zip(self._layers, fold(prefix.state), strict=True):
+            layer.put(row, entry)  # type: ignore[arg-type]
+        self.logits[row] = prefix.logits[0]
+        if prefix.seen is not None:
+            self.seen[row] = prefix.seen[0]
+        self._held[row] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Replaces a row by another one, which is then free."""
+        for layer in self._layers:
+            layer.put(target, layer.rows(source, source + 1))  # type: ignore[arg-type]
+        for tensor in (self.logits, self.seen, self.tokens):
+            tensor[target] = tensor[source]
+        self._held[target] = self._held[source]
+
+    def step(self, rows: int) -> None:
+        """Advances the first `rows` rows by their `tokens`: updates caches, `logits` and `seen` in place.
+
+        On a GPU it returns before the step is complete.
+        """
+        rows = self.batch_rows(rows)
+        for first in range(0, rows, self._step_rows):
+            count = min(rows - first, self._step_rows)
+            self._fold_full(first, count)
+            self._call("step", first, count)()
+            for row in range(first, first + count):
+                self._held[row] += 1
+
+    def _fold_full(self, first: int, count: int) -> None:
+        full = [row for row in range(first, first + count) if self._held[row] == self._window]
+        if not full:
+            return
+        if self._capture:
+            self._call("fold", first, count)()
+        else:
+            for row in full:
+                for layer in self._layers:
+                    assert isinstance(layer, Window)
+                    layer.rows(row, row + 1).fold(self._backend)
+        for row in full:
+            self._held[row] = 0
+
+    def _call(self, kind: str, first: int, count: int) -> CapturedCall:
+        key = (kind, first, count)
+        if key not in self._calls:
+            function = self._step_rows_from if kind == "step" else self._fold_rows_from
+            self._calls[key] = CapturedCall(lambda: function(first, count), capture=self._capture, pool=self._pool)
+        return self._calls[key]
+
+    def _front(self, first: int, count: int) -> list[PaddedCache]:
+        """The caches of some rows, for a batch of `step_rows`."""
+        key = (first, count)
+        if key not in self._fronts:
+            views = [layer.rows(first, first + count) for layer in self._layers]
+            self._fronts[key] = [PaddedCache(view, self._step_rows) for view in views]
+        return self._fronts[key]
+
+    @torch.no_grad()
+    def _step_rows_from(self, first: int, count: int) -> None:
+        tokens = self.tokens[first : first + self._step_rows]
+        caches = cast("Sequence[LayerCache]", self._front(first, count))
+        self.logits[first : first + count] = self._model.step(tokens, caches)[:count]
+        self.seen[first : first + count].scatter_(1, tokens[:count].unsqueeze(1), True)
+
+    def _fold_rows_from(self, first: int, count: int) -> None:
+        for padded in self._front(first, count):
+            assert isinstance(padded.cache, Window)
+            padded.cache.fold(self._backend, only_full=True)
+
+
+def _mixers(model: GPT) -> list[Mixer]:
+    return [mixer for mixer in model.modules() if isinstance(mixer, Mixer)]
+
+
+def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context: int | None) -> LayerCache:
+    """A layer's cache of `slots` sequences before their first tokens."""
+    heads, dim, device = mixer.key_value_heads, mixer.head_dim, mixer.qkv_proj.weight.device
+    dtype = activation_dtype(model)
+    rotated = model.config.rotary != "none"
+    if isinstance(mixer, ConformalAttention):
+        kept = compute_dtype(dtype)
+        state = State.zeros(slots, heads, dim, dim, mixer.power, rotated=rotated, dtype=kept, device=device)
+        opened = Window.open(state, capacity=window, dtype=dtype, gate_per_pair=gates_per_pair(model), copy=False)
+        return SlotWindow(**opened._members())
+    assert max_context is not None
+    nothing = torch.zeros(slots, 0, heads, dim, dtype=dtype, device=device)
+    decay = None if model.config.gating == "none" else torch.zeros(slots, 0, heads, dtype=torch.float64, device=device)
+    phase = torch.zeros(slots, heads, dim // 2, dtype=torch.float64, device=device) if rotated else None
+    return KeyValueCache.open(KeyValueState(nothing, nothing, decay, phase), capacity=max_context)
