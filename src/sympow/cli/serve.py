@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -74,6 +75,7 @@ def serve(
     from sympow.serving.gatekeeping import allowed_hosts, read_keys
     from sympow.serving.http import ServerOptions, Service, create_app
     from sympow.serving.loading import ServedModel
+    from sympow.serving.scheduler import EngineClosedError
     from sympow.serving.server import bind, run, url_of
 
     _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)
@@ -119,6 +121,9 @@ def serve(
             ready=lambda: typer.echo(f"serving {served.name} at {url_of(bound)}"),
             stopping=lambda: _say(f"stopping: running requests have {grace:g} seconds to end"),
         )
+    if engine.failure is not None:
+        traceback.print_exception(engine.failure)
+        raise EngineClosedError("the engine has failed, as shown above")
     _say("stopped")
 
 

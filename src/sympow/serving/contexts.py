@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from sympow.generation.prefix import Prefix
 from sympow.serving.api_errors import ApiError, failed, from_argument_error, queue_full, stopping
-from sympow.serving.completion import RequestError
+from sympow.serving.completion import Prefilling, RequestError
 from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
-from sympow.serving.engine import Engine, EngineClosedError, Prefilling
+from sympow.serving.engine import Engine
+from sympow.serving.scheduler import EngineClosedError
 
 # How many contexts may be read at once: their texts are in memory.
 MOST_READING = 32

@@ -31,9 +31,9 @@ import sympow
 from sympow.data.plain_text import decode
 from sympow.generation.prefix import Prefix
 from sympow.serving.answering import Group, StreamedAnswer, answer_whole
-from sympow.serving.api_errors import ApiError, failed, from_argument_error, queue_full, stopping
+from sympow.serving.api_errors import ApiError, from_argument_error, queue_full, stopping
 from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import Engine, EngineClosedError, QueueFullError
+from sympow.serving.engine import Engine
 from sympow.serving.gatekeeping import Gatekeeper, error_response
 from sympow.serving.loading import ServedModel
 from sympow.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
@@ -41,12 +41,14 @@ from sympow.serving.openai_api import (
     Answer,
     ChatRequest,
     CompletionRequest,
+    Form,
     GenerationRequest,
     Job,
     TokenNames,
     chat_jobs,
     completion_jobs,
 )
+from sympow.serving.scheduler import EngineClosedError, QueueFullError
 
 # The page's files by ending; anything else in its folder is not served.
 PAGE_TYPES = {
@@ -143,7 +145,7 @@ class Service:
         if self.stopping:
             raise stopping()
 
-    async def complete(self, request: Request, jobs: list[Job], body: GenerationRequest, answer: str) -> Response:
+    async def complete(self, request: Request, jobs: list[Job], body: GenerationRequest, form: Form) -> Response:
         """Answers a request with a choice for each job."""
         if body.model is not None and body.model != self.model.name:
             raise _unknown_model(body.model)
@@ -157,13 +159,10 @@ class Service:
         prefix = None if body.context is None else await self.contexts.prefix(body.context)
         group = await self._submit(jobs, prefix, type(body).model_fields)
         tokens = None if prefix is None else prefix.tokens
-        form = Answer(
-            "chat" if answer == "chat" else "completion", self.model.name, self.names, tokens, jobs[0].logprobs
-        )
+        answer = Answer(form, self.model.name, self.names, tokens, tops=bool(jobs[0].logprobs))
         if body.stream:
-            return StreamedAnswer(group, form, include_usage=body.include_usage)
-        whole = await answer_whole(request, group)
-        return JSONResponse(form.whole(whole))
+            return StreamedAnswer(group, answer, include_usage=body.include_usage)
+        return JSONResponse(answer.whole(await answer_whole(request, group)))
 
     async def _submit(self, jobs: list[Job], prefix: Prefix | None, fields: Any) -> Group:
         """Hands jobs to the engine, all or none."""
@@ -183,7 +182,7 @@ class Service:
             raise queue_full(f"the server is busy: {error}") from error
         except EngineClosedError as error:
             group.discard()
-            raise (stopping() if self.stopping else failed(str(error))) from error
+            raise stopping() from error
         except (ValueError, TypeError) as error:
             group.discard()
             raise from_argument_error(error, fields) from error

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import TTFT_BUCKETS, EngineStats
+from sympow.serving.engine import EngineStats
+from sympow.serving.scheduler import TTFT_BUCKETS
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

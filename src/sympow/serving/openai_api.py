@@ -29,6 +29,8 @@ LONGEST_STOP = 1_000
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 1_024
 SEED_RANGE = 2**63
+# Stands for the logarithm of zero, as at OpenAI: JSON has no infinity.
+LEAST_LOGPROB = -9999.0
 
 Prompt = str | list[int]
 
@@ -286,7 +288,7 @@ class TokenNames:
         named: dict[str, float] = {}
         for token, logprob in top:
             name = self.name(token)
-            named[f"token_id:{token}" if name in named else name] = logprob
+            named[f"token_id:{token}" if name in named else name] = max(logprob, LEAST_LOGPROB)
         return named
 
     def offsets(self) -> TokenOffsets:
@@ -391,7 +393,7 @@ class Answer:
         tops = [self._names.names(entry.top) if entry.logprob is not None else None for entry in entries]
         return {
             "tokens": [self._names.name(entry.token) for entry in entries],
-            "token_logprobs": [entry.logprob for entry in entries],
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": tops if self._tops else None,
             "text_offset": [offsets.take(entry.token) for entry in entries],
         }
@@ -401,4 +403,8 @@ class Answer:
         return {**self._named(entry.token, entry.logprob), "top_logprobs": named}
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": self._names.name(token), "logprob": logprob, "bytes": self._names.utf8(token)}
+        return {"token": self._names.name(token), "logprob": _finite(logprob), "bytes": self._names.utf8(token)}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

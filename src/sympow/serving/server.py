@@ -68,6 +68,10 @@ class StoppableServer(uvicorn.Server):
         await super().startup(sockets)
         self._ready()
 
+    async def on_tick(self, counter: int) -> bool:
+        """Also ends the server when its engine has failed: whoever started it can start another one."""
+        return await super().on_tick(counter) or not self._service.engine.alive
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """As uvicorn, but without raising the signal again at the end: the server has done what it asks for."""
