@@ -125,8 +125,8 @@ class _Body:
             async with asyncio.timeout(BODY_PATIENCE):
                 message = await self._receive()
         except TimeoutError as error:
-            message = f"the body did not arrive: nothing came for {BODY_PATIENCE:g} seconds"
-            raise ApiError(408, message, code="body_timeout") from error
+            reason = f"the body did not arrive: nothing came for {BODY_PATIENCE:g} seconds"
+            raise ApiError(408, reason, code="body_timeout") from error
         self._note(message)
         if self._bytes > self._limit:
             await self.drain()

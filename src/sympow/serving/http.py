@@ -365,14 +365,14 @@ async def _json(request: Request, model: type[Model]) -> Model:
     try:
         return await asyncio.to_thread(model.model_validate_json, content)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise _invalid(error, model) from error
 
 
 def _content_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def _invalid(error: ValidationError) -> ApiError:
+def _invalid(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """The first thing that is wrong with a body."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     # Names of a union's members are part of the place, too; people look for the field.
@@ -385,7 +385,7 @@ def _invalid(error: ValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="not_json")
     if param is None:
-        return from_argument_error(ValueError(message), GenerationRequest.model_fields)
+        return from_argument_error(ValueError(message), model.model_fields)
     return ApiError(400, f"{where}: {message}", param=param)
 
 

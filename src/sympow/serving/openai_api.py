@@ -379,8 +379,9 @@ class Answer:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        entries = None if result.logprobs is None else (*(result.prompt_logprobs or ()), *result.logprobs)
-        logprobs = None if entries is None else self._logprobs(index, entries)
+        # Without a generated token, only those of the prompt are there.
+        known = [entries for entries in (result.prompt_logprobs, result.logprobs) if entries is not None]
+        logprobs = self._logprobs(index, [entry for entries in known for entry in entries]) if known else None
         choice = {"index": index, "logprobs": logprobs, "finish_reason": result.finish_reason}
         if self._chat:
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
