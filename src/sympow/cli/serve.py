@@ -83,44 +83,43 @@ def serve(
     if contexts is not None:
         check_can_write("contexts", contexts, "folder")
     device, dtype = device_and_dtype(device, dtype)
-    # Before the model is loaded, which may take minutes.
-    bound = bind(host, port)
-    started = time.perf_counter()
-    _say(f"loading {model}")
-    served = ServedModel.load(model, device, getattr(torch, dtype), model_name)
-    parameters = sum(parameter.numel() for parameter in served.text_model.model.parameters())
-    _say(f"loaded {served.name}: {parameters:,} parameters, {dtype} on {device}, {_seconds(started)}")
-    engine = Engine(
-        served.text_model,
-        slots,
-        segment_size=segment_size,
-        max_context=max_context,
-        max_queue=max_queue,
-        prefix_cache_bytes=prefix_cache_bytes,
-    )
-    with TemporaryDirectory(prefix="sympow-contexts-") as temporary, engine:
-        _say(_describe_slots(engine.stats()))
+    hosts = allowed_hosts(host, allow_host or ())
+    if not keys and hosts is None:
+        _say(f"anyone who can reach {host} can use this server: --api-key-file limits that")
+    # The address is taken before the model is loaded, which may take minutes.
+    with bind(host, port) as bound, TemporaryDirectory(prefix="sympow-contexts-") as temporary:
         started = time.perf_counter()
-        _say("warming up")
-        engine.warm_up()
-        _say(f"warmed up, {_seconds(started)}")
-        gpt = served.text_model.model
-        folder = ContextFolder(contexts or Path(temporary), gpt, fingerprint_of(gpt))
-        _say(_describe_contexts(folder, contexts))
-        store = ContextStore(engine, folder, context_bytes, max_contexts)
-        hosts = allowed_hosts(host, allow_host or ())
-        options = ServerOptions(keys, hosts, max_body, max_tokens, timeout)
-        service = Service(served, engine, store, options)
-        if not keys and hosts is None:
-            _say(f"anyone who can reach {host} can use this server: --api-key-file limits that")
-        run(
-            create_app(service),
-            service,
-            bound,
-            grace=grace,
-            ready=lambda: typer.echo(f"serving {served.name} at {url_of(bound)}"),
-            stopping=lambda: _say(f"stopping: running requests have {grace:g} seconds to end"),
+        _say(f"loading {model}")
+        served = ServedModel.load(model, device, getattr(torch, dtype), model_name)
+        parameters = sum(parameter.numel() for parameter in served.text_model.model.parameters())
+        _say(f"loaded {served.name}: {parameters:,} parameters, {dtype} on {device}, {_seconds(started)}")
+        engine = Engine(
+            served.text_model,
+            slots,
+            segment_size=segment_size,
+            max_context=max_context,
+            max_queue=max_queue,
+            prefix_cache_bytes=prefix_cache_bytes,
         )
+        with engine:
+            _say(_describe_slots(engine.stats()))
+            started = time.perf_counter()
+            _say("warming up")
+            engine.warm_up()
+            _say(f"warmed up, {_seconds(started)}")
+            gpt = served.text_model.model
+            folder = ContextFolder(contexts or Path(temporary), gpt, fingerprint_of(gpt))
+            _say(_describe_contexts(folder, contexts))
+            store = ContextStore(engine, folder, context_bytes, max_contexts)
+            service = Service(served, engine, store, ServerOptions(keys, hosts, max_body, max_tokens, timeout))
+            run(
+                create_app(service),
+                service,
+                bound,
+                grace=grace,
+                ready=lambda: typer.echo(f"serving {served.name} at {url_of(bound)}"),
+                stopping=lambda: _say(f"stopping: running requests have {grace:g} seconds to end"),
+            )
     if engine.failure is not None:
         traceback.print_exception(engine.failure)
         raise EngineClosedError("the engine has failed, as shown above")
