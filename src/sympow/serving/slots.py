@@ -79,8 +79,8 @@ class Slots:
         graphs: whether to capture steps as CUDA graphs, on a GPU: one for each number of rows that is a power of two.
 
     Attributes:
-        logits: of the next token, (slots, vocabulary), float32 or better.
-        seen: which tokens of the vocabulary occurred, (slots, vocabulary) bool.
+        logits: of the next token, (slots, vocabulary), float32 or better; sometimes with a row more.
+        seen: which tokens of the vocabulary occurred, of the same shape, bool.
         tokens: the tokens that a step takes, one for each row and for padding.
     """
 
@@ -93,15 +93,18 @@ class Slots:
         self._backend = model.config.backend
         self._capture = graphs and device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
-        self.logits = torch.zeros(
-            slots, vocabulary, dtype=torch.promote_types(weight.dtype, torch.float32), device=device
-        )
-        self.seen = torch.zeros(slots, vocabulary, dtype=torch.bool, device=device)
         padded = -(-slots // step_rows) * step_rows
         self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
-        self._layers = [_empty_cache(model, mixer, slots, window, max_context) for mixer in _mixers(model)]
+        # A batch of one has other strides than any other, for which a CPU's products may add in another order: there
+        # attention never runs on one row, unless it always does. The last row may need one beside it for that.
+        self._least = min(2, step_rows) if device.type == "cpu" else 1
+        rows = slots + (slots % step_rows == 1 and self._least == 2)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.logits = torch.zeros(rows, vocabulary, dtype=dtype, device=device)
+        self.seen = torch.zeros(rows, vocabulary, dtype=torch.bool, device=device)
+        self._layers = [_empty_cache(model, mixer, rows, window, max_context) for mixer in _mixers(model)]
         self._window = window if isinstance(self._layers[0], Window) else None
-        self._held = [0] * slots  # tokens in the window of each row
+        self._held = [0] * rows  # tokens in the window of each row
         self._fronts: dict[tuple[int, int], list[PaddedCache]] = {}
         self._calls: dict[tuple[str, int, int], CapturedCall] = {}
 
@@ -138,7 +141,7 @@ class Slots:
         """
         rows = self.batch_rows(rows)
         for first in range(0, rows, self._step_rows):
-            count = min(rows - first, self._step_rows)
+            count = max(min(rows - first, self._step_rows), self._least)
             self._fold_full(first, count)
             self._call("step", first, count)()
             for row in range(first, first + count):
