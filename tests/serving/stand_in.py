@@ -25,6 +25,7 @@ class StandIn:
         finish: the reason why a completion ends.
         refusals: answers to the next requests that are not for files: (path, status, headers, error message).
         requests: (method, path, headers, body) of every request that is not for a file.
+        send_lists: cleared while lists of contexts wait before they are sent.
         cut_off: set when a client has gone away during a completion.
     """
 
@@ -39,6 +40,8 @@ class StandIn:
         self.requests = []
         self.go_on = threading.Event()
         self.cut_off = threading.Event()
+        self.send_lists = threading.Event()
+        self.send_lists.set()
         outer = self
 
         class Handler(_Handler):
@@ -52,6 +55,7 @@ class StandIn:
 
     def close(self):
         self.go_on.set()
+        self.send_lists.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -66,8 +70,11 @@ class StandIn:
             "status": "ready",
             "tokens": tokens,
             "tokens_read": tokens,
-            "bytes": STATE_BYTES,
-            "created": 1_700_000_000 + number,
+            "nbytes": STATE_BYTES,
+            "created_at": 1_700_000_000 + number,
+            "in_memory": True,
+            "parent": None,
+            "error": None,
         }
         self.contexts[context["id"]] = context | changes
         self.texts.setdefault(context["id"], "")
@@ -128,11 +135,15 @@ class _Handler(BaseHTTPRequestHandler):
                 return self.refuse(status, message, headers)
         match self.command, self.path.strip("/").split("/"):
             case "GET", ["v1", "models"]:
-                return self.reply(200, {"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+                return self.reply(
+                    200, {"object": "list", "data": [{"id": "tiny", "object": "model", "state_bytes": STATE_BYTES}]}
+                )
             case "GET", ["v1", "contexts"]:
-                return self.reply(200, {"object": "list", "data": list(server.contexts.values())})
+                found = list(reversed(server.contexts.values()))
+                server.send_lists.wait()
+                return self.reply(200, {"object": "list", "data": found})
             case "POST", ["v1", "contexts"]:
-                context = server.add(body["name"], tokens=4000, status="reading", tokens_read=0)
+                context = server.add(body["name"], tokens=4000, status="reading", tokens_read=0, nbytes=None)
                 server.texts[context["id"]] = body.get("text", body.get("file"))
                 return self.reply(202, context)
             case "GET", ["v1", "contexts", id] if id in server.contexts:

@@ -155,10 +155,10 @@ def test_a_document_is_uploaded_read_asked_twice_and_deleted(page, server, tmp_p
     expect(row).to_contain_text("1,000 of 4,000 tokens")
     expect(row).to_contain_text("state 1.23 MB, and stays so")
     assert row.get_by_role("progressbar").evaluate("bar => bar.value / bar.max") == 0.25
-    context.update(tokens_read=4000, status="ready")
+    context.update(tokens_read=4000, status="ready", nbytes=1_200_000)
     # It is chosen as soon as it can be asked.
     expect(row.get_by_role("radio")).to_be_checked()
-    expect(row).to_contain_text("4,000 tokens · state 1.23 MB")
+    expect(row).to_contain_text("4,000 tokens · state 1.2 MB")
     expect(row.get_by_role("progressbar")).to_be_hidden()
     assert server.texts == {"ctx-1": "Call me Ishmael.\n"}
 
@@ -197,6 +197,18 @@ def test_a_choice_made_while_a_document_is_read_stays(page, server):
     server.contexts["ctx-2"].update(tokens_read=4000, status="ready")
     expect(document(page, "new.txt").get_by_role("radio")).to_be_enabled()
     expect(document(page, "other.txt").get_by_role("radio")).to_be_checked()
+
+
+def test_a_list_made_before_an_upload_does_not_take_the_document_away(page, server):
+    server.send_lists.clear()
+    with page.expect_request("**/v1/contexts"):
+        page.reload()
+    page.locator("#file").set_input_files({"name": "new.txt", "mimeType": "text/plain", "buffer": b"text"})
+    expect(document(page, "new.txt")).to_contain_text("0 of 4,000 tokens")
+    with page.expect_response("**/v1/contexts"):
+        server.send_lists.set()
+    server.contexts["ctx-1"].update(tokens_read=4000, status="ready")
+    expect(document(page, "new.txt").get_by_role("radio")).to_be_checked()
 
 
 DROP = """
@@ -357,10 +369,10 @@ def test_names_texts_and_messages_are_shown_literally(page, server):
 
 def fill(page, server):
     """Everything that the page can show, with words that are too long for a line."""
-    server.add(LONG_NAME, tokens=200_000, bytes=39_321_600)
+    server.add(LONG_NAME, tokens=200_000, nbytes=39_321_600)
     server.add("broken.bin", status="failed", error="not a text: byte 17 is not UTF-8")
     server.add(
-        "Moby Dick; or, The Whale.txt", tokens=1_234_567, tokens_read=345_678, status="reading", bytes=39_321_600
+        "Moby Dick; or, The Whale.txt", tokens=1_234_567, tokens_read=345_678, status="reading", nbytes=39_321_600
     )
     page.reload()
     expect(document(page, "Moby").get_by_role("progressbar")).to_be_visible()

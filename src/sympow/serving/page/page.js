@@ -6,6 +6,8 @@ const RETRY_EVERY = 3000;
 // Milliseconds between two updates of the numbers of a text that is being generated.
 const COUNT_EVERY = 200;
 const KEY = "sympow-api-key";
+// Characters of a document's name that the server accepts.
+const LONGEST_NAME = 200;
 
 const byId = (id) => document.getElementById(id);
 const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
@@ -164,6 +166,8 @@ byId("forget-key").addEventListener("click", () => {
 
 // By id: {context: as the server describes it, row, since: when and where it was first seen being read}.
 const known = new Map();
+// Ids of those that were deleted here.
+const deleted = new Set();
 // The document to choose once it is read: the last one uploaded here, unless the reader chose another since.
 let awaited = null;
 
@@ -171,7 +175,9 @@ const chosenId = () => document.querySelector('[name="document"]:checked').value
 const pathOf = (id) => `v1/contexts/${encodeURIComponent(id)}`;
 
 function describeContext({ context, since }) {
-  const state = context.bytes ? `state ${formatBytes(context.bytes)}` : null;
+  // Its own size is known when it is ready; until then, that of a state of this model.
+  const bytes = context.nbytes ?? model?.state_bytes;
+  const state = bytes && `state ${formatBytes(bytes)}`;
   if (context.status === "ready") return [formatCount(context.tokens ?? 0, "token"), state].filter(Boolean).join(" · ");
   if (context.status !== "reading") return "could not be read";
   if (!context.tokens) return "reading…";
@@ -198,7 +204,7 @@ function showContext(context) {
   row.querySelector(".name").textContent = name;
   row.querySelector("button").setAttribute("aria-label", `Delete ${name}`);
   say(row.querySelector(".facts"), describeContext(entry));
-  say(row.querySelector(".error"), context.status === "failed" ? String(context.error?.message ?? context.error ?? "") : null);
+  say(row.querySelector(".error"), context.status === "failed" ? context.error : null);
   const bar = row.querySelector("progress");
   bar.hidden = context.status !== "reading";
   if (context.tokens) [bar.max, bar.value] = [context.tokens, context.tokens_read ?? 0];
@@ -248,15 +254,19 @@ async function remove(id) {
       return;
     }
   }
+  deleted.add(id);
   if (known.has(id)) forget(id);
 }
 
 /** Asks the server which documents it has. */
 async function refresh() {
+  const before = [...known.keys()];
   const { data } = await fetchJson("v1/contexts");
   const ids = new Set(data.map((context) => context.id));
-  for (const id of known.keys()) if (!ids.has(id)) forget(id);
-  for (const context of data.toSorted((a, b) => (a.created ?? 0) - (b.created ?? 0))) showContext(context);
+  // Documents that were uploaded or deleted here meanwhile need not be in the answer, or may still be.
+  for (const id of before) if (!ids.has(id) && known.has(id)) forget(id);
+  // The newest comes first there, and rows are added above others.
+  for (const context of data.reverse()) if (!deleted.has(context.id)) showContext(context);
   watch();
 }
 
@@ -323,9 +333,10 @@ async function uploadFiles(files) {
   say(byId("document-error"), null);
   for (const file of files) {
     const form = new FormData();
-    form.append("name", file.name);
+    const name = file.name.slice(0, LONGEST_NAME);
+    form.append("name", name);
     form.append("file", file);
-    await upload(file.name, form);
+    await upload(name, form);
   }
 }
 
@@ -369,6 +380,7 @@ function startDocuments() {
 
 // --- prompts and answers -------------------------------------------------------------------------------------------
 
+// As the server describes it.
 let model = null;
 // The generation at hand: an AbortController.
 let running = null;
@@ -376,7 +388,7 @@ let running = null;
 /** Tells what the prompt continues. */
 function chosen() {
   const context = known.get(chosenId())?.context;
-  byId("prompt-label").textContent = context ? `The model continues “${context.name || context.id}” and then this text` : "The model continues this text";
+  byId("prompt-label").textContent = context ? `The model continues “${context.name || context.id}” followed by this text` : "The model continues this text";
 }
 
 function readSettings() {
@@ -429,7 +441,7 @@ function describeProgress({ sent, first, last, tokens, usage, ending }) {
   return [
     first === null ? ending ?? "waiting for the first token…" : `first token after ${formatSeconds((first - sent) / 1000)}`,
     rate && formatRate(rate),
-    first !== null && formatCount(tokens, "token"),
+    first !== null && `${usage ? "" : "about "}${formatCount(tokens, "token")}`,
     prompt && `prompt ${prompt}${cached ? `, ${cached.toLocaleString("en")} of them cached` : ""}`,
     first !== null && ending,
   ].filter(Boolean).join(" · ");
@@ -476,23 +488,20 @@ async function generate() {
   const { card, text, facts, error: problem, stop } = makeCard(prompt, context, settings);
   const growing = new GrowingText(card, text);
   const progress = { sent: performance.now(), first: null, last: null, tokens: 0, usage: null, ending: null };
-  let counted = 0;
-  const count = () => {
-    counted = performance.now();
-    facts.textContent = describeProgress(progress);
-  };
+  const count = () => (facts.textContent = describeProgress(progress));
 
   running = new AbortController();
   const { signal } = running;
   stop.addEventListener("click", () => running?.abort());
   byId("answers").prepend(card);
   count();
+  const counting = setInterval(count, COUNT_EVERY);
   byId("status").textContent = "Generating";
   if (document.activeElement === byId("generate")) stop.focus({ preventScroll: true });
   byId("generate").disabled = true;
   card.scrollIntoView({ block: "nearest", behavior: "instant" });
   try {
-    const body = { model, prompt, context: context?.id, ...settings, stream: true, stream_options: { include_usage: true } };
+    const body = { model: model.id, prompt, context: context?.id, ...settings, stream: true, stream_options: { include_usage: true } };
     const response = await postJson("v1/completions", body, { signal, onsend: () => (progress.sent = performance.now()) });
     for await (const event of eventsOf(response)) {
       if (event.error) throw new ServerError(event.error.message ?? "The server failed.", 0);
@@ -503,12 +512,11 @@ async function generate() {
         if (choice.text || !choice.finish_reason) {
           progress.last = performance.now();
           progress.first ??= progress.last;
-          // Until the usage is known: an event for each token.
+          // About one for each token; the usage at the end has their number.
           progress.tokens += 1;
         }
         if (choice.text) growing.add(choice.text);
       }
-      if (performance.now() - counted > COUNT_EVERY) count();
     }
     progress.tokens = progress.usage?.completion_tokens ?? progress.tokens;
   } catch (error) {
@@ -520,6 +528,7 @@ async function generate() {
       if (error.status === 404) refresh().catch(() => null);
     }
   } finally {
+    clearInterval(counting);
     growing.flush();
     count();
     card.removeAttribute("aria-busy");
@@ -555,9 +564,9 @@ function startPrompts() {
 async function connect() {
   for (;;) {
     try {
-      model = (await fetchJson("v1/models")).data[0].id;
-      say(byId("model"), model);
-      document.title = `${model} · sympow`;
+      [model] = (await fetchJson("v1/models")).data;
+      say(byId("model"), model.id);
+      document.title = `${model.id} · sympow`;
       byId("generate").disabled = false;
       await refresh();
       say(byId("trouble"), null);
