@@ -65,7 +65,10 @@ def is_idle(served):
 
 
 def test_the_model_is_listed(served):
-    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    (described,) = served.client.models.list()
+    assert described.id == "tiny"
+    # 2 layers, 2 heads of 16: keys' features × (values and the normalizer) in float32. A slot has a window, too.
+    assert described.state_bytes == 2 * 2 * 136 * 17 * 4 < described.slot_bytes
     assert served.client.models.retrieve("tiny").owned_by == "sympow"
     with pytest.raises(openai.NotFoundError, match="there is no model 'other'"):
         served.client.models.retrieve("other")

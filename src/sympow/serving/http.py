@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 
 import sympow
 from sympow.data.plain_text import decode
+from sympow.generation.cache import empty_windows, state_nbytes
 from sympow.generation.prefix import Prefix
 from sympow.serving.answering import Group, StreamedAnswer, answer_whole
 from sympow.serving.api_errors import ApiError, from_argument_error, queue_full, stopping
@@ -124,6 +125,9 @@ class Service:
 
     def __init__(self, model: ServedModel, engine: Engine, contexts: ContextStore, options: ServerOptions) -> None:
         self.model, self.engine, self.contexts, self.options = model, engine, contexts, options
+        # None where keys and values of all tokens are kept, which grow with the text.
+        net = model.text_model.model
+        self.state_bytes = None if net.config.mixer == "softmax" else state_nbytes(empty_windows(net, 1))
         self.counts = HttpCounts()
         self.names = TokenNames(model.text_model.tokenizer)
         self.started = int(time.time())
@@ -255,7 +259,8 @@ def _add_models(app: FastAPI, service: Service) -> None:
             "created": service.started,
             "owned_by": "sympow",
             "vocab_size": service.model.text_model.model.config.vocab_size,
-            "state_bytes": service.engine.stats().slot_nbytes,
+            "state_bytes": service.state_bytes,
+            "slot_bytes": service.engine.stats().slot_nbytes,
             "chat": service.model.chat is not None,
         }
 
