@@ -1,4 +1,5 @@
 import os
+import shutil
 
 import pytest
 import torch
@@ -6,6 +7,19 @@ import torch
 # Without a GPU, kernels run in Triton's interpreter. Triton reads the variable when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# The first of these that is installed is used.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# Chromium has no sandbox when run as root, and no test needs the network.
+BROWSER_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 def pytest_configure(config):
@@ -38,3 +52,18 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium. Its scope is a module, since playwright's event loop must not outlive its tests."""
+    pytest.importorskip("playwright.sync_api", reason="needs playwright, which comes with the extra dev")
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("SYMPOW_BROWSER") or next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if path is None:
+        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
+        yield chromium
+        chromium.close()

@@ -18,7 +18,20 @@ from sympow.train.config import PRESETS as TRAIN_PRESETS
 
 runner = CliRunner()
 COMMANDS = (
-    *("train", "data", "generate", "state", "evaluate", "report", "inspect", "info", "bench", "check", "experiment"),
+    *(
+        "train",
+        "data",
+        "generate",
+        "state",
+        "serve",
+        "evaluate",
+        "report",
+        "inspect",
+        "info",
+        "bench",
+        "check",
+        "experiment",
+    ),
 )
 
 

@@ -103,6 +103,7 @@ import sys
 from importlib.machinery import ModuleSpec
 class Refuse:
     refused = {"triton", "transformers", "zarr", "matplotlib", "typer", "rich", "numpy", "safetensors", "tokenizers"}
+    refused |= {"fastapi", "pydantic"}
     def find_spec(self, name, path=None, target=None):
         return ModuleSpec(name, self) if name.split(".")[0] in self.refused - self.loaded else None
     def create_module(self, spec):

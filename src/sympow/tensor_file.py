@@ -113,6 +113,20 @@ def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> t
     return tensors, words
 
 
+def load_words(path: str | os.PathLike[str], form: str) -> dict[str, str]:
+    """Reads the words of a file that `save` wrote, without its tensors.
+
+    Raises:
+        ValueError: the file has another format, or not the size that its header says. Other damage is not detected.
+    """
+    check_regular_file(Path(path))
+    with open(path, "rb") as file:
+        words = _read_header(file, path).words
+    if words.get("format") != form:
+        raise ValueError(f"{path} must have the format {form!r}, got {words.get('format')!r}")
+    return words
+
+
 @dataclass(frozen=True)
 class _Entry:
     """A tensor's dtype and shape, and the range of its bytes relative to the end of the header."""

@@ -1,21 +1,6 @@
-import os
-import shutil
-
 import pytest
 from report.made_up import VARIANTS, write_run
 
-# The first of these that is installed is used.
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-# Chromium has no sandbox when run as root, and no test needs the network.
-BROWSER_FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 RECALL = [
     {"pairs": pairs, "nearest": near, "farthest": 4 * near, "accuracy": pairs / 8, "loss": 1.0, "guess": 2.0}
     for pairs in (2, 4)
@@ -59,18 +44,3 @@ def experiment(tmp_path_factory):
                         **({} if name == "softmax" else {"power": power}),
                     )
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """A headless Chromium. Its scope is a module, since playwright's event loop must not outlive its tests."""
-    pytest.importorskip("playwright.sync_api", reason="needs playwright, which comes with the extra dev")
-    from playwright.sync_api import sync_playwright
-
-    path = os.environ.get("SYMPOW_BROWSER") or next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    if path is None:
-        pytest.skip(f"needs a browser: none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=path, args=list(BROWSER_FLAGS))
-        yield chromium
-        chromium.close()

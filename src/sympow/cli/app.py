@@ -20,6 +20,7 @@ from sympow.cli.generate import generate
 from sympow.cli.info import info
 from sympow.cli.inspect import inspect
 from sympow.cli.report import report
+from sympow.cli.serve import serve
 from sympow.cli.state import state
 from sympow.cli.train import add_train
 from sympow.invocation import program
@@ -27,7 +28,7 @@ from sympow.invocation import program
 app = App(help="Train, run and measure conformal symmetric power transformers.", no_args_is_help=True)
 add_train(app)
 app.add_typer(data, name="data")
-for command in (generate, state, evaluate, report, inspect, info, bench, check, experiment):
+for command in (generate, state, serve, evaluate, report, inspect, info, bench, check, experiment):
     app.command()(command)
 
 

@@ -142,10 +142,13 @@ class Prefix:
             raise ValueError(f"count must be at least 1, got {count}")
         return self.select(torch.arange(self.batch, device=self.logits.device).repeat_interleave(count))
 
-    def save(self, path: str | PathLike[str], model: GPT) -> None:
+    def save(self, path: str | PathLike[str], model: GPT, *, fingerprint: str | None = None) -> None:
         """Writes a file that `load` reads, in the layout of safetensors, with the fingerprint of the model.
 
         An existing file is replaced once the new one is complete.
+
+        Args:
+            fingerprint: the model's, if the caller knows it: `fingerprint_of` reads all parameters.
         """
         tensors = {"logits": self.logits} | ({} if self.seen is None else {"seen": self.seen})
         layers = []
@@ -155,12 +158,19 @@ class Prefix:
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
             layers.append({"kind": KIND_NAMES[type(layer)], **plain})
-        words = {"tokens": str(self.tokens), "fingerprint": fingerprint_of(model), "layers": json.dumps(layers)}
+        words = {
+            "tokens": str(self.tokens),
+            "fingerprint": fingerprint or fingerprint_of(model),
+            "layers": json.dumps(layers),
+        }
         tensor_file.save(path, FORMAT, tensors, words)
 
     @classmethod
-    def load(cls, path: str | PathLike[str], model: GPT) -> Prefix:
+    def load(cls, path: str | PathLike[str], model: GPT, *, fingerprint: str | None = None) -> Prefix:
         """Reads a file written by `save`, onto the model's device.
+
+        Args:
+            fingerprint: the model's, as in `save`.
 
         Raises:
             ValueError: the file is something else or damaged, or was written by another model.
@@ -169,7 +179,7 @@ class Prefix:
             tensors, words = tensor_file.load(path, FORMAT, OLDER_FORMAT)
         except ValueError as error:
             raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
-        made_by, own = words.get("fingerprint", ""), fingerprint_of(model)
+        made_by, own = words.get("fingerprint", ""), fingerprint or fingerprint_of(model)
         if made_by != own:
             raise ValueError(
                 f"{path} was made by another model: its fingerprint is {made_by[:16]}…, that of this model {own[:16]}…"

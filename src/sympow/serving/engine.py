@@ -272,6 +272,16 @@ class Engine:
         """
         self._scheduler.run_between_steps(self._scheduler.warm_up)
 
+    @property
+    def alive(self) -> bool:
+        """Whether `submit` takes requests: the engine is not closed, and its worker has not failed."""
+        return self._scheduler.alive
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the worker, if something did that should not."""
+        return self._scheduler.failure
+
     def stats(self) -> EngineStats:
         """Counters and gauges, for monitoring."""
         worker, cache = self._scheduler, self._scheduler.cache

@@ -177,6 +177,14 @@ class Scheduler:
     def queued(self) -> int:
         return len(self._queue)
 
+    @property
+    def alive(self) -> bool:
+        return not self._closing and self._failure is None
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
     def _check_open(self) -> None:
         if self._failure is not None:
             raise EngineClosedError(f"the engine's worker has failed: {self._failure!r}")

@@ -1,0 +1,165 @@
+"""The command `sympow serve`."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sympow.checks import check_at_least, check_finite
+from sympow.cli.common import Device, Dtype, device_and_dtype
+from sympow.extras import require
+
+if TYPE_CHECKING:
+    from sympow.serving.context_folder import ContextFolder
+    from sympow.serving.engine import EngineStats
+
+LARGEST_PORT = 65_535
+MODULES = ("fastapi", "uvicorn", "python_multipart")
+
+
+def serve(
+    model: Annotated[Path, typer.Argument(help="Model folder of a run, or a folder of Hugging Face format.")],
+    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: a free one.")] = 8_000,
+    slots: Annotated[int, typer.Option(help="Requests that are decoded at once; memory is allocated for all.")] = 64,
+    model_name: Annotated[str | None, typer.Option(help="Name in the API; by default the folder's.")] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File with API keys, one in each line, of which requests must have one.")
+    ] = None,
+    allow_host: Annotated[
+        list[str] | None, typer.Option(help="Name that clients may call this server by; repeatable.")
+    ] = None,
+    contexts: Annotated[
+        Path | None, typer.Option(help="Folder to keep contexts in; by default they end with the server.")
+    ] = None,
+    context_bytes: Annotated[int, typer.Option(help="Bytes of contexts in memory; others are on disk only.")] = 2**32,
+    max_contexts: Annotated[int, typer.Option(help="The most contexts.")] = 1_000,
+    prefix_cache_bytes: Annotated[
+        int, typer.Option(help="Bytes for states of prompts, from which prompts that begin alike start; 0: none.")
+    ] = 2**30,
+    max_queue: Annotated[int, typer.Option(help="Requests that may wait for a slot; more are refused.")] = 256,
+    max_context: Annotated[int | None, typer.Option(help="The most tokens of a slot; softmax models need it.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens that a request may ask for.")] = 2**16,
+    max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 2**26,
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds that running requests get to end when the server is stopped.")
+    ] = 30.0,
+    segment_size: Annotated[
+        int | None,
+        typer.Option(help="Tokens of prompts prefilled between two steps; by default 2048 on a GPU, 256 on a CPU."),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+) -> None:
+    """Serve a model over HTTP, with the API that OpenAI's clients speak.
+
+    Many requests are decoded as one batch. GET / is a page to try it with. Ctrl-C or SIGTERM stops the server once
+    running requests have ended.
+    """
+    for module in MODULES:
+        require(module, "serve")
+    import torch
+
+    from sympow.data.plain_text import read_text
+    from sympow.files import check_can_write
+    from sympow.generation.prefix import fingerprint_of
+    from sympow.serving.context_folder import ContextFolder
+    from sympow.serving.contexts import ContextStore
+    from sympow.serving.engine import Engine
+    from sympow.serving.gatekeeping import allowed_hosts, read_keys
+    from sympow.serving.http import ServerOptions, Service, create_app
+    from sympow.serving.loading import ServedModel
+    from sympow.serving.scheduler import EngineClosedError
+    from sympow.serving.server import bind, run, url_of
+
+    _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)
+    keys = () if api_key_file is None else tuple(read_keys(read_text(api_key_file)))
+    if contexts is not None:
+        check_can_write("contexts", contexts, "folder")
+    device, dtype = device_and_dtype(device, dtype)
+    hosts = allowed_hosts(host, allow_host or ())
+    if not keys and hosts is None:
+        _say(f"anyone who can reach {host} can use this server: --api-key-file limits that")
+    # The address is taken before the model is loaded, which may take minutes.
+    with bind(host, port) as bound, TemporaryDirectory(prefix="sympow-contexts-") as temporary:
+        started = time.perf_counter()
+        _say(f"loading {model}")
+        served = ServedModel.load(model, device, getattr(torch, dtype), model_name)
+        parameters = sum(parameter.numel() for parameter in served.text_model.model.parameters())
+        _say(f"loaded {served.name}: {parameters:,} parameters, {dtype} on {device}, {_seconds(started)}")
+        engine = Engine(
+            served.text_model,
+            slots,
+            segment_size=segment_size,
+            max_context=max_context,
+            max_queue=max_queue,
+            prefix_cache_bytes=prefix_cache_bytes,
+        )
+        with engine:
+            _say(_describe_slots(engine.stats()))
+            started = time.perf_counter()
+            _say("warming up")
+            engine.warm_up()
+            _say(f"warmed up, {_seconds(started)}")
+            gpt = served.text_model.model
+            folder = ContextFolder(contexts or Path(temporary), gpt, fingerprint_of(gpt))
+            _say(_describe_contexts(folder, contexts))
+            store = ContextStore(engine, folder, context_bytes, max_contexts)
+            service = Service(served, engine, store, ServerOptions(keys, hosts, max_body, max_tokens, timeout))
+            run(
+                create_app(service),
+                service,
+                bound,
+                grace=grace,
+                ready=lambda: typer.echo(f"serving {served.name} at {url_of(bound)}"),
+                stopping=lambda: _say(f"stopping: running requests have {grace:g} seconds to end"),
+            )
+    if engine.failure is not None:
+        traceback.print_exception(engine.failure)
+        raise EngineClosedError("the engine has failed, as shown above")
+    _say("stopped")
+
+
+def _check_numbers(
+    port: int, context_bytes: int, max_contexts: int, max_tokens: int, max_body: int, timeout: float, grace: float
+) -> None:
+    if not 0 <= port <= LARGEST_PORT:
+        raise ValueError(f"port must be between 0 and {LARGEST_PORT}, got {port}")
+    check_at_least("context_bytes", context_bytes, 0)
+    check_at_least("max_contexts", max_contexts, 0)
+    check_at_least("max_tokens", max_tokens, 1)
+    check_at_least("max_body", max_body, 1)
+    check_finite("timeout", timeout)
+    check_finite("grace", grace)
+    if timeout <= 0:
+        raise ValueError(f"timeout must be above 0, got {timeout}")
+    if grace < 0:
+        raise ValueError(f"grace must be at least 0, got {grace}")
+
+
+def _describe_slots(stats: EngineStats) -> str:
+    total = stats.slots * stats.slot_nbytes
+    return f"{stats.slots} slots of {stats.slot_nbytes / 1e6:,.1f} MB: {total / 1e9:,.2f} GB"
+
+
+def _describe_contexts(folder: ContextFolder, given: Path | None) -> str:
+    if given is None:
+        return "contexts are kept until the server stops: --contexts keeps them on disk"
+    count, others = len(folder.records()), folder.others()
+    left = f"; {others} of other models, or damaged, are left alone" if others else ""
+    return f"{count} contexts in {given}{left}"
+
+
+def _seconds(started: float) -> str:
+    return f"{time.perf_counter() - started:.1f} s"
+
+
+def _say(text: str) -> None:
+    """Progress goes to standard error; standard output has the address."""
+    typer.echo(text, err=True)

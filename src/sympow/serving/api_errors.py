@@ -1,0 +1,74 @@
+"""`ApiError`: an answer that is an error, in the form that OpenAI's clients expect."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import Any, Literal
+
+ErrorType = Literal[
+    "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "timeout", "server_error"
+]
+# OpenAI's clients repeat requests with some statuses by themselves, unless this header forbids it.
+NO_RETRY = {"x-should-retry": "false"}
+
+
+class ApiError(Exception):
+    """Ends a request with an error.
+
+    Args:
+        status: of HTTP.
+        message: for the person who sent the request.
+        kind: the error's type; OpenAI's clients choose exceptions by status, people read this.
+        param: the field of the request that is wrong.
+        code: a name that programs can compare with.
+        headers: more headers of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: ErrorType = "invalid_request_error",
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def from_argument_error(error: Exception, fields: Collection[str]) -> ApiError:
+    """A ValueError or TypeError of the library, whose message begins with the name of an argument.
+
+    Args:
+        fields: of the request; the error's param is one of them, or None.
+    """
+    message = str(error)
+    first = re.match(r"\w*", message)
+    name = first[0] if first else ""
+    return ApiError(400, message, param=name if name in fields else None)
+
+
+def queue_full(message: str) -> ApiError:
+    return ApiError(429, message, "rate_limit_error", code="queue_full", headers={"retry-after": "1"})
+
+
+def stopping() -> ApiError:
+    message = "the server is stopping"
+    return ApiError(503, message, "server_error", code="stopping", headers={"retry-after": "5"})
+
+
+def timed_out(seconds: float) -> ApiError:
+    message = f"the request took longer than {seconds:g} seconds, this server's limit; ask for fewer tokens"
+    return ApiError(504, message, "timeout", code="timeout", headers=NO_RETRY)
+
+
+def failed(message: str) -> ApiError:
+    """The model could not answer this request, and would not the next time either."""
+    return ApiError(500, message, "server_error", code="request_failed", headers=NO_RETRY)

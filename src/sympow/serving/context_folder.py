@@ -1,0 +1,198 @@
+"""`ContextFolder`: contexts on disk, each of which is there as a whole or not at all, whenever a process is killed.
+
+    DIR/ctx_5d41…/context.json        what is known of a context
+    DIR/ctx_5d41…/state.prefix        its prefix
+    DIR/.writing-8f3a…/               what one process is writing or deleting
+    DIR/.writing-8f3a…/lock           held while that process lives
+
+A context is written below `.writing-…` and renamed once it is on disk. What a killed process leaves there is removed by
+the next one that opens the folder: only then can its lock be taken. Several processes, also of several machines, can
+share a folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sympow import tensor_file
+from sympow.files import flush, write_atomically
+from sympow.generation.prefix import FORMAT as PREFIX_FORMAT
+from sympow.generation.prefix import Prefix
+from sympow.model.gpt import GPT
+from sympow.parsing import read_json
+
+ID = re.compile("ctx_[0-9a-f]{24}")
+RECORD_FILE = "context.json"
+PREFIX_FILE = "state.prefix"
+LOCK_FILE = "lock"
+FOLDER_LOCK_FILE = ".lock"
+WRITING = ".writing-"
+
+
+def new_id() -> str:
+    return f"ctx_{secrets.token_hex(12)}"
+
+
+def is_id(text: str) -> bool:
+    """Whether a text can be the id of a context; a path never is."""
+    return ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a context on disk.
+
+    Attributes:
+        id: its name in the folder.
+        name: given by the user; "" if none was.
+        created_at: in seconds since 1970.
+        tokens: of its text, those of the context that it was forked from included.
+        nbytes: of its state.
+        parent: the id of the context that it was forked from.
+    """
+
+    id: str
+    name: str
+    created_at: int
+    tokens: int
+    nbytes: int
+    parent: str | None = None
+
+
+class ContextFolder:
+    """The contexts of one model in a folder; those of other models are left alone.
+
+    Args:
+        path: the folder, which is created.
+        model: which prefilled the contexts.
+        fingerprint: of the model.
+    """
+
+    def __init__(self, path: Path, model: GPT, fingerprint: str) -> None:
+        self.path, self._model, self._fingerprint = path, model, fingerprint
+        # Contexts do not change, so that each is looked at once. None: of another model, or not whole.
+        self._known: dict[str, Record | None] = {}
+        path.mkdir(parents=True, exist_ok=True)
+        self._own = path / f"{WRITING}{secrets.token_hex(8)}"
+        with _locked(path / FOLDER_LOCK_FILE):
+            for folder in path.glob(f"{WRITING}*"):
+                _remove_if_abandoned(folder)
+            self._own.mkdir()
+            self._lock = os.open(self._own / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def close(self) -> None:
+        shutil.rmtree(self._own, ignore_errors=True)
+        os.close(self._lock)
+
+    def records(self) -> dict[str, Record]:
+        """The contexts that are there now, by id, those of other processes included."""
+        there = {entry.name for entry in os.scandir(self.path) if is_id(entry.name)}
+        self._known = {id_: record for id_, record in self._known.items() if id_ in there}
+        for id_ in there - self._known.keys():
+            self._known[id_] = self._read(id_)
+        return {id_: record for id_, record in self._known.items() if record is not None}
+
+    def others(self) -> int:
+        """How many contexts were found that this model cannot use."""
+        return sum(record is None for record in self._known.values())
+
+    def find(self, id_: str) -> Record | None:
+        if not is_id(id_) or not (self.path / id_).is_dir():
+            return None
+        if id_ not in self._known:
+            self._known[id_] = self._read(id_)
+        return self._known[id_]
+
+    def write(self, record: Record, prefix: Prefix) -> None:
+        """Writes a context. It is there once this returns, and survives a crash of the machine."""
+        draft = self._own / record.id
+        draft.mkdir()
+        try:
+            prefix.save(draft / PREFIX_FILE, self._model, fingerprint=self._fingerprint)
+            write_atomically(draft / RECORD_FILE, (json.dumps(asdict(record), indent=2) + "\n").encode())
+            draft.rename(self.path / record.id)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        flush(self.path)
+
+    def load(self, id_: str) -> Prefix:
+        """The prefix of a context.
+
+        Raises:
+            ValueError: its file is damaged.
+            OSError: it cannot be read.
+        """
+        assert is_id(id_)
+        return Prefix.load(self.path / id_ / PREFIX_FILE, self._model, fingerprint=self._fingerprint)
+
+    def remove(self, id_: str) -> None:
+        """Deletes a context. It is gone at once, also if the process is killed while its files are deleted."""
+        assert is_id(id_)
+        rubbish = self._own / f"deleted-{secrets.token_hex(4)}"
+        try:
+            (self.path / id_).rename(rubbish)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(rubbish)
+
+    def _read(self, id_: str) -> Record | None:
+        """A context's record, if it is of this model and whole."""
+        folder = self.path / id_
+        try:
+            record = _as_record(read_json(folder / RECORD_FILE))
+            words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
+        except (OSError, ValueError):
+            return None
+        return record if record.id == id_ and words.get("fingerprint") == self._fingerprint else None
+
+
+def _as_record(content: Any) -> Record:
+    kinds = {"id": str, "name": str, "created_at": int, "tokens": int, "nbytes": int, "parent": str | None}
+    names = {field.name for field in fields(Record)}
+    if not isinstance(content, dict) or content.keys() != names:
+        raise ValueError(f"a context must have the entries {', '.join(sorted(names))}")
+    for name, kind in kinds.items():
+        if not isinstance(content[name], kind):
+            raise ValueError(f"{name} of a context must be {kind}")
+    return Record(**content)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Waits for a lock that processes hold for a moment."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """Removes what a process was writing, unless it lives."""
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
+    except FileNotFoundError:
+        # Its process was killed while it created or removed the folder; both happen under locks that are free now.
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(handle)

@@ -1,0 +1,294 @@
+"""`ContextStore`: texts that are prefilled once, named by completions, and kept on disk and partly in memory.
+
+All methods are called by coroutines of one event loop; files are read and written by threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from sympow.generation.prefix import Prefix
+from sympow.serving.api_errors import ApiError, failed, from_argument_error, queue_full, stopping
+from sympow.serving.completion import Prefilling, RequestError
+from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
+from sympow.serving.engine import Engine
+from sympow.serving.scheduler import EngineClosedError
+
+# How many contexts may be read at once: their texts are in memory.
+MOST_READING = 32
+# Contexts that failed are listed until they are deleted, the most recent ones.
+MOST_FAILED = 64
+LONGEST_NAME = 200
+
+
+@dataclass
+class Reading:
+    """A context that is not on disk yet, or failed.
+
+    Attributes:
+        before: tokens of the context that it continues.
+        prefilling: None until its text is tokenized, and if there is no text.
+        task: prefills and writes it.
+    """
+
+    id: str
+    name: str
+    created_at: int
+    parent: str | None
+    before: int = 0
+    prefilling: Prefilling | None = None
+    task: asyncio.Task[None] | None = None
+    error: str | None = None
+    deleted: bool = False
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context as users see it.
+
+    Attributes:
+        status: "reading", "ready" or "failed"; completions can name it when it is ready.
+        tokens: of its text, those of the context that it was forked from included.
+        tokens_read: how many of them are prefilled.
+        nbytes: of its state; None until it is ready.
+        in_memory: whether it is; otherwise the next completion reads it from disk.
+        error: why it failed.
+    """
+
+    id: str
+    name: str
+    created_at: int
+    status: Literal["reading", "ready", "failed"]
+    tokens: int
+    tokens_read: int
+    nbytes: int | None
+    in_memory: bool
+    parent: str | None
+    error: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "context", **asdict(self)}
+
+
+class ContextStore:
+    """Contexts of an engine's model.
+
+    Args:
+        folder: where they are kept.
+        budget: bytes of states in memory, on the model's device; those used least recently are dropped from there.
+        max_contexts: how many there may be.
+    """
+
+    def __init__(self, engine: Engine, folder: ContextFolder, budget: int, max_contexts: int) -> None:
+        self._engine, self._folder = engine, folder
+        self.budget, self._max_contexts = budget, max_contexts
+        self._reading: dict[str, Reading] = {}
+        self._failed: OrderedDict[str, Reading] = OrderedDict()
+        self._memory: OrderedDict[str, Prefix] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[Prefix]] = {}
+        self.hits = self.loads = self.dropped = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states in memory."""
+        return sum(map(_nbytes, self._memory.values()))
+
+    @property
+    def in_memory(self) -> int:
+        return len(self._memory)
+
+    @property
+    def reading(self) -> int:
+        return len(self._reading)
+
+    def list(self) -> list[Context]:
+        """All contexts, the newest first."""
+        found = [self._ready(record) for record in self._folder.records().values()]
+        found += [_unready(one) for one in (*self._reading.values(), *self._failed.values())]
+        return sorted(found, key=lambda context: (-context.created_at, context.id))
+
+    def get(self, id_: str) -> Context:
+        unready = self._reading.get(id_) or self._failed.get(id_)
+        return _unready(unready) if unready is not None else self._ready(self._record(id_))
+
+    async def create(self, text: str, name: str) -> Context:
+        """Begins to read a text."""
+        if not text:
+            raise ApiError(400, "text must not be empty", param="text")
+        return await self._begin(text, name, None)
+
+    async def fork(self, id_: str, text: str, name: str) -> Context:
+        """Begins to read a text after that of another context, which stays as it is; the text may be empty."""
+        return await self._begin(text, name, id_)
+
+    async def delete(self, id_: str) -> None:
+        """Deletes a context; requests that have begun with it go on. If it is being read, that ends."""
+        if self._failed.pop(id_, None) is not None:
+            return
+        self.get(id_)
+        reading = self._reading.get(id_)
+        if reading is not None:
+            reading.deleted = True
+            if reading.prefilling is not None:
+                reading.prefilling.cancel()
+            if reading.task is not None:
+                await asyncio.wait([reading.task])
+        self._memory.pop(id_, None)
+        await asyncio.to_thread(self._folder.remove, id_)
+
+    async def prefix(self, id_: str) -> Prefix:
+        """The state of a context, for a completion.
+
+        Raises:
+            ApiError: there is none, it is still being read, or it is damaged.
+        """
+        context = self.get(id_)
+        if context.status == "reading":
+            raise ApiError(
+                409,
+                f"context {id_} is still being read: {context.tokens_read:,} of {context.tokens:,} tokens",
+                param="context",
+                code="context_not_ready",
+                headers={"retry-after": "1"},
+            )
+        if context.status == "failed":
+            raise ApiError(400, f"context {id_} failed: {context.error}", param="context", code="context_failed")
+        if id_ in self._memory:
+            self.hits += 1
+            self._memory.move_to_end(id_)
+            return self._memory[id_]
+        if id_ not in self._loading:
+            self._loading[id_] = asyncio.create_task(self._load(id_))
+        return await asyncio.shield(self._loading[id_])
+
+    async def close(self) -> None:
+        """Ends what is being read, and waits for files that are being written."""
+        for reading in list(self._reading.values()):
+            if reading.prefilling is not None:
+                reading.prefilling.cancel()
+        tasks = [one.task for one in self._reading.values() if one.task is not None]
+        if tasks:
+            await asyncio.wait([*tasks])
+        await asyncio.to_thread(self._folder.close)
+
+    async def _begin(self, text: str, name: str, parent: str | None) -> Context:
+        if len(name) > LONGEST_NAME:
+            raise ApiError(400, f"name must have at most {LONGEST_NAME} characters, got {len(name):,}", param="name")
+        if len(self._reading) >= MOST_READING:
+            raise queue_full(f"{MOST_READING} contexts are being read already; try again later")
+        there = len(self._folder.records()) + len(self._reading)
+        if there >= self._max_contexts:
+            message = f"there are {there:,} contexts, as many as this server keeps: delete one first"
+            raise ApiError(400, message, code="too_many_contexts")
+        reading = Reading(new_id(), name, int(time.time()), parent)
+        # Counted from here on, so that many requests at once do not exceed the limits above.
+        self._reading[reading.id] = reading
+        try:
+            before = None if parent is None else await self.prefix(parent)
+            reading.before = 0 if before is None else before.tokens
+            if text:
+                reading.prefilling = await asyncio.to_thread(self._engine.submit_prefill, text, prefix=before)
+        except EngineClosedError as error:
+            del self._reading[reading.id]
+            raise stopping() from error
+        except (ValueError, TypeError) as error:
+            del self._reading[reading.id]
+            raise from_argument_error(error, ("text",)) from error
+        except BaseException:
+            del self._reading[reading.id]
+            raise
+        if reading.deleted and reading.prefilling is not None:
+            reading.prefilling.cancel()
+        reading.task = asyncio.create_task(self._finish(reading, before))
+        return _unready(reading)
+
+    async def _finish(self, reading: Reading, before: Prefix | None) -> None:
+        """Waits for the prefix of a context and writes it."""
+        try:
+            prefix = before if reading.prefilling is None else await reading.prefilling.aresult()
+            assert prefix is not None
+            record = Record(reading.id, reading.name, reading.created_at, prefix.tokens, prefix.nbytes, reading.parent)
+            if not reading.deleted:
+                await asyncio.to_thread(self._folder.write, record, prefix)
+                self._remember(reading.id, prefix)
+        except (RequestError, EngineClosedError, OSError) as error:
+            reading.error = str(error)
+            if not reading.deleted:
+                self._failed[reading.id] = reading
+                while len(self._failed) > MOST_FAILED:
+                    self._failed.popitem(last=False)
+        finally:
+            reading.task = None
+            del self._reading[reading.id]
+
+    async def _load(self, id_: str) -> Prefix:
+        """Reads a context from disk; requests that come meanwhile wait for the same."""
+        try:
+            prefix = await asyncio.to_thread(self._folder.load, id_)
+        except FileNotFoundError as error:
+            raise _unknown(id_) from error
+        except (OSError, ValueError) as error:
+            raise failed(f"context {id_} cannot be read from disk: {error}") from error
+        finally:
+            del self._loading[id_]
+        self.loads += 1
+        self._remember(id_, prefix)
+        return prefix
+
+    def _remember(self, id_: str, prefix: Prefix) -> None:
+        """Keeps a state in memory, and drops others for it; a state beyond the budget is not kept."""
+        self._memory[id_] = prefix
+        while self._memory and self.nbytes > self.budget:
+            self._memory.popitem(last=False)
+            self.dropped += 1
+
+    def _record(self, id_: str) -> Record:
+        record = self._folder.find(id_)
+        if record is None:
+            self._memory.pop(id_, None)
+            raise _unknown(id_)
+        return record
+
+    def _ready(self, record: Record) -> Context:
+        return Context(
+            id=record.id,
+            name=record.name,
+            created_at=record.created_at,
+            status="ready",
+            tokens=record.tokens,
+            tokens_read=record.tokens,
+            nbytes=record.nbytes,
+            in_memory=record.id in self._memory,
+            parent=record.parent,
+        )
+
+
+def _unready(reading: Reading) -> Context:
+    total, done = (0, 0) if reading.prefilling is None else (reading.prefilling.tokens, reading.prefilling.done_tokens)
+    return Context(
+        id=reading.id,
+        name=reading.name,
+        created_at=reading.created_at,
+        status="reading" if reading.error is None else "failed",
+        tokens=reading.before + total,
+        tokens_read=reading.before + done,
+        nbytes=None,
+        in_memory=False,
+        parent=reading.parent,
+        error=reading.error,
+    )
+
+
+def _unknown(id_: str) -> ApiError:
+    # An id that came from outside may be long, or not printable.
+    shown = id_ if is_id(id_) else repr(id_[:64])
+    return ApiError(404, f"there is no context {shown}", param="context", code="context_not_found")
+
+
+def _nbytes(prefix: Prefix) -> int:
+    """Bytes in memory, those of logits included."""
+    return prefix.nbytes + prefix.logits.nbytes + (0 if prefix.seen is None else prefix.seen.nbytes)

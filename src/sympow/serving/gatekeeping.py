@@ -1,0 +1,192 @@
+"""What is checked before a request reaches a route: API key, host, origin, and the size of its body.
+
+These are ASGI middlewares rather than FastAPI's dependencies, since they must act before a body is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from sympow.serving.api_errors import ApiError
+from sympow.serving.metrics import HttpCounts
+
+# A client that sends nothing for so long, in seconds, does not get to send the rest.
+BODY_PATIENCE = 30.0
+# Bytes beyond the limit that are read and dropped, so that a client gets to see the answer: if a connection is closed
+# while data arrives, the client's system may report that instead.
+DRAINED = 2**26
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+class Gatekeeper:
+    """Refuses requests, and counts all responses.
+
+    Args:
+        app: what serves the requests that are let through.
+        keys: API keys, of which a request must have one; none: everybody may do everything.
+        public: paths that need no key.
+        hosts: names that the Host header may have; None: any. A page of another site could otherwise have its name
+            resolved to this server's address, and a browser would let it read the answers.
+        max_body: bytes.
+        counts: of responses.
+        routes: paths with a counter of their own.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        public: Collection[str],
+        hosts: Collection[str] | None,
+        max_body: int,
+        counts: HttpCounts,
+        routes: Collection[str],
+    ) -> None:
+        self._app, self._public, self._hosts, self._max_body = app, public, hosts, max_body
+        self._digests = [_digest(key.encode()) for key in keys]
+        self._counts, self._routes = counts, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            # FastAPI's own: the start and the end of the server. There are no websockets here.
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        route = next((known for known in self._routes if path == known or path.startswith(f"{known}/")), "other")
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._counts.count(route, message["status"])
+            await send(message)
+
+        headers = Headers(scope=scope)
+        body = _Body(receive, self._max_body)
+        refusal = self._refusal(scope["method"], path, headers)
+        if refusal is None and _content_length(headers) > self._max_body:
+            refusal = body.too_large()
+        if refusal is not None:
+            await body.drain()
+            await error_response(refusal)(scope, receive, counted)
+            return
+        await self._app(scope, body.receive, counted)
+
+    def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        if self._hosts is not None and _without_port(host) not in self._hosts:
+            message = f"this server does not go by the name {host[:100]!r}; its option --allow-host adds names"
+            return ApiError(403, message, "permission_error", code="unknown_host")
+        if method not in ("GET", "HEAD", "OPTIONS") and headers.get("sec-fetch-site") == "cross-site":
+            return ApiError(403, "pages of other sites must not use this server", "permission_error", code="cross_site")
+        if self._digests and path not in self._public and not self._has_key(headers):
+            return ApiError(
+                401,
+                "the API key is missing or wrong: send it as `Authorization: Bearer KEY`",
+                "authentication_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        return None
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        digest = _digest(given.strip().encode("latin-1"))
+        # Every key is compared, in constant time, whichever matches.
+        found = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(found) and scheme.lower() == "bearer"
+
+
+class _Body:
+    """A request's body, as it is received: bounded in bytes, and in the time that the client may take for each part."""
+
+    def __init__(self, receive: Receive, limit: int) -> None:
+        self._receive, self._limit = receive, limit
+        self._bytes = 0
+        self._complete = False
+
+    async def receive(self) -> Message:
+        if self._complete:
+            # Only a disconnection is left to come, for which a route waits as long as it works.
+            return await self._receive()
+        try:
+            async with asyncio.timeout(BODY_PATIENCE):
+                message = await self._receive()
+        except TimeoutError as error:
+            reason = f"the body did not arrive: nothing came for {BODY_PATIENCE:g} seconds"
+            raise ApiError(408, reason, code="body_timeout") from error
+        self._note(message)
+        if self._bytes > self._limit:
+            await self.drain()
+            raise self.too_large()
+        return message
+
+    async def drain(self) -> None:
+        """Reads and drops what is left of the body, within limits."""
+        try:
+            async with asyncio.timeout(BODY_PATIENCE):
+                while not self._complete and self._bytes <= self._limit + DRAINED:
+                    self._note(await self._receive())
+        except TimeoutError:
+            pass
+
+    def too_large(self) -> ApiError:
+        message = f"the body must have at most {self._limit:,} bytes, the limit of this server (--max-body)"
+        return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+
+    def _note(self, message: Message) -> None:
+        self._bytes += len(message.get("body", b""))
+        self._complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
+
+
+def _content_length(headers: Headers) -> int:
+    """What the client says; 0 if it says nothing, and a number in any other form is refused by the server before."""
+    told = headers.get("content-length", "0")
+    return int(told) if told.isdecimal() and len(told) < 19 else 0
+
+
+def _without_port(host: str) -> str:
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdecimal() else host).lower()
+
+
+def _digest(key: bytes) -> bytes:
+    """Of one length, so that a comparison does not tell that of a key either."""
+    return hashlib.sha256(key).digest()
+
+
+def read_keys(content: str) -> list[str]:
+    """API keys of a file: one in each line; empty lines and those that begin with # are left out.
+
+    Raises:
+        ValueError: there is none, or one cannot be sent in a header.
+    """
+    keys = [line.strip() for line in content.splitlines()]
+    keys = [key for key in keys if key and not key.startswith("#")]
+    if not keys:
+        raise ValueError("api_key_file must have at least one key, in a line of its own")
+    for number, key in enumerate(keys, 1):
+        if not key.isascii() or not key.isprintable() or " " in key:
+            raise ValueError(f"api_key_file must have keys of printable ASCII characters without spaces; key {number}")
+    return keys
+
+
+def allowed_hosts(host: str, more: Sequence[str]) -> Any:
+    """The names that a server bound to `host` answers to; None: all, as on addresses that other machines can reach."""
+    local = host in ("localhost", "::1") or host.startswith("127.")
+    if not local and not more:
+        return None
+    own = f"[{host}]" if ":" in host else host
+    return {name.lower() for name in (*LOCAL_HOSTS, own, *more)}

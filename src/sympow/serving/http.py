@@ -1,0 +1,427 @@
+"""The HTTP server as an ASGI application on FastAPI: `create_app`.
+
+| | |
+|---|---|
+| `GET /v1/models`, `GET /v1/models/NAME` | the model |
+| `POST /v1/completions`, `POST /v1/chat/completions` | as OpenAI's, whole or as a stream |
+| `POST /v1/contexts`, `GET`, `DELETE /v1/contexts/ID`, `POST /v1/contexts/ID/fork` | texts that are read once |
+| `GET /health`, `GET /metrics` | for load balancers and Prometheus |
+| `GET /` | a page |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import PurePath
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
+
+import sympow
+from sympow.data.plain_text import decode
+from sympow.generation.cache import empty_windows, state_nbytes
+from sympow.generation.prefix import Prefix
+from sympow.serving.answering import Group, StreamedAnswer, answer_whole
+from sympow.serving.api_errors import ApiError, from_argument_error, queue_full, stopping
+from sympow.serving.contexts import ContextStore
+from sympow.serving.engine import Engine
+from sympow.serving.gatekeeping import Gatekeeper, error_response
+from sympow.serving.loading import ServedModel
+from sympow.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
+from sympow.serving.openai_api import (
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    Form,
+    GenerationRequest,
+    Job,
+    TokenNames,
+    chat_jobs,
+    completion_jobs,
+)
+from sympow.serving.scheduler import EngineClosedError, QueueFullError
+
+# The page's files by ending; anything else in its folder is not served.
+PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+ROUTES = (
+    *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/contexts", "/health", "/metrics"),
+    "/openapi.json",
+)
+# Parts of an uploaded form: the file, and the context's name.
+FORM_LIMITS: dict[str, Any] = {"max_files": 1, "max_fields": 8, "max_part_size": 2**16}
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Limits of the server.
+
+    Attributes:
+        api_keys: of which requests must have one; none: everybody may do everything.
+        hosts: names that the Host header may have; None: any.
+        max_body: bytes of a request.
+        max_tokens: the most that a request may ask for.
+        timeout: seconds of a request, from when its body has arrived.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    hosts: frozenset[str] | None = None
+    max_body: int = 2**26
+    max_tokens: int = 2**16
+    timeout: float = 600.0
+
+
+class ContextRequest(BaseModel):
+    """A request for `/v1/contexts` as JSON."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: str
+    name: str = ""
+
+
+class ForkRequest(BaseModel):
+    """A request for `/v1/contexts/ID/fork`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    text: str = ""
+    name: str = ""
+
+
+class Service:
+    """What the routes share.
+
+    Args:
+        model: what is served.
+        engine: decodes.
+        contexts: texts that were read.
+    """
+
+    def __init__(self, model: ServedModel, engine: Engine, contexts: ContextStore, options: ServerOptions) -> None:
+        self.model, self.engine, self.contexts, self.options = model, engine, contexts, options
+        # None where keys and values of all tokens are kept, which grow with the text.
+        net = model.text_model.model
+        self.state_bytes = None if net.config.mixer == "softmax" else state_nbytes(empty_windows(net, 1))
+        self.counts = HttpCounts()
+        self.names = TokenNames(model.text_model.tokenizer)
+        self.started = int(time.time())
+        self.stopping = False
+        self._ended = False
+        self._groups: set[Group] = set()
+
+    def stop(self) -> None:
+        """Refuses new requests from now on."""
+        self.stopping = True
+
+    def fail_running(self) -> None:
+        """Ends the requests that are running, with an error; there will be no others."""
+        self._ended = True
+        for group in list(self._groups):
+            group.fail(stopping())
+
+    def check_open(self) -> None:
+        if self.stopping:
+            raise stopping()
+
+    async def complete(self, request: Request, jobs: list[Job], body: GenerationRequest, form: Form) -> Response:
+        """Answers a request with a choice for each job."""
+        if body.model is not None and body.model != self.model.name:
+            raise _unknown_model(body.model)
+        most = self.options.max_tokens
+        if jobs[0].max_tokens > most:
+            raise ApiError(400, f"max_tokens must be at most {most:,}, got {jobs[0].max_tokens:,}", param="max_tokens")
+        stats = self.engine.stats()
+        if len(jobs) > stats.slots + stats.max_queue:
+            message = f"a request must have at most {stats.slots + stats.max_queue:,} choices, got {len(jobs):,}"
+            raise ApiError(400, message, param="prompt")
+        prefix = None if body.context is None else await self.contexts.prefix(body.context)
+        group = await self._submit(jobs, prefix, type(body).model_fields)
+        tokens = None if prefix is None else prefix.tokens
+        answer = Answer(form, self.model.name, self.names, tokens, tops=bool(jobs[0].logprobs))
+        if body.stream:
+            return StreamedAnswer(group, answer, include_usage=body.include_usage)
+        return JSONResponse(answer.whole(await answer_whole(request, group)))
+
+    async def _submit(self, jobs: list[Job], prefix: Prefix | None, fields: Any) -> Group:
+        """Hands jobs to the engine, all or none."""
+        if self._ended:
+            raise stopping()
+        group = Group(self.options.timeout, self._groups, self.counts)
+
+        def submit_all() -> None:
+            # Tokenizes, which takes long for long texts: not in the event loop.
+            for job in jobs:
+                group.add(self.engine.submit(job.prompt, job.sampling, prefix=prefix, **job.options()))
+
+        try:
+            await asyncio.to_thread(submit_all)
+        except QueueFullError as error:
+            group.discard()
+            raise queue_full(f"the server is busy: {error}") from error
+        except EngineClosedError as error:
+            group.discard()
+            raise stopping() from error
+        except (ValueError, TypeError) as error:
+            group.discard()
+            raise from_argument_error(error, fields) from error
+        except BaseException:
+            group.discard()
+            raise
+        return group
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The application, with everything around it that checks requests first."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.contexts.close()
+        await asyncio.to_thread(service.engine.close)
+
+    app = FastAPI(
+        title="sympow",
+        version=sympow.__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_errors(app)
+    _add_models(app, service)
+    _add_completions(app, service)
+    _add_contexts(app, service)
+    _add_monitoring(app, service)
+    page = _add_page(app)
+    options = service.options
+    return Gatekeeper(
+        app,
+        keys=options.api_keys,
+        public=("/health", *page),
+        hosts=options.hosts,
+        max_body=options.max_body,
+        counts=service.counts,
+        routes=ROUTES,
+    )
+
+
+def _add_errors(app: FastAPI) -> None:
+    """Errors of routes, and those of HTTP such as an unknown path, in OpenAI's form."""
+
+    @app.exception_handler(ApiError)
+    async def _(_request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def _(request: Request, error: HTTPException) -> Response:
+        unknown = error.status_code in (404, 405)
+        message = f"unknown request: {request.method} {request.url.path}"[:300] if unknown else str(error.detail)
+        code = "unknown_url" if unknown else None
+        return error_response(ApiError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+
+    @app.exception_handler(Exception)
+    async def _(_request: Request, _error: Exception) -> Response:
+        # The server prints the traceback; a client gets no details.
+        return error_response(ApiError(500, "the server failed on this request", "server_error"))
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    def described() -> dict[str, Any]:
+        return {
+            "id": service.model.name,
+            "object": "model",
+            "created": service.started,
+            "owned_by": "sympow",
+            "vocab_size": service.model.text_model.model.config.vocab_size,
+            "state_bytes": service.state_bytes,
+            "slot_bytes": service.engine.stats().slot_nbytes,
+            "chat": service.model.chat is not None,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [described()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.model.name:
+            raise _unknown_model(name)
+        return described()
+
+
+def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        service.check_open()
+        body = await _json(request, CompletionRequest)
+        jobs = _checked(lambda: completion_jobs(body), body)
+        return await service.complete(request, jobs, body, "completion")
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat(request: Request) -> Response:
+        service.check_open()
+        body = await _json(request, ChatRequest)
+        template = service.model.chat
+        if template is None:
+            message = "this model's tokenizer has no chat template: use /v1/completions"
+            raise ApiError(400, message, param="messages", code="no_chat_template")
+        messages = [one.for_template() for one in body.messages]
+        prompt = await asyncio.to_thread(_checked, lambda: template.tokens(messages), body)
+        jobs = _checked(lambda: chat_jobs(body, prompt), body)
+        return await service.complete(request, jobs, body, "chat")
+
+
+def _add_contexts(app: FastAPI, service: Service) -> None:
+    contexts = service.contexts
+
+    @app.post("/v1/contexts")
+    async def create(request: Request) -> dict[str, Any]:
+        service.check_open()
+        if _content_type(request) == "multipart/form-data":
+            text, name = await _uploaded(request)
+        else:
+            body = await _json(request, ContextRequest)
+            text, name = body.text, body.name
+        return (await contexts.create(text, name)).body()
+
+    @app.get("/v1/contexts")
+    async def all_contexts() -> dict[str, Any]:
+        return {"object": "list", "data": [context.body() for context in contexts.list()]}
+
+    @app.get("/v1/contexts/{id_}")
+    async def one(id_: str) -> dict[str, Any]:
+        return contexts.get(id_).body()
+
+    @app.delete("/v1/contexts/{id_}")
+    async def delete(id_: str) -> dict[str, Any]:
+        await contexts.delete(id_)
+        return {"id": id_, "object": "context.deleted", "deleted": True}
+
+    @app.post("/v1/contexts/{id_}/fork", openapi_extra=_body_schema(ForkRequest))
+    async def fork(id_: str, request: Request) -> dict[str, Any]:
+        service.check_open()
+        body = await _json(request, ForkRequest)
+        return (await contexts.fork(id_, body.text, body.name)).body()
+
+
+def _add_monitoring(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        alive = not service.stopping and service.engine.alive
+        status = "ok" if alive else "stopping" if service.stopping else "failed"
+        return JSONResponse({"status": status}, status_code=200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = exposition(service.engine.stats(), service.contexts, service.counts)
+        return Response(text, media_type=CONTENT_TYPE)
+
+
+def _add_page(app: FastAPI) -> list[str]:
+    """Serves the files of the page; returns their paths."""
+    paths = []
+    for file in resources.files("sympow.serving").joinpath("page").iterdir():
+        kind = PAGE_TYPES.get(PurePath(file.name).suffix)
+        if kind is not None:
+            path = "/" if file.name == "index.html" else f"/{file.name}"
+            app.get(path, include_in_schema=False)(_serves(file.read_bytes(), kind))
+            paths.append(path)
+    return paths
+
+
+def _serves(content: bytes, kind: str) -> Callable[[], Any]:
+    async def serve() -> Response:
+        return Response(content, media_type=kind, headers=PAGE_HEADERS)
+
+    return serve
+
+
+async def _json(request: Request, model: type[Model]) -> Model:
+    """The body of a request, checked."""
+    if _content_type(request) != "application/json":
+        raise ApiError(400, "the body must be JSON: send it with `Content-Type: application/json`", code="not_json")
+    content = await request.body()
+    try:
+        return await asyncio.to_thread(model.model_validate_json, content)
+    except ValidationError as error:
+        raise _invalid(error, model) from error
+
+
+def _content_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _invalid(error: ValidationError, model: type[BaseModel]) -> ApiError:
+    """The first thing that is wrong with a body."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    # Names of a union's members are part of the place, too; people look for the field.
+    place = [part for part in first["loc"] if isinstance(part, int) or part.islower()]
+    param = ".".join(map(str, place[:1])) or None
+    where = ".".join(map(str, place))
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"Unrecognized request argument supplied: {where}", param=param, code="unknown_parameter")
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="not_json")
+    if param is None:
+        return from_argument_error(ValueError(message), model.model_fields)
+    return ApiError(400, f"{where}: {message}", param=param)
+
+
+def _checked(call: Callable[[], Any], body: BaseModel) -> Any:
+    """Calls a function of the library; what it says of an argument becomes the answer."""
+    try:
+        return call()
+    except (ValueError, TypeError) as error:
+        raise from_argument_error(error, type(body).model_fields) from error
+
+
+async def _uploaded(request: Request) -> tuple[str, str]:
+    """The text and the name of an uploaded form; without a name, that of the file."""
+    async with request.form(**FORM_LIMITS) as form:
+        file, name = form.get("file"), form.get("name", "")
+        if unknown := sorted(form.keys() - {"file", "name"}):
+            raise ApiError(400, f"Unrecognized request argument supplied: {unknown[0][:100]}", code="unknown_parameter")
+        if not isinstance(file, UploadFile) or not isinstance(name, str):
+            raise ApiError(400, "file must be a file, and name a text, in a form of multipart/form-data", param="file")
+        content = await file.read()
+        given = name or PurePath(file.filename or "").name[-100:]
+    try:
+        return await asyncio.to_thread(decode, content, "file"), given
+    except ValueError as error:
+        raise ApiError(400, str(error), param="file", code="not_utf8") from error
+
+
+def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """How /openapi.json describes a body, which routes read by themselves."""
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def _unknown_model(name: str) -> ApiError:
+    return ApiError(404, f"there is no model {name[:200]!r} on this server", param="model", code="model_not_found")

@@ -1,0 +1,92 @@
+"""`ServedModel`: a model from a folder of a training run or of Hugging Face format, with its chat template if any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sympow.extras import require
+from sympow.generation.text import TextModel
+from sympow.model.storage import CONFIG_FILE
+
+TRANSFORMERS_CONFIG_FILE = "config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How a tokenizer of transformers writes a chat as one text.
+
+    Attributes:
+        tokenizer: which has a `chat_template`.
+    """
+
+    tokenizer: Any
+
+    def tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of a chat, up to where the answer begins.
+
+        Raises:
+            ValueError: the template refuses the messages, as some do if roles do not alternate.
+        """
+        refused = require("jinja2", "serve").TemplateError
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except refused as error:
+            raise ValueError(f"messages do not fit this model's chat template: {error}") from error
+        # Special tokens that the template spells are tokens. The template begins with those that a text begins with.
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
+        if not ids:
+            raise ValueError("messages are empty under this model's chat template")
+        return ids
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model under the name that requests call it.
+
+    Attributes:
+        chat: None if its tokenizer has no chat template.
+    """
+
+    name: str
+    text_model: TextModel
+    chat: ChatTemplate | None = None
+
+    @classmethod
+    def load(
+        cls, folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, name: str | None = None
+    ) -> ServedModel:
+        """Loads a model folder.
+
+        Args:
+            folder: the `model` folder of a training run, or one that `save_pretrained` wrote.
+            dtype: of the parameters; None: as they were saved.
+            name: by default the folder's; that of the run for a folder called `model`.
+        """
+        name = name or _name_of(folder)
+        if (folder / CONFIG_FILE).is_file() or not (folder / TRANSFORMERS_CONFIG_FILE).is_file():
+            return cls(name, TextModel.load(folder, device, dtype))
+        # Without this, the message would name the module of this package that needs it.
+        require("transformers", "hf")
+        from transformers import AutoTokenizer
+
+        from sympow.hf.conversion import from_fast_tokenizer, to_native
+
+        if not (folder / TOKENIZER_CONFIG_FILE).is_file():
+            raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
+        model = to_native(folder)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        text_model = TextModel(
+            model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval(), from_fast_tokenizer(tokenizer)
+        )
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        return cls(name, text_model, ChatTemplate(tokenizer) if has_template else None)
+
+
+def _name_of(folder: Path) -> str:
+    whole = folder.absolute()
+    return whole.parent.name if whole.name == "model" and whole.parent.name else whole.name

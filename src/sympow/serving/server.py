@@ -1,0 +1,123 @@
+"""Runs an application with uvicorn until a signal comes, and then stops without cutting off requests."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from sympow.serving.http import Service
+
+# Seconds between the end of running requests and that of connections whose clients do not read the rest.
+LAST_GRACE = 10.0
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address; port 0: a free one.
+
+    Raises:
+        ValueError: the address is not this machine's, or is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with ExitStack() as on_failure:
+            made = on_failure.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            on_failure.pop_all()
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"host and port cannot be used: {host}:{port}: {reason}") from error
+    return made
+
+
+def url_of(bound: socket.socket) -> str:
+    """The address that a client on this machine uses."""
+    host, port = bound.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class StoppableServer(uvicorn.Server):
+    """Refuses new requests when SIGINT or SIGTERM comes, and lets those that run end.
+
+    A second signal ends those as well, with an error.
+
+    Args:
+        service: whose requests these are.
+        grace: seconds that requests get to end; the rest is ended with an error.
+        ready: called when clients can connect.
+        stopping: called when the first signal comes.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        service: Service,
+        grace: float,
+        ready: Callable[[], None],
+        stopping: Callable[[], None],
+    ) -> None:
+        super().__init__(config)
+        self._service, self._grace, self._ready, self._on_stop = service, grace, ready, stopping
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Also ends the server when its engine has failed: whoever started it can start another one."""
+        return await super().on_tick(counter) or not self._service.engine.alive
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn, but without raising the signal again at the end: the server has done what it asks for."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in signals}
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+                signal.signal(number, before[number])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            self._service.fail_running()
+            return
+        self.should_exit = True
+        self._on_stop()
+        self._service.stop()
+        asyncio.get_running_loop().call_later(self._grace, self._service.fail_running)
+
+
+def run(
+    app: ASGIApp,
+    service: Service,
+    bound: socket.socket,
+    *,
+    grace: float,
+    ready: Callable[[], None],
+    stopping: Callable[[], None],
+) -> None:
+    """Serves an application at a socket until a signal comes; arguments as in `StoppableServer`."""
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        # What stands in front may say for whom it asks; nothing here depends on it.
+        proxy_headers=False,
+        timeout_graceful_shutdown=int(grace + LAST_GRACE),
+        lifespan="on",
+        ws="none",
+    )
+    StoppableServer(config, service, grace, ready, stopping).run(sockets=[bound])

@@ -1,0 +1,246 @@
+"""Contexts on disk: whole or not there, whoever is killed, and in no other place."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+import torch
+from server_process import ServerProcess, save_tiny_model, until
+
+from sympow.generation.prefix import Prefix, fingerprint_of
+from sympow.generation.text import TextModel
+from sympow.serving.context_folder import WRITING, ContextFolder, Record, is_id, new_id
+
+# Writes contexts until it is killed, and says when each begins.
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from sympow.generation.prefix import fingerprint_of
+from sympow.generation.text import TextModel
+from sympow.serving.context_folder import ContextFolder, Record, new_id
+text_model = TextModel.load(sys.argv[1])
+folder = ContextFolder(Path(sys.argv[2]), text_model.model, fingerprint_of(text_model.model))
+prefix = text_model.prefill("a text " * 20)
+while True:
+    print("next", flush=True)
+    folder.write(Record(new_id(), "name", 1, prefix.tokens, prefix.nbytes), prefix)
+"""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "model"
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_model(model_folder):
+    return TextModel.load(model_folder)
+
+
+@pytest.fixture
+def opened(text_model, tmp_path):
+    """Opens the folder as another process would, any number of times."""
+    made = []
+
+    def open_again(model=text_model.model):
+        made.append(ContextFolder(tmp_path / "contexts", model, fingerprint_of(model)))
+        return made[-1]
+
+    yield open_again
+    for folder in made:
+        folder.close()
+
+
+def record_of(prefix, **fields):
+    return Record(**{"id": new_id(), "name": "a", "created_at": 5, "tokens": prefix.tokens, "nbytes": 1, **fields})
+
+
+def hidden(folder):
+    return [entry.name for entry in os.scandir(folder.path) if entry.name.startswith(WRITING)]
+
+
+def test_what_was_written_is_found_by_others(opened, text_model):
+    first, second = opened(), opened()
+    prefix = text_model.prefill("some text")
+    record = record_of(prefix)
+    first.write(record, prefix)
+    assert first.records() == second.records() == {record.id: record}
+    assert second.find(record.id) == record
+    loaded = second.load(record.id)
+    assert torch.equal(loaded.logits, prefix.logits)
+    assert loaded.tokens == prefix.tokens
+    second.remove(record.id)
+    assert first.records() == second.records() == {}
+    assert first.find(record.id) is None
+    # Removing what another process has removed is no mistake.
+    first.remove(record.id)
+
+
+def test_contexts_of_other_models_are_left_alone(opened, text_model, model_folder):
+    other = TextModel.load(model_folder).model
+    with torch.no_grad():
+        other.embedding.weight[0, 0] += 1
+    prefix = text_model.prefill("some text")
+    record = record_of(prefix)
+    opened().write(record, prefix)
+    folder = opened(other)
+    assert folder.records() == {}
+    assert folder.others() == 1
+    assert (folder.path / record.id).is_dir()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["cut off", "no prefix", "no record", "not JSON", "another id", "another field", "a wrong type", "a file"],
+)
+def test_a_context_that_is_not_whole_is_not_listed(opened, text_model, damage):
+    folder = opened()
+    prefix = text_model.prefill("some text")
+    record, kept = record_of(prefix), record_of(prefix)
+    folder.write(record, prefix)
+    folder.write(kept, prefix)
+    there = folder.path / record.id
+    file, described = there / "state.prefix", there / "context.json"
+    fields = json.loads(described.read_text())
+    match damage:
+        case "cut off":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "no prefix":
+            file.unlink()
+        case "no record":
+            described.unlink()
+        case "not JSON":
+            described.write_text("{")
+        case "another id":
+            described.write_text(json.dumps(fields | {"id": kept.id}))
+        case "another field":
+            described.write_text(json.dumps(fields | {"more": 1}))
+        case "a wrong type":
+            described.write_text(json.dumps(fields | {"tokens": "9"}))
+        case "a file":
+            folder.remove(record.id)
+            there.write_text("")
+    assert opened().records() == {kept.id: kept}
+
+
+def test_only_what_nobody_writes_any_more_is_removed(opened, text_model):
+    living = opened()
+    dead = living.path / f"{WRITING}dead"
+    (dead / new_id()).mkdir(parents=True)
+    (dead / "lock").touch()
+    unlocked = living.path / f"{WRITING}unlocked"
+    unlocked.mkdir()
+    own = hidden(living)
+    assert len(own) == 3
+    opened()
+    left = hidden(living)
+    assert not {dead.name, unlocked.name} & set(left)
+    assert len(set(left) & set(own)) == 1
+    # The one that lives can still write.
+    prefix = text_model.prefill("x")
+    living.write(record_of(prefix), prefix)
+    assert len(living.records()) == 1
+
+
+def test_a_failure_while_writing_leaves_nothing(opened, text_model, monkeypatch):
+    folder = opened()
+    prefix = text_model.prefill("x")
+
+    def full(*_, **__):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Prefix, "save", full)
+    with pytest.raises(OSError, match="no space left"):
+        folder.write(record_of(prefix), prefix)
+    assert folder.records() == {}
+    assert os.listdir(folder.path / hidden(folder)[0]) == ["lock"]
+
+
+def test_ids_are_no_paths():
+    assert is_id(new_id())
+    assert new_id() != new_id()
+    for text in (
+        "",
+        "..",
+        "ctx_",
+        f"../{new_id()}",
+        f"{new_id()}/..",
+        f"{new_id()}\n",
+        new_id().upper(),
+        "ctx_" + "é" * 24,
+    ):
+        assert not is_id(text)
+
+
+def check_after_kill(folder, text_model):
+    """Every listed context is whole, and nothing else is left."""
+    listed = folder.records()
+    assert {entry.name for entry in os.scandir(folder.path) if is_id(entry.name)} == listed.keys()
+    for id_, record in listed.items():
+        assert folder.load(id_).tokens == record.tokens
+    # Its own, and no other's.
+    assert len(hidden(folder)) == 1
+    return len(listed)
+
+
+def kill_a_writer(model_folder, contexts, delay):
+    command = [sys.executable, "-c", WRITER, str(model_folder), str(contexts)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout.readline()
+        time.sleep(delay)
+        writer.kill()
+    assert writer.returncode == -signal.SIGKILL
+
+
+def test_kill_9_while_contexts_are_written(opened, model_folder, text_model, tmp_path):
+    kill_a_writer(model_folder, tmp_path / "contexts", 0.5)
+    assert check_after_kill(opened(), text_model) > 0
+
+
+@pytest.mark.slow
+def test_kill_9_at_many_moments(model_folder, text_model, tmp_path):
+    draw = random.Random(0)
+    for _ in range(12):
+        kill_a_writer(model_folder, tmp_path, draw.uniform(0, 0.2))
+        folder = ContextFolder(tmp_path, text_model.model, fingerprint_of(text_model.model))
+        count = check_after_kill(folder, text_model)
+        folder.close()
+    assert count > 0
+
+
+@pytest.mark.slow
+def test_kill_9_of_a_server_that_reads_and_writes(model_folder, tmp_path):
+    """Contexts that a server said were ready are there after a restart; others are there as a whole or not at all."""
+    known: dict[str, int] = {}
+    for round_ in range(3):
+        with (
+            ServerProcess(model_folder, "--contexts", tmp_path) as process,
+            httpx.Client(base_url=process.url) as client,
+        ):
+            listed = {one["id"]: one for one in client.get("/v1/contexts").json()["data"]}
+            assert known.keys() <= listed.keys()
+            for id_, context in listed.items():
+                assert context["status"] == "ready"
+                body = {"context": id_, "prompt": "?", "max_tokens": 2}
+                answer = client.post("/v1/completions", json=body, timeout=60)
+                assert answer.json()["usage"]["context_tokens"] == context["tokens"], answer.text
+            made = [client.post("/v1/contexts", json={"text": f"{round_} {n} " * 100}).json() for n in range(20)]
+            until(lambda made=made, client=client: any(_is_ready(client, one) for one in made))
+            known |= {one["id"]: one["tokens"] for one in made if _is_ready(client, one)}
+            process.kill()
+    assert len(known) >= 3
+
+
+def _is_ready(client, context):
+    return client.get(f"/v1/contexts/{context['id']}").json()["status"] == "ready"

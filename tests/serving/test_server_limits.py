@@ -1,0 +1,271 @@
+"""`sympow serve` with a key, small limits and a model of Hugging Face format: what it refuses, and how it stops."""
+
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx2 as httpx
+import openai
+import pytest
+from server_process import ServerProcess, save_tiny_model, until
+from typer.testing import CliRunner
+
+from sympow.cli.app import app
+from sympow.generation.sampling import Sampling
+from sympow.generation.text import TextModel
+
+GREEDY = Sampling(temperature=0)
+MAX_BODY = 20_000
+TIMEOUT = 4
+# More than can be generated within a test.
+ENDLESS = {"prompt": "endless", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The tiny model in both formats, the second with a chat template."""
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    from sympow.hf import convert_to_transformers
+
+    root = tmp_path_factory.mktemp("models")
+    save_tiny_model(root / "native")
+    convert_to_transformers(root / "native", root / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(root / "chat")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "chat")
+    return SimpleNamespace(native=root / "native", chat=root / "chat")
+
+
+@pytest.fixture(scope="module")
+def served(folders, tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys.txt"
+    keys.write_text("# of the tests\nfirst-key\n\nsecond-key\n")
+    options = ("--slots", 1, "--max-queue", 1, "--api-key-file", keys, "--max-body", MAX_BODY, "--timeout", TIMEOUT)
+    with ServerProcess(folders.chat, *options) as process:
+        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="second-key", max_retries=0)
+        raw = httpx.Client(base_url=process.url, timeout=60)
+        with client, raw:
+            yield SimpleNamespace(
+                url=process.url, client=client, raw=raw, text_model=TextModel.load(folders.native), process=process
+            )
+
+
+HEADERS = {"authorization": "Bearer first-key", "content-type": "application/json"}
+
+
+def running(served):
+    lines = served.raw.get("/metrics", headers=HEADERS).text.splitlines()
+    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    return int(values["sympow_slots_running"]), int(values["sympow_queue_length"])
+
+
+def test_a_model_of_hugging_face_format_answers_as_the_native_one(served):
+    answer = served.client.completions.create(model="chat", prompt="Same", max_tokens=20, temperature=0)
+    prefix = served.text_model.prefill("Same")
+    assert answer.choices[0].text == "".join(served.text_model.stream(prefix, 20, GREEDY))
+
+
+def test_chats_are_written_by_the_template(served):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+    ]
+    boundary = served.text_model.tokenizer.boundary
+    parts = [
+        served.text_model.tokenizer.encode(text).tolist() for text in ("system: be brief", "user: hi", "assistant: ")
+    ]
+    ids = [*parts[0], boundary, *parts[1], boundary, *parts[2]]
+    expected = served.client.completions.create(model="chat", prompt=ids, max_tokens=12, temperature=0)
+    options = {"model": "chat", "messages": messages, "temperature": 0}
+    answer = served.client.chat.completions.create(**options, max_tokens=12, logprobs=True, top_logprobs=2)
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.choices[0].text)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), expected.usage.completion_tokens)
+    assert choice.finish_reason == expected.choices[0].finish_reason
+    told = choice.logprobs.content
+    assert "".join(one.token for one in told).removesuffix("<|endoftext|>") == choice.message.content
+    assert all(one.bytes == list(one.token.encode()) and len(one.top_logprobs) == 2 for one in told)
+    assert all(one.top_logprobs[0].token == one.token for one in told)
+    chunks = list(served.client.chat.completions.create(**options, max_completion_tokens=12, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1 item"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages",
+            "do not fit this model's chat template: no tools",
+        ),
+        ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
+        ({"tools": [{"type": "function"}]}, "tools", "at most 0 items"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "'text'"),
+        ({"top_logprobs": 2}, "top_logprobs", "only be given with logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must not both be given"),
+    ],
+)
+def test_mistakes_in_chats_are_explained(served, fields, param, message):
+    options = {"model": "chat", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, **fields}
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.chat.completions.create(**options)
+    assert caught.value.param == param
+    assert message in caught.value.body["message"]
+
+
+@pytest.mark.parametrize("key", ["wrong", "first-ke", "first-key2", "-", "# of the tests"])
+def test_a_key_must_be_right(served, key):
+    headers = {"authorization": f"Bearer {key}"}
+    for path in ("/v1/models", "/metrics", "/v1/contexts", "/openapi.json", "/nothing"):
+        answer = served.raw.get(path, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    client = openai.OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError, match="the API key is missing or wrong"):
+        client.completions.create(model="chat", prompt="x")
+
+
+def test_keys_are_needed_for_everything_but_health_and_the_page(served):
+    assert served.raw.get("/v1/models").status_code == 401
+    assert served.raw.get("/v1/models", headers={"authorization": "Basic first-key"}).status_code == 401
+    assert served.raw.get("/v1/models", headers=HEADERS).status_code == 200
+    assert served.raw.get("/health").status_code == served.raw.get("/").status_code == 200
+
+
+def test_large_bodies_are_refused_with_and_without_their_length(served):
+    body = b'{"prompt": "%s"}' % (b"x" * 2 * MAX_BODY)
+
+    def unannounced():
+        for start in range(0, len(body), 1_000):
+            yield body[start : start + 1_000]
+
+    for content in (body, unannounced()):
+        answer = served.raw.post("/v1/completions", content=content, headers=HEADERS)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+    form = {"file": ("book.txt", b"x" * 2 * MAX_BODY)}
+    answer = served.raw.post("/v1/contexts", files=form, headers={"authorization": HEADERS["authorization"]})
+    assert answer.status_code == 413
+    # As many bytes as are allowed.
+    fits = b'{"prompt": "x", "max_tokens": 1}'.ljust(MAX_BODY)
+    assert served.raw.post("/v1/completions", content=fits, headers=HEADERS).status_code == 200
+
+
+def test_a_full_queue_refuses_and_recovers(served):
+    until(lambda: running(served) == (0, 0))
+    with served.client.completions.create(model="chat", stream=True, **ENDLESS) as first:
+        assert next(iter(first)).choices
+        with served.client.completions.create(model="chat", stream=True, **ENDLESS):
+            until(lambda: running(served) == (1, 1))
+            with pytest.raises(openai.RateLimitError, match="the server is busy") as caught:
+                served.client.completions.create(model="chat", prompt="x", max_tokens=1)
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            # All of a request's choices or none.
+            with pytest.raises(openai.RateLimitError):
+                served.client.completions.create(model="chat", prompt=["x", "y"], max_tokens=1)
+    until(lambda: running(served) == (0, 0))
+    assert served.client.completions.create(model="chat", prompt="x", max_tokens=1).choices
+
+
+def test_requests_have_a_time_limit(served):
+    started = time.monotonic()
+    with pytest.raises(openai.InternalServerError, match=f"longer than {TIMEOUT} seconds") as caught:
+        served.client.completions.create(model="chat", **ENDLESS)
+    assert caught.value.status_code == 504
+    assert caught.value.response.headers["x-should-retry"] == "false"
+    assert time.monotonic() - started >= TIMEOUT
+    events = iter(served.client.completions.create(model="chat", stream=True, **ENDLESS))
+    assert next(events).choices
+    with pytest.raises(openai.APIError, match=f"longer than {TIMEOUT} seconds"):
+        list(events)
+    until(lambda: running(served) == (0, 0))
+
+
+def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
+    options = ("--contexts", tmp_path, "--slots", 2, "--grace", 600)
+    with ServerProcess(folders.native, *options) as process:
+        raw = httpx.Client(base_url=process.url, timeout=60)
+        client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0)
+        with raw, client:
+            made = raw.post("/v1/contexts", json={"text": "kept over a restart"}).json()
+            until(lambda: raw.get(f"/v1/contexts/{made['id']}").json()["status"] == "ready")
+            question = {"model": "native", "prompt": "?", "max_tokens": 20, "temperature": 0}
+            question["extra_body"] = {"context": made["id"]}
+            before = client.completions.create(**question).choices[0].text
+            ended = []
+
+            def short():
+                ended.append(client.completions.create(model="native", prompt="short", max_tokens=100, temperature=0))
+
+            thread = threading.Thread(target=short)
+            endless = client.completions.create(model="native", stream=True, **ENDLESS)
+            events = iter(endless)
+            next(events)
+            thread.start()
+            until(lambda: "sympow_slots_running 2" in raw.get("/metrics").text)
+            process.process.send_signal(signal.SIGTERM)
+            # Requests that run may end, until a second signal, which tells the others.
+            thread.join()
+            assert ended[0].choices[0].finish_reason in ("length", "stop")
+            process.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="the server is stopping"):
+                list(events)
+            with pytest.raises(openai.APIConnectionError):
+                client.completions.create(model="native", prompt="too late")
+        assert process.wait() == 0
+        assert process.messages[-1] == "stopped\n"
+    with ServerProcess(folders.native, *options) as process:
+        assert any("1 contexts in" in line for line in process.messages)
+        with openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client:
+            assert client.completions.create(**question).choices[0].text == before
+        assert process.stop(signal.SIGINT) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "70000"), "--port must be between 0 and 65535, got 70000"),
+        (("--host", "203.0.113.1"), "cannot be used: 203.0.113.1"),
+        (("--timeout", "nan"), "--timeout must be finite"),
+        (("--timeout", "0"), "--timeout must be above 0"),
+        (("--max-body", "0"), "--max-body must be at least 1"),
+        (("--slots", "0"), "--slots must be at least 1"),
+        (("--api-key-file", "empty.txt"), "--api-key-file must have at least one key"),
+        (("--api-key-file", "missing.txt"), "missing.txt cannot be read"),
+        (("--contexts", "empty.txt"), "--contexts must name a folder"),
+    ],
+)
+def test_mistakes_on_the_command_line_are_explained(folders, tmp_path, monkeypatch, arguments, message):
+    (tmp_path / "empty.txt").write_text("# no key\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["serve", str(folders.native), "--port", "0", *arguments], terminal_width=200)
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_folder_without_a_model_is_explained(tmp_path):
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0"], terminal_width=200)
+    assert result.exit_code == 2
+    assert "holds no model" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart"])
+def test_the_extra_is_named_if_it_is_missing(folders, monkeypatch, missing):
+    import sys
+
+    monkeypatch.setitem(sys.modules, missing, None)
+    result = CliRunner().invoke(app, ["serve", str(folders.native)])
+    assert result.exit_code == 1
+    assert "pip install 'conformal-sympow[serve]'" in result.output
+    assert "Traceback" not in result.output
