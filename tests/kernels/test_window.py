@@ -81,6 +81,23 @@ def test_several_programs_share_a_state_and_a_window(monkeypatch):
         assert_close(step_through(window, inputs, 45), expected[:, 45:], 5e-6, f"from {start}")
 
 
+def test_rows_split_their_sums_as_the_whole_batch_does(monkeypatch):
+    """Bit for bit the outputs of the whole batch, for which fewer CTAs share a head than for two rows alone."""
+    from sympow.kernels.decode import window_step as kernels
+    from sympow.serving.slots import SlotWindow
+
+    split_window = kernels.split_window
+    monkeypatch.setattr(kernels, "split_window", lambda *a, **k: split_window(*a, **(k | {"programs": 8})))
+    inputs = random_inputs(22, batch=4, length=PROMPT + 2, heads=1, dim=24, value_dim=24, dtype=torch.float32)
+    whole = SlotWindow(**open_window(inputs, 2, 4)._members())
+    some = SlotWindow(**whole.clone()._members()).rows(0, 2)
+    expected = step_through(whole, inputs, PROMPT)
+    rows = inputs.map(lambda t: t if t.ndim == 1 else t[:2])
+    assert split_window(2, 300, 24, 1, 4, has_state=True, programs=8).state_splits == 3
+    assert split_window(4, 300, 24, 1, 4, has_state=True, programs=8).state_splits == 2
+    assert torch.equal(step_through(some, rows, PROMPT), expected[:2])
+
+
 def test_only_full_sequences_are_folded():
     inputs = random_inputs(21, batch=3, length=10, heads=2, dim=4, value_dim=3, dtype=torch.float32)
     window = open_window(inputs, 2, 4)
@@ -187,7 +204,7 @@ def test_operators_pass_pytorchs_own_checks():
     torch.library.opcheck(
         window_op.fused_window_step,
         (*token, inputs.theta, window.kv, window.normalizer, *held, window.phase, window.arrivals, window.workspace,
-         *tables, 2),
+         *tables, 2, 3),
     )  # fmt: skip
     torch.library.opcheck(window_op.fused_fold, (window.kv, window.normalizer, *held, window.arrivals, *tables))
 

@@ -209,10 +209,11 @@ class Window(PortableWindow):
                 f"rotated), and have no state where the window has none; got {fitted.keys.shape[0]} of {kinds[0]}, "
                 f"expected 1 of {kinds[1]}"
             )
-        for name, tensor in replace(self, workspace=None)._tensors().items():
-            source = getattr(fitted, name)
-            # Before the first fold the state is zero.
-            tensor[row].zero_() if source is None else tensor[row].copy_(source[0])
+        for name in ("keys", "values", "decay", "count", "arrivals", "phase", "kv", "normalizer"):
+            target, source = getattr(self, name), getattr(fitted, name)
+            if target is not None:
+                # Before the first fold the state is zero.
+                target[row].zero_() if source is None else target[row].copy_(source[0])
         self.tokens = max(self.tokens, fitted.tokens)
 
     def resized(self, capacity: int) -> Window:
@@ -470,6 +471,7 @@ class Window(PortableWindow):
             0 if weight is None else weight.shape[0],
             self.capacity,
             has_state=self.kv is not None,
+            split_batch=self._split_batch(),
         )
         if self.workspace is None or self.workspace.numel() < length:
             batch = sequence.batch
@@ -488,8 +490,13 @@ class Window(PortableWindow):
             index,
             weight,
             self.power,
+            self._split_batch(),
         )
         return y.unsqueeze(1)
+
+    def _split_batch(self) -> int:
+        """The batch by whose size the kernels split their sums among CTAs; 0: this window's own."""
+        return 0
 
     def _fused_fold(self) -> None:
         from sympow.kernels.decode.op import fused_fold

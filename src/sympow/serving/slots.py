@@ -27,10 +27,24 @@ from sympow.ops.window import Window
 
 
 class SlotWindow(Window):
-    """A window whose steps in plain PyTorch read all places, however full other rows are: so that sums round alike."""
+    """A window whose rows round alike in every selection of them, and however full other rows are.
+
+    Attributes:
+        whole: the rows of the window that this one shows some rows of; 0: this is all.
+    """
+
+    whole = 0
+
+    def rows(self, start: int, stop: int) -> SlotWindow:
+        shown = cast("SlotWindow", super().rows(start, stop))
+        shown.whole = self.whole or len(self.values)
+        return shown
 
     def _filled(self) -> int:
         return self.capacity
+
+    def _split_batch(self) -> int:
+        return self.whole
 
 
 class PaddedCache:
@@ -95,9 +109,9 @@ class Slots:
         self._pool = torch.cuda.graph_pool_handle() if self._capture else None
         padded = -(-slots // step_rows) * step_rows
         self.tokens = torch.zeros(padded, dtype=torch.int64, device=device)
-        # A batch of one has other strides than any other, for which a CPU's products may add in another order: there
-        # attention never runs on one row, unless it always does. The last row may need one beside it for that.
-        self._least = min(2, step_rows) if device.type == "cpu" else 1
+        # A batch of one has other strides than any other, for which products and sums may add in another order: no step
+        # works on one row, unless all do. The last row may need one beside it for that.
+        self._least = min(2, step_rows)
         rows = slots + (slots % step_rows == 1 and self._least == 2)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         self.logits = torch.zeros(rows, vocabulary, dtype=dtype, device=device)
@@ -115,7 +129,8 @@ class Slots:
 
     def batch_rows(self, rows: int) -> int:
         """The rows that a step of the first `rows` rows works on: on a GPU, where graphs are captured, a few sizes."""
-        return min(self._slots, 1 << (rows - 1).bit_length()) if self._capture else rows
+        size = min(self._slots, 1 << (rows - 1).bit_length()) if self._capture else rows
+        return max(size, min(self._least, len(self.logits)))
 
     def put(self, row: int, prefix: Prefix) -> None:
         """Replaces a row by a prefix of one sequence, which is not modified."""

@@ -96,11 +96,12 @@ def fused_window_step(
     index: Tensor | None,
     weight: Tensor | None,
     power: int,
+    split_batch: int = 0,
 ) -> Tensor:
     """y (b, h, e); shapes as in `window_step` and `fused_decode`, of any strides where tensors are not written to."""
     return window_step(
         _token(q, k, v, log_gamma, beta, theta, phase), StateArguments(kv, normalizer, index, weight),
-        RecentTokens(keys, values, sums, count), arrivals, workspace.flatten(), power,
+        RecentTokens(keys, values, sums, count), arrivals, workspace.flatten(), power, split_batch,
     )  # fmt: skip
 
 

@@ -150,9 +150,12 @@ def window_workspace(
     capacity: int,
     *,
     has_state: bool,
+    split_batch: int = 0,
 ) -> int:
-    """How many float32 numbers the CTAs of a step exchange."""
-    splits = split_window(batch * heads, feature_count, value_dim, group, capacity, has_state=has_state)
+    """How many float32 numbers the CTAs of a step exchange; `split_batch` as in `window_step`."""
+    splits = split_window(
+        (split_batch or batch) * heads, feature_count, value_dim, group, capacity, has_state=has_state
+    )
     return workspace_size(batch * heads, splits.count, group, key_dim, value_dim)
 
 
@@ -163,6 +166,7 @@ def window_step(
     arrivals: Tensor,
     workspace: Tensor,
     power: int,
+    split_batch: int = 0,
     *,
     tile: int = TILE,
     programs: int = PROGRAMS,
@@ -177,10 +181,11 @@ def window_step(
         arrivals: zeros, (b, h_kv) int32, left as zeros.
         workspace: `window_workspace` numbers of float32, uninitialised.
         power: p.
+        split_batch: the batch by whose size sums are split among CTAs, which determines their rounding; 0: this one.
     """
     batch, heads, _ = token.k.shape
     splits = split_window(
-        batch * heads,
+        (split_batch or batch) * heads,
         0 if state.weight is None else state.weight.shape[0],
         token.v.shape[-1],
         token.q.shape[1] // heads,
