@@ -19,6 +19,7 @@ class StandIn:
     Attributes:
         files: of the page, by name.
         key: the API key that requests must have; None: none.
+        state_bytes: of a state of the model; None: it grows with the text.
         contexts: by id, as `GET /v1/contexts/{id}` gives them.
         texts: the uploaded texts, by context id.
         tokens: what a completion consists of: texts, whole events, WAIT (until `go_on` is set) and BREAK_OFF.
@@ -32,6 +33,7 @@ class StandIn:
     def __init__(self):
         self.files = {name: files("sympow.serving").joinpath("page", name).read_bytes() for name in TYPES}
         self.key = None
+        self.state_bytes = STATE_BYTES
         self.contexts = {}
         self.texts = {}
         self.tokens = ["Once", " upon", " a", " time"]
@@ -135,9 +137,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self.refuse(status, message, headers)
         match self.command, self.path.strip("/").split("/"):
             case "GET", ["v1", "models"]:
-                return self.reply(
-                    200, {"object": "list", "data": [{"id": "tiny", "object": "model", "state_bytes": STATE_BYTES}]}
-                )
+                model = {"id": "tiny", "object": "model", "state_bytes": server.state_bytes}
+                return self.reply(200, {"object": "list", "data": [model]})
             case "GET", ["v1", "contexts"]:
                 found = list(reversed(server.contexts.values()))
                 server.send_lists.wait()

@@ -115,20 +115,21 @@ def test_what_is_left_empty_is_not_sent_and_the_newest_text_comes_first(page, se
     assert not {"seed", "stop", "context"} & first.keys()
 
 
-@pytest.mark.parametrize("by", ["button", "key"])
-def test_stop_cuts_the_connection_and_keeps_the_text(page, server, by):
+def test_stop_cuts_the_connection_and_keeps_the_text(page, server):
     server.tokens = ["Once", " upon", WAIT, " a"]
-    ask(page, "")
-    expect(newest(page)).to_have_text("Once upon")
-    # Whoever started it with the keyboard can stop it with the same key.
-    expect(page.get_by_role("button", name="Stop")).to_be_focused()
-    page.keyboard.press("Enter" if by == "button" else "Escape")
-    expect(facts(page)).to_contain_text("stopped")
-    assert server.cut_off.wait(10)
-    expect(newest(page)).to_have_text("Once upon")
-    expect(problem(page)).to_have_count(0)
-    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
-    expect(page.get_by_role("button", name="Generate")).to_be_focused()
+    for key in ("Enter", "Escape"):
+        ask(page, "")
+        expect(newest(page)).to_have_text("Once upon")
+        # Whoever started it with the keyboard stops it with the same key.
+        expect(page.get_by_role("button", name="Stop")).to_be_focused()
+        page.keyboard.press(key)
+        expect(facts(page)).to_contain_text("stopped")
+        assert server.cut_off.wait(10)
+        server.cut_off.clear()
+        expect(newest(page)).to_have_text("Once upon")
+        expect(problem(page)).to_have_count(0)
+        expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+        expect(page.get_by_role("button", name="Generate")).to_be_focused()
     server.tokens = ["again"]
     ask(page, "")
     expect(newest(page)).to_have_text("again")
@@ -235,6 +236,15 @@ def test_documents_can_be_dropped_and_pasted(page, server):
     assert page.locator("#document-list .name").all_text_contents() == ["No document", "three", "two.txt", "one.txt"]
 
 
+def test_a_model_whose_state_grows_is_not_said_to_have_one_of_fixed_size(page, server):
+    expect(page.locator("#about-documents")).to_contain_text("a state whose size does not depend on")
+    server.state_bytes = None
+    server.add("book.txt", status="reading", tokens_read=100, nbytes=None)
+    page.reload()
+    expect(document(page, "book.txt")).to_contain_text("100 of 1,000 tokens")
+    expect(page.locator("#documents")).not_to_contain_text("state")
+
+
 def test_documents_of_the_server_are_listed_with_what_went_wrong(page, server):
     server.add("read.txt")
     server.add("bad.txt", status="failed", error="byte 17 is not UTF-8")
@@ -283,26 +293,21 @@ def test_an_api_key_is_asked_for_and_sent_from_then_on(browser, server):
         assert page.evaluate("sessionStorage.length") == 0
 
 
-@pytest.mark.parametrize(
-    ("status", "headers", "said", "shown"),
-    [
-        (
-            429,
-            [("Retry-After", "7")],
-            "the queue is full",
-            "The server is busy. Try again in 7 seconds.\nthe queue is full",
-        ),
-        (429, [], "the queue is full", "The server is busy. Try again later.\nthe queue is full"),
-        (400, [], "top_p must be above 0, not 0", "top_p must be above 0, not 0"),
-        (500, [], HTML, f"The server answered with 500 Internal Server Error.\n{HTML}"),
-    ],
-    ids=["busy", "busy-for-long", "bad-request", "failure"],
+REFUSALS = (
+    (429, [("Retry-After", "7")], "no room", "The server is busy. Try again in 7 seconds.\nno room"),
+    (429, [("Retry-After", "1")], "no room", "The server is busy. Try again in 1 second.\nno room"),
+    (429, [], "no room", "The server is busy. Try again later.\nno room"),
+    (400, [], "top_p must be above 0, not 0", "top_p must be above 0, not 0"),
+    (500, [], HTML, f"The server answered with 500 Internal Server Error.\n{HTML}"),
 )
-def test_refusals_are_explained(page, server, status, headers, said, shown):
-    server.refusals.append(("/v1/completions", status, headers, said))
-    ask(page, "a")
-    expect(problem(page)).to_have_text(shown, use_inner_text=True)
-    expect(facts(page)).to_have_text("failed")
+
+
+def test_refusals_are_explained(page, server):
+    for status, headers, said, shown in REFUSALS:
+        server.refusals.append(("/v1/completions", status, headers, said))
+        ask(page, "a")
+        expect(problem(page)).to_have_text(shown, use_inner_text=True)
+        expect(facts(page)).to_have_text("failed")
     # The prompt is still there to be sent again.
     page.get_by_role("button", name="Generate").click()
     expect(newest(page)).to_have_text("aOnce upon a time")

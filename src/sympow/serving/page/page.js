@@ -9,6 +9,9 @@ const KEY = "sympow-api-key";
 // Characters of a document's name that the server accepts.
 const LONGEST_NAME = 200;
 
+// Said of models whose states do not grow.
+const ABOUT_STATES = "A document is read once, into a state whose size does not depend on the document's length. Every prompt then starts from that state.";
+
 const byId = (id) => document.getElementById(id);
 const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
 
@@ -175,7 +178,7 @@ const chosenId = () => document.querySelector('[name="document"]:checked').value
 const pathOf = (id) => `v1/contexts/${encodeURIComponent(id)}`;
 
 function describeContext({ context, since }) {
-  // Its own size is known when it is ready; until then, that of a state of this model.
+  // Its own size is known when it is ready. Until then it is that of any state of the model, unless those grow.
   const bytes = context.nbytes ?? model?.state_bytes;
   const state = bytes && `state ${formatBytes(bytes)}`;
   if (context.status === "ready") return [formatCount(context.tokens ?? 0, "token"), state].filter(Boolean).join(" · ");
@@ -568,6 +571,7 @@ async function connect() {
       say(byId("model"), model.id);
       document.title = `${model.id} · sympow`;
       byId("generate").disabled = false;
+      if (model.state_bytes) say(byId("about-documents"), ABOUT_STATES);
       await refresh();
       say(byId("trouble"), null);
       return;
