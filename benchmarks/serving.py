@@ -104,14 +104,14 @@ def a_server(options: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
 
 def random_model(folder: Path, preset: str) -> Path:
     torch.manual_seed(0)
-    config = GPTConfig.preset(preset)
+    config = GPTConfig.preset(preset, vocab_size=ByteTokenizer.vocab_size)
     save_model(folder, config, GPT(config).state_dict())
     ByteTokenizer().save(folder)
     return folder
 
 
 async def ask(url: str, body: dict[str, Any]) -> Sample:
-    """Streams a completion over a connection of its own; a client library would take part of the CPU that is measured."""
+    """Streams a completion over its own connection; a client library would take part of the CPU that is measured."""
     place = urlsplit(url)
     body = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}, **body}
     content = json.dumps(body).encode()

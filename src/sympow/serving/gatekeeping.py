@@ -73,16 +73,23 @@ class Gatekeeper:
                 self._counts.count(route, message["status"])
             await send(message)
 
+        self._counts.open += 1
+        try:
+            await self._let_in(scope, receive, counted)
+        finally:
+            self._counts.open -= 1
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         body = _Body(receive, self._max_body)
-        refusal = self._refusal(scope["method"], path, headers)
+        refusal = self._refusal(scope["method"], scope["path"], headers)
         if refusal is None and _content_length(headers) > self._max_body:
             refusal = body.too_large()
         if refusal is not None:
             await body.drain()
-            await error_response(refusal)(scope, receive, counted)
+            await error_response(refusal)(scope, receive, send)
             return
-        await self._app(scope, body.receive, counted)
+        await self._app(scope, body.receive, send)
 
     def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")

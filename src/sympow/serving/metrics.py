@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -17,9 +18,10 @@ Labels = Mapping[str, str]
 
 @dataclass
 class HttpCounts:
-    """Responses by route and status, and requests whose clients went away."""
+    """Responses by route and status, requests that are being answered, and those whose clients went away."""
 
     responses: dict[tuple[str, int], int] = field(default_factory=dict)
+    open: int = 0
     disconnected: int = 0
 
     def count(self, route: str, status: int) -> None:
@@ -27,7 +29,7 @@ class HttpCounts:
 
 
 def exposition(stats: EngineStats, contexts: ContextStore, http: HttpCounts) -> str:
-    """All metrics as text."""
+    """All metrics as text; called in the event loop."""
     lines = [
         *_gauge("slots", "Slots of the batch.", stats.slots),
         *_gauge("slots_running", "Requests that are being decoded.", stats.running),
@@ -66,6 +68,8 @@ def exposition(stats: EngineStats, contexts: ContextStore, http: HttpCounts) -> 
             "HTTP responses by route and status.",
             [({"route": route, "status": str(status)}, n) for (route, status), n in sorted(http.responses.items())],
         ),
+        *_gauge("http_requests_open", "HTTP requests that are being answered, this one included.", http.open),
+        *_gauge("tasks", "Tasks of the event loop.", len(asyncio.all_tasks())),
         *_counter("client_disconnects", "Requests whose clients went away before the end.", http.disconnected),
     ]
     return "\n".join(lines) + "\n"
