@@ -264,7 +264,8 @@ def attention_case(
     kernel = {"forward": forward_kernel, "query": query_gradient_kernel, "key": key_gradient_kernel}[which]
     optional = {"WITH_STATE": state, "HIGH_COLUMN": 0, "DOCUMENTS": documents, "BLOCK_TERMS": block_terms}
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
-    return kernel, blocks, constants, warps, stages, registers, dtype
+    fusion = which != "forward" or dtype != "fp16" or d > 64
+    return kernel, blocks, constants, warps, stages, registers, dtype, fusion
 
 
 def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False, dtype="bf16"):
