@@ -266,7 +266,8 @@ def attention_case(
     optional = {"WITH_STATE": state, "HIGH": high or d // 2, "HIGH_COLUMN": 0, "DOCUMENTS": documents}
     optional["BLOCK_TERMS"] = block_terms
     constants |= {name: value for name, value in optional.items() if name in kernel.arg_names}
-    return kernel, blocks, constants, warps, stages, registers, dtype
+    fusion = which != "forward" or dtype != "fp16" or d > 64
+    return kernel, blocks, constants, warps, stages, registers, dtype, fusion
 
 
 def hopper_case(which, d=128, power=2, group=4, gated=True, state=False, block_terms=False, dtype="bf16"):

@@ -99,7 +99,7 @@ def attend(dim, chunk):
     """Forward and backward pass of a call that the kernels for Hopper support."""
     q, k, v = (torch.zeros(1, 256, 2, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     log_gamma = torch.zeros(1, 256, 2, requires_grad=True)
-    y, *_ = fused_attention(q, k, v, log_gamma, None, None, None, None, 2, chunk, chunk > 0, True, False)
+    y, *_ = fused_attention(q, k, v, log_gamma, None, None, None, None, 2, chunk, dim, chunk > 0, True, False)
     y.sum().backward()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def limits_of(x: Tensor) -> Limits:
 
 def device_limits(device: torch.device | str | int | None) -> Limits:
     """The limits of a GPU."""
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
         return Limits(properties.shared_memory_per_block, asynchronous=False)
     return Limits(properties.shared_memory_per_block_optin, properties.major in ASYNCHRONOUS_CAPABILITIES)

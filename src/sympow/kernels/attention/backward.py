@@ -333,8 +333,8 @@ def key_gradient_kernel(
             k_scale = tl.full((ROWS,), 1.0, tl.float32)
             v_scale = tl.full((ROWS,), 1.0, tl.float32)
             if HALF:
-                # Products of two entries of a key, or of one with a value, would leave the range. The scale of the entry
-                # that varies is a factor of the other operand.
+                # Products of two entries of a key, or of one with a value, would leave the range. The scale of the
+                # entry that varies is a factor of the other operand.
                 k_scale, v_scale = power_of_two_scale(k_left), power_of_two_scale(v_left)
                 entry_scale = tl.minimum(k_scale, 2.0**14)
                 k_scale *= entry_scale

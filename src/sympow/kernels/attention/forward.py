@@ -140,6 +140,7 @@ def forward_kernel(
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
     scale = power_of_two_scale(q)
     q = (q * scale[:, None]).to(q_desc.dtype)
+    q_length = log_length(q) if HALF else scale
     acc = tl.zeros((ROWS, E), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
 
@@ -165,8 +166,8 @@ def forward_kernel(
             tl.store(past_ptr + rows, weight, mask=rows < length)
             if HALF:
                 state_scale_ptr += kv_sequence * SCALES
-                acc /= tl.load(state_scale_ptr + KV_SCALE)
-                weight /= tl.load(state_scale_ptr + NORMALIZER_SCALE)
+                acc *= 1.0 / tl.load(state_scale_ptr + KV_SCALE)
+                weight *= 1.0 / tl.load(state_scale_ptr + NORMALIZER_SCALE)
             if GATED:
                 since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
                 acc *= since_state
@@ -176,12 +177,16 @@ def forward_kernel(
     if HALF:
         bound_ptr += kv_sequence.to(tl.int64) * length
         own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1))
-        before, change = exponents(log_length(q), tl.load(bound_ptr + first), own_bound, WEIGHT_LIMIT, POWER)
+        before, change = exponents(q_length, tl.load(bound_ptr + first), own_bound, WEIGHT_LIMIT, POWER)
         change *= POWER
-        q = (q * power_of_two(before)[:, None]).to(q_desc.dtype)
         if WITH_STATE:
+            # Loaded again: it would take registers while the state is queried.
+            q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
+            q = (q * (power_of_two_scale(q) * power_of_two(before))[:, None]).to(q_desc.dtype)
             acc *= power_of_two(before * POWER)[:, None]
             weight *= power_of_two(before * POWER)
+        else:
+            q = (q * power_of_two(before)[:, None]).to(q_desc.dtype)
     if DOCUMENTS:
         # Closed gates between documents make these tiles zero, so they are skipped.
         chunk_start = tl.maximum(chunk_start, document_start // COLUMNS * COLUMNS)
@@ -298,6 +303,8 @@ def attend(
         high_desc = TensorDescriptor.from_tensor(states.high.flatten(0, 2), [1, 1, e, d // 2])
         normalizer_desc = TensorDescriptor.from_tensor(states.normalizer.flatten(0, 2), [1, d, d])
         past = torch.zeros_like(weight) if past is None else past
+    # In float16 fused multiply-add would keep weights and decays of the diagonal for the exact sums, and spill. (With
+    # heads of 128 it is the other way round.)
     forward_kernel[flat_grid(triton.cdiv(length, rows), batch * heads)](
         q_desc, head_major(k, (columns, d)), head_major(v, (columns, e)), head_major(y, (rows, e)), weight,
         gates and gates.sums, gates and gates.to_end, q, q.stride(0), q.stride(1), q.stride(2),
@@ -307,6 +314,6 @@ def attend(
         GROUP=heads // k.shape[2], D=d, E=e, POWER=power, GATED=gates is not None, WITH_STATE=states is not None,
         DOCUMENTS=documents is not None, HIGH=high, HIGH_COLUMN=high_column, PRECISION=dot_precision(q.dtype),
         ROWS=rows, COLUMNS=columns, STAGES=stages, HALF=key_range is not None,
-        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=True,
+        num_warps=warps, num_stages=stages, **register_limit(registers), enable_fp_fusion=key_range is None or d > 64,
     )  # fmt: skip
     return y, weight, past

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -19,6 +19,10 @@ from torch import Tensor
 
 from sympow.kernels.device_limits import is_hopper
 from sympow.kernels.float16_range import KeyRange, RowGradients
+from sympow.kernels.running_sums import Gates
+
+if TYPE_CHECKING:
+    from sympow.kernels.hopper.common import SplitSums
 
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
 WIDTHS = (64, 128)
@@ -56,30 +60,30 @@ def supports_key_gradient(k: Tensor, v: Tensor, block_terms: Tensor | None) -> b
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *arguments: Any, key_range: KeyRange | None = None
+    q: Tensor, k: Tensor, v: Tensor, power: int, gates: Gates | None, *, key_range: KeyRange | None = None
 ) -> tuple[Tensor, Tensor]:
     """`forward.attend` or `short_forward.attend`."""
     if _is_short(k, v):
         from sympow.kernels.hopper.short_forward import attend as run_short
 
-        return run_short(q, k, v, *arguments, key_range=key_range)
+        return run_short(q, k, v, power, gates, key_range=key_range)
     from sympow.kernels.hopper.forward import attend as run
 
-    return run(q, k, v, *arguments, key_range=key_range)
+    return run(q, k, v, power, gates, key_range=key_range)
 
 
 def query_gradient(
-    q: Tensor, scale: Tensor, k: Tensor, v: Tensor, *arguments: Any,
-    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int, gates: Gates | None,
+    split: SplitSums | None, *, rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`backward.query_gradient` or `short_backward.query_gradient`."""
     if _is_short(k, v):
         from sympow.kernels.hopper.short_backward import query_gradient as run_short
 
-        return run_short(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
+        return run_short(q, scale, k, v, dy, minus_delta, power, gates, split, rows_half=rows_half, key_range=key_range)
     from sympow.kernels.hopper.backward import query_gradient as run
 
-    return run(q, scale, k, v, *arguments, rows_half=rows_half, key_range=key_range)
+    return run(q, scale, k, v, dy, minus_delta, power, gates, split, rows_half=rows_half, key_range=key_range)
 
 
 def key_gradient(

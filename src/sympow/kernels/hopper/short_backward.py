@@ -423,7 +423,7 @@ def key_gradient_kernel(
 
 def query_gradient(
     q: Tensor, scale: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
-    gates: Gates | None, split: SplitSums | None = None,
+    gates: Gates | None, split: SplitSums | None = None, *,
     rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq (b, t, h, d) of the unscaled queries and q_i · dq_i (b, h, t), from q and scale of `scale_queries`, dy' and −δ

@@ -399,6 +399,7 @@ def attend(
     power: int,
     gates: Gates | None,
     split: SplitSums | None = None,
+    *,
     key_range: KeyRange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y (b, t, h, e) and the rows' weights Σ_j B_ij (b, h, t) float32; arguments that `supports` accepts.
