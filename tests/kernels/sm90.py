@@ -570,8 +570,9 @@ CASES = {
     "decode, softmax": softmax_step_case(),
     "decode, softmax, gated, GQA": softmax_step_case(group=4, gated=True),
     "decode, gates": (step_gates_kernel, {}, dict(GATED=True, ROTATED=True, OUTPUTS=16, INPUTS=256), 4, 1),
-    "window fold": (fold_window_kernel, {}, FOLD | dict(copy_ptr=None, scale_ptr=None, COPY=False), 4, 1),
-    "window fold, copy": (fold_window_kernel, {}, FOLD | dict(COPY=True), 4, 1),
+    "window fold": (fold_window_kernel, {}, FOLD | dict(copy_ptr=None, scale_ptr=None, COPY=False), 4, 1, 128),
+    "window fold, copy": (fold_window_kernel, {}, FOLD | dict(COPY=True), 4, 1, 128),
+    "window fold, copy, wide": (fold_window_kernel, {}, FOLD | dict(COLUMNS=128, COPY=True), 4, 1),
 }  # fmt: skip
 
 

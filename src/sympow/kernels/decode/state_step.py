@@ -205,6 +205,18 @@ def _load_kv(kv_ptr, rows, valid, columns, inside, value_dim):
 
 
 @triton.jit
+def _load_tiles(
+    kv_ptr, first_row, last_row, columns, inside, value_dim, ROWS: tl.constexpr, STAGES: tl.constexpr
+):  # fmt: skip
+    """The first STAGES tiles of ROWS rows."""
+    tiles = ()
+    for stage in tl.static_range(STAGES):
+        rows = first_row + stage * ROWS + tl.arange(0, ROWS)
+        tiles = tiles + (_load_kv(kv_ptr, rows, rows < last_row, columns, inside, value_dim),)
+    return tiles
+
+
+@triton.jit
 def _load_rows(normalizer_ptr, state, rows, valid, POWER: tl.constexpr):
     """Entries of a normaliser, of the features' weights, and of the entries that they multiply."""
     normalizer = tl.load(normalizer_ptr + rows, mask=valid, other=0.0)
@@ -312,11 +324,9 @@ def step_kernel(
     if STATE:
         kv_ptr = state.kv + sequence * sizes.features * sizes.value_dim
         normalizer_ptr = state.normalizer + sequence * sizes.features
-        ahead = ()
-        for stage in tl.static_range(STAGES):
-            at = rows + stage * ROWS
-            valid = (first_row >= 0) & (at < last_row)
-            ahead = ahead + (_load_kv(kv_ptr, at, valid, columns, inside, sizes.value_dim),)
+        # CTAs of the window have no rows: theirs would be before the first.
+        stop = tl.where(first_row >= 0, last_row, first_row)
+        ahead = _load_tiles(kv_ptr, first_row, stop, columns, inside, sizes.value_dim, ROWS, STAGES)
         if UPDATE:
             rows_ahead = _load_rows(normalizer_ptr, state, rows, rows < last_row, POWER)
 

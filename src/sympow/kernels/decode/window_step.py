@@ -54,6 +54,8 @@ BLOCK_KEYS_BESIDE_STATE = 16
 FOLD_ROWS = 64
 FOLD_TOKENS = 32
 FOLD_PROGRAMS = 2112
+# Of a thread in a fold of values up to 64 wide: a fourth CTA on a multiprocessor, without spills.
+FOLD_REGISTERS = 128
 
 
 @triton.jit
@@ -271,5 +273,5 @@ def window_fold(
         feature_count, dim, value_dim, capacity, splits, rows_per_split,
         POWER=state.pairs.shape[1], COLUMNS=max(16, triton.next_power_of_2(value_dim)), ROWS=rows,
         TOKENS=min(tokens, max(16, triton.next_power_of_2(capacity))), COPY=copy is not None, num_warps=warps,
-        num_stages=1, enable_fp_fusion=True,
+        num_stages=1, maxnreg=FOLD_REGISTERS if value_dim <= 64 else None, enable_fp_fusion=True,
     )  # fmt: skip
