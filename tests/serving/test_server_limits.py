@@ -12,8 +12,10 @@ from server_process import ServerProcess, save_tiny_model, until
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
+from sympow.generation.prefix import fingerprint_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
+from sympow.serving.context_folder import ContextFolder
 
 GREEDY = Sampling(temperature=0)
 MAX_BODY = 20_000
@@ -191,7 +193,7 @@ def test_requests_have_a_time_limit(served):
     until(lambda: running(served) == (0, 0))
 
 
-def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
+def test_a_stop_lets_requests_end_and_keeps_contexts(folders, tmp_path):
     options = ("--contexts", tmp_path, "--slots", 2, "--grace", 600)
     with ServerProcess(folders.native, *options) as process:
         raw = httpx.Client(base_url=process.url, timeout=60)
@@ -213,7 +215,7 @@ def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
             next(events)
             thread.start()
             until(lambda: "sympow_slots_running 2" in raw.get("/metrics").text)
-            process.process.send_signal(signal.SIGTERM)
+            process.process.send_signal(signal.SIGINT)
             # Requests that run may end, until a second signal, which tells the others.
             thread.join()
             assert ended[0].choices[0].finish_reason in ("length", "stop")
@@ -224,11 +226,13 @@ def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
                 client.completions.create(model="native", prompt="too late")
         assert process.wait() == 0
         assert process.messages[-1] == "stopped\n"
-    with ServerProcess(folders.native, *options) as process:
-        assert any("1 contexts in" in line for line in process.messages)
-        with openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client:
-            assert client.completions.create(**question).choices[0].text == before
-        assert process.stop(signal.SIGINT) == 0
+    # The next server finds the context.
+    model = TextModel.load(folders.native)
+    folder = ContextFolder(tmp_path, model.model, fingerprint_of(model.model))
+    assert list(folder.records()) == [made["id"]]
+    prefix = model.extend(folder.load(made["id"]), "?")
+    assert "".join(model.stream(prefix, 20, GREEDY)) == before
+    folder.close()
 
 
 @pytest.mark.parametrize(
