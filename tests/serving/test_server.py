@@ -291,9 +291,11 @@ def test_pages_of_other_sites_are_refused(served):
 
 
 def test_the_page_may_load_nothing_from_elsewhere(served):
-    answer = served.raw.get("/")
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for path, kind in (("/", "html"), ("/page.css", "css"), ("/page.js", "javascript")):
+        answer = served.raw.get(path)
+        assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
     assert served.raw.get("/index.html").status_code == served.raw.get("/__init__.py").status_code == 404
 
 
