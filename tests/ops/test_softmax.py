@@ -4,6 +4,7 @@ from torch.utils._pytree import tree_map
 
 import sympow
 from support import Inputs, assert_close, gradients, random_inputs
+from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.reference import rotation_matrix
 from sympow.ops.torch import softmax
 from sympow.ops.torch.softmax import softmax_attention
@@ -94,3 +95,35 @@ def test_equal_vector_gates_are_a_scalar_gate_as_in_sympow():
     for function in (softmax_attention, sympow.attention):
         scalar = function(**inputs.arguments())
         assert_close(function(**{**inputs.arguments(), "log_gamma": vector}), scalar, 1e-12, function.__name__)
+
+
+def test_sequences_join_a_batch_of_caches():
+    """Three of other lengths are put into a batch whose second row held NaN; the first one moves to the last row."""
+    inputs = [random_inputs(40 + n, length=3 + n, heads=4, key_heads=2) for n in range(3)]
+    states = [softmax_attention(**x.time(0, 2 + n).arguments(), return_state=True)[1] for n, x in enumerate(inputs)]
+    expected = [softmax_attention(**x.arguments())[:, -1:] for x in inputs]
+    batch = KeyValueCache.open(type(states[0]).cat([states[0]] * 3), capacity=6)
+    batch.keys[1], batch.values[1], batch.decay[1] = (torch.nan,) * 3
+    for row, state in enumerate([states[0], states[1], states[0]]):
+        batch.put(row, state)
+    batch.put(0, KeyValueCache.open(states[2], capacity=9))
+    batch.put(2, batch.rows(2, 3))
+    order = (2, 1, 0)
+    for row, n in enumerate(order):
+        y = batch.rows(row, row + 1).step(**inputs[n].time(2 + n).arguments())
+        assert_close(y, expected[n], 1e-9, f"y of row {row}")
+    assert batch.count[:, 0].tolist() == [5, 4, 3]
+
+
+def test_mistakes_of_putting_a_cache_are_named():
+    inputs = random_inputs(45, length=4)
+    _, state = softmax_attention(**inputs.arguments(), return_state=True)
+    cache = KeyValueCache.open(state, capacity=4)
+    with pytest.raises(ValueError, match="row must be between 0 and 0, got 1"):
+        cache.put(1, state)
+    _, longer = softmax_attention(**random_inputs(46, length=5).arguments(), return_state=True)
+    with pytest.raises(ValueError, match="sequence has 5 tokens, more than the capacity of 4"):
+        cache.put(0, longer)
+    _, other = softmax_attention(**random_inputs(47, length=4, dim=6).arguments(), return_state=True)
+    with pytest.raises(ValueError, match="agree with the cache"):
+        cache.put(0, other)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -296,20 +297,23 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_segment(small, monkeypatch):
     features, step = small.model.features, small.model.step
     monkeypatch.setattr(small.model, "features", lambda t, s: (log.append(("segment", t.shape[1])), features(t, s))[1])
     monkeypatch.setattr(small.model, "step", lambda *a: (log.append(("step", 0)), step(*a))[1])
+    gate, order = threading.Event(), []
     with engine_of(small) as engine:
         running = engine.submit("a", max_tokens=10**6, seed=1, ignore_boundary=True)
         next(iter(running))
-        order: list[str] = []
+        # The worker waits here until all others are submitted.
+        first = engine.submit_prefill([0], progress=lambda *_: gate.wait(60))
         long = [
             engine.submit_prefill([n] * 80, progress=lambda done, _, n=n: order.append(f"{n} {done}")) for n in (1, 2)
         ]
         short = engine.submit("bcd", max_tokens=1, seed=1)
-        short.result(60)
-        assert not any(prefilling.done for prefilling in long)
-        for prefilling in long:
-            prefilling.result(60)
+        gate.set()
+        for awaited in (first, short, *long):
+            awaited.result(60)
         running.cancel()
     assert order == [f"{n} {done}" for done in range(8, 88, 8) for n in (1, 2)]
+    # The short prompt has its turn after one segment of each long one.
+    assert [size for kind, size in log if kind == "segment"] == [2, 1, 8, 8, 4, *[8] * 18]
     steps = [place for place, (kind, _) in enumerate(log) if kind == "step"]
     assert max(sum(n for _, n in log[a:b]) for a, b in pairwise(steps)) == 8
 
@@ -433,9 +437,17 @@ def live_tensor_bytes() -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors.values()}.values())
 
 
+def settles_at(size: int) -> bool:
+    """Whether live tensors take so many bytes, at once or when the worker has returned from its last step."""
+    return any(live_tensor_bytes() == size or time.sleep(0.1) for _ in range(50))
+
+
 def test_nothing_is_left_of_a_thousand_requests():
     model = text_model(layers=1, width=8, heads=1)
     rng = random.Random(4)
+    with engine_of(model) as engine:  # tables of features, which stay
+        engine.submit("a", max_tokens=6, seed=0).result(60)
+    del engine
     threads, at_first = threading.active_count(), live_tensor_bytes()
     with engine_of(model, 32, max_queue=1000, step_rows=32, window=64) as engine:
         engine.submit("a", max_tokens=1, seed=0, logprobs=1).result(60)
@@ -451,10 +463,10 @@ def test_nothing_is_left_of_a_thousand_requests():
         stats = engine.stats()
         assert (stats.running, stats.prefilling, stats.queued) == (0, 0, 0)
         assert stats.submitted == sum(stats.finished.values()) == 1001
-        assert reasons.count("cancelled") == stats.finished["cancelled"] > 200
+        assert reasons.count("cancelled") == stats.finished["cancelled"] > 100
         assert stats.generated_tokens == 1 + sum(len(c.result().tokens) for c in completions)
         assert sum(stats.ttft_counts) == sum(c.first_token_at is not None for c in completions) + 1
-        assert live_tensor_bytes() == idle
+        assert settles_at(idle)
         # All slots can be taken again.
         again = [engine.submit([number], max_tokens=3, seed=number) for number in range(32)]
         assert [list(c.result(60).tokens) for c in again] == [
@@ -462,7 +474,7 @@ def test_nothing_is_left_of_a_thousand_requests():
         ]
     del engine
     assert threading.active_count() == threads
-    assert live_tensor_bytes() == at_first
+    assert settles_at(at_first)
 
 
 def test_warming_up_changes_no_output(small):
