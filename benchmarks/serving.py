@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,6 +229,10 @@ class IdTokenizer:
 
     def decode(self, ids: Any) -> str:
         return "".join(f"{index} " for index in ids)
+
+    def decode_stream(self) -> Callable[[int], str]:
+        """As those of the library tokenizers, which take no token twice."""
+        return lambda token: f"{token} "
 
     def save(self, folder: Path | str) -> None:
         raise NotImplementedError

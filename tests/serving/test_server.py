@@ -294,9 +294,11 @@ def test_pages_of_other_sites_are_refused(served):
 
 
 def test_the_page_may_load_nothing_from_elsewhere(served):
-    answer = served.raw.get("/")
-    assert answer.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    for path, kind in (("/", "html"), ("/page.css", "css"), ("/page.js", "javascript")):
+        answer = served.raw.get(path)
+        assert answer.headers["content-type"] == f"text/{kind}; charset=utf-8"
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
     assert served.raw.get("/index.html").status_code == served.raw.get("/__init__.py").status_code == 404
 
 
@@ -465,3 +467,41 @@ def test_states_in_memory_and_on_disk_are_those_of_the_model(served):
     assert prefix.tokens == made["tokens"]
     text = "".join(served.text_model.stream(prefix, 20, GREEDY))
     assert ask(served, made["id"], "").choices[0].text == text
+
+
+def test_the_page_works_before_the_real_server(served, browser, tmp_path):
+    """Its own tests have a stand-in; here every request goes to the server, under its Content-Security-Policy."""
+    from playwright.sync_api import expect
+
+    text = "The page uploads this. " * 10
+    (tmp_path / "book.txt").write_text(text)
+    context = browser.new_context()
+    page = context.new_page()
+    complaints = []
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(served.url)
+    expect(page.locator("#model")).to_have_text("tiny")
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_label("Max tokens").fill("20")
+    answer = page.locator("#answers article").first.locator(".text")
+
+    def ask_page(prompt, expected):
+        page.get_by_label("The model continues").fill(prompt)
+        page.get_by_role("button", name="Generate").click()
+        expect(answer).to_have_text(prompt + expected, use_inner_text=True, timeout=60_000)
+        expect(page.get_by_role("button", name="Generate")).to_be_enabled()
+
+    ask_page("Once upon", alone(served.text_model, "Once upon", 20))
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="Upload a text file").click()
+    chooser.value.set_files(tmp_path / "book.txt")
+    row = page.locator("#document-list li").filter(has_text="book.txt")
+    expect(row.get_by_role("radio")).to_be_checked(timeout=60_000)
+    prefix = served.text_model.extend(served.text_model.prefill(text), "Who?")
+    ask_page("Who?", "".join(served.text_model.stream(prefix, 20, GREEDY)))
+    page.on("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Delete book.txt").click()
+    expect(row).to_have_count(0)
+    context.close()
+    assert complaints == []

@@ -1,8 +1,8 @@
 """`sympow serve` with a key, small limits and a model of Hugging Face format: what it refuses, and how it stops."""
 
+import asyncio
 import signal
 import threading
-import time
 from types import SimpleNamespace
 
 import httpx2 as httpx
@@ -12,12 +12,17 @@ from server_process import ServerProcess, save_tiny_model, until
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
+from sympow.generation.prefix import fingerprint_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
+from sympow.serving.context_folder import ContextFolder
+from sympow.serving.contexts import ContextStore
+from sympow.serving.engine import Engine
+from sympow.serving.http import ServerOptions, Service, create_app
+from sympow.serving.loading import ServedModel
 
 GREEDY = Sampling(temperature=0)
 MAX_BODY = 20_000
-TIMEOUT = 4
 # More than can be generated within a test.
 ENDLESS = {"prompt": "endless", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
 TEMPLATE = (
@@ -47,7 +52,7 @@ def folders(tmp_path_factory):
 def served(folders, tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys.write_text("# of the tests\nfirst-key\n\nsecond-key\n")
-    options = ("--slots", 1, "--max-queue", 1, "--api-key-file", keys, "--max-body", MAX_BODY, "--timeout", TIMEOUT)
+    options = ("--slots", 1, "--max-queue", 1, "--api-key-file", keys, "--max-body", MAX_BODY)
     with ServerProcess(folders.chat, *options) as process:
         client = openai.OpenAI(base_url=f"{process.url}/v1", api_key="second-key", max_retries=0)
         raw = httpx.Client(base_url=process.url, timeout=60)
@@ -177,21 +182,36 @@ def test_a_full_queue_refuses_and_recovers(served):
     assert served.client.completions.create(model="chat", prompt="x", max_tokens=1).choices
 
 
-def test_requests_have_a_time_limit(served):
-    started = time.monotonic()
-    with pytest.raises(openai.InternalServerError, match=f"longer than {TIMEOUT} seconds") as caught:
-        served.client.completions.create(model="chat", **ENDLESS)
-    assert caught.value.status_code == 504
-    assert caught.value.response.headers["x-should-retry"] == "false"
-    assert time.monotonic() - started >= TIMEOUT
-    events = iter(served.client.completions.create(model="chat", stream=True, **ENDLESS))
-    assert next(events).choices
-    with pytest.raises(openai.APIError, match=f"longer than {TIMEOUT} seconds"):
-        list(events)
-    until(lambda: running(served) == (0, 0))
+def test_requests_have_a_time_limit(folders, tmp_path):
+    """In this process, where the limit can be shorter than a busy machine takes for the other tests."""
+    served = ServedModel.load(folders.native)
+    model = served.text_model.model
+
+    async def ask(client):
+        options = {"model": "native", **ENDLESS}
+        with pytest.raises(openai.InternalServerError, match=r"longer than 0\.5 seconds") as caught:
+            await client.completions.create(**options)
+        assert caught.value.status_code == 504
+        assert caught.value.response.headers["x-should-retry"] == "false"
+        with pytest.raises(openai.APIError, match=r"longer than 0\.5 seconds"):
+            [chunk async for chunk in await client.completions.create(**options, stream=True)]
+
+    async def run(engine):
+        contexts = ContextStore(engine, ContextFolder(tmp_path, model, "a model's"), 0, 0)
+        app = create_app(Service(served, engine, contexts, ServerOptions(timeout=0.5)))
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(
+            base_url="http://here/v1", api_key="-", max_retries=0, http_client=http
+        ) as client:
+            await ask(client)
+        await contexts.close()
+
+    with Engine(served.text_model, 1) as engine:
+        asyncio.run(run(engine))
+        until(lambda: engine.stats().finished.get("cancelled") == 2)
 
 
-def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
+def test_a_stop_lets_requests_end_and_keeps_contexts(folders, tmp_path):
     options = ("--contexts", tmp_path, "--slots", 2, "--grace", 600)
     with ServerProcess(folders.native, *options) as process:
         raw = httpx.Client(base_url=process.url, timeout=60)
@@ -213,7 +233,7 @@ def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
             next(events)
             thread.start()
             until(lambda: "sympow_slots_running 2" in raw.get("/metrics").text)
-            process.process.send_signal(signal.SIGTERM)
+            process.process.send_signal(signal.SIGINT)
             # Requests that run may end, until a second signal, which tells the others.
             thread.join()
             assert ended[0].choices[0].finish_reason in ("length", "stop")
@@ -224,11 +244,13 @@ def test_a_stop_lets_requests_end_and_contexts_come_back(folders, tmp_path):
                 client.completions.create(model="native", prompt="too late")
         assert process.wait() == 0
         assert process.messages[-1] == "stopped\n"
-    with ServerProcess(folders.native, *options) as process:
-        assert any("1 contexts in" in line for line in process.messages)
-        with openai.OpenAI(base_url=f"{process.url}/v1", api_key="none", max_retries=0) as client:
-            assert client.completions.create(**question).choices[0].text == before
-        assert process.stop(signal.SIGINT) == 0
+    # The next server finds the context.
+    model = TextModel.load(folders.native)
+    folder = ContextFolder(tmp_path, model.model, fingerprint_of(model.model))
+    assert list(folder.records()) == [made["id"]]
+    prefix = model.extend(folder.load(made["id"]), "?")
+    assert "".join(model.stream(prefix, 20, GREEDY)) == before
+    folder.close()
 
 
 @pytest.mark.parametrize(

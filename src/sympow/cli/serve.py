@@ -57,7 +57,7 @@ def serve(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Serve a model over HTTP, with the API that OpenAI's clients speak.
+    """Serve a model over HTTP with OpenAI's API.
 
     Many requests are decoded as one batch. GET / is a page to try it with. Ctrl-C or SIGTERM stops the server once
     running requests have ended.

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -190,10 +189,10 @@ def read_keys(content: str) -> list[str]:
     return keys
 
 
-def allowed_hosts(host: str, more: Sequence[str]) -> Any:
+def allowed_hosts(host: str, more: Sequence[str]) -> frozenset[str] | None:
     """The names that a server bound to `host` answers to; None: all, as on addresses that other machines can reach."""
     local = host in ("localhost", "::1") or host.startswith("127.")
     if not local and not more:
         return None
     own = f"[{host}]" if ":" in host else host
-    return {name.lower() for name in (*LOCAL_HOSTS, own, *more)}
+    return frozenset(name.lower() for name in (*LOCAL_HOSTS, own, *more))
