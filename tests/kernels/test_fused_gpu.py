@@ -94,10 +94,17 @@ def test_errors_are_within_twice_those_of_plain_pytorch(
 ):
     """Compares with the same formula in the dtype of the inputs throughout."""
     inputs = make_inputs(length, gamma, heads=heads, key_heads=key_heads, dim=dim, value_dim=value_dim, dtype=dtype)
+
+    def plain(x):
+        # In float32 the rounding of states is seen, in either backend; in the others that of the inputs to products.
+        if dtype == torch.float32 and form == "chunked":
+            return sympow.attention(**x.arguments(), power=power, form=form, backend="torch")
+        return run_plain(x, power)
+
     compare(
         inputs,
         wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
-        plain=lambda x: run_plain(x, power),
+        plain=plain,
         fused=lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"),
     )
 
@@ -107,19 +114,29 @@ def row_error(x: torch.Tensor, reference: torch.Tensor) -> float:
     return ((x.double() - reference).norm(dim=-1).max() / reference.norm(dim=-1).mean()).item()
 
 
-def compare(inputs: Inputs, *, wanted, plain, fused) -> None:
+def compare(*inputs: Inputs, wanted, plain, fused) -> None:
     """Errors of `fused` against `wanted` in float64, outputs and gradients, as a whole and row by row: at most twice
-    those of `plain`.
+    those of `plain`, over all inputs together.
     """
-    expected = results(inputs.map(torch.Tensor.double), wanted)
-    simple, actual = results(inputs, plain), results(inputs, fused)
+
+    def joined(call, precision=lambda x: x):
+        found = [results(precision(one), call) for one in inputs]
+        return {name: torch.stack([result[name] for result in found]) for name in found[0]}
+
+    expected = joined(wanted, lambda one: one.map(torch.Tensor.double))
+    simple, actual = joined(plain), joined(fused)
     for name, want in expected.items():
         assert actual[name].isfinite().all(), name
         ours, theirs = error(actual[name], want), error(simple[name], want)
+        if theirs != theirs:
+            # In float16 the formula divides by zero where gates are closed, or leaves the range.
+            assert actual["y"].dtype == torch.float16
+            assert ours <= 2**-8, f"{name}: {ours:.2e}, plain PyTorch gives NaN"
+            continue
         # Plain PyTorch sums exactly the gates' gradient, in float64, and float32 is near its own rounding.
         floor = 4e-6 if actual["y"].dtype == torch.float32 else 0.0
         assert ours <= max(2 * theirs, floor), f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
-        if want.ndim == 4:
+        if want.ndim == 5:
             ours, theirs = row_error(actual[name], want), row_error(simple[name], want)
             assert ours <= max(2 * theirs, floor), f"{name}, worst row: {ours:.2e}, plain PyTorch {theirs:.2e}"
 
@@ -164,9 +181,10 @@ def test_zero_queries_keys_and_closed_gates(form, power, dtype):
     [("attention", 2, 64), ("attention", 4, 64), ("chunked", 2, 64), ("attention", 2, 128), ("chunked", 2, 128)],
 )
 def test_long_contexts(form, power, dim, gamma, dtype):
-    inputs = make_inputs(65_536, gamma, heads=1, key_heads=1, dim=dim, value_dim=dim, dtype=dtype)
+    # Several sequences, as in `test_gradients_through_states`; one at a time, since the reference has whole matrices.
+    shape = {"heads": 1, "key_heads": 1, "dim": dim, "value_dim": dim, "dtype": dtype}
     compare(
-        inputs,
+        *(make_inputs(65_536, gamma, **shape, seed=seed) for seed in range(3)),
         wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
         plain=lambda x: run_plain(x, power, rows=2048),
         fused=lambda x: sympow.attention(**x.arguments(), power=power, form=form, backend="triton"),
