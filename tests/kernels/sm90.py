@@ -34,8 +34,8 @@ from sympow.kernels.decode.softmax_step import softmax_step_kernel
 from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
 from sympow.kernels.hopper import backward as hopper_backward
+from sympow.kernels.hopper import folded_rows, short_backward, short_forward, state_products, state_updates
 from sympow.kernels.hopper import forward as hopper_forward
-from sympow.kernels.hopper import short_backward, short_forward, state_products, state_updates
 from sympow.kernels.pair_gates import backward as pair_backward
 from sympow.kernels.pair_gates import decays as pair_decays
 from sympow.kernels.pair_gates import forward as pair_forward
@@ -644,7 +644,7 @@ CASES = {
     "range, bound": range_case(float16_range.bound_kernel, INITIAL=True),
     "range, prepare": range_case(float16_range.prepare_kernel, WEIGHTED=True),
     "range, gradient scales": range_case(float16_range.gradient_scales_kernel, FINAL=True),
-    "range, fold factors": range_case(float16_range.fold_factors_kernel),
+    "range, fold factors": range_case(folded_rows.fold_factors_kernel),
     "range, measure float32": range_case(float16_range.measure_kernel, "fp32"),
     "range, prepare float32": range_case(float16_range.prepare_kernel, "fp32", WEIGHTED=False),
     "range, split keys": range_case(split_float32.split_keys_kernel, "fp32"),

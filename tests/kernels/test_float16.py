@@ -17,11 +17,11 @@ from sympow.kernels.float16_range import (
     FOLDED_VALUE_FACTOR,
     GRADIENT_FACTOR,
     KEY_UNIT,
-    fold_factors,
     key_range,
     prepare,
 )
 from sympow.kernels.hopper.common import split_sums
+from sympow.kernels.hopper.folded_rows import fold_factors
 from sympow.kernels.running_sums import gate_sums
 
 pytestmark = interpreted

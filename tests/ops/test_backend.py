@@ -142,6 +142,8 @@ ABOUT_CUDA = {
     "model/gpt.py",  # cuBLAS
     "model/losses.py",  # cuBLAS
     "ops/key_value_cache.py",  # waiting for the device
+    "serving/engine.py",  # sizes of segments and steps
+    "serving/row_sampling.py",  # CUDA graphs and events
     "train/optimizer.py",  # PyTorch's fused optimisers
 }
 

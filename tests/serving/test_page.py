@@ -54,6 +54,15 @@ def ask(page, prompt):
     page.get_by_role("button", name="Generate").click()
 
 
+def until(page, holds):
+    """Waits until something holds of the server; at most ten seconds."""
+    for _ in range(500):
+        if holds():
+            return
+        page.wait_for_timeout(20)
+    raise AssertionError("ten seconds have passed")
+
+
 def newest(page):
     """The newest generated text, as the page shows it: with the prompt."""
     return page.locator("#answers article").first.locator(".text")
@@ -364,6 +373,8 @@ def test_names_texts_and_messages_are_shown_literally(page, server):
         {"name": f"{HTML}.txt".replace("/", "∕"), "mimeType": "", "buffer": HTML.encode()}
     )
     expect(page.locator("#document-list .name").nth(1)).to_contain_text("<img src=x onerror=fail()>")
+    # The page shows the name before the server has the file.
+    until(page, lambda: "ctx-2" in server.contexts)
     server.contexts["ctx-2"].update(name=HTML, status="ready")
     expect(document(page, HTML).first.get_by_role("radio")).to_be_checked()
     ask(page, HTML)

@@ -151,8 +151,13 @@ def test_a_signal_to_this_process_does_not_end_as_a_shorter_run(tiny, losses, tm
         return step(self, batch)
 
     monkeypatch.setattr(trainer._Run, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny(steps=4, save_every=0), tmp_path / "run", device="cpu")
+    # A process that a shell started in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(tiny(steps=4, save_every=0), tmp_path / "run", device="cpu")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(losses(tmp_path / "run")) == 2
     assert checkpoints(tmp_path / "run") == ["step-000000002"]
 

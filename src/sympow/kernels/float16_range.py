@@ -18,7 +18,8 @@ depend on rounding. What is 2^29 times smaller than its bound loses precision, a
   a sum over queries needs per query, is applied to weights in float32, before they are rounded, and not to dy:
   dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g with one g per head, chosen so that the largest of these weights and
   of those of the queries, T_ij dB_ij 2^(g + e_i), stays in range. On Hopper the queries take its p-th root instead,
-  which comes to the same (`FoldedRows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+  which comes to the same (`hopper.folded_rows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per
+  head.
 - Gradients of states have bounds, hence scales, like states.
 
 Outputs do not depend on the scale of a query. Weights are returned, and states taken and returned, without any of
@@ -28,7 +29,7 @@ these scales, in float32.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -45,9 +46,6 @@ from sympow.kernels.common import (
     split_program_id,
 )
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
-
-if TYPE_CHECKING:
-    from sympow.kernels.hopper.common import SplitSums
 
 # log2 of the largest weight.
 WEIGHT_LIMIT = tl.constexpr(15.0)
@@ -365,7 +363,7 @@ class RowGradients:
         scales: of each head, (b, h_kv, GRADIENT_SCALES) float32: the factor of dy'' · v − δ'', which includes the next;
             the length of the longest key, a power of two; 2^g; the factors of the gradients of S and Z and of the
             transposed queries that they are computed from; and for queries scaled by the roots of their factors
-            (`fold_factors`) those of keys and of dy'' · v − δ''.
+            (`hopper.folded_rows`) those of keys and of dy'' · v − δ''.
     """
 
     q: Tensor
@@ -569,81 +567,3 @@ def prepare(
         POWER=power, FINAL=d_final is not None, BLOCK=1024, SPLIT=split, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return RowGradients(scaled, scale, divided, minus_delta, lengths, factor, scales)
-
-
-@dataclass(frozen=True)
-class FoldedRows:
-    """Queries with their factors folded in: (2^e_i / w_i 2^g)^(1/p) q_i, so that the gradient of keys needs no factor.
-
-    With s' the score of such a query, s'^p is the weight that dv_j sums and s'^(p−1) dB q' what dk_j sums.
-
-    Attributes:
-        q: those queries, for keys that are 2^FOLDED_EXPONENT long at most, (b, t, h, d).
-        decayed: the same, times the p-th root of the decay from the start of their block of 128 tokens; q without
-            gates.
-        minus_delta: −δ'' with the factor of dy'' · v − δ'' that goes with them, (b, h, ≥ t) float32.
-    """
-
-    q: Tensor
-    decayed: Tensor
-    minus_delta: Tensor
-
-
-@triton.jit
-def fold_factors_kernel(
-    q_desc, folded_desc, decayed_desc, factor_ptr, delta_ptr, folded_delta_ptr, whole_ptr, rest_ptr, scales_ptr,
-    padded, gates_padded, heads, tiles,
-    GROUP: tl.constexpr, POWER: tl.constexpr, GATED: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """`FoldedRows` of a block of rows."""
-    tile, sequence = split_program_id(tiles, tl.int32)
-    batch, head = sequence // heads, sequence % heads
-    kv_sequence = (batch * (heads // GROUP) + head // GROUP).to(tl.int64)
-    first = tile * ROWS
-    rows = first + tl.arange(0, ROWS)
-    scales_ptr += kv_sequence * GRADIENT_SCALES
-    out = sequence.to(tl.int64) * padded + rows
-    change = tl.load(scales_ptr + FOLDED_VALUE_FACTOR) / tl.load(scales_ptr + VALUE_FACTOR)
-    tl.store(folded_delta_ptr + out, tl.load(delta_ptr + out) * change)
-
-    q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D).to(tl.float32)
-    factor = tl.load(factor_ptr + out)
-    # All are powers of two: scores with keys of the same block are exact.
-    log_root = tl.log2(tl.where(factor == 0, 1.0, factor)) + tl.log2(tl.load(scales_ptr + GRADIENT_FACTOR))
-    log_root = log_root / POWER - tl.log2(tl.load(scales_ptr + KEY_UNIT))
-    most = tl.max(tl.abs(q), axis=1)
-    log_root = tl.minimum(tl.floor(log_root + 0.5), tl.floor(-tl.log2(tl.where(most == 0, 1.0, most)) + FOLDED_LIMIT))
-    root = tl.where(factor == 0, 0.0, power_of_two(tl.maximum(log_root, -120.0)))
-    folded_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
-    if GATED:
-        whole_ptr += kv_sequence * gates_padded
-        rest_ptr += kv_sequence * gates_padded
-        log_decay = (tl.load(whole_ptr + rows) - tl.load(whole_ptr + first)).to(tl.float32)
-        log_decay += tl.load(rest_ptr + rows) - tl.load(rest_ptr + first)
-        root *= tl.exp2(log_decay * (1.0 / POWER))
-        decayed_desc.store([batch, head, first, 0], (q * root[:, None]).to(tl.float16).reshape(1, 1, ROWS, D))
-
-
-def fold_factors(rows: RowGradients, split: SplitSums | None, power: int, kv_heads: int, block: int) -> FoldedRows:
-    """What the gradient of keys on Hopper reads of rows.
-
-    Args:
-        split: `split_sums` of the gates; None: there are none.
-        block: tokens per block of decays.
-    """
-    batch, length, heads, dim = rows.q.shape
-    padded = rows.factor.shape[-1]
-    tiles = triton.cdiv(length, block)
-    assert tiles * block == padded
-    d = block_dim(dim)
-    q = empty_aligned(rows.q, *rows.q.shape)
-    decayed = q if split is None else empty_aligned(rows.q, *rows.q.shape)
-    minus_delta = torch.empty_like(rows.minus_delta)
-    fold_factors_kernel[flat_grid(tiles, batch * heads)](
-        head_major(rows.q, (block, d)), head_major(q, (block, d)), head_major(decayed, (block, d)), rows.factor,
-        rows.minus_delta, minus_delta, split and split.whole, split and split.rest, rows.scales,
-        padded, split.whole.shape[-1] if split else 0, heads, tiles,
-        GROUP=heads // kv_heads, POWER=power, GATED=split is not None, D=d, ROWS=block, num_warps=8,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    return FoldedRows(q, decayed, minus_delta)

@@ -35,7 +35,6 @@ from sympow.kernels.float16_range import (
     VALUE_FACTOR,
     KeyRange,
     RowGradients,
-    fold_factors,
     power_of_two,
     query_exponents,
 )
@@ -55,6 +54,7 @@ from sympow.kernels.hopper.common import (
     thread_barrier,
 )
 from sympow.kernels.hopper.decayed import BLOCK, decayed
+from sympow.kernels.hopper.folded_rows import fold_factors
 from sympow.kernels.hopper.forward import COPY_REGISTERS, REGISTERS, START_REGISTERS
 from sympow.kernels.running_sums import Gates
 
@@ -372,7 +372,7 @@ def _key_rows(
     v = matrix(v_buffers, MEMBER)
     value_factor = 1.0
     if HALF:
-        # In the units of the queries, which have their factors folded in (`float16_range.FoldedRows`).
+        # In the units of the queries, which have their factors folded in (`folded_rows.FoldedRows`).
         unit = gl.load(scales_ptr + KEY_UNIT)
         value_factor = gl.load(scales_ptr + FOLDED_VALUE_FACTOR)
         gradient_factor = gl.load(scales_ptr + GRADIENT_FACTOR)
