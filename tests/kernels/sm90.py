@@ -28,11 +28,13 @@ from sympow.kernels import float16_range
 from sympow.kernels.attention import split_float32
 from sympow.kernels.attention.backward import key_gradient_kernel, query_gradient_kernel
 from sympow.kernels.attention.forward import forward_kernel
+from sympow.kernels.attention.op import FLOAT32_PIECES
 from sympow.kernels.decode import state_step
 from sympow.kernels.decode.gate_projection import step_gates_kernel
 from sympow.kernels.decode.softmax_step import softmax_step_kernel
 from sympow.kernels.decode.state_step import step_kernel
 from sympow.kernels.decode.window_step import fold_window_kernel
+from sympow.kernels.device_limits import H200, first_fitting
 from sympow.kernels.hopper import backward as hopper_backward
 from sympow.kernels.hopper import folded_rows, short_backward, short_forward, state_products, state_updates
 from sympow.kernels.hopper import forward as hopper_forward
@@ -329,10 +331,11 @@ def state_case(which, group=4, columns=128, high=64):
 
 def split_case(which, power=2, block_terms=False):
     """The same for a kernel of float32 in pieces."""
+    found = first_fitting(FLOAT32_PIECES, H200)
     kernel, tiles = {
-        "forward": (split_float32.forward_kernel, split_float32.FORWARD),
-        "query": (split_float32.query_gradient_kernel, split_float32.QUERY),
-        "key": (split_float32.key_gradient_kernel, split_float32.KEY),
+        "forward": (split_float32.forward_kernel, found.forward),
+        "query": (split_float32.query_gradient_kernel, found.query),
+        "key": (split_float32.key_gradient_kernel, found.key),
     }[which]
     rows, columns, stages = tiles["rows"], tiles["columns"], tiles["stages"]
     own, other = (columns, rows) if which == "key" else (rows, columns)

@@ -25,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ import sympow
 import sympow.kernels
 from sympow.kernels import common, device_limits
 from sympow.kernels.attention import op as attention_op
-from sympow.kernels.attention import shard
+from sympow.kernels.attention import shard, split_float32
 from sympow.kernels.cross_entropy import cross_entropy_in_place
 from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.device_limits import KIB, Footprint, Limits
@@ -62,18 +62,18 @@ class Gpu:
     limits: Limits
 
 
-def _cuda(capability: int, kib: int, *, asynchronous: bool = False) -> Gpu:
-    return Gpu(GPUTarget("cuda", capability, 32), Limits(kib * KIB, asynchronous))
+def _cuda(capability: int, kib: int, instructions: str = "mma") -> Gpu:
+    return Gpu(GPUTarget("cuda", capability, 32), Limits(kib * KIB, instructions))
 
 
 # What the vendors document as the largest shared memory of a CTA.
 GPUS = {
     "sm_80": _cuda(80, 163),
     "sm_89": _cuda(89, 99),
-    "sm_90": _cuda(90, 227, asynchronous=True),
-    "sm_100": _cuda(100, 227, asynchronous=True),
+    "sm_90": _cuda(90, 227, "wgmma"),
+    "sm_100": _cuda(100, 227, "tcgen05"),
     "sm_120": _cuda(120, 99),
-    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), Limits(64 * KIB, asynchronous=False)),
+    "gfx942": Gpu(GPUTarget("hip", "gfx942", 64), Limits(64 * KIB, "mfma")),
 }
 
 
@@ -170,16 +170,25 @@ def cross_entropy(dtype: torch.dtype) -> None:
 
 
 WIDE = Heads(dim=128)
+HALF, WIDE_HALF = (Heads(dtype=torch.float16, dim=dim) for dim in (64, 128))
+SINGLE, WIDE_SINGLE = (Heads(dtype=torch.float32, dim=dim) for dim in (64, 128))
+QUARTIC = Heads(dim=32, value_dim=64, power=4)
 # Each kernel, mostly with the largest heads, which take the most shared memory.
 CALLS: dict[str, Callable[[], object]] = {
     f"attention form, {Heads()}": lambda: attend(Heads()),
     f"chunked form with states, {WIDE}": lambda: attend(WIDE, "chunked", states=True),
-    f"chunked form, {Heads(dim=32, value_dim=64, power=4)}": lambda: attend(
-        Heads(dim=32, value_dim=64, power=4), "chunked"
-    ),
+    f"chunked form, {QUARTIC}": lambda: attend(QUARTIC, "chunked"),
     f"a gate per pair, chunked form, {WIDE}": lambda: attend(WIDE, "chunked", pairs=True),
     f"shard, {Heads()}": lambda: attend_to_shard(Heads()),
     f"decoding, {Heads(group=4)}": lambda: decode(Heads(group=4)),
+    f"attention form, {HALF}": lambda: attend(HALF),
+    f"chunked form with states, {WIDE_HALF}": lambda: attend(WIDE_HALF, "chunked", states=True),
+    f"attention form, {SINGLE}": lambda: attend(SINGLE),
+    f"chunked form with states, {SINGLE}": lambda: attend(SINGLE, "chunked", states=True),
+    f"chunked form with states, {WIDE_SINGLE}": lambda: attend(WIDE_SINGLE, "chunked", states=True),
+    f"chunked form, {replace(QUARTIC, dtype=torch.float32)}": lambda: attend(
+        replace(QUARTIC, dtype=torch.float32), "chunked"
+    ),
     "running sums of 4,096 gates": lambda: gate_sums(torch.zeros(1, 4096, 2)),
     "cross-entropy, bfloat16": lambda: cross_entropy(torch.bfloat16),
 }
@@ -200,10 +209,20 @@ def _more_calls() -> dict[str, Callable[[], None]]:
             found[f"a gate per pair, attention form, {of}"] = lambda of=of: attend(of, pairs=True)
             found[f"a gate per pair, chunked form, {of}"] = lambda of=of: attend(of, "chunked", pairs=True)
             found[f"decoding, {of}"] = lambda of=of: decode(of)
-    for dim in (16, 32):
-        for value_dim in (16, 32, 64, 128):
-            of = Heads(dim=dim, value_dim=value_dim, power=4)
+        for dtype in (torch.float16, torch.float32):
+            for power in (2, 4):
+                of = Heads(dtype=dtype, dim=dim, power=power)
+                found[f"attention form, {of}"] = lambda of=of: attend(of)
+                found[f"attention form, documents, {of}"] = lambda of=of: attend(of, documents=True)
+                found[f"attention form, long, {of}"] = lambda of=of: attend_to_long_sequence(of)
+            of = Heads(dtype=dtype, dim=dim, group=4)
             found[f"chunked form, {of}"] = lambda of=of: attend(of, "chunked")
+            found[f"decoding, {of}"] = lambda of=of: decode(of)
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim in (16, 32):
+            for value_dim in (16, 32, 64, 128):
+                of = Heads(dtype=dtype, dim=dim, value_dim=value_dim, power=4)
+                found[f"chunked form, {of}"] = lambda of=of: attend(of, "chunked")
     of = Heads(dim=16, power=4)
     found[f"decoding, {of}"] = lambda: decode(of)
     return found
@@ -235,6 +254,11 @@ class Launch:
     recorder: Recorder
     args: tuple
     kwargs: dict[str, Any]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its first argument, in all kernels with tables one of the operands."""
+        return getattr(self.args[0], "base", self.args[0]).dtype
 
     @property
     def size(self) -> int:
@@ -274,13 +298,15 @@ def declared(launch: Launch, limits: Limits) -> int | None:
     match launch.recorder.name.split("."):
         case ["pair_gates", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
             tiles = pair_op.choose_tiles(constants["D"], limits)
+        case ["attention", "split_float32", "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
+            tiles = device_limits.first_fitting(attention_op.FLOAT32_PIECES, limits)
         case ["attention", *_, "forward_kernel" | "query_gradient_kernel" | "key_gradient_kernel"]:
-            tiles = attention_op.choose_tiles(constants["D"], limits)
+            tiles = attention_op.choose_tiles(constants["D"], limits, launch.dtype)
         case ["states", "quadratic", "update_kernel" | "fold_kernel"]:
-            tiles = attention_op.choose_tiles(constants["D"], limits)
+            tiles = attention_op.choose_tiles(constants["D"], limits, launch.dtype)
         case ["states", "quartic" | "quartic_query", _] if "PAIRS" in constants:
             value_dim = max(16, constants["E"])  # denominators have values of 1
-            tiles = quartic_features.tiles_for(32, value_dim, limits)
+            tiles = quartic_features.tiles_for(32, value_dim, limits, launch.dtype)
         case _:
             return None
     return tiles.shared_memory
@@ -335,13 +361,13 @@ def recorded(recorders: list[Recorder], calls: dict[str, Callable[[], object]]) 
             recorder.launches.clear()
 
 
-def largest(launches: Iterable[Launch]) -> list[Launch]:
-    """Of each kernel the launch with the largest tiles."""
-    found: dict[str, Launch] = {}
+def largest(launches: Iterable[Launch], limits: Limits) -> list[Launch]:
+    """Of each kernel the launch with the largest tiles; where a table says what they take, of each dtype."""
+    found: dict[tuple, Launch] = {}
     for launch in launches:
-        other = found.get(launch.recorder.name)
-        if other is None or launch.size > other.size:
-            found[launch.recorder.name] = launch
+        key = (launch.recorder.name, None if declared(launch, limits) is None else launch.dtype)
+        if key not in found or launch.size > found[key].size:
+            found[key] = launch
     return list(found.values())
 
 
@@ -351,11 +377,15 @@ def reports(gpus: list[str], *, everything: bool, machine_code: bool) -> Iterato
     # Which calls are supported is not the question here, and the tensors are on the CPU.
     dispatch.unsupported_reason = lambda request: None
     dispatch.softmax_step_unsupported_reason = lambda sequence: None
+    split_float32.ON_CPU = True
     for name in gpus:
         gpu = GPUS[name]
         choose_as_on(gpu)
-        launches: Iterable[Launch] = recorded(recorders, CALLS | (_more_calls() if everything else {}))
-        launches = list(launches) if everything else largest(launches)
+        calls = CALLS | (_more_calls() if everything else {})
+        if gpu.limits.instructions != "wgmma":
+            calls = {name: call for name, call in calls.items() if not _needs_hopper(name)}
+        launches: Iterable[Launch] = recorded(recorders, calls)
+        launches = list(launches) if everything else largest(launches, gpu.limits)
         for launch in launches:
             begin = time.monotonic()
             found = {
@@ -369,6 +399,11 @@ def reports(gpus: list[str], *, everything: bool, machine_code: bool) -> Iterato
             yield found | {"seconds": round(time.monotonic() - begin, 1)}
         launched = {launch.recorder.name for launch in launches}
         yield {"gpu": name, "missing": [x.name for x in recorders if x.name not in launched]}
+
+
+def _needs_hopper(call: str) -> bool:
+    """Whether `dispatch.wide_float32_unsupported_reason` leaves a call to Hopper."""
+    return "float32" in call and "128" in call and "decoding" not in call
 
 
 def _kind(x: Any) -> Any:

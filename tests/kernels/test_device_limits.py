@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from triton.runtime import KernelInterface
 
 import sympow.kernels
-from sympow.kernels import hopper
+from sympow.kernels import common, hopper
 from sympow.kernels.attention import op as attention_op
 from sympow.kernels.attention.op import fused_attention
 from sympow.kernels.device_limits import H200, KIB, Limits, device_limits, first_fitting, limits_of, register_limit
@@ -111,6 +111,12 @@ def attend_with_pair_gates(dim, chunk):
 
 
 @pytest.mark.parametrize("name", OTHERS)
+def test_float32_products_are_those_that_a_gpu_has(fake, name):
+    fake(*OTHERS[name])
+    assert common.dot_precision(torch.float32) == ("ieee" if OTHERS[name][-1] else "tf32x3")
+
+
+@pytest.mark.parametrize("name", OTHERS)
 def test_nothing_for_hopper_is_reached_on_another_gpu(fake, launches, name):
     fake(*OTHERS[name])
     for call in (attend, attend_with_pair_gates):
@@ -131,30 +137,37 @@ def test_on_hopper_it_is_reached(fake, launches, dim, chunk):
 
 def test_limits_are_those_that_torch_reports(fake):
     fake(*OTHERS["L40S"])
-    assert device_limits(0) == Limits(101_376, asynchronous=False)
+    assert device_limits(0) == Limits(101_376, "mma")
     fake(*OTHERS["MI300X"])
-    assert device_limits(0) == Limits(65_536, asynchronous=False)
+    assert device_limits(0) == Limits(65_536, "mfma")
     fake(*OTHERS["B200"])
-    assert device_limits(0) == Limits(232_448, asynchronous=True)
+    assert device_limits(0) == Limits(232_448, "tcgen05")
     fake(9, 0, 227, False)
     assert device_limits(0) == H200 == limits_of(torch.zeros(1))
 
 
 def chosen(limits):
-    """The tiles of all tables."""
+    """The tiles of all tables; of float32 those for heads of up to 64, above which only Hopper has any."""
     heads = [(module, dim) for module in (attention_op, pair_op) for dim in (16, 64, 80, 128)]
     quartic = [(dim, value_dim) for dim in (16, 32) for value_dim in (16, 32, 64, 128)]
-    return [module.choose_tiles(dim, limits) for module, dim in heads] + [
-        quartic_features.tiles_for(*dims, limits) for dims in quartic
+    return [
+        *(module.choose_tiles(dim, limits) for module, dim in heads),
+        *(quartic_features.tiles_for(*dims, limits) for dims in quartic),
+        *(attention_op.choose_tiles(dim, limits, torch.float32) for dim in (16, 64)),
+        *(quartic_features.tiles_for(*dims, limits, torch.float32) for dims in quartic if dims[1] <= 64),
+        first_fitting(attention_op.FLOAT32_PIECES, limits),
     ]
 
 
-@pytest.mark.parametrize("kib", [64, 99, 100, 160, 163, 227])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_tiles_suit_the_gpu(kib, asynchronous):
-    for tiles in chosen(Limits(kib * KIB, asynchronous)):
+@pytest.mark.parametrize(
+    ("kib", "instructions"),
+    [(64, "mfma"), (160, "mfma"), (99, "mma"), (100, "mma"), (163, "mma"), (227, "wgmma"), (227, "tcgen05")],
+)
+def test_tiles_suit_the_gpu(kib, instructions):
+    for tiles in chosen(Limits(kib * KIB, instructions)):
         assert tiles.shared_memory <= kib * KIB
-        assert asynchronous or not tiles.asynchronous
+        assert instructions in ("wgmma", "tcgen05") or not tiles.asynchronous
+        assert tiles.instructions in (None, instructions)
 
 
 def test_an_h200_has_the_tiles_that_were_measured_on_it():
@@ -174,10 +187,15 @@ def test_an_h200_has_the_tiles_that_were_measured_on_it():
         128,
     ]
     assert quartic_features.tiles_for(16, 16, H200).outer == {"warps": 8, "registers": 128}
+    narrow, wide = (attention_op.choose_tiles(dim, H200, torch.float32) for dim in (64, 128))
+    assert (narrow.states, narrow.forward) == ({"entries": 1, "stages": 2}, {"warps": 8, "stages": 2})
+    assert (narrow.query, narrow.key) == ({"warps": 8, "stages": 2, "registers": None}, {"warps": 8, "stages": 2})
+    assert wide.states == {"entries": 1, "stages": 1, "warps": 8}
+    assert wide.forward == wide.key == {"rows": 64, "warps": 8, "stages": 1}
     assert register_limit(128) == {"maxnreg": 128}
     assert register_limit(None) == {}
 
 
 def test_a_gpu_with_too_little_shared_memory_is_told_before_a_launch():
     with pytest.raises(ValueError, match=r"need 64 KiB of shared memory for a CTA, and the GPU has 48 KiB: pass back"):
-        first_fitting(attention_op.WIDE, Limits(48 * KIB, asynchronous=True))
+        first_fitting(attention_op.WIDE, Limits(48 * KIB, "wgmma"))

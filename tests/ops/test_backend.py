@@ -119,6 +119,20 @@ def test_later_gpus_run_the_kernels(choose, gpu, capability, hip):
     assert choose("auto") == choose("triton") == "triton"
 
 
+@pytest.mark.parametrize(("capability", "hip"), [((8, 0), None), ((10, 0), None), ((12, 0), None), ((9, 0), "6.4")])
+@pytest.mark.parametrize("changes", [{"key_dim": 128}, {"value_dim": 80, "form": "chunked"}])
+def test_wide_float32_heads_are_refused_except_on_hopper(choose, gpu, capability, hip, changes):
+    gpu(capability, hip)
+    assert choose("auto", dtype=torch.float32, **changes) == "torch"
+    with pytest.raises(ValueError, match=r"heads of up to 64 in torch\.float32, and of up to 128 only on Hopper GPUs"):
+        choose("triton", dtype=torch.float32, **changes)
+    # Other heads, other dtypes, and decoding, which multiplies no matrices.
+    assert choose("auto", dtype=torch.float32) == choose("auto", **changes) == "triton"
+    assert choose("auto", dtype=torch.float32, key_dim=128, step=True) == "triton"
+    gpu((9, 0))
+    assert choose("auto", dtype=torch.float32, **changes) == "triton"
+
+
 def test_the_interpreter_serves_those_who_ask_on_a_cpu(choose):
     assert choose("auto", device="cpu", dtype=torch.float32, interpreted=True) == "torch"
     assert choose("triton", device="cpu", dtype=torch.float32, interpreted=True) == "triton"

@@ -178,7 +178,9 @@ def block_dim(dim: int) -> int:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """`input_precision` of tl.dot: for float32 operands the sum of three products of their halves, 22 bits of each, on
-    the tensor cores; without effect for half precision ones."""
+    the tensor cores; on AMD's GPUs, which multiply float32 itself, "ieee". Without effect for half precision ones."""
+    if torch.version.hip is not None:
+        return "ieee"
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 

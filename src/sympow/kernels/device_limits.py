@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 KIB = 1024
-# Major compute capabilities of NVIDIA's GPUs with asynchronous matrix instructions.
-ASYNCHRONOUS_CAPABILITIES = (9, 10, 11)
+# The matrix instructions of a GPU: NVIDIA's by major compute capability, where they are not mma.sync; and AMD's.
+NVIDIA_INSTRUCTIONS = {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}
+AMD_INSTRUCTIONS = "mfma"
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,19 @@ class Limits:
 
     Attributes:
         shared_memory: bytes that a CTA can have.
-        asynchronous: whether matrix products read their operands from shared or tensor memory, not from registers.
+        instructions: those of matrix products: "mma", "wgmma", "tcgen05" or "mfma".
     """
 
     shared_memory: int
-    asynchronous: bool
+    instructions: str
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether matrix products read their operands from shared or tensor memory, not from registers."""
+        return self.instructions in ("wgmma", "tcgen05")
 
 
-H200 = Limits(227 * KIB, asynchronous=True)
+H200 = Limits(227 * KIB, "wgmma")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +52,18 @@ class Footprint:
     Attributes:
         shared_memory: bytes of shared memory that a kernel takes with these tiles, at most.
         asynchronous: whether they are only for GPUs with asynchronous matrix products.
+        instructions: the only instructions that they are for; None: any.
     """
 
     shared_memory: int
     asynchronous: bool = False
+    instructions: str | None = None
+
+    def suits(self, limits: Limits) -> bool:
+        """Whether a GPU has what they need."""
+        if (self.asynchronous and not limits.asynchronous) or self.instructions not in (None, limits.instructions):
+            return False
+        return self.shared_memory <= limits.shared_memory
 
 
 Choice = TypeVar("Choice", bound=Footprint)
@@ -58,7 +72,7 @@ Choice = TypeVar("Choice", bound=Footprint)
 def first_fitting(candidates: Sequence[Choice], limits: Limits) -> Choice:
     """The first of the candidates, which come in the order of preference, that suits a GPU."""
     for candidate in candidates:
-        if candidate.shared_memory <= limits.shared_memory and (limits.asynchronous or not candidate.asynchronous):
+        if candidate.suits(limits):
             return candidate
     least = min(candidate.shared_memory for candidate in candidates)
     raise ValueError(
@@ -76,8 +90,8 @@ def device_limits(device: torch.device | str | int | None) -> Limits:
     """The limits of a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
     if torch.version.hip is not None:
-        return Limits(properties.shared_memory_per_block, asynchronous=False)
-    return Limits(properties.shared_memory_per_block_optin, properties.major in ASYNCHRONOUS_CAPABILITIES)
+        return Limits(properties.shared_memory_per_block, AMD_INSTRUCTIONS)
+    return Limits(properties.shared_memory_per_block_optin, NVIDIA_INSTRUCTIONS.get(properties.major, "mma"))
 
 
 def is_hopper(device: torch.device | None) -> bool:

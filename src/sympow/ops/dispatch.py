@@ -30,6 +30,8 @@ LEAST_CAPABILITY = (8, 0)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_POWERS = (2, 4, 6, 8)
 LARGEST_DIM = 128
+# The same for float32, except on Hopper.
+LARGEST_FLOAT32_DIM = 64
 # Limits of the chunked kernels: the largest key and value dims, by power.
 LARGEST_CHUNKED_DIMS = {2: (128, 128), 4: (32, 128)}
 CHUNK_MULTIPLE = 128
@@ -151,6 +153,11 @@ def unsupported_reason(request: Request) -> str | None:
         return f"The kernels support powers up to {KERNEL_POWERS[-1]}, not {request.power}."
     if max(request.key_dim, request.value_dim) > LARGEST_DIM:
         return _limit_of_dims(request.key_dim, request.value_dim)
+    wide = max(request.key_dim, request.value_dim) > LARGEST_FLOAT32_DIM
+    if request.dtype == torch.float32 and wide and request.device == "cuda" and not request.step:
+        reason = wide_float32_unsupported_reason(request.index)
+        if reason is not None:
+            return reason
     if request.vector_gate:
         reason = _vector_gate_unsupported_reason(request)
         if reason is not None:
@@ -179,9 +186,24 @@ def gpu_unsupported_reason(index: int | None) -> str | None:
     return f"The kernels need a GPU of compute capability {least} or higher, and this one has {found}."
 
 
-# torch.compile calls it once instead of tracing it. This is what torch.compiler.assume_constant_result does, but that
-# imports the compiler.
+def wide_float32_unsupported_reason(index: int | None) -> str | None:
+    """Why the kernels do not support float32 with heads above 64 on a GPU: its shared or tensor memory is too small for
+    both halves of such operands. Without any GPU there is nothing to ask.
+    """
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.hip is None and torch.cuda.get_device_capability(index) == (9, 0):
+        return None
+    return (
+        f"The kernels support heads of up to {LARGEST_FLOAT32_DIM} in torch.float32, and of up to {LARGEST_DIM} only "
+        "on Hopper GPUs: others have too little memory for them."
+    )
+
+
+# torch.compile calls them once instead of tracing them. This is what torch.compiler.assume_constant_result does, but
+# that imports the compiler.
 gpu_unsupported_reason.__dict__["_dynamo_marked_constant"] = True
+wide_float32_unsupported_reason.__dict__["_dynamo_marked_constant"] = True
 
 
 def _vector_gate_unsupported_reason(request: Request) -> str | None:

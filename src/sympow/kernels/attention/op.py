@@ -87,31 +87,45 @@ WIDE = (
 )
 
 
-# float32 operands take twice the shared memory, and their halves twice the registers.
+# float32 operands take twice the shared memory, and their halves twice the registers. Where operands are read from
+# registers, halves pass through shared memory; on sm_100 they lie in tensor memory, which tiles of 128 rows exceed.
+# AMD's GPUs multiply float32 itself, without halves. With heads above 64, only Hopper has enough memory
+# (`dispatch.wide_float32_unsupported_reason`).
+_SMALL_FLOAT32: dict[str, Any] = {
+    "states": {"entries": 1, "stages": 1},
+    "forward": {"rows": 64, "warps": 8, "stages": 1},
+    "query": {"rows": 64, "warps": 8, "stages": 1, "registers": None},
+    "key": {"warps": 8, "stages": 1},
+}
 FLOAT32_NARROW = (
     Tiles(
-        shared_memory=227 * KIB,
+        shared_memory=97 * KIB,
+        instructions="wgmma",
         states={"entries": 1, "stages": 2},
         forward={"warps": 8, "stages": 2},
         query={"warps": 8, "stages": 2, "registers": None},
         key={"warps": 8, "stages": 2},
     ),
-    Tiles(
-        shared_memory=99 * KIB,
-        states={"entries": 1, "stages": 1},
-        forward={"rows": 64, "warps": 8, "stages": 1},
-        query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
-        key={"warps": 8, "stages": 1},
-    ),
+    Tiles(shared_memory=97 * KIB, **_SMALL_FLOAT32),
+    Tiles(shared_memory=32 * KIB, instructions="mfma", **_SMALL_FLOAT32),
 )
 FLOAT32_WIDE = (
     Tiles(
-        shared_memory=227 * KIB,
+        shared_memory=193 * KIB,
+        instructions="wgmma",
         states={"entries": 1, "stages": 1, "warps": 8},
         forward={"rows": 64, "warps": 8, "stages": 1},
         query={"rows": 64, "warps": 8, "stages": 1, "registers": None},
         key={"rows": 64, "warps": 8, "stages": 1},
     ),
+)
+
+# `split_float32` has the same tiles everywhere; where operands are read from registers it takes less memory.
+_PIECES: dict[str, Any] = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
+FLOAT32_PIECES = (
+    Tiles(shared_memory=130 * KIB, instructions="tcgen05", forward=_PIECES, query=_PIECES, key=_PIECES),
+    Tiles(shared_memory=98 * KIB, instructions="wgmma", forward=_PIECES, query=_PIECES, key=_PIECES),
+    Tiles(shared_memory=41 * KIB, forward=_PIECES, query=_PIECES, key=_PIECES),
 )
 
 
@@ -125,6 +139,11 @@ def choose_tiles(dim: int, limits: Limits, dtype: torch.dtype = torch.bfloat16) 
     if dtype == torch.float32:
         return first_fitting(FLOAT32_WIDE if dim > 64 else FLOAT32_NARROW, limits)
     return first_fitting(WIDE if dim > 64 else NARROW, limits)
+
+
+def tiles_in_pieces(x: Tensor) -> Tiles:
+    """The tiles of `split_float32` on the device of x."""
+    return first_fitting(FLOAT32_PIECES, limits_of(x))
 
 
 class Saved(NamedTuple):
@@ -236,7 +255,7 @@ def fused_attention(
         y, weight, past = chunked.attend(q, k, v, gates, states)
     elif in_pieces:
         assert ranges is not None
-        y, weight = split_float32.attend(q, k, v, power, gates, ranges, **split_float32.FORWARD)
+        y, weight = split_float32.attend(q, k, v, power, gates, ranges, **tiles_in_pieces(q).forward)
     else:
         y, weight, past = attend(
             q, k, v, power, gates, states, chunk=0 if with_states else chunk, documents=documents,
@@ -351,7 +370,7 @@ def _attend_backward(
     if in_pieces:
         assert ranges is not None and rows_half is not None
         k, v = split_float32.split_keys(k, v, ranges)
-        dq, row_terms = split_float32.query_gradient(rows_half, k, v, power, gates, ranges, **split_float32.QUERY)
+        dq, row_terms = split_float32.query_gradient(rows_half, k, v, power, gates, ranges, **tiles_in_pieces(q).query)
     elif on_hopper:
         dq, row_terms = hopper.query_gradient(
             q, scale, k, v, divided, minus_delta, power, gates, split, rows_half=rows_half, key_range=ranges
@@ -396,7 +415,7 @@ def _attend_backward(
     elif in_pieces:
         assert ranges is not None and rows_half is not None
         dk, dv, column_terms = split_float32.key_gradient(
-            rows_half, k, v, power, gates, ranges, block_terms=block_terms, query_block=block, **split_float32.KEY
+            rows_half, k, v, power, gates, ranges, block_terms=block_terms, query_block=block, **tiles_in_pieces(q).key
         )
     else:
         dk, dv, column_terms = key_gradient(

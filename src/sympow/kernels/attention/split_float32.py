@@ -60,10 +60,6 @@ from sympow.kernels.running_sums import Gates
 LARGEST_DIM = 64
 # Whether they also run in Triton's interpreter, where the portable kernels are tested in float32.
 ON_CPU = False
-# Tiles of the three kernels, as in `attention.op.Tiles`.
-FORWARD = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
-QUERY = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
-KEY = {"rows": 64, "columns": 64, "warps": 4, "stages": 2}
 # log2 of the factor of queries in the forward pass: with largest entries from 8 to 16, lower pieces are normal numbers.
 QUERY_EXPONENT = tl.constexpr(3.0)
 

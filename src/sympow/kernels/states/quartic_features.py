@@ -42,7 +42,7 @@ class Tiles(Footprint):
     inner: dict[str, Any]
 
 
-def tiles_for(dim: int, value_dim: int, limits: Limits) -> Tiles:
+def tiles_for(dim: int, value_dim: int, limits: Limits, dtype: torch.dtype = torch.bfloat16) -> Tiles:
     """By head dimension: heads of 16 have short lists, wide values take registers from wide products. The tiles of an
     H200, or where products take their operands from registers narrower products."""
     wide = dim > 16 and value_dim <= 64
@@ -50,10 +50,20 @@ def tiles_for(dim: int, value_dim: int, limits: Limits) -> Tiles:
     update = {"columns": 64, "warps": 4}
     # With at most 128 registers per thread, two CTAs fit on a multiprocessor; without this limit it takes 132.
     outer = {"warps": 8, "registers": 128 if dim == value_dim == 16 else None}
-    candidates = (
-        Tiles(256 if wide else 128, update, warps, outer, warps, shared_memory=116 * KIB, asynchronous=True),
-        Tiles(128, update, warps, {"warps": 8}, warps, shared_memory=52 * KIB),
-    )
+    measured = (256 if wide else 128, update, warps, outer, warps)
+    narrow = (128, update, warps, {"warps": 8}, warps)
+    if dtype == torch.float32:
+        # AMD's GPUs multiply float32 itself; the others put both halves of an operand into shared memory.
+        candidates = (
+            Tiles(*measured, shared_memory=129 * KIB, instructions="wgmma"),
+            Tiles(*narrow, shared_memory=98 * KIB),
+            Tiles(*narrow, shared_memory=64 * KIB, instructions="mfma"),
+        )
+    else:
+        candidates = (
+            Tiles(*measured, shared_memory=116 * KIB, asynchronous=True),
+            Tiles(*narrow, shared_memory=52 * KIB),
+        )
     return first_fitting(candidates, limits)
 
 
