@@ -6,6 +6,7 @@ python tests/kernels/targets.py                 a line of JSON for every kernel 
 python tests/kernels/targets.py --machine-code  the same, down to machine code, of which LLVM and ptxas report spills
 python tests/kernels/targets.py --all           every launch, of more head sizes and powers, likewise (hours)
 python tests/kernels/targets.py sm_89 ...       for these GPUs alone
+python tests/kernels/targets.py --call TEXT     of the calls whose names contain TEXT alone
 
 Every kernel is replaced by a recorder of its launches; then calls run on the CPU, on tensors whose numbers do not
 matter, with tiles that are chosen by the limits of a GPU. Each launch is compiled as Triton would on that GPU, with the
@@ -66,6 +67,8 @@ def _cuda(capability: int, kib: int, instructions: str = "mma") -> Gpu:
     return Gpu(GPUTarget("cuda", capability, 32), Limits(kib * KIB, instructions))
 
 
+# Launched by the Hopper kernels' host code alone.
+HOPPER_KERNELS = ("float16_range.fold_factors_kernel",)
 # What the vendors document as the largest shared memory of a CTA.
 GPUS = {
     "sm_80": _cuda(80, 163),
@@ -371,8 +374,8 @@ def largest(launches: Iterable[Launch], limits: Limits) -> list[Launch]:
     return list(found.values())
 
 
-def reports(gpus: list[str], *, everything: bool, machine_code: bool) -> Iterator[dict[str, Any]]:
-    """What the compiler reports of each kernel or, for `everything`, of each launch."""
+def reports(gpus: list[str], *, text: str, everything: bool, machine_code: bool) -> Iterator[dict[str, Any]]:
+    """What the compiler reports of each kernel or, for `everything`, of each launch, in calls named with `text`."""
     recorders = replace_kernels()
     # Which calls are supported is not the question here, and the tensors are on the CPU.
     dispatch.unsupported_reason = lambda request: None
@@ -384,6 +387,7 @@ def reports(gpus: list[str], *, everything: bool, machine_code: bool) -> Iterato
         calls = CALLS | (_more_calls() if everything else {})
         if gpu.limits.instructions != "wgmma":
             calls = {name: call for name, call in calls.items() if not _needs_hopper(name)}
+        calls = {name: call for name, call in calls.items() if text in name}
         launches: Iterable[Launch] = recorded(recorders, calls)
         launches = list(launches) if everything else largest(launches, gpu.limits)
         for launch in launches:
@@ -398,7 +402,7 @@ def reports(gpus: list[str], *, everything: bool, machine_code: bool) -> Iterato
                 found["error"] = f"{type(error).__name__}: {error}"[-2000:]
             yield found | {"seconds": round(time.monotonic() - begin, 1)}
         launched = {launch.recorder.name for launch in launches}
-        yield {"gpu": name, "missing": [x.name for x in recorders if x.name not in launched]}
+        yield {"gpu": name, "missing": [x.name for x in recorders if x.name not in {*launched, *HOPPER_KERNELS}]}
 
 
 def _needs_hopper(call: str) -> bool:
@@ -417,7 +421,9 @@ def main(arguments: list[str]) -> None:
     gpus = [name for name in arguments if name in GPUS] or list(GPUS)
     triton.knobs.nvidia.dump_ptxas_log = True
     everything = "--all" in arguments
-    for report in reports(gpus, everything=everything, machine_code=everything or "--machine-code" in arguments):
+    machine_code = everything or "--machine-code" in arguments
+    text = arguments[arguments.index("--call") + 1] if "--call" in arguments else ""
+    for report in reports(gpus, text=text, everything=everything, machine_code=machine_code):
         print(json.dumps(report), flush=True)
 
 

@@ -44,6 +44,7 @@ from sympow.kernels.decode.state_step import (
     split_state,
     workspace_sizes,
 )
+from sympow.kernels.device_limits import register_limit
 
 # The fewest keys of a window that one CTA scores, and how many it scores at once. Beside a state they are fewer: all
 # CTAs of a launch have the registers of the most demanding part, and with fewer registers more of them run at once.
@@ -273,5 +274,5 @@ def window_fold(
         feature_count, dim, value_dim, capacity, splits, rows_per_split,
         POWER=state.pairs.shape[1], COLUMNS=max(16, triton.next_power_of_2(value_dim)), ROWS=rows,
         TOKENS=min(tokens, max(16, triton.next_power_of_2(capacity))), COPY=copy is not None, num_warps=warps,
-        num_stages=1, maxnreg=FOLD_REGISTERS if value_dim <= 64 else None, enable_fp_fusion=True,
+        num_stages=1, **register_limit(FOLD_REGISTERS if value_dim <= 64 else None), enable_fp_fusion=True,
     )  # fmt: skip
