@@ -203,6 +203,7 @@ def kill_a_writer(model_folder, contexts, delay):
     assert writer.returncode == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_kill_9_while_contexts_are_written(opened, model_folder, text_model, tmp_path):
     kill_a_writer(model_folder, tmp_path / "contexts", 0.5)
     assert check_after_kill(opened(), text_model) > 0

@@ -443,6 +443,7 @@ def settles_at(size: int) -> bool:
     return any(live_tensor_bytes() == size or time.sleep(0.1) for _ in range(50))
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_thousand_requests():
     model = text_model(layers=1, width=8, heads=1)
     rng = random.Random(4)

@@ -469,6 +469,7 @@ def test_states_in_memory_and_on_disk_are_those_of_the_model(served):
     assert ask(served, made["id"], "").choices[0].text == text
 
 
+@pytest.mark.slow
 def test_the_page_works_before_the_real_server(served, browser, tmp_path):
     """Its own tests have a stand-in; here every request goes to the server, under its Content-Security-Policy."""
     from playwright.sync_api import expect

@@ -71,6 +71,7 @@ def running(served):
     return int(values["sympow_slots_running"]), int(values["sympow_queue_length"])
 
 
+@pytest.mark.slow
 def test_a_model_of_hugging_face_format_answers_as_the_native_one(served):
     answer = served.client.completions.create(model="chat", prompt="Same", max_tokens=20, temperature=0)
     prefix = served.text_model.prefill("Same")
@@ -211,6 +212,7 @@ def test_requests_have_a_time_limit(folders, tmp_path):
         until(lambda: engine.stats().finished.get("cancelled") == 2)
 
 
+@pytest.mark.slow
 def test_a_stop_lets_requests_end_and_keeps_contexts(folders, tmp_path):
     options = ("--contexts", tmp_path, "--slots", 2, "--grace", 600)
     with ServerProcess(folders.native, *options) as process:
