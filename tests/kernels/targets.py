@@ -67,8 +67,6 @@ def _cuda(capability: int, kib: int, instructions: str = "mma") -> Gpu:
     return Gpu(GPUTarget("cuda", capability, 32), Limits(kib * KIB, instructions))
 
 
-# Launched by the Hopper kernels' host code alone.
-HOPPER_KERNELS = ("float16_range.fold_factors_kernel",)
 # What the vendors document as the largest shared memory of a CTA.
 GPUS = {
     "sm_80": _cuda(80, 163),
@@ -402,7 +400,7 @@ def reports(gpus: list[str], *, text: str, everything: bool, machine_code: bool)
                 found["error"] = f"{type(error).__name__}: {error}"[-2000:]
             yield found | {"seconds": round(time.monotonic() - begin, 1)}
         launched = {launch.recorder.name for launch in launches}
-        yield {"gpu": name, "missing": [x.name for x in recorders if x.name not in {*launched, *HOPPER_KERNELS}]}
+        yield {"gpu": name, "missing": [x.name for x in recorders if x.name not in launched]}
 
 
 def _needs_hopper(call: str) -> bool:
