@@ -119,6 +119,11 @@ class Prefix:
         return sum(layer.nbytes for layer in self.state)
 
     @property
+    def total_nbytes(self) -> int:
+        """Bytes of all tensors: `nbytes`, and those of `logits` and `seen`."""
+        return self.nbytes + self.logits.nbytes + (0 if self.seen is None else self.seen.nbytes)
+
+    @property
     def batch(self) -> int:
         return self.logits.shape[0]
 

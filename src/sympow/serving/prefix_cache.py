@@ -97,7 +97,7 @@ class PrefixCache:
 
     def add(self, chain: TokenChain, prefix: Prefix) -> None:
         """Keeps the state after the first `prefix.tokens` tokens of a prompt, unless it exceeds the budget alone."""
-        key, size = chain.key(prefix.tokens), _nbytes(prefix)
+        key, size = chain.key(prefix.tokens), prefix.total_nbytes
         if size > self.budget:
             return
         if key in self._entries:
@@ -108,7 +108,7 @@ class PrefixCache:
         self.nbytes += size
         while self.nbytes > self.budget:
             (border, tail), dropped = self._entries.popitem(last=False)
-            self.nbytes -= _nbytes(dropped)
+            self.nbytes -= dropped.total_nbytes
             self._tails[border].discard(tail)
             if not self._tails[border]:
                 del self._tails[border]
@@ -118,8 +118,3 @@ class PrefixCache:
         self._entries.clear()
         self._tails.clear()
         self.nbytes = 0
-
-
-def _nbytes(prefix: Prefix) -> int:
-    seen = 0 if prefix.seen is None else prefix.seen.nbytes
-    return prefix.nbytes + prefix.logits.nbytes + seen
