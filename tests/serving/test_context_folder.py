@@ -1,11 +1,14 @@
 """Contexts on disk: whole or not there, whoever is killed, and in no other place."""
 
+import asyncio
+import errno
 import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,9 +17,13 @@ import pytest
 import torch
 from server_process import ServerProcess, save_tiny_model, until
 
+from sympow import tensor_file
 from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.text import TextModel
+from sympow.serving.api_errors import ApiError
 from sympow.serving.context_folder import WRITING, ContextFolder, Record, is_id, new_id
+from sympow.serving.contexts import ContextStore
+from sympow.serving.engine import Engine
 
 # Writes contexts until it is killed, and says when each begins.
 WRITER = """
@@ -164,6 +171,106 @@ def test_a_failure_while_writing_leaves_nothing(opened, text_model, monkeypatch)
         folder.write(record_of(prefix), prefix)
     assert folder.records() == {}
     assert os.listdir(folder.path / hidden(folder)[0]) == ["lock"]
+
+
+def test_a_context_that_cannot_be_opened_for_a_moment_is_found_later(opened, text_model, monkeypatch):
+    prefix = text_model.prefill("x")
+    record = record_of(prefix)
+    opened().write(record, prefix)
+    folder = opened()
+
+    def too_many(*_, **__):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_file, "load_words", too_many)
+        assert folder.records() == {}
+        assert folder.find(record.id) is None
+    assert folder.find(record.id) == record
+    assert folder.records() == {record.id: record}
+
+
+def in_a_store(text_model, folder, scenario, max_contexts=10):
+    """Runs a coroutine with a store of contexts that are all read from disk."""
+
+    async def run(engine):
+        store = ContextStore(engine, folder, 0, max_contexts)
+        await scenario(store)
+
+    with Engine(text_model, 1) as engine:
+        asyncio.run(run(engine))
+
+
+def test_a_context_that_is_deleted_while_it_is_loaded_is_unknown(opened, text_model, monkeypatch):
+    folder = opened()
+    prefix = text_model.prefill("x")
+    record = record_of(prefix)
+    folder.write(record, prefix)
+    load, loading, go_on = folder.load, threading.Event(), threading.Event()
+
+    def slow(id_):
+        loaded = load(id_)
+        loading.set()
+        assert go_on.wait(60)
+        return loaded
+
+    monkeypatch.setattr(folder, "load", slow)
+
+    async def scenario(store):
+        asked = asyncio.create_task(store.prefix(record.id))
+        assert await asyncio.to_thread(loading.wait, 60)
+        await store.delete(record.id)
+        go_on.set()
+        with pytest.raises(ApiError, match="there is no context"):
+            await asked
+        assert store.in_memory == store.loads == 0
+
+    in_a_store(text_model, folder, scenario)
+
+
+def test_a_context_that_is_written_just_now_is_listed_once(opened, text_model, monkeypatch):
+    folder = opened()
+    write, written, go_on = folder.write, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        write(*arguments)
+        written.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(folder, "write", slow)
+
+    async def scenario(store):
+        made = await store.create("x", "first")
+        assert await asyncio.to_thread(written.wait, 60)
+        assert [(one.id, one.status) for one in store.list()] == [(made.id, "reading")]
+        # It counts once, too: there is room for a second.
+        second = await store.create("y", "second")
+        with pytest.raises(ApiError, match="there are 2 contexts"):
+            await store.create("z", "third")
+        go_on.set()
+        while store.reading:
+            await asyncio.sleep(0.01)
+        assert {one.id: one.status for one in store.list()} == {made.id: "ready", second.id: "ready"}
+
+    in_a_store(text_model, folder, scenario, max_contexts=2)
+
+
+def test_a_context_for_which_the_device_has_no_memory_has_failed(opened, text_model, monkeypatch):
+    folder = opened()
+
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("no memory for a copy")
+
+    monkeypatch.setattr(folder, "write", no_memory)
+
+    async def scenario(store):
+        made = await store.create("x", "")
+        while store.reading:
+            await asyncio.sleep(0.01)
+        now = store.get(made.id)
+        assert (now.status, now.error) == ("failed", "no memory for a copy")
+
+    in_a_store(text_model, folder, scenario)
 
 
 def test_ids_are_no_paths():

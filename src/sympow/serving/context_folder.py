@@ -99,9 +99,8 @@ class ContextFolder:
         """The contexts that are there now, by id, those of other processes included."""
         there = {entry.name for entry in os.scandir(self.path) if is_id(entry.name)}
         self._known = {id_: record for id_, record in self._known.items() if id_ in there}
-        for id_ in there - self._known.keys():
-            self._known[id_] = self._read(id_)
-        return {id_: record for id_, record in self._known.items() if record is not None}
+        found = {id_: self._look(id_) for id_ in there}
+        return {id_: record for id_, record in found.items() if record is not None}
 
     def others(self) -> int:
         """How many contexts were found that this model cannot use."""
@@ -110,9 +109,7 @@ class ContextFolder:
     def find(self, id_: str) -> Record | None:
         if not is_id(id_) or not (self.path / id_).is_dir():
             return None
-        if id_ not in self._known:
-            self._known[id_] = self._read(id_)
-        return self._known[id_]
+        return self._look(id_)
 
     def write(self, record: Record, prefix: Prefix) -> None:
         """Writes a context. It is there once this returns, and survives a crash of the machine."""
@@ -147,13 +144,22 @@ class ContextFolder:
             return
         shutil.rmtree(rubbish)
 
+    def _look(self, id_: str) -> Record | None:
+        """A context's record, as far as it is known; a file that cannot be opened now may be the next time."""
+        if id_ not in self._known:
+            try:
+                self._known[id_] = self._read(id_)
+            except OSError:
+                return None
+        return self._known[id_]
+
     def _read(self, id_: str) -> Record | None:
         """A context's record, if it is of this model and whole."""
         folder = self.path / id_
         try:
             record = _as_record(read_json(folder / RECORD_FILE))
             words = tensor_file.load_words(folder / PREFIX_FILE, PREFIX_FORMAT)
-        except (OSError, ValueError):
+        except ValueError:
             return None
         return record if record.id == id_ and words.get("fingerprint") == self._fingerprint else None
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from sympow.generation.prefix import Prefix
 from sympow.serving.api_errors import ApiError, failed, from_argument_error, queue_full, stopping
-from sympow.serving.completion import Prefilling, RequestError
+from sympow.serving.completion import Prefilling
 from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
 from sympow.serving.engine import Engine
 from sympow.serving.scheduler import EngineClosedError
@@ -95,7 +95,7 @@ class ContextStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the states in memory."""
-        return sum(map(_nbytes, self._memory.values()))
+        return sum(prefix.total_nbytes for prefix in self._memory.values())
 
     @property
     def in_memory(self) -> int:
@@ -107,7 +107,9 @@ class ContextStore:
 
     def list(self) -> list[Context]:
         """All contexts, the newest first."""
-        found = [self._ready(record) for record in self._folder.records().values()]
+        # A context is in the folder a moment before the thread that wrote it is waited for.
+        there = self._folder.records()
+        found = [self._ready(record) for id_, record in there.items() if id_ not in self._reading]
         found += [_unready(one) for one in (*self._reading.values(), *self._failed.values())]
         return sorted(found, key=lambda context: (-context.created_at, context.id))
 
@@ -137,8 +139,9 @@ class ContextStore:
                 reading.prefilling.cancel()
             if reading.task is not None:
                 await asyncio.wait([reading.task])
-        self._memory.pop(id_, None)
         await asyncio.to_thread(self._folder.remove, id_)
+        # A request may have loaded it until now; later ones do not find it any more.
+        self._memory.pop(id_, None)
 
     async def prefix(self, id_: str) -> Prefix:
         """The state of a context, for a completion.
@@ -180,7 +183,7 @@ class ContextStore:
             raise ApiError(400, f"name must have at most {LONGEST_NAME} characters, got {len(name):,}", param="name")
         if len(self._reading) >= MOST_READING:
             raise queue_full(f"{MOST_READING} contexts are being read already; try again later")
-        there = len(self._folder.records()) + len(self._reading)
+        there = len(self._folder.records().keys() | self._reading.keys())
         if there >= self._max_contexts:
             message = f"there are {there:,} contexts, as many as this server keeps: delete one first"
             raise ApiError(400, message, code="too_many_contexts")
@@ -215,7 +218,8 @@ class ContextStore:
             if not reading.deleted:
                 await asyncio.to_thread(self._folder.write, record, prefix)
                 self._remember(reading.id, prefix)
-        except (RequestError, EngineClosedError, OSError) as error:
+        except (RuntimeError, OSError) as error:
+            # Of the engine, of the device (no memory for a copy), or of the disk.
             reading.error = str(error)
             if not reading.deleted:
                 self._failed[reading.id] = reading
@@ -235,6 +239,9 @@ class ContextStore:
             raise failed(f"context {id_} cannot be read from disk: {error}") from error
         finally:
             del self._loading[id_]
+        if self._folder.find(id_) is None:
+            # It was deleted meanwhile.
+            raise _unknown(id_)
         self.loads += 1
         self._remember(id_, prefix)
         return prefix
@@ -287,8 +294,3 @@ def _unknown(id_: str) -> ApiError:
     # An id that came from outside may be long, or not printable.
     shown = id_ if is_id(id_) else repr(id_[:64])
     return ApiError(404, f"there is no context {shown}", param="context", code="context_not_found")
-
-
-def _nbytes(prefix: Prefix) -> int:
-    """Bytes in memory, those of logits included."""
-    return prefix.nbytes + prefix.logits.nbytes + (0 if prefix.seen is None else prefix.seen.nbytes)
