@@ -287,10 +287,25 @@ def test_chats_need_a_template(served):
 
 
 def test_pages_of_other_sites_are_refused(served):
-    assert served.raw.get("/health", headers={"host": "example.org"}).status_code == 403
-    cross = {"sec-fetch-site": "cross-site"}
-    assert served.raw.post("/v1/contexts", json={"text": "x"}, headers=cross).status_code == 403
-    assert served.raw.get("/health").json() == {"status": "ok"}
+    assert served.raw.get("/v1/models", headers={"host": "example.org"}).status_code == 403
+    own = served.url.removeprefix("http://")
+    for headers, status in (
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "cross-site", "origin": f"http://{own}"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, 200),
+        # As browsers send it on plain HTTP to other machines.
+        ({"origin": "http://example.org"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "http://127.0.0.1:1"}, 403),
+        ({"origin": f"http://{own}"}, 200),
+        ({}, 200),
+    ):
+        answer = served.raw.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers=headers)
+        assert answer.status_code == status, headers
+
+
+def test_probes_reach_the_health_by_any_name(served):
+    assert served.raw.get("/health", headers={"host": "10.1.2.3:8000"}).json() == {"status": "ok"}
 
 
 def test_the_page_may_load_nothing_from_elsewhere(served):

@@ -284,6 +284,23 @@ def test_a_folder_without_a_model_is_explained(tmp_path):
     assert "holds no model" in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (("--host", "0.0.0.0"), True),
+        (("--host", "0.0.0.0", "--allow-host", "models.example"), True),
+        (("--host", "0.0.0.0", "--api-key-file", "keys.txt"), False),
+        (("--allow-host", "models.example"), False),
+    ],
+)
+def test_a_server_that_others_can_reach_without_a_key_warns(tmp_path, monkeypatch, arguments, warned):
+    (tmp_path / "keys.txt").write_text("a-key\n")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["serve", str(tmp_path), "--port", "0", *arguments], terminal_width=200)
+    assert ("anyone who can reach 0.0.0.0 can use this server" in result.output) == warned
+    assert "holds no model" in " ".join(result.output.split())
+
+
 @pytest.mark.parametrize("missing", ["fastapi", "uvicorn", "python_multipart"])
 def test_the_extra_is_named_if_it_is_missing(folders, monkeypatch, missing):
     import sys

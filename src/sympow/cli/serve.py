@@ -72,7 +72,7 @@ def serve(
     from sympow.serving.context_folder import ContextFolder
     from sympow.serving.contexts import ContextStore
     from sympow.serving.engine import Engine
-    from sympow.serving.gatekeeping import allowed_hosts, read_keys
+    from sympow.serving.gatekeeping import allowed_hosts, is_local, read_keys
     from sympow.serving.http import ServerOptions, Service, create_app
     from sympow.serving.loading import ServedModel
     from sympow.serving.scheduler import EngineClosedError
@@ -84,7 +84,7 @@ def serve(
         check_can_write("contexts", contexts, "folder")
     device, dtype = device_and_dtype(device, dtype)
     hosts = allowed_hosts(host, allow_host or ())
-    if not keys and hosts is None:
+    if not keys and not is_local(host):
         _say(f"anyone who can reach {host} can use this server: --api-key-file limits that")
     # The address is taken before the model is loaded, which may take minutes.
     with bind(host, port) as bound, TemporaryDirectory(prefix="sympow-contexts-") as temporary:

@@ -23,6 +23,8 @@ BODY_PATIENCE = 30.0
 # while data arrives, the client's system may report that instead.
 DRAINED = 2**26
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+# Paths that are answered whatever the Host header says: probes name the address of a machine or of a container.
+HOSTLESS = ("/health",)
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -92,10 +94,10 @@ class Gatekeeper:
 
     def _refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         host = headers.get("host", "")
-        if self._hosts is not None and _without_port(host) not in self._hosts:
+        if path not in HOSTLESS and self._hosts is not None and _without_port(host) not in self._hosts:
             message = f"this server does not go by the name {host[:100]!r}; its option --allow-host adds names"
             return ApiError(403, message, "permission_error", code="unknown_host")
-        if method not in ("GET", "HEAD", "OPTIONS") and headers.get("sec-fetch-site") == "cross-site":
+        if method not in ("GET", "HEAD", "OPTIONS") and _is_of_another_site(headers, host):
             return ApiError(403, "pages of other sites must not use this server", "permission_error", code="cross_site")
         if self._digests and path not in self._public and not self._has_key(headers):
             return ApiError(
@@ -163,6 +165,15 @@ def _content_length(headers: Headers) -> int:
     return int(told) if told.isdecimal() and len(told) < 19 else 0
 
 
+def _is_of_another_site(headers: Headers, host: str) -> bool:
+    """Whether a browser sends a request for a page of another site."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None and origin is not None:
+        # Browsers leave out Sec-Fetch-Site on plain HTTP, but for local addresses.
+        return origin.partition("://")[2].lower() != host.lower()
+    return site == "cross-site"
+
+
 def _without_port(host: str) -> str:
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdecimal() else host).lower()
@@ -189,10 +200,14 @@ def read_keys(content: str) -> list[str]:
     return keys
 
 
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches a server that is bound to `host`."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def allowed_hosts(host: str, more: Sequence[str]) -> frozenset[str] | None:
     """The names that a server bound to `host` answers to; None: all, as on addresses that other machines can reach."""
-    local = host in ("localhost", "::1") or host.startswith("127.")
-    if not local and not more:
+    if not is_local(host) and not more:
         return None
     own = f"[{host}]" if ":" in host else host
     return frozenset(name.lower() for name in (*LOCAL_HOSTS, own, *more))
