@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from types import SimpleNamespace
 
 import httpx2 as httpx
@@ -12,6 +13,8 @@ from server_process import ServerProcess, save_tiny_model, until
 
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
+from sympow.serving.completion import Event, Result, TokenLogprob, Usage
+from sympow.serving.openai_api import Answer, TokenNames
 
 GREEDY = Sampling(temperature=0)
 # More than can be generated within a test.
@@ -110,6 +113,8 @@ def test_a_stream_has_the_same_text_in_pieces(served, include_usage):
 @pytest.mark.parametrize("stream", [False, True])
 def test_several_prompts_and_choices_are_each_what_they_are_alone(served, stream):
     prompts, options = ["one", "another, longer"], {"temperature": 1.3, "top_p": 0.9, "extra_body": {"top_k": 30}}
+    if stream:
+        options["stream_options"] = {"include_usage": True}
     answer = complete(served, prompts, 15, n=2, seed=5, stream=stream, **options)
     texts = dict.fromkeys(range(4), "")
     for chunk in answer if stream else [answer]:
@@ -119,6 +124,18 @@ def test_several_prompts_and_choices_are_each_what_they_are_alone(served, stream
     expected = [alone(served.text_model, prompt, 15, sampling, seed=seed) for prompt in prompts for seed in (5, 6)]
     assert list(texts.values()) == expected
     assert len(set(expected)) == 4
+    # Each prompt counts once, with its boundary token.
+    usage = (chunk if stream else answer).usage
+    assert usage.prompt_tokens == sum(len(prompt) + 1 for prompt in prompts)
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.completion_tokens > 2 * 15
+
+
+@pytest.mark.parametrize(("seed", "second"), [(-1, 0), (2**63 - 1, 0), (-(2**63), 1 - 2**63)])
+def test_seeds_of_choices_are_counted_from_the_one_that_was_given(served, seed, second):
+    choices = complete(served, "seed", 10, temperature=1, n=2, seed=seed).choices
+    expected = [alone(served.text_model, "seed", 10, Sampling(1.0), seed=one) for one in (seed, second)]
+    assert [choice.text for choice in choices] == expected
 
 
 def test_stop_strings_end_the_text(served):
@@ -149,6 +166,22 @@ def test_log_probabilities_belong_to_tokens(served):
     streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
     assert [offset for part in streamed for offset in part.text_offset] == found.text_offset
     assert [logprob for part in streamed for logprob in part.token_logprobs] == found.token_logprobs
+
+
+def test_log_probabilities_that_are_nan_are_null(served):
+    entries = [TokenLogprob(1, None), TokenLogprob(2, math.nan, ((3, math.nan), (4, -math.inf), (5, -1.0)))]
+    usage = Usage(2, 0, 0)
+    result = Result("", (), None, tuple(entries), "length", usage, None)
+    for form in ("completion", "chat"):
+        answer = Answer(form, "tiny", TokenNames(served.text_model.tokenizer), None, tops=True, choices=1)
+        streamed = answer.chunk(0, Event("", (1, 2), tuple(entries), echo=True))
+        for content in (answer.whole([result]), streamed):
+            [choice] = json.loads(json.dumps(content, allow_nan=False))["choices"]
+            if form == "completion":
+                assert choice["logprobs"]["token_logprobs"] == [None, None]
+                assert list(choice["logprobs"]["top_logprobs"][1].values()) == [None, -9999.0, -1.0]
+            else:
+                assert [one["logprob"] for one in choice["logprobs"]["content"]] == [None, None]
 
 
 def test_many_clients_at_once_each_get_their_own_text(served):
@@ -214,7 +247,7 @@ def test_a_client_that_goes_away_frees_its_slots(served, how):
         ({"seed": 2**63}, "seed", "less than"),
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"stop": [""]}, "stop", "at least 1 character"),
-        ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
+        ({"stop": ["x"] * 17}, "stop", "stop: must be at most 16 strings, got 17"),
         ({"prompt": []}, "prompt", "must be a text, a list of token ids"),
         ({"prompt": [["a"]]}, "prompt", "must be a text, a list of token ids"),
         ({"prompt": [1, "a"]}, "prompt", "must be a text, a list of token ids"),
@@ -228,6 +261,8 @@ def test_a_client_that_goes_away_frees_its_slots(served, how):
         ({"stream_options": {"include_usage": True}}, "stream_options", "only be given with stream"),
         ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty", "repetition_penalty must be above 0"),
         ({"extra_body": {"temprature": 1}}, "temprature", "Unrecognized request argument supplied: temprature"),
+        ({"extra_body": {"Temperature": 1}}, "Temperature", "Unrecognized request argument supplied: Temperature"),
+        ({"extra_body": {"x" * 200: 1}}, "x" * 100, "Unrecognized request argument supplied: " + "x" * 100),
     ],
 )  # fmt: skip
 def test_mistakes_are_explained_in_the_form_of_openai(served, fields, param, message):
@@ -471,6 +506,9 @@ def test_the_openapi_description_names_the_parameters(served):
     described = json.loads(served.raw.get("/openapi.json").text)
     schema = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"prompt", "max_tokens", "context", "repetition_penalty"} <= schema["properties"].keys()
+    forms = described["paths"]["/v1/contexts"]["post"]["requestBody"]["content"]
+    assert forms["application/json"]["schema"]["properties"].keys() == {"text", "name"}
+    assert forms["multipart/form-data"]["schema"]["properties"].keys() == {"file", "name"}
 
 
 def test_states_in_memory_and_on_disk_are_those_of_the_model(served):

@@ -143,7 +143,7 @@ class StreamedAnswer(Response):
 
     async def _contents(self) -> AsyncIterator[str]:
         """The data of each event."""
-        usages: list[Usage] = []
+        usages: dict[int, Usage] = {}
         for index in range(len(self._group.completions)):
             if opening := self._answer.opening(index):
                 yield self._written(opening)
@@ -155,12 +155,18 @@ class StreamedAnswer(Response):
                 yield json.dumps(error.body())
                 return
             if event.usage is not None:
-                usages.append(event.usage)
-            if chunk := self._answer.chunk(index, event):
+                usages[index] = event.usage
+            if chunk := await self._chunk(index, event):
                 yield self._written(chunk)
         if self._include_usage:
-            yield json.dumps(self._answer.closing(usages))
+            yield json.dumps(self._answer.closing([usages[index] for index in sorted(usages)]))
         yield "[DONE]"
+
+    async def _chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        if event.echo and event.logprobs is not None:
+            # Of a whole prompt, which may be long: not in the event loop.
+            return await asyncio.to_thread(self._answer.chunk, index, event)
+        return self._answer.chunk(index, event)
 
     def _written(self, chunk: dict[str, Any]) -> str:
         return json.dumps(chunk | {"usage": None} if self._include_usage else chunk)

@@ -163,10 +163,12 @@ class Service:
         prefix = None if body.context is None else await self.contexts.prefix(body.context)
         group = await self._submit(jobs, prefix, type(body).model_fields)
         tokens = None if prefix is None else prefix.tokens
-        answer = Answer(form, self.model.name, self.names, tokens, tops=bool(jobs[0].logprobs))
+        answer = Answer(form, self.model.name, self.names, tokens, tops=bool(jobs[0].logprobs), choices=body.n or 1)
         if body.stream:
             return StreamedAnswer(group, answer, include_usage=body.include_usage)
-        return JSONResponse(answer.whole(await answer_whole(request, group)))
+        results = await answer_whole(request, group)
+        # Log-probabilities of long prompts take a while to write: not in the event loop.
+        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(results)))
 
     async def _submit(self, jobs: list[Job], prefix: Prefix | None, fields: Any) -> Group:
         """Hands jobs to the engine, all or none."""
@@ -300,7 +302,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 def _add_contexts(app: FastAPI, service: Service) -> None:
     contexts = service.contexts
 
-    @app.post("/v1/contexts")
+    @app.post("/v1/contexts", openapi_extra=_context_schema())
     async def create(request: Request) -> dict[str, Any]:
         service.check_open()
         if _content_type(request) == "multipart/form-data":
@@ -381,11 +383,14 @@ def _invalid(error: ValidationError, model: type[BaseModel]) -> ApiError:
     """The first thing that is wrong with a body."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     # Names of a union's members are part of the place, too; people look for the field.
-    place = [part for part in first["loc"] if isinstance(part, int) or part.islower()]
+    whole = first["loc"]
+    place = [part for part in whole if isinstance(part, int) or part.islower()]
     param = ".".join(map(str, place[:1])) or None
     where = ".".join(map(str, place))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
+        # A name that the client chose, of any characters and length.
+        where, param = ".".join(map(str, whole))[:100], str(whole[0])[:100]
         return ApiError(400, f"Unrecognized request argument supplied: {where}", param=param, code="unknown_parameter")
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {message.removeprefix('Invalid JSON: ')}", code="not_json")
@@ -421,6 +426,15 @@ async def _uploaded(request: Request) -> tuple[str, str]:
 def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
     """How /openapi.json describes a body, which routes read by themselves."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def _context_schema() -> dict[str, Any]:
+    """The same of a context, which is JSON or a form."""
+    described = _body_schema(ContextRequest)
+    properties = {"file": {"type": "string", "format": "binary"}, "name": {"type": "string"}}
+    form = {"type": "object", "properties": properties, "required": ["file"]}
+    described["requestBody"]["content"]["multipart/form-data"] = {"schema": form}
+    return described
 
 
 def _unknown_model(name: str) -> ApiError:

@@ -6,6 +6,7 @@ unless its value is the one that changes nothing.
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,8 @@ def _is_ids(value: Any) -> bool:
 
 def _texts(value: Any) -> Any:
     """One stop string or several, as a list."""
+    if isinstance(value, list) and len(value) > MOST_STOPS:
+        raise ValueError(f"must be at most {MOST_STOPS} strings, got {len(value):,}")
     return [value] if isinstance(value, str) else [] if value is None else value
 
 
@@ -61,6 +64,10 @@ Stops = Annotated[
     BeforeValidator(_texts),
     Field(max_length=MOST_STOPS),
 ]
+
+
+# A list that must be empty.
+Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class StreamOptions(BaseModel):
@@ -157,13 +164,21 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a chat."""
+    """A message of a chat.
+
+    The fields from `refusal` on are empty in the messages that this server answers with, which clients send back.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: str | list[TextPart]
     name: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: Nothing | None = None
+    annotations: Nothing | None = None
 
     def for_template(self) -> dict[str, str]:
         """As chat templates expect it."""
@@ -188,7 +203,7 @@ class ChatRequest(GenerationRequest):
     logprobs: StrictBool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: TextFormat | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Nothing | None = None
     tool_choice: Literal["none", "auto"] | None = None
     store: Literal[False] | None = None
 
@@ -244,7 +259,10 @@ def _jobs(
 
     def seed_of(choice: int) -> int | None:
         # Choices of one prompt differ; several prompts are each answered as they would be alone.
-        return None if request.seed is None else (request.seed + choice) % SEED_RANGE
+        if request.seed is None:
+            return None
+        seed = request.seed + choice
+        return seed if seed < SEED_RANGE else seed - SEED_RANGE
 
     return [
         Job(
@@ -283,12 +301,12 @@ class TokenNames:
         name = self.name(token)
         return None if name == f"token_id:{token}" else list(name.encode())
 
-    def names(self, top: Iterable[tuple[int, float]]) -> dict[str, float]:
+    def names(self, top: Iterable[tuple[int, float]]) -> dict[str, float | None]:
         """Tokens by name; tokens with the name of another are named by their ids."""
-        named: dict[str, float] = {}
+        named: dict[str, float | None] = {}
         for token, logprob in top:
             name = self.name(token)
-            named[f"token_id:{token}" if name in named else name] = max(logprob, LEAST_LOGPROB)
+            named[f"token_id:{token}" if name in named else name] = _finite(logprob)
         return named
 
     def offsets(self) -> TokenOffsets:
@@ -322,12 +340,15 @@ class Answer:
         names: of tokens.
         context_tokens: of the context that the request named; None without one.
         tops: whether log-probabilities of other tokens were asked for, too.
+        choices: of each prompt, which follow each other.
     """
 
-    def __init__(self, form: Form, model: str, names: TokenNames, context_tokens: int | None, tops: bool) -> None:
+    def __init__(
+        self, form: Form, model: str, names: TokenNames, context_tokens: int | None, tops: bool, choices: int
+    ) -> None:
         self.id = f"{'chatcmpl' if form == 'chat' else 'cmpl'}-{secrets.token_hex(12)}"
         self._chat, self._model, self._names = form == "chat", model, names
-        self._context_tokens, self._tops = context_tokens, tops
+        self._context_tokens, self._tops, self._choices = context_tokens, tops, choices
         self._created = int(time.time())
         self._offsets: dict[int, TokenOffsets] = {}
 
@@ -338,13 +359,18 @@ class Answer:
         return {**self._head(kind), "choices": choices, "usage": self.usage(usages)}
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """Tokens of all choices together, those of a context once and on their own."""
-        prompt, completion = (sum(getattr(u, f"{name}_tokens") for u in usages) for name in ("prompt", "completion"))
+        """Tokens of all choices together, those of a prompt once, and those of a context once and on their own.
+
+        Args:
+            usages: of the choices, in their order.
+        """
+        prompts = usages[:: self._choices]
+        prompt, completion = sum(u.prompt_tokens for u in prompts), sum(u.completion_tokens for u in usages)
         told: dict[str, Any] = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
+            "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in prompts)},
         }
         return told if self._context_tokens is None else told | {"context_tokens": self._context_tokens}
 
@@ -408,4 +434,5 @@ class Answer:
 
 
 def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+    """As JSON can hold it: NaN, which a model with such parameters gives, becomes null."""
+    return None if logprob is None or math.isnan(logprob) else max(logprob, LEAST_LOGPROB)
