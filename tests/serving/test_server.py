@@ -248,6 +248,12 @@ def test_a_client_that_goes_away_frees_its_slots(served, how):
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
         ({"stop": [""]}, "stop", "at least 1 character"),
         ({"stop": ["x"] * 17}, "stop", "stop: must be at most 16 strings, got 17"),
+        (
+            {"prompt": "x" * 60_000, "logprobs": 20, "echo": True},
+            "logprobs",
+            "logprobs with echo must give at most 1,048,576 numbers, tokens of all prompts × (logprobs + 1); "
+            "got 60,001 × 21 = 1,260,021",
+        ),
         ({"prompt": []}, "prompt", "must be a text, a list of token ids"),
         ({"prompt": [["a"]]}, "prompt", "must be a text, a list of token ids"),
         ({"prompt": [1, "a"]}, "prompt", "must be a text, a list of token ids"),

@@ -105,9 +105,32 @@ def test_chats_are_written_by_the_template(served):
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
 
 
+def test_an_answer_can_be_sent_back_as_it_came(served):
+    options = {"model": "chat", "max_tokens": 4, "temperature": 0}
+    messages = [{"role": "user", "content": "hi"}]
+    message = served.client.chat.completions.create(**options, messages=messages).choices[0].message
+    again = {"role": "user", "content": "and?"}
+    plain = [*messages, {"role": "assistant", "content": message.content}, again]
+    expected = served.client.chat.completions.create(**options, messages=plain)
+    for sent in (message, message.model_dump(), {**message.model_dump(), "tool_calls": [], "annotations": []}):
+        answer = served.client.chat.completions.create(**options, messages=[*messages, sent, again])
+        assert answer.choices[0].message == expected.choices[0].message
+        assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
+        (
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
+            "messages",
+            "messages.0.tool_calls: List should have at most 0 items",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "x", "Mood": "good"}]},
+            "messages",
+            "Unrecognized request argument supplied: messages.0.Mood",
+        ),
         ({"messages": []}, "messages", "at least 1 item"),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
@@ -183,10 +206,73 @@ def test_a_full_queue_refuses_and_recovers(served):
     assert served.client.completions.create(model="chat", prompt="x", max_tokens=1).choices
 
 
+def ask_in_this_process(served, folder, engine, options, ask):
+    """Calls a coroutine with a client of a server in this process."""
+
+    async def run():
+        contexts = ContextStore(engine, ContextFolder(folder, served.text_model.model, "a model's"), 0, 0)
+        service = Service(served, engine, contexts, options)
+        app = create_app(service)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        async with openai.AsyncOpenAI(
+            base_url="http://here/v1", api_key="-", max_retries=0, http_client=http
+        ) as client:
+            await ask(client)
+        service.tokenizing.shutdown()
+        await contexts.close()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_tokenized_once_for_all_its_choices(folders, tmp_path, monkeypatch):
+    served = ServedModel.load(folders.native)
+    encoded = []
+    encode = served.text_model.tokenizer.encode
+
+    def counted(text):
+        encoded.append(text)
+        return encode(text)
+
+    monkeypatch.setattr(served.text_model.tokenizer, "encode", counted)
+
+    async def ask(client):
+        answer = await client.completions.create(model="native", prompt=["a", "b"], n=3, max_tokens=1, echo=True)
+        assert [choice.text[0] for choice in answer.choices] == [*"aaabbb"]
+
+    with Engine(served.text_model, 1) as engine:
+        ask_in_this_process(served, tmp_path, engine, ServerOptions(), ask)
+    assert encoded == ["a", "b"]
+
+
+def test_texts_that_take_long_to_tokenize_are_given_up(folders, tmp_path, monkeypatch):
+    """The client hears of it in time, and what it asked for is not submitted after all."""
+    served = ServedModel.load(folders.native)
+    encoded = []
+    go_on = threading.Event()
+    encode = served.text_model.tokenizer.encode
+
+    def slow(text):
+        encoded.append(text)
+        assert go_on.wait(60)
+        return encode(text)
+
+    monkeypatch.setattr(served.text_model.tokenizer, "encode", slow)
+
+    async def ask(client):
+        with pytest.raises(openai.InternalServerError, match=r"longer than 0\.5 seconds"):
+            await client.completions.create(model="native", prompt=["a", "b"], max_tokens=1, stream=True)
+        assert encoded == ["a"]
+        go_on.set()
+
+    with Engine(served.text_model, 1) as engine:
+        ask_in_this_process(served, tmp_path, engine, ServerOptions(timeout=0.5), ask)
+        assert encoded == ["a"]
+        assert engine.stats().submitted == 0
+
+
 def test_requests_have_a_time_limit(folders, tmp_path):
     """In this process, where the limit can be shorter than a busy machine takes for the other tests."""
     served = ServedModel.load(folders.native)
-    model = served.text_model.model
 
     async def ask(client):
         options = {"model": "native", **ENDLESS}
@@ -197,18 +283,8 @@ def test_requests_have_a_time_limit(folders, tmp_path):
         with pytest.raises(openai.APIError, match=r"longer than 0\.5 seconds"):
             [chunk async for chunk in await client.completions.create(**options, stream=True)]
 
-    async def run(engine):
-        contexts = ContextStore(engine, ContextFolder(tmp_path, model, "a model's"), 0, 0)
-        app = create_app(Service(served, engine, contexts, ServerOptions(timeout=0.5)))
-        http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-        async with openai.AsyncOpenAI(
-            base_url="http://here/v1", api_key="-", max_retries=0, http_client=http
-        ) as client:
-            await ask(client)
-        await contexts.close()
-
     with Engine(served.text_model, 1) as engine:
-        asyncio.run(run(engine))
+        ask_in_this_process(served, tmp_path, engine, ServerOptions(timeout=0.5), ask)
         until(lambda: engine.stats().finished.get("cancelled") == 2)
 
 

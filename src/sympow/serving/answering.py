@@ -38,15 +38,21 @@ class Group:
     def __init__(self, timeout: float, running: set[Group], counts: HttpCounts) -> None:
         self.completions: list[Completion] = []
         self.error: ApiError | None = None
+        self._discarded = False
         self._counts, self._running = counts, running
         self._failed = asyncio.Event()
         self._timer = asyncio.get_running_loop().call_later(timeout, lambda: self.fail(timed_out(timeout)))
         running.add(self)
 
+    @property
+    def ended(self) -> bool:
+        """Whether nobody waits for its completions any more."""
+        return self._discarded or self.error is not None
+
     def add(self, completion: Completion) -> None:
-        """Called by the thread that submits; a group that has failed meanwhile takes no more."""
+        """Called by the thread that submits; a group that has ended meanwhile takes no more."""
         self.completions.append(completion)
-        if self.error is not None:
+        if self.ended:
             completion.cancel()
 
     def fail(self, error: ApiError) -> None:
@@ -59,6 +65,7 @@ class Group:
 
     def discard(self) -> None:
         """Forgets the group, and cancels what has not ended."""
+        self._discarded = True
         self._timer.cancel()
         self._running.discard(self)
         for completion in self.completions:

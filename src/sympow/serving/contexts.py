@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 
 from sympow.generation.prefix import Prefix
@@ -23,6 +25,8 @@ MOST_READING = 32
 # Contexts that failed are listed until they are deleted, the most recent ones.
 MOST_FAILED = 64
 LONGEST_NAME = 200
+# Threads that tokenize the texts of contexts.
+TOKENIZING_THREADS = 2
 
 
 @dataclass
@@ -90,6 +94,8 @@ class ContextStore:
         self._failed: OrderedDict[str, Reading] = OrderedDict()
         self._memory: OrderedDict[str, Prefix] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Prefix]] = {}
+        # Threads of their own: a long text takes long, and nothing else waits for it.
+        self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, "sympow-contexts")
         self.hits = self.loads = self.dropped = 0
 
     @property
@@ -176,6 +182,7 @@ class ContextStore:
         tasks = [one.task for one in self._reading.values() if one.task is not None]
         if tasks:
             await asyncio.wait([*tasks])
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._folder.close)
 
     async def _begin(self, text: str, name: str, parent: str | None) -> Context:
@@ -194,7 +201,8 @@ class ContextStore:
             before = None if parent is None else await self.prefix(parent)
             reading.before = 0 if before is None else before.tokens
             if text:
-                reading.prefilling = await asyncio.to_thread(self._engine.submit_prefill, text, prefix=before)
+                submit = partial(self._engine.submit_prefill, text, prefix=before)
+                reading.prefilling = await asyncio.get_running_loop().run_in_executor(self._tokenizing, submit)
         except EngineClosedError as error:
             del self._reading[reading.id]
             raise stopping() from error

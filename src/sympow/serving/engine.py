@@ -90,6 +90,21 @@ class EngineStats:
     prefix_budget: int = 0
 
 
+@dataclass(frozen=True)
+class TokenizedPrompt:
+    """A prompt as `Engine.tokenize` returns it, for several requests.
+
+    Attributes:
+        tokens: its ids, with the boundary token of a document.
+        text: None if it was given as ids.
+        continues: whether it is for requests with a prefix.
+    """
+
+    tokens: tuple[int, ...]
+    text: str | None
+    continues: bool
+
+
 class Engine:
     """Decodes many requests as one batch. All methods may be called from any thread.
 
@@ -159,9 +174,14 @@ class Engine:
             max_queue=max_queue,
         )
 
+    def tokenize(self, prompt: str | Sequence[int], prefix: Prefix | None = None) -> TokenizedPrompt:
+        """Tokenizes and checks a prompt once for several calls of `submit`; arguments as there."""
+        text = prompt if isinstance(prompt, str) else None
+        return TokenizedPrompt(self._tokens("prompt", prompt, prefix), text, prefix is not None)
+
     def submit(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | TokenizedPrompt,
         sampling: Sampling | None = None,
         *,
         max_tokens: int,
@@ -176,7 +196,8 @@ class Engine:
 
         Args:
             prompt: a text, before which the boundary token of a document comes unless it continues a prefix; or token
-                ids, taken as they are. It can only be empty with a prefix or as a text.
+                ids, taken as they are. It can only be empty with a prefix or as a text. Or what `tokenize` returned for
+                it and the same prefix.
             sampling: None: from the model's distribution, unchanged.
             max_tokens: the most tokens to generate; 0: only prefill, as for the log-probabilities of a prompt.
             stop: strings that end the text and are not part of it.
@@ -206,7 +227,14 @@ class Engine:
             if not isinstance(text, str):
                 raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
         decoder = TextDecoder(self.text_model.tokenizer, stop)
-        tokens = self._tokens("prompt", prompt, prefix)
+        if not isinstance(prompt, TokenizedPrompt):
+            prompt = self.tokenize(prompt, prefix)
+        elif prompt.continues != (prefix is not None):
+            with_or_not = "with" if prompt.continues else "without"
+            raise ValueError(f"prompt was tokenized {with_or_not} a prefix, and must be submitted so")
+        elif prefix is not None:
+            _check_prefix(prefix, self.text_model)
+        tokens = prompt.tokens
         if prefix is not None and prefix.seen is None and sampling.repetition_penalty != 1:
             raise ValueError(
                 "prefix does not know which tokens occurred, which repetition_penalty needs: it was saved by an "
@@ -215,7 +243,7 @@ class Engine:
         self._check_room("prompt", len(tokens), prefix, max_tokens)
         echoed = None
         if echo:
-            echoed = prompt if isinstance(prompt, str) else self.text_model.tokenizer.decode(tokens)
+            echoed = self.text_model.tokenizer.decode(tokens) if prompt.text is None else prompt.text
         handle = Completion(tokens, self._scheduler.wake)
         request = Request(
             handle=handle,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib import resources
@@ -34,7 +35,7 @@ from sympow.generation.prefix import Prefix
 from sympow.serving.answering import Group, StreamedAnswer, answer_whole
 from sympow.serving.api_errors import ApiError, from_argument_error, queue_full, stopping
 from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import Engine
+from sympow.serving.engine import Engine, TokenizedPrompt
 from sympow.serving.gatekeeping import Gatekeeper, error_response
 from sympow.serving.loading import ServedModel
 from sympow.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
@@ -71,6 +72,10 @@ ROUTES = (
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/contexts", "/health", "/metrics"),
     "/openapi.json",
 )
+# Log-probabilities of echoed prompts in one answer: some 100 MB as text.
+MOST_ECHOED = 2**20
+# Threads that tokenize prompts.
+TOKENIZING_THREADS = 2
 # Parts of an uploaded form: the file, and the context's name.
 FORM_LIMITS: dict[str, Any] = {"max_files": 1, "max_fields": 8, "max_part_size": 2**16}
 
@@ -129,6 +134,8 @@ class Service:
         net = model.text_model.model
         self.state_bytes = None if net.config.mixer == "softmax" else state_nbytes(empty_windows(net, 1))
         self.counts = HttpCounts()
+        # Threads of their own, so that long texts do not keep others from being checked, written or loaded.
+        self.tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, "sympow-tokenizing")
         self.names = TokenNames(model.text_model.tokenizer)
         self.started = int(time.time())
         self.stopping = False
@@ -177,12 +184,30 @@ class Service:
         group = Group(self.options.timeout, self._groups, self.counts)
 
         def submit_all() -> None:
-            # Tokenizes, which takes long for long texts: not in the event loop.
-            for job in jobs:
-                group.add(self.engine.submit(job.prompt, job.sampling, prefix=prefix, **job.options()))
+            # Tokenizes, which takes long for long texts: not in the event loop, and until nobody waits any more. The
+            # choices of a prompt follow each other and share one list.
+            tokenized: list[TokenizedPrompt] = []
+            for before, job in zip([None, *jobs], jobs, strict=False):
+                if group.ended:
+                    return
+                same = before is not None and before.prompt is job.prompt
+                tokenized.append(tokenized[-1] if same else self.engine.tokenize(job.prompt, prefix))
+            _check_echo(jobs, tokenized)
+            for job, prompt in zip(jobs, tokenized, strict=True):
+                if group.ended:
+                    return
+                group.add(self.engine.submit(prompt, job.sampling, prefix=prefix, **job.options()))
 
+        submitting = asyncio.get_running_loop().run_in_executor(self.tokenizing, submit_all)
+        # If nobody waits for it any more, what it raises is of no interest.
+        submitting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        failing = asyncio.create_task(group.failure())
         try:
-            await asyncio.to_thread(submit_all)
+            await asyncio.wait([submitting, failing], return_when=asyncio.FIRST_COMPLETED)
+            if group.error is not None:
+                # The thread ends after the text at hand.
+                raise group.error
+            submitting.result()
         except QueueFullError as error:
             group.discard()
             raise queue_full(f"the server is busy: {error}") from error
@@ -195,7 +220,22 @@ class Service:
         except BaseException:
             group.discard()
             raise
+        finally:
+            failing.cancel()
         return group
+
+
+def _check_echo(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
+    """Bounds the log-probabilities of prompts, all of which are in memory at once, as numbers and as text."""
+    first = jobs[0]
+    if first.echo and first.logprobs is not None:
+        tokens = sum(len(prompt.tokens) for prompt in prompts)
+        count = tokens * (first.logprobs + 1)
+        if count > MOST_ECHOED:
+            raise ValueError(
+                f"logprobs with echo must give at most {MOST_ECHOED:,} numbers, tokens of all prompts × (logprobs + "
+                f"1); got {tokens:,} × {first.logprobs + 1} = {count:,}"
+            )
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -205,6 +245,7 @@ def create_app(service: Service) -> ASGIApp:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await service.contexts.close()
+        service.tokenizing.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(service.engine.close)
 
     app = FastAPI(
@@ -294,7 +335,10 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             message = "this model's tokenizer has no chat template: use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         messages = [one.for_template() for one in body.messages]
-        prompt = await asyncio.to_thread(_checked, lambda: template.tokens(messages), body)
+        written = asyncio.get_running_loop().run_in_executor(
+            service.tokenizing, _checked, lambda: template.tokens(messages), body
+        )
+        prompt = await written
         jobs = _checked(lambda: chat_jobs(body, prompt), body)
         return await service.complete(request, jobs, body, "chat")
 
