@@ -241,7 +241,9 @@ def test_a_prompt_is_tokenized_once_for_all_its_choices(folders, tmp_path, monke
 
     with Engine(served.text_model, 1) as engine:
         ask_in_this_process(served, tmp_path, engine, ServerOptions(), ask)
-    assert encoded == ["a", "b"]
+        assert encoded == ["a", "b"]
+        with pytest.raises(ValueError, match="prompt was tokenized without a prefix"):
+            engine.submit(engine.tokenize("a"), max_tokens=1, prefix=served.text_model.prefill("b"))
 
 
 def test_texts_that_take_long_to_tokenize_are_given_up(folders, tmp_path, monkeypatch):

@@ -163,17 +163,21 @@ class StreamedAnswer(Response):
                 return
             if event.usage is not None:
                 usages[index] = event.usage
-            if chunk := await self._chunk(index, event):
-                yield self._written(chunk)
+            if event.echo and event.logprobs is not None:
+                # Of a whole prompt, which may be long: not in the event loop.
+                written = await asyncio.to_thread(self._written_event, index, event)
+            else:
+                written = self._written_event(index, event)
+            if written is not None:
+                yield written
         if self._include_usage:
             yield json.dumps(self._answer.closing([usages[index] for index in sorted(usages)]))
         yield "[DONE]"
 
-    async def _chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        if event.echo and event.logprobs is not None:
-            # Of a whole prompt, which may be long: not in the event loop.
-            return await asyncio.to_thread(self._answer.chunk, index, event)
-        return self._answer.chunk(index, event)
+    def _written_event(self, index: int, event: Event) -> str | None:
+        """An event as it is sent; None if it has nothing for the client."""
+        chunk = self._answer.chunk(index, event)
+        return None if chunk is None else self._written(chunk)
 
     def _written(self, chunk: dict[str, Any]) -> str:
         return json.dumps(chunk | {"usage": None} if self._include_usage else chunk)
