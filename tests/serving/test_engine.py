@@ -17,6 +17,8 @@ from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
 from sympow.serving import Engine, EngineClosedError, Event, QueueFullError, RequestError
+from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.reading import Reading
 
 BOUNDARY = ByteTokenizer.boundary
 SETTINGS = (
@@ -332,6 +334,32 @@ def test_prompts_that_begin_alike_start_from_what_was_read(small):
     assert (stats.prefix_hits, stats.prefix_misses, stats.prefix_hit_tokens) == (4, 2, 168)
     assert stats.prompt_tokens == sum(1 + len(p) for p in prompts) - 168
     assert 0 < stats.prefix_nbytes <= 2**24
+
+
+@pytest.mark.parametrize("second", [48, 40], ids=["beyond a border", "to a border"])
+def test_what_starts_at_a_border_is_rounded_as_alone(second):
+    """In float32, bit for bit, although a prompt before it read the segment up to the border in part only."""
+    model, rng = text_model(dtype=torch.float32, width=32).model, random.Random(5)
+    tokens = tuple(rng.randrange(256) for _ in range(second))
+    third = (*tokens[:40], *(rng.randrange(256) for _ in range(5)))
+
+    def read(prompt: tuple[int, ...], known: PrefixCache, kept: PrefixCache) -> Reading:
+        reading = Reading(prompt, 20)
+        while not reading.finished:
+            reading.look_up(known)
+            reading.advance(model, kept)
+        return reading
+
+    with torch.no_grad():
+        first, left, nothing = PrefixCache(2**24), PrefixCache(2**24), PrefixCache(0)
+        read(tokens[:13], first, first)
+        assert read(tokens, first, left).cached == 13
+        expected = read(third, nothing, nothing).prefix
+        found = read(third, left, left)
+        assert torch.equal(found.prefix.logits, expected.logits)
+        # What this one left at the border, which it read as a whole, serves the next.
+        again = read((*third[:40], 7), left, left)
+    assert (found.cached, again.cached) == (0, 40)
 
 
 def test_requests_of_one_prompt_at_the_same_time_read_it_once(small):

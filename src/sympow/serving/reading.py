@@ -45,6 +45,8 @@ class Reading:
         alone = self.prefix is None
         self._chain = TokenChain.of(self.tokens, self.segment_size) if alone else None
         self._looked_up = False
+        # Whether all that is prefilled was read in whole segments, as it is without a cache.
+        self._whole = True
 
     @property
     def finished(self) -> bool:
@@ -66,6 +68,7 @@ class Reading:
         if found is not None:
             self.cached += found.tokens - self.position
             self.prefix, self.position = found, found.tokens
+            self._whole = found.tokens % self.segment_size == 0
 
     def advance(self, model: GPT, cache: PrefixCache) -> None:
         """Prefills the next segment, and keeps what it leads to in the cache."""
@@ -87,7 +90,9 @@ class Reading:
         read = (0 if before is None else before.tokens) + segment
         self.prefix = Prefix(logits, after, read, seen)
         self.position += segment
-        if self._chain is not None:
+        # What starts at a border must be rounded as what is read from the beginning. A text that started at the end of
+        # another one, between two borders, has read part of a segment: it leaves nothing at borders.
+        if self._chain is not None and (self._whole or self.position % self.segment_size):
             cache.add(self._chain, self.prefix)
 
     def _score(self, features: Tensor, weight: Tensor) -> None:
