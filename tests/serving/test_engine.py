@@ -320,6 +320,33 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_segment(small, monkeypatch):
     assert max(sum(n for _, n in log[a:b]) for a, b in pairwise(steps)) == 8
 
 
+def test_few_long_prompts_take_turns_and_short_ones_do_not_wait_for_them(small):
+    gate, order, counted = threading.Event(), [], []
+    with engine_of(small, 2, prefix_cache_bytes=2**24) as engine:
+        engine.prefill([9] * 21)
+        # The worker waits here until all others are submitted.
+        first = engine.submit_prefill([0], progress=lambda *_: gate.wait(60))
+
+        def watch(name: str) -> dict:
+            def progress(done: int, _: int) -> None:
+                order.append(f"{name}{done}")
+                counted.append(engine.stats().prefilling)
+
+            return {"progress": progress}
+
+        texts = {"a": [1] * 24, "b": [2] * 20, "c": [3] * 24, "d": [4] * 24, "e": [5] * 16, "f": [6] * 16}
+        # The last two are short, one by itself and one by what the cache has of it.
+        texts |= {"s": [7] * 5, "t": [9] * 23}
+        submitted = [engine.submit_prefill(text, **watch(name)) for name, text in texts.items()]
+        gate.set()
+        for awaited in (first, *submitted):
+            awaited.result(60)
+        assert engine.stats().prefilling == 0
+    assert " ".join(order) == "a8 b8 c8 d8 s5 t23 a16 b16 c16 d16 a24 e8 b20 f8 c24 d24 e16 f16"
+    # The one whose segment was just computed is among those counted.
+    assert counted == [8, 8, 8, 8, 8, 7, *[6] * 5, *[5] * 2, *[4] * 2, 3, 2, 1]
+
+
 def test_prompts_that_begin_alike_start_from_what_was_read(small):
     shared = "an introduction that all of them share; "
     prompts = [shared + "one", shared + "two", shared + "one", shared, shared + "one and more", "something else"]
