@@ -5,6 +5,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -484,6 +485,33 @@ def test_closing_finishes_or_cancels_what_is_left(small):
     with pytest.raises(RequestError, match="cancelled"):
         prefilling.result(0)
     assert engine.stats().running == engine.stats().queued == 0
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])
+def test_closing_frees_the_slots_at_once(fails, monkeypatch):
+    model = text_model()
+    engine = engine_of(model)
+    worker = engine._scheduler
+    engine.submit("a", max_tokens=6, seed=1).result(60)
+    left = [weakref.ref(x) for x in (worker._slots, worker._sampler, worker._slots.logits, worker._slots._layers[0])]
+
+    def broken(*_):
+        try:
+            raise MemoryError("none left")
+        except MemoryError as error:
+            raise RuntimeError("no step") from error
+
+    gc.disable()  # which would free them some time later
+    try:
+        if fails:
+            monkeypatch.setattr(model.model, "step", broken)
+            with pytest.raises(RequestError, match="no step"):
+                engine.submit("a", max_tokens=6, seed=1).result(60)
+        engine.close()
+        assert [reference() for reference in left] == [None] * 4
+        assert repr(engine.failure) == ("RuntimeError('no step')" if fails else "None")
+    finally:
+        gc.enable()
 
 
 def live_tensor_bytes() -> int:

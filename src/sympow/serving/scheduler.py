@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import torch
 
@@ -210,6 +211,7 @@ class Scheduler:
                     self._decode()
         except Exception as error:  # noqa: BLE001 - every caller who waits is told
             self._failure = error
+            _clear_frames(error)
         finally:
             self._end_all()
 
@@ -443,5 +445,18 @@ class Scheduler:
             self._end(work, reason, message)
         for _, future in tasks:
             future.set_exception(EngineClosedError(message or "the engine is closed"))
+        self._slots.close()
+        self._sampler.close()
         del self._slots, self._sampler
         self.cache.clear()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drops the local variables that an error's tracebacks keep, tensors among them, but not where it was raised."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    # An error may be its own cause.
+    while following is not None and following not in chain:
+        clear_frames(following.__traceback__)
+        chain.append(following)
+        following = following.__cause__ or following.__context__

@@ -9,6 +9,7 @@ Each row is folded when its own window is full.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -162,6 +163,10 @@ class Slots:
             for row in range(first, first + count):
                 self._held[row] += 1
 
+    def close(self) -> None:
+        """Drops the captured calls, which refer to the slots: their memory is free with the last other reference."""
+        self._calls.clear()
+
     def _fold_full(self, first: int, count: int) -> None:
         full = [row for row in range(first, first + count) if self._held[row] == self._window]
         if not full:
@@ -180,7 +185,9 @@ class Slots:
         key = (kind, first, count)
         if key not in self._calls:
             function = self._step_rows_from if kind == "step" else self._fold_rows_from
-            self._calls[key] = CapturedCall(lambda: function(first, count), capture=self._capture, pool=self._pool)
+            # Not a lambda, through which an error's traceback would keep the slots.
+            call = partial(function, first, count)
+            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
         return self._calls[key]
 
     def _front(self, first: int, count: int) -> list[PaddedCache]:
