@@ -36,8 +36,8 @@ class SlotWindow(Window):
 
     whole = 0
 
-    def rows(self, start: int, stop: int) -> SlotWindow:
-        shown = cast("SlotWindow", super().rows(start, stop))
+    def _rows(self, start: int, stop: int) -> SlotWindow:
+        shown = cast("SlotWindow", super()._rows(start, stop))
         shown.whole = self.whole or len(self.values)
         return shown
 
@@ -145,7 +145,7 @@ class Slots:
     def move(self, source: int, target: int) -> None:
         """Replaces a row by another one, which is then free."""
         for layer in self._layers:
-            layer.put(target, layer.rows(source, source + 1))  # type: ignore[arg-type]
+            layer.put(target, layer._rows(source, source + 1))  # type: ignore[arg-type]
         for tensor in (self.logits, self.seen, self.tokens):
             tensor[target] = tensor[source]
         self._held[target] = self._held[source]
@@ -177,7 +177,7 @@ class Slots:
             for row in full:
                 for layer in self._layers:
                     assert isinstance(layer, Window)
-                    layer.rows(row, row + 1).fold(self._backend)
+                    layer._rows(row, row + 1).fold(self._backend)
         for row in full:
             self._held[row] = 0
 
@@ -194,7 +194,7 @@ class Slots:
         """The caches of some rows, for a batch of `step_rows`."""
         key = (first, count)
         if key not in self._fronts:
-            views = [layer.rows(first, first + count) for layer in self._layers]
+            views = [layer._rows(first, first + count) for layer in self._layers]
             self._fronts[key] = [PaddedCache(view, self._step_rows) for view in views]
         return self._fronts[key]
 
