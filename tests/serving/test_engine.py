@@ -1,11 +1,13 @@
 """Requests that share a batch give what each gives alone, whoever joins, leaves, fails or is cancelled meanwhile."""
 
 import asyncio
+import copy
 import gc
 import random
 import threading
 import time
 import weakref
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -17,7 +19,7 @@ from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
-from sympow.serving import Engine, EngineClosedError, Event, QueueFullError, RequestError
+from sympow.serving import Engine, EngineClosedError, Event, QueueFullError, RequestError, row_sampling, slots
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
 
@@ -571,6 +573,52 @@ def test_warming_up_changes_no_output(small):
         with pytest.raises(RuntimeError, match="before requests run"):
             engine.warm_up()
         running.cancel()
+
+
+def test_nothing_is_left_to_capture_after_warming_up(small, monkeypatch):
+    """As on a GPU, with calls that are counted in the place of CUDA graphs: from the third on they would be replays."""
+    counts: Counter[str] = Counter()
+
+    class Counted:
+        def __init__(self, function, **_):
+            self.function = function
+
+        def __call__(self):
+            counts[f"{self.function.func.__name__}{self.function.args}"] += 1
+            self.function()
+
+    for module in (row_sampling, slots):
+        monkeypatch.setattr(module, "CapturedCall", Counted)
+    with engine_of(small, 5, step_rows=2, window=16) as engine:
+        engine._scheduler._device = torch.device("cuda")
+        engine._scheduler._slots._capture = True
+        engine.warm_up()
+        warm = {name for name, count in counts.items() if count >= 3}
+        assert warm == set(counts)
+        requests = [
+            {"prompt": "ab", "sampling": sampling, "max_tokens": 20 + number, "seed": number, "logprobs": logprobs}
+            for number, (sampling, logprobs) in enumerate([*[(s, None) for s in SETTINGS], *[(s, 2) for s in SETTINGS]])
+        ]
+        counts.clear()
+        for company in (1, 3, 5):
+            completions = [engine.submit(**request, ignore_boundary=True) for request in requests[:company]]
+            assert all(len(c.result(60).tokens) >= 20 for c in completions)
+        completions = [engine.submit(**request, ignore_boundary=True).result(60) for request in requests]
+    assert sum(count for name, count in counts.items() if name.startswith("_fold")) > 12
+    assert set(counts) <= warm
+
+
+def test_folding_where_no_window_is_full_changes_nothing():
+    model = text_model(dtype=torch.float32).model
+    rows = slots.Slots(model, 3, window=4, max_context=None, step_rows=2, graphs=False)
+    rows.tokens[:] = torch.arange(4)
+    other = copy.deepcopy(rows)
+    for _ in range(10):
+        rows.step(3)
+        other.step(3)
+        other.fold_full(3)
+        other.fold_full(3)
+        assert torch.equal(rows.logits, other.logits)
 
 
 def test_mistakes_are_named(small):

@@ -267,7 +267,10 @@ class Engine:
         return handle
 
     def warm_up(self) -> None:
-        """Runs steps of every batch size, so that no later one has to compile kernels or capture a CUDA graph.
+        """Runs steps, folds and choices of tokens for every batch size and every combination of settings.
+
+        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Two segments
+        are prefilled too, a whole one and one of a single token; prompts of other lengths may compile kernels again.
 
         Raises:
             RuntimeError: requests are running, whose rows it would overwrite.

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from traceback import clear_frames
 
 import torch
@@ -394,17 +394,29 @@ class Scheduler:
             self.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
 
     def warm_up(self) -> None:
-        """Runs steps of every size with every usual kind of sampling; in the worker, while no request runs."""
+        """Runs what `Engine.warm_up` says; in the worker, while no request runs."""
         if self.running:
             raise RuntimeError("warm_up must be called before requests run")
-        Reading((0,) * self._segment_size, self._segment_size).advance(self._model, PrefixCache(0))
+        # A whole segment, and a short one that continues its state.
+        reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
+        while not reading.finished:
+            reading.advance(self._model, PrefixCache(0))
+        kinds = [
+            (replace(sampling, repetition_penalty=penalty), logprobs)
+            for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
+            for penalty in (1.0, 1.1)
+            for logprobs in (False, True)
+        ]
+        on_gpu = self._device.type == "cuda"
         sizes = {self._slots.batch_rows(rows) for rows in range(1, len(self._rows) + 1)}
-        for rows in sorted(sizes) if self._device.type == "cuda" else (1,):
+        for rows in sorted(sizes) if on_gpu else (1,):
             # The first call runs eagerly, the second is captured, the third replayed.
-            for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9)) * 3:
-                self._sampler.put(0, sampling, None, logprobs=False)
-                self._sampler.choose(rows, rows).wait()
+            for _ in range(3 if on_gpu else 1):
+                for sampling, logprobs in kinds:
+                    self._sampler.put(0, sampling, None, logprobs=logprobs)
+                    self._sampler.choose(rows, rows).wait()
                 self._slots.step(rows)
+                self._slots.fold_full(rows)
         self._sampler.clear(0)
 
     def _release(self, row: int) -> None:

@@ -8,7 +8,7 @@ Each row is folded when its own window is full.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import cast
 
@@ -155,13 +155,28 @@ class Slots:
 
         On a GPU it returns before the step is complete.
         """
-        rows = self.batch_rows(rows)
-        for first in range(0, rows, self._step_rows):
-            count = max(min(rows - first, self._step_rows), self._least)
-            self._fold_full(first, count)
+        for first, count in self._groups(rows):
+            if any(self._held[row] == self._window for row in range(first, first + count)):
+                self._fold_full(first, count)
             self._call("step", first, count)()
             for row in range(first, first + count):
                 self._held[row] += 1
+
+    def fold_full(self, rows: int) -> None:
+        """Folds those of the first `rows` rows whose windows are full, as steps do by themselves.
+
+        Where none is full it changes nothing, but runs all the same, so that later folds need neither be compiled nor
+        captured.
+        """
+        if self._window is not None:
+            for first, count in self._groups(rows):
+                self._fold_full(first, count)
+
+    def _groups(self, rows: int) -> Iterator[tuple[int, int]]:
+        """First row and number of rows of each part of a step."""
+        rows = self.batch_rows(rows)
+        for first in range(0, rows, self._step_rows):
+            yield first, max(min(rows - first, self._step_rows), self._least)
 
     def close(self) -> None:
         """Drops the captured calls, which refer to the slots: their memory is free with the last other reference."""
@@ -169,15 +184,13 @@ class Slots:
 
     def _fold_full(self, first: int, count: int) -> None:
         full = [row for row in range(first, first + count) if self._held[row] == self._window]
-        if not full:
-            return
         if self._capture:
             self._call("fold", first, count)()
         else:
-            for row in full:
+            for row in full or [first]:
                 for layer in self._layers:
                     assert isinstance(layer, Window)
-                    layer._rows(row, row + 1).fold(self._backend)
+                    layer._rows(row, row + 1).fold(self._backend, only_full=True)
         for row in full:
             self._held[row] = 0
 
