@@ -33,9 +33,10 @@ demo: $(INSTALLED)
 forms: $(INSTALLED)
 	$(BIN)/python examples/three_forms.py $(ARGS)
 
-# One thread each: two workers with their own thread pools would fight over the cores.
+# One thread each: two workers with their own thread pools would fight over the cores. tests/conftest.py says which files
+# are a group.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
 test-slow: $(INSTALLED)

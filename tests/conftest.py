@@ -24,7 +24,9 @@ BROWSER_FLAGS = (
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; run with -m gpu on a machine that has one")
-    config.addinivalue_line("markers", "slow: takes half a minute or more; `make test-slow` runs these")
+    config.addinivalue_line("markers", "slow: takes many seconds; `make test-slow` runs these")
+    # Registered by pytest-xdist, too, if it is installed.
+    config.addinivalue_line("markers", "xdist_group: tests that run in one worker, with `--dist loadgroup`")
     config.addinivalue_line("markers", "index: reads the package index for minutes; run with -m index (make resolve)")
 
 
@@ -39,7 +41,20 @@ LONGEST_FILES = (
 )
 
 
+# Their tests run in one worker, which then starts one server or browser for all of them.
+SHARED_FIXTURES = (
+    "test_inspection_in_browser.py",
+    "test_page.py",
+    "test_report_in_browser.py",
+    "test_server.py",
+    "test_server_limits.py",
+)
+
+
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if item.path.name in SHARED_FIXTURES:
+            item.add_marker(pytest.mark.xdist_group(item.path.name))
     if config.getoption("-m") == "slow":
         order = {name: number for number, name in enumerate(LONGEST_FILES)}
         items.sort(key=lambda item: order.get(item.path.name, len(order)))

@@ -138,7 +138,7 @@ def test_training_on_a_gpu_is_compiled_once_for_all_lengths(dtype, backend):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(("form", "strict"), [("auto", False), ("attention", True)])
+@pytest.mark.parametrize(("form", "strict"), [("auto", False), pytest.param("attention", True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("return_state", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_layer_is_exported_for_all_lengths(form, strict, return_state):
     """The program has PyTorch's own operators only, so that it runs where this package is not installed."""

@@ -50,6 +50,7 @@ def command(folder, tmp_path, *arguments):
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
+@pytest.mark.slow
 def test_an_experiment_from_its_name_to_its_summary(folder, tmp_path):
     code, output = command(folder, tmp_path, "pair", "--jobs", 2)
     assert code == 0, output

@@ -91,7 +91,7 @@ def test_rows_split_their_sums_as_the_whole_batch_does(monkeypatch):
     monkeypatch.setattr(kernels, "split_window", lambda *a, **k: split_window(*a, **(k | {"programs": 8})))
     inputs = random_inputs(22, batch=4, length=PROMPT + 2, heads=1, dim=24, value_dim=24, dtype=torch.float32)
     whole = SlotWindow(**open_window(inputs, 2, 4)._members())
-    some = SlotWindow(**whole.clone()._members()).rows(0, 2)
+    some = SlotWindow(**whole.clone()._members())._rows(0, 2)
     expected = step_through(whole, inputs, PROMPT)
     rows = inputs.map(lambda t: t if t.ndim == 1 else t[:2])
     splits = [split_window(batch, 300, 24, 1, 4, has_state=True, programs=8).state_splits for batch in (2, 4)]
@@ -104,7 +104,7 @@ def test_rows_share_the_copy_of_the_state_and_whoever_joins_renews_it(monkeypatc
     inputs = random_inputs(23, batch=3, length=12, heads=2, dim=4, value_dim=3, dtype=torch.float32)
     window = open_window(inputs, 2, 4)
     window._ensure_copy()
-    some = window.rows(0, 2)
+    some = window._rows(0, 2)
     step_through(some, inputs.time(0, 10).map(lambda t: t if t.ndim == 1 else t[:2]), PROMPT)
     some.fold("triton", only_full=True)
     window.put(2, window.take(0))

@@ -87,6 +87,7 @@ def test_fixed_rotary_after_a_million_tokens_is_a_whole_number_of_turns():
     assert abs(phase) <= 1e-4
 
 
+@pytest.mark.slow
 def test_the_operator_keeps_the_phase_bar_through_its_state():
     """A million tokens rotated by an irrational angle, in chunks: the last score still has the right phase."""
     length, theta = 1_000_000, torch.tensor([2.0])

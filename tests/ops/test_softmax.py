@@ -107,10 +107,10 @@ def test_sequences_join_a_batch_of_caches():
     for row, state in enumerate([states[0], states[1], states[0]]):
         batch.put(row, state)
     batch.put(0, KeyValueCache.open(states[2], capacity=9))
-    batch.put(2, batch.rows(2, 3))
+    batch.put(2, batch._rows(2, 3))
     order = (2, 1, 0)
     for row, n in enumerate(order):
-        y = batch.rows(row, row + 1).step(**inputs[n].time(2 + n).arguments())
+        y = batch._rows(row, row + 1).step(**inputs[n].time(2 + n).arguments())
         assert_close(y, expected[n], 1e-9, f"y of row {row}")
     assert batch.count[:, 0].tolist() == [5, 4, 3]
 

@@ -352,7 +352,7 @@ def test_what_is_taken_is_put_back_bit_for_bit():
     batch.put(1, taken)
     for name, tensor in before._tensors().items():
         assert torch.equal(getattr(batch, name), tensor), name
-    batch.rows(0, 1).fold()
+    batch._rows(0, 1).fold()
     assert batch.count.tolist() == [[0, 0], [11, 11], [11, 11]]
     assert not torch.equal(batch.kv[0], before.kv[0])
     assert torch.equal(batch.kv[1:], before.kv[1:])

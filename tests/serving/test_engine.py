@@ -1,10 +1,13 @@
 """Requests that share a batch give what each gives alone, whoever joins, leaves, fails or is cancelled meanwhile."""
 
 import asyncio
+import copy
 import gc
 import random
 import threading
 import time
+import weakref
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -16,7 +19,9 @@ from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
-from sympow.serving import Engine, EngineClosedError, Event, QueueFullError, RequestError
+from sympow.serving import Engine, EngineClosedError, Event, QueueFullError, RequestError, row_sampling, slots
+from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.reading import Reading
 
 BOUNDARY = ByteTokenizer.boundary
 SETTINGS = (
@@ -318,6 +323,33 @@ def test_a_long_prompt_delays_nobody_by_more_than_a_segment(small, monkeypatch):
     assert max(sum(n for _, n in log[a:b]) for a, b in pairwise(steps)) == 8
 
 
+def test_few_long_prompts_take_turns_and_short_ones_do_not_wait_for_them(small):
+    gate, order, counted = threading.Event(), [], []
+    with engine_of(small, 2, prefix_cache_bytes=2**24) as engine:
+        engine.prefill([9] * 21)
+        # The worker waits here until all others are submitted.
+        first = engine.submit_prefill([0], progress=lambda *_: gate.wait(60))
+
+        def watch(name: str) -> dict:
+            def progress(done: int, _: int) -> None:
+                order.append(f"{name}{done}")
+                counted.append(engine.stats().prefilling)
+
+            return {"progress": progress}
+
+        texts = {"a": [1] * 24, "b": [2] * 20, "c": [3] * 24, "d": [4] * 24, "e": [5] * 16, "f": [6] * 16}
+        # The last two are short, one by itself and one by what the cache has of it.
+        texts |= {"s": [7] * 5, "t": [9] * 23}
+        submitted = [engine.submit_prefill(text, **watch(name)) for name, text in texts.items()]
+        gate.set()
+        for awaited in (first, *submitted):
+            awaited.result(60)
+        assert engine.stats().prefilling == 0
+    assert " ".join(order) == "a8 b8 c8 d8 s5 t23 a16 b16 c16 d16 a24 e8 b20 f8 c24 d24 e16 f16"
+    # The one whose segment was just computed is among those counted.
+    assert counted == [8, 8, 8, 8, 8, 7, *[6] * 5, *[5] * 2, *[4] * 2, 3, 2, 1]
+
+
 def test_prompts_that_begin_alike_start_from_what_was_read(small):
     shared = "an introduction that all of them share; "
     prompts = [shared + "one", shared + "two", shared + "one", shared, shared + "one and more", "something else"]
@@ -332,6 +364,32 @@ def test_prompts_that_begin_alike_start_from_what_was_read(small):
     assert (stats.prefix_hits, stats.prefix_misses, stats.prefix_hit_tokens) == (4, 2, 168)
     assert stats.prompt_tokens == sum(1 + len(p) for p in prompts) - 168
     assert 0 < stats.prefix_nbytes <= 2**24
+
+
+@pytest.mark.parametrize("second", [48, 40], ids=["beyond a border", "to a border"])
+def test_what_starts_at_a_border_is_rounded_as_alone(second):
+    """In float32, bit for bit, although a prompt before it read the segment up to the border in part only."""
+    model, rng = text_model(dtype=torch.float32, width=32).model, random.Random(5)
+    tokens = tuple(rng.randrange(256) for _ in range(second))
+    third = (*tokens[:40], *(rng.randrange(256) for _ in range(5)))
+
+    def read(prompt: tuple[int, ...], known: PrefixCache, kept: PrefixCache) -> Reading:
+        reading = Reading(prompt, 20)
+        while not reading.finished:
+            reading.look_up(known)
+            reading.advance(model, kept)
+        return reading
+
+    with torch.no_grad():
+        first, left, nothing = PrefixCache(2**24), PrefixCache(2**24), PrefixCache(0)
+        read(tokens[:13], first, first)
+        assert read(tokens, first, left).cached == 13
+        expected = read(third, nothing, nothing).prefix
+        found = read(third, left, left)
+        assert torch.equal(found.prefix.logits, expected.logits)
+        # What this one left at the border, which it read as a whole, serves the next.
+        again = read((*third[:40], 7), left, left)
+    assert (found.cached, again.cached) == (0, 40)
 
 
 def test_requests_of_one_prompt_at_the_same_time_read_it_once(small):
@@ -431,6 +489,33 @@ def test_closing_finishes_or_cancels_what_is_left(small):
     assert engine.stats().running == engine.stats().queued == 0
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])
+def test_closing_frees_the_slots_at_once(fails, monkeypatch):
+    model = text_model()
+    engine = engine_of(model)
+    worker = engine._scheduler
+    engine.submit("a", max_tokens=6, seed=1).result(60)
+    left = [weakref.ref(x) for x in (worker._slots, worker._sampler, worker._slots.logits, worker._slots._layers[0])]
+
+    def broken(*_):
+        try:
+            raise MemoryError("none left")
+        except MemoryError as error:
+            raise RuntimeError("no step") from error
+
+    gc.disable()  # which would free them some time later
+    try:
+        if fails:
+            monkeypatch.setattr(model.model, "step", broken)
+            with pytest.raises(RequestError, match="no step"):
+                engine.submit("a", max_tokens=6, seed=1).result(60)
+        engine.close()
+        assert [reference() for reference in left] == [None] * 4
+        assert repr(engine.failure) == ("RuntimeError('no step')" if fails else "None")
+    finally:
+        gc.enable()
+
+
 def live_tensor_bytes() -> int:
     gc.collect()
     # Not fake ones, of torch's compiler, which other tests may have left.
@@ -488,6 +573,50 @@ def test_warming_up_changes_no_output(small):
         with pytest.raises(RuntimeError, match="before requests run"):
             engine.warm_up()
         running.cancel()
+
+
+def test_nothing_is_left_to_capture_after_warming_up(monkeypatch):
+    """As on a GPU, with calls that are counted in the place of CUDA graphs: from the third on they would be replays."""
+    counts: Counter[str] = Counter()
+
+    class Counted:
+        def __init__(self, function, **_):
+            self.function = function
+
+        def __call__(self):
+            counts[f"{self.function.func.__name__}{self.function.args}"] += 1
+            self.function()
+
+    for module in (row_sampling, slots):
+        monkeypatch.setattr(module, "CapturedCall", Counted)
+    with engine_of(text_model(layers=1), 5, step_rows=2, window=16) as engine:
+        engine._scheduler._device = torch.device("cuda")
+        engine._scheduler._slots._capture = True
+        engine.warm_up()
+        warm = {name for name, count in counts.items() if count >= 3}
+        assert warm == set(counts)
+        counts.clear()
+        for company in (1, 3, 5):
+            together = [engine.submit("ab", max_tokens=20, seed=n, ignore_boundary=True) for n in range(company)]
+            assert all(len(completion.result(60).tokens) == 20 for completion in together)
+        for sampling in SETTINGS:
+            for logprobs in (None, 2):
+                engine.submit("ab", sampling, max_tokens=2, seed=1, logprobs=logprobs).result(60)
+    assert any(name.startswith("_fold") for name in counts)
+    assert set(counts) <= warm
+
+
+def test_folding_where_no_window_is_full_changes_nothing():
+    model = text_model(dtype=torch.float32).model
+    rows = slots.Slots(model, 3, window=4, max_context=None, step_rows=2, graphs=False)
+    rows.tokens[:] = torch.arange(4)
+    other = copy.deepcopy(rows)
+    for _ in range(10):
+        rows.step(3)
+        other.step(3)
+        other.fold_full(3)
+        other.fold_full(3)
+        assert torch.equal(rows.logits, other.logits)
 
 
 def test_mistakes_are_named(small):

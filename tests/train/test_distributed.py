@@ -38,6 +38,7 @@ def test_processes_agree_to_stop_without_waiting_for_their_devices(monkeypatch, 
     assert any_process(True, place)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_two_processes_that_equal_one(texts, alone, tmp_path):
     settings = {"data": texts, "steps": STEPS, **TINY, **seed(), **THOROUGH}
     command = [

@@ -40,6 +40,7 @@ def test_a_process_that_is_killed_ends_all_by_name(start, tmp_path, rank):
     assert all(named in line for line in said), said
 
 
+@pytest.mark.slow
 def test_a_process_that_hangs_ends_all_by_name(start, tmp_path):
     code = IMPATIENT + DYING.format(rank=1, signal="SIGSTOP")
     training = start(tmp_path / "run", processes=3, code=code)

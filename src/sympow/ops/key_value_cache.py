@@ -85,8 +85,11 @@ class KeyValueCache(TensorRecord):
     def capacity(self) -> int:
         return self.keys.shape[2]
 
-    def rows(self, start: int, stop: int) -> KeyValueCache:
-        """Sequences of the batch, from `start` up to `stop`, as a cache on the same memory."""
+    def _rows(self, start: int, stop: int) -> KeyValueCache:
+        """Sequences of the batch, from `start` up to `stop`, as a cache on the same memory.
+
+        The view has its own `tokens`, which the caller keeps.
+        """
         return replace(self._map(lambda tensor: tensor[start:stop]), workspace=None)
 
     @torch.no_grad()

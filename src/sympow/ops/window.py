@@ -185,13 +185,18 @@ class Window(PortableWindow):
         """Some sequences of the batch, as a window that shares no memory with this one."""
         return self._map(lambda tensor: tensor[index].clone(memory_format=torch.contiguous_format))
 
-    def rows(self, start: int, stop: int) -> Window:
-        """Sequences of the batch, from `start` up to `stop`, as a window on the same memory."""
+    def _rows(self, start: int, stop: int) -> Window:
+        """Sequences of the batch, from `start` up to `stop`, as a window on the same memory.
+
+        The view has its own `tokens`, which the caller keeps. Before steps of a view that read the 16-bit copy of the
+        state, `_ensure_copy` must have been called on the whole: a copy of the view's own would not be renewed when
+        the whole, or another view, changes the state.
+        """
         return replace(self._map(lambda tensor: tensor[start:stop]), workspace=None)
 
     def take(self, row: int) -> Window:
         """One sequence of the batch, as a window of its own, which `put` puts back."""
-        return self.rows(row, row + 1).clone()
+        return self._rows(row, row + 1).clone()
 
     @torch.no_grad()
     def put(self, row: int, sequence: State | Window) -> None:

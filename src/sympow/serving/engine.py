@@ -9,6 +9,8 @@
 
 A worker thread owns the model. Between two steps requests join free slots and leave theirs, and at most `segment_size`
 tokens of waiting prompts are prefilled, in turn, so that a long prompt delays nobody's next token by more than that.
+Of prompts and contexts longer than a segment, four take turns, each of which holds a state beside those of the slots;
+further ones wait until one of the four is finished. Shorter ones, which need no such state, do not wait for them.
 With symmetric powers a slot is a state of fixed size, whatever it has read (`sympow.Window` with `put` and `take`).
 
 A request gives what it gives alone. Its samples come from its own generator, the one that `sympow.generation.generate`
@@ -51,7 +53,7 @@ class EngineStats:
     Attributes:
         slots: the number of slots.
         running: requests in a slot.
-        prefilling: requests whose prompts are being prefilled, those of `prefill` included.
+        prefilling: requests that have a slot and whose prompts are not prefilled yet, and contexts of `prefill`.
         queued: requests that wait for a slot.
         max_queue: the most that may wait.
         slot_nbytes: bytes of one slot.
@@ -279,7 +281,7 @@ class Engine:
     ) -> Prefilling:
         """Prefills a context in segments between the steps of running requests, and returns at once.
 
-        It takes no slot, and does not count for `max_queue`; contexts and prompts take turns.
+        It takes no slot, and does not count for `max_queue`; contexts and prompts take turns, as in the module's text.
 
         Args:
             text, prefix: as `prompt` and `prefix` of `submit`.
@@ -293,7 +295,10 @@ class Engine:
         return handle
 
     def warm_up(self) -> None:
-        """Runs steps of every batch size, so that no later one has to compile kernels or capture a CUDA graph.
+        """Runs steps, folds and choices of tokens for every batch size and every combination of settings.
+
+        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Two segments
+        are prefilled too, a whole one and one of a single token; prompts of other lengths may compile kernels again.
 
         Raises:
             RuntimeError: requests are running, whose rows it would overwrite.

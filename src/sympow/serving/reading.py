@@ -29,6 +29,7 @@ class Reading:
         scored: how many of the most likely tokens to report for each token of the text; None: no log-probabilities.
         position: tokens of the text that are prefilled.
         cached: how many of them came from the cache.
+        begun: whether it is one of the long ones under way, which hold a state from segment to segment.
         logprobs: one entry for each token up to `position`, if scored.
     """
 
@@ -38,6 +39,7 @@ class Reading:
     scored: int | None = None
     position: int = 0
     cached: int = 0
+    begun: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -45,10 +47,17 @@ class Reading:
         alone = self.prefix is None
         self._chain = TokenChain.of(self.tokens, self.segment_size) if alone else None
         self._looked_up = False
+        # Whether all that is prefilled was read in whole segments, as it is without a cache.
+        self._whole = True
 
     @property
     def finished(self) -> bool:
         return self.position == len(self.tokens)
+
+    @property
+    def in_one_segment(self) -> bool:
+        """Whether the next segment is the last."""
+        return self.position + self.next_length == len(self.tokens)
 
     @property
     def next_length(self) -> int:
@@ -66,6 +75,12 @@ class Reading:
         if found is not None:
             self.cached += found.tokens - self.position
             self.prefix, self.position = found, found.tokens
+            self._whole = found.tokens % self.segment_size == 0
+
+    def put_off(self) -> None:
+        """Lets go of what `look_up` found, which the cache may drop meanwhile. For readings that have not begun."""
+        if self._chain is not None:
+            self.prefix, self.position, self.cached, self._whole = None, 0, 0, True
 
     def advance(self, model: GPT, cache: PrefixCache) -> None:
         """Prefills the next segment, and keeps what it leads to in the cache."""
@@ -87,7 +102,9 @@ class Reading:
         read = (0 if before is None else before.tokens) + segment
         self.prefix = Prefix(logits, after, read, seen)
         self.position += segment
-        if self._chain is not None:
+        # What starts at a border must be rounded as what is read from the beginning. A text that started at the end of
+        # another one, between two borders, has read part of a segment: it leaves nothing at borders.
+        if self._chain is not None and (self._whole or self.position % self.segment_size):
             cache.add(self._chain, self.prefix)
 
     def _score(self, features: Tensor, weight: Tensor) -> None:

@@ -7,6 +7,7 @@ depends on whether any row needs them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -149,12 +150,16 @@ class RowSampler:
             self._draw(rows, tiny)
         key = (batch_rows, needs)
         if key not in self._calls:
-            self._calls[key] = CapturedCall(
-                lambda: self._choose(batch_rows, needs), capture=self._capture, pool=self._pool
-            )
+            # Not a lambda, through which an error's traceback would keep the sampler.
+            call = partial(self._choose, batch_rows, needs)
+            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
         self._calls[key]()
         chosen = [self._chosen[:rows]]
         return Transfer([*chosen, self._logprobs[:rows], self._likely[:rows]] if needs.logprobs else chosen)
+
+    def close(self) -> None:
+        """Drops the captured calls, which refer to the sampler: its memory is free with the last other reference."""
+        self._calls.clear()
 
     def _draw(self, rows: int, tiny: float) -> None:
         """Fresh waiting times for the rows that sample, from their own generators where they have one."""

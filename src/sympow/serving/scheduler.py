@@ -1,7 +1,7 @@
 """The engine's worker: a thread that owns the model, and decides what runs next.
 
 Each round it drops what was cancelled, gives free slots to requests that wait, prefills at most one segment's worth of
-tokens, in turn among all texts on their way, and decodes one token for every running request.
+tokens, in turn among the texts on their way, and decodes one token for every running request.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from traceback import clear_frames
 
 import torch
 
@@ -27,6 +28,9 @@ from sympow.serving.slots import Slots
 
 # Upper bounds, in seconds, of the histogram of times to the first token; the last one has no bound.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# Texts of several segments that are prefilled in turn. Each holds a state beyond those of the slots.
+READINGS_IN_TURN = 4
 
 
 class QueueFullError(RuntimeError):
@@ -111,6 +115,8 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._in_flight = 0
         self._turns: deque[Request | Context] = deque()
+        # Texts of several segments that have not begun, while `READINGS_IN_TURN` others have.
+        self._put_off: deque[Request | Context] = deque()
         self._rows: list[Request | None] = [None] * rows
         self.counts: Counter[str] = Counter()
         self.finished: Counter[str] = Counter()
@@ -171,7 +177,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> int:
-        return len(self._turns)
+        return len(self._turns) + len(self._put_off)
 
     @property
     def queued(self) -> int:
@@ -205,6 +211,7 @@ class Scheduler:
                     self._decode()
         except Exception as error:  # noqa: BLE001 - every caller who waits is told
             self._failure = error
+            _clear_frames(error)
         finally:
             self._end_all()
 
@@ -212,7 +219,7 @@ class Scheduler:
         """Waits until there is something to do; returns whether the worker goes on."""
         with self._changed:
             while True:
-                busy = self._queue or self._arrived or self._turns or any(self._rows)
+                busy = self._queue or self._arrived or self._turns or self._put_off or any(self._rows)
                 if self._aborting or (self._closing and not busy):
                     return False
                 if busy or self._tasks:
@@ -236,8 +243,9 @@ class Scheduler:
             self._queue = deque(r for r in self._queue if not r.handle.cancel_requested)
             self._turns.extend(self._arrived)
             self._arrived.clear()
-        dropped += [work for work in self._turns if work.handle.cancel_requested]
+        dropped += [work for work in (*self._turns, *self._put_off) if work.handle.cancel_requested]
         self._turns = deque(work for work in self._turns if not work.handle.cancel_requested)
+        self._put_off = deque(work for work in self._put_off if not work.handle.cancel_requested)
         for row, request in enumerate(self._rows):
             if request is not None and request.handle.cancel_requested:
                 self._release(row)
@@ -250,22 +258,34 @@ class Scheduler:
         with self._changed:
             self._turns.extend(self._arrived)
             self._arrived.clear()
-            taken = self.running + sum(isinstance(work, Request) for work in self._turns)
+            taken = self.running + sum(isinstance(work, Request) for work in (*self._turns, *self._put_off))
             while self._queue and taken < len(self._rows):
                 self._turns.append(self._queue.popleft())
                 taken += 1
 
     def _prefill(self) -> None:
-        """Prefills whole segments of the texts on their way, in turn, of no more than one segment's tokens in all."""
+        """Prefills whole segments of the texts on their way, in turn, of no more than one segment's tokens in all.
+
+        A text whose next segment is its last has its turn among all others. Of longer ones, which hold a state from
+        turn to turn, only `READINGS_IN_TURN` are under way; the others wait for them in the order of their arrival.
+        """
         left = self._segment_size
-        while self._turns:
+        while self._turns or self._put_off:
+            begun = sum(work.reading.begun for work in self._turns)
+            if self._put_off and begun < READINGS_IN_TURN:
+                self._turns.appendleft(self._put_off.popleft())
             work = self._turns[0]
             reading = work.reading
             reading.look_up(self.cache)
+            if not (reading.begun or reading.in_one_segment):
+                if begun >= READINGS_IN_TURN:
+                    reading.put_off()
+                    self._put_off.append(self._turns.popleft())
+                    continue
+                reading.begun = True
             length = reading.next_length
             if length > left:
                 return
-            self._turns.popleft()
             left -= length
             try:
                 if length:
@@ -274,12 +294,16 @@ class Scheduler:
                 if isinstance(work, Context):
                     work.handle.advance(reading.position)
                 if not reading.finished:
-                    self._turns.append(work)
-                elif isinstance(work, Request):
+                    self._turns.rotate(-1)
+                    continue
+                self._turns.popleft()
+                if isinstance(work, Request):
                     self._join(work)
                 else:
                     self._end(work, "stop")
             except Exception as error:  # noqa: BLE001 - of this text alone; its caller is told
+                if work in self._turns:
+                    self._turns.remove(work)
                 self._end(work, "error", f"{type(error).__name__}: {error}")
 
     def _join(self, request: Request) -> None:
@@ -370,17 +394,29 @@ class Scheduler:
             self.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
 
     def warm_up(self) -> None:
-        """Runs steps of every size with every usual kind of sampling; in the worker, while no request runs."""
+        """Runs what `Engine.warm_up` says; in the worker, while no request runs."""
         if self.running:
             raise RuntimeError("warm_up must be called before requests run")
-        Reading((0,) * self._segment_size, self._segment_size).advance(self._model, PrefixCache(0))
+        # A whole segment, and a short one that continues its state.
+        reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
+        while not reading.finished:
+            reading.advance(self._model, PrefixCache(0))
+        kinds = [
+            (replace(sampling, repetition_penalty=penalty), logprobs)
+            for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
+            for penalty in (1.0, 1.1)
+            for logprobs in (False, True)
+        ]
+        on_gpu = self._device.type == "cuda"
         sizes = {self._slots.batch_rows(rows) for rows in range(1, len(self._rows) + 1)}
-        for rows in sorted(sizes) if self._device.type == "cuda" else (1,):
+        for rows in sorted(sizes) if on_gpu else (1,):
             # The first call runs eagerly, the second is captured, the third replayed.
-            for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9)) * 3:
-                self._sampler.put(0, sampling, None, logprobs=False)
-                self._sampler.choose(rows, rows).wait()
+            for _ in range(3 if on_gpu else 1):
+                for sampling, logprobs in kinds:
+                    self._sampler.put(0, sampling, None, logprobs=logprobs)
+                    self._sampler.choose(rows, rows).wait()
                 self._slots.step(rows)
+                self._slots.fold_full(rows)
         self._sampler.clear(0)
 
     def _release(self, row: int) -> None:
@@ -406,11 +442,12 @@ class Scheduler:
         """Ends everything that is left, and frees the memory of the slots and of the prefix cache."""
         with self._changed:
             self._closing = True
-            left: list[Request | Context] = [*self._queue, *self._arrived, *self._turns]
+            left: list[Request | Context] = [*self._queue, *self._arrived, *self._turns, *self._put_off]
             left += [request for request in self._rows if request is not None]
             self._queue.clear()
             self._arrived.clear()
             self._turns.clear()
+            self._put_off.clear()
             self._rows = [None] * len(self._rows)
             tasks = list(self._tasks)
             self._tasks.clear()
@@ -420,5 +457,18 @@ class Scheduler:
             self._end(work, reason, message)
         for _, future in tasks:
             future.set_exception(EngineClosedError(message or "the engine is closed"))
+        self._slots.close()
+        self._sampler.close()
         del self._slots, self._sampler
         self.cache.clear()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Drops the local variables that an error's tracebacks keep, tensors among them, but not where it was raised."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    # An error may be its own cause.
+    while following is not None and following not in chain:
+        clear_frames(following.__traceback__)
+        chain.append(following)
+        following = following.__cause__ or following.__context__

@@ -8,7 +8,8 @@ Each row is folded when its own window is full.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -35,8 +36,8 @@ class SlotWindow(Window):
 
     whole = 0
 
-    def rows(self, start: int, stop: int) -> SlotWindow:
-        shown = cast("SlotWindow", super().rows(start, stop))
+    def _rows(self, start: int, stop: int) -> SlotWindow:
+        shown = cast("SlotWindow", super()._rows(start, stop))
         shown.whole = self.whole or len(self.values)
         return shown
 
@@ -144,7 +145,7 @@ class Slots:
     def move(self, source: int, target: int) -> None:
         """Replaces a row by another one, which is then free."""
         for layer in self._layers:
-            layer.put(target, layer.rows(source, source + 1))  # type: ignore[arg-type]
+            layer.put(target, layer._rows(source, source + 1))  # type: ignore[arg-type]
         for tensor in (self.logits, self.seen, self.tokens):
             tensor[target] = tensor[source]
         self._held[target] = self._held[source]
@@ -154,25 +155,42 @@ class Slots:
 
         On a GPU it returns before the step is complete.
         """
-        rows = self.batch_rows(rows)
-        for first in range(0, rows, self._step_rows):
-            count = max(min(rows - first, self._step_rows), self._least)
-            self._fold_full(first, count)
+        for first, count in self._groups(rows):
+            if any(self._held[row] == self._window for row in range(first, first + count)):
+                self._fold_full(first, count)
             self._call("step", first, count)()
             for row in range(first, first + count):
                 self._held[row] += 1
 
+    def fold_full(self, rows: int) -> None:
+        """Folds those of the first `rows` rows whose windows are full, as steps do by themselves.
+
+        Where none is full it changes nothing, but runs all the same, so that later folds need neither be compiled nor
+        captured.
+        """
+        if self._window is not None:
+            for first, count in self._groups(rows):
+                self._fold_full(first, count)
+
+    def _groups(self, rows: int) -> Iterator[tuple[int, int]]:
+        """First row and number of rows of each part of a step."""
+        rows = self.batch_rows(rows)
+        for first in range(0, rows, self._step_rows):
+            yield first, max(min(rows - first, self._step_rows), self._least)
+
+    def close(self) -> None:
+        """Drops the captured calls, which refer to the slots: their memory is free with the last other reference."""
+        self._calls.clear()
+
     def _fold_full(self, first: int, count: int) -> None:
         full = [row for row in range(first, first + count) if self._held[row] == self._window]
-        if not full:
-            return
         if self._capture:
             self._call("fold", first, count)()
         else:
-            for row in full:
+            for row in full or [first]:
                 for layer in self._layers:
                     assert isinstance(layer, Window)
-                    layer.rows(row, row + 1).fold(self._backend)
+                    layer._rows(row, row + 1).fold(self._backend, only_full=True)
         for row in full:
             self._held[row] = 0
 
@@ -180,14 +198,16 @@ class Slots:
         key = (kind, first, count)
         if key not in self._calls:
             function = self._step_rows_from if kind == "step" else self._fold_rows_from
-            self._calls[key] = CapturedCall(lambda: function(first, count), capture=self._capture, pool=self._pool)
+            # Not a lambda, through which an error's traceback would keep the slots.
+            call = partial(function, first, count)
+            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
         return self._calls[key]
 
     def _front(self, first: int, count: int) -> list[PaddedCache]:
         """The caches of some rows, for a batch of `step_rows`."""
         key = (first, count)
         if key not in self._fronts:
-            views = [layer.rows(first, first + count) for layer in self._layers]
+            views = [layer._rows(first, first + count) for layer in self._layers]
             self._fronts[key] = [PaddedCache(view, self._step_rows) for view in views]
         return self._fronts[key]
 
