@@ -165,7 +165,9 @@ class Heartbeat:
         # ends last.
         grace = EXIT_GRACE + 3 * INTERVAL if self._place.first else EXIT_GRACE
         if self._verdict is not None and not self._closed.wait(grace):
-            print(f"stopped: {self._verdict}", file=sys.stderr, flush=True)
+            # In one write: other processes write their lines to the same log at the same time.
+            sys.stderr.write(f"stopped: {self._verdict}\n")
+            sys.stderr.flush()
             # The main thread may be blocked in a collective that will never complete.
             os._exit(1)
 
