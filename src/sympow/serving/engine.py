@@ -30,6 +30,7 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.ops.window import CAPACITY
 from sympow.serving.completion import Completion, Prefilling
+from sympow.serving.prefill_graphs import PrefillGraphs, unsupported_reason
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import RowSampler
@@ -121,7 +122,8 @@ class Engine:
         prefix_cache_bytes: for the states of prompts, from which later prompts that begin alike start; 0: none.
         step_rows: rows of every matrix product of a step, by which rounding is the same however many requests run.
             None: all slots on a GPU, where weights are read once for all rows; at most 16 on a CPU.
-        graphs: whether to capture steps as CUDA graphs, on a GPU.
+        graphs: whether to capture steps and segments of prompts as CUDA graphs, on a GPU. Segments of softmax models,
+            and of models that are not on one device, are prefilled eagerly all the same.
     """
 
     def __init__(
@@ -166,11 +168,13 @@ class Engine:
         batch = Slots(model, slots, window=window, max_context=max_context, step_rows=step_rows, graphs=graphs)
         sampler = RowSampler(batch.logits, batch.seen, batch.tokens, top=MAX_LOGPROBS, graphs=graphs)
         self._slot_nbytes = batch.nbytes // slots
+        prefill_graphs = PrefillGraphs(model, segment_size) if graphs and unsupported_reason(model) is None else None
         self._scheduler = Scheduler(
             model,
             batch,
             sampler,
             PrefixCache(prefix_cache_bytes),
+            prefill_graphs,
             rows=slots,
             segment_size=segment_size,
             max_queue=max_queue,
@@ -297,8 +301,9 @@ class Engine:
     def warm_up(self) -> None:
         """Runs steps, folds and choices of tokens for every batch size and every combination of settings.
 
-        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Two segments
-        are prefilled too, a whole one and one of a single token; prompts of other lengths may compile kernels again.
+        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Segments of
+        prompts are captured too. Where those cannot be CUDA graphs, two are prefilled, a whole one and one of a single
+        token; prompts of other lengths may compile kernels again.
 
         Raises:
             RuntimeError: requests are running, whose rows it would overwrite.
