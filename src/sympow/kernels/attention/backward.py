@@ -329,7 +329,6 @@ def key_gradient_kernel(
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
             v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
-            k_scale, v_scale = 1.0, 1.0
             if HALF:
                 # Products of two entries of a key, or of one with a value, would leave the range. Their scales are
                 # factors of the entry that varies, and loaded, not computed: from what is not loaded, Triton converts
