@@ -31,6 +31,7 @@ from sympow.serving import (
 )
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
+from sympow.serving.state_buffer import StateBuffer
 
 BOUNDARY = ByteTokenizer.boundary
 SETTINGS = (
@@ -382,7 +383,7 @@ def test_what_starts_at_a_border_is_rounded_as_alone(second, padded):
     model, rng = text_model(dtype=torch.float32, width=32).model, random.Random(5)
     tokens = tuple(rng.randrange(256) for _ in range(second))
     third = (*tokens[:40], *(rng.randrange(256) for _ in range(5)))
-    graphs = prefill_graphs.PrefillGraphs(model, 20) if padded else None
+    graphs = prefill_graphs.PrefillGraphs(model, 20, StateBuffer(model)) if padded else None
 
     def read(prompt: tuple[int, ...], known: PrefixCache, kept: PrefixCache) -> Reading:
         reading = Reading(prompt, 20)

@@ -17,6 +17,8 @@ from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
 from sympow.serving import Engine, prefill_graphs
 from sympow.serving.prefill_graphs import PrefillGraphs, recorded_lengths, unsupported_reason
+from sympow.serving.slots import Slots
+from sympow.serving.state_buffer import StateBuffer
 
 KINDS = [
     pytest.param({}, id="conformal"),
@@ -38,6 +40,10 @@ def make(seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> GPT:
             std = 0.5 if name == "embedding.weight" else 2 / parameter.shape[-1] ** 0.5
             parameter += std * torch.randn_like(parameter)
     return model.to(dtype).eval()
+
+
+def graphs_of(model: GPT) -> PrefillGraphs:
+    return PrefillGraphs(model, SEGMENT, StateBuffer(model))
 
 
 def some_tokens(count: int, seed: int = 0) -> tuple[int, ...]:
@@ -65,7 +71,7 @@ def members(state):
 @pytest.mark.parametrize("kind", KINDS)
 def test_padded_segments_give_what_whole_ones_give(kind, four_lengths):
     model = make(**kind)
-    graphs = PrefillGraphs(model, SEGMENT)
+    graphs = graphs_of(model)
     assert graphs.lengths == (4, 8, 16, 20)
     state = after = None
     for number, count in enumerate((3, 4, 1, 8, 5, 20, 13, 17)):
@@ -88,7 +94,7 @@ def test_padded_segments_give_what_whole_ones_give(kind, four_lengths):
 def test_states_belong_to_the_caller_and_buffers_leave_no_trace(four_lengths):
     """In float32, bit for bit."""
     model = make(dtype=torch.float32, width=32)
-    graphs = PrefillGraphs(model, SEGMENT)
+    graphs = graphs_of(model)
     _, _, first = graphs.prefill(some_tokens(20), None)
     at_first = tuple(layer.clone() for layer in first)
     _, features, second = graphs.prefill(some_tokens(6, 1), first)
@@ -98,12 +104,12 @@ def test_states_belong_to_the_caller_and_buffers_leave_no_trace(four_lengths):
     for (name, actual), (_, wanted) in zip(members(first), members(at_first), strict=True):
         assert torch.equal(actual, wanted), name
     # The same again, from the buffers that other texts have used since, and from others that none has used.
-    for other in (graphs, PrefillGraphs(model, SEGMENT)):
+    for other in (graphs, graphs_of(model)):
         _, features_again, again = other.prefill(some_tokens(6, 1), first)
         assert torch.equal(features_again, features)
         for (name, actual), (_, wanted) in zip(members(again), members(second), strict=True):
             assert torch.equal(actual, wanted), name
-            assert not any(actual.data_ptr() == x.data_ptr() for _, x in members(graphs._state))
+            assert not any(actual.data_ptr() == x.data_ptr() for _, x in members(graphs._buffer.layers))
 
 
 def test_every_segment_fits_the_next_recorded_length():
@@ -112,14 +118,14 @@ def test_every_segment_fits_the_next_recorded_length():
     assert recorded_lengths(129) == (128, 129)
     for size in (1, 100, 128):
         assert recorded_lengths(size) == (size,)
-    graphs = PrefillGraphs(make(), SEGMENT)
+    graphs = graphs_of(make())
     for count in (0, SEGMENT + 1):
         with pytest.raises(ValueError, match=f"1 to 20 of a segment, got {count}"):
             graphs.prefill((1,) * count, None)
 
 
 def test_a_state_of_another_model_is_refused():
-    graphs = PrefillGraphs(make(), SEGMENT)
+    graphs = graphs_of(make())
     tokens = torch.tensor([[1, 2, 3]])
 
     def state_of(**config):
@@ -174,3 +180,29 @@ def test_an_engine_gives_what_the_model_gives(four_lengths, on_any_device):
     expected = logits[0].log_softmax(-1).detach()[torch.arange(46), torch.tensor(prompts[6][1:])]
     own = torch.tensor([entry.logprob for entry in scored.prompt_logprobs[1:]], dtype=torch.float64)
     assert_close(own, expected, 1e-9, "log-probabilities of the prompt")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+def test_a_state_is_put_through_the_buffer_as_without_it(kind, dtype):
+    """All tensors of the slots, bit for bit, the 16-bit copies of states included."""
+    model = make(dtype=dtype, **kind)
+    options = {"window": 4, "max_context": None, "step_rows": 3, "graphs": False}
+    directly, through = Slots(model, 3, **options), Slots(model, 3, **options, buffer=StateBuffer(model))
+    prefixes = [Prefix.prefill(model, torch.tensor([some_tokens(5, n)]), cache_policy="state") for n in range(4)]
+    for slots in (directly, through):
+        for layer in slots._layers:
+            layer._ensure_copy()
+        for row, prefix in enumerate(prefixes[:3]):
+            slots.put(row, prefix)
+        # What the steps leave in the window of the row must go.
+        slots.tokens[:] = torch.arange(3)
+        slots.step(3)
+        slots.put(1, prefixes[3])
+    for one, other in zip(directly._layers, through._layers, strict=True):
+        assert one._tensors().keys() == other._tensors().keys()
+        for name, tensor in one._tensors().items():
+            assert torch.equal(tensor, other._tensors()[name]), name
+    assert ("kv_half" in one._tensors()) == (dtype == torch.bfloat16 and kind.get("power", 2) == 2)
+    assert torch.equal(directly.logits, through.logits)

@@ -12,6 +12,9 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.serving import Engine
 from sympow.serving.prefill_graphs import PrefillGraphs, unsupported_reason
+from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.reading import Reading
+from sympow.serving.state_buffer import StateBuffer
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 257
@@ -60,7 +63,7 @@ def test_graphs_are_as_exact_as_eager_segments(kind, dtype):
     model = make(dtype, **kind)
     exact = copy.deepcopy(model).double()
     assert unsupported_reason(model) is None
-    graphs = PrefillGraphs(model, SEGMENT)
+    graphs = PrefillGraphs(model, SEGMENT, StateBuffer(model))
     graphs.record()
     past = torch.tensor([some_tokens(300, 9)], device="cuda")
     _, given = model.features(past)
@@ -83,7 +86,7 @@ def test_graphs_are_as_exact_as_eager_segments(kind, dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_eager_captured_and_replayed_calls_give_the_same_bits(kind):
     model = make(**kind)
-    graphs = PrefillGraphs(model, SEGMENT)
+    graphs = PrefillGraphs(model, SEGMENT, StateBuffer(model))
     first: dict[int, list[torch.Tensor]] = {}
     for _ in range(4):
         for length in graphs.lengths:
@@ -108,3 +111,18 @@ def test_requests_in_company_give_what_each_gives_alone(kind):
         alone = [engine.submit(prompt, **greedy).result(120) for prompt in prompts]
     assert [result.tokens for result in together] == [result.tokens for result in alone]
     assert [result.logprobs for result in together] == [result.logprobs for result in alone]
+
+
+@torch.no_grad()
+def test_a_prompt_joins_without_synchronization():
+    model = TextModel(make(), ByteTokenizer())
+    with Engine(model, 4, segment_size=SEGMENT) as engine:
+        engine.warm_up()
+        worker = engine._scheduler
+        reading = Reading(some_tokens(1_000), SEGMENT)
+        with no_synchronization():
+            while not reading.finished:
+                reading.advance(model.model, PrefixCache(2**30), worker._prefill_graphs)
+            worker._slots.put(1, reading.prefix)
+            worker._sampler.put(1, Sampling(), 5, logprobs=False)
+        worker._sampler.clear(1)

@@ -36,6 +36,7 @@ from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import RowSampler
 from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
 from sympow.serving.slots import Slots
+from sympow.serving.state_buffer import StateBuffer
 
 # The most log-probabilities of a token that a request can ask for.
 MAX_LOGPROBS = 20
@@ -165,10 +166,19 @@ class Engine:
             )
         self.text_model, self.slots, self.segment_size = text_model, slots, segment_size
         self._max_context, self._max_queue = max_context, max_queue
-        batch = Slots(model, slots, window=window, max_context=max_context, step_rows=step_rows, graphs=graphs)
+        buffer = StateBuffer(model) if graphs and unsupported_reason(model) is None else None
+        batch = Slots(
+            model,
+            slots,
+            window=window,
+            max_context=max_context,
+            step_rows=step_rows,
+            graphs=graphs,
+            buffer=buffer,
+        )
         sampler = RowSampler(batch.logits, batch.seen, batch.tokens, top=MAX_LOGPROBS, graphs=graphs)
         self._slot_nbytes = batch.nbytes // slots
-        prefill_graphs = PrefillGraphs(model, segment_size) if graphs and unsupported_reason(model) is None else None
+        prefill_graphs = None if buffer is None else PrefillGraphs(model, segment_size, buffer)
         self._scheduler = Scheduler(
             model,
             batch,

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from sympow.generation.decoder import CapturedCall
-from sympow.layers.mixers import ConformalAttention
 from sympow.model.gpt import GPT, ModelState
-from sympow.ops.numerics import compute_dtype
-from sympow.ops.state import State
 from sympow.ops.validation import values_are_checked_on_devices
+from sympow.serving.state_buffer import StateBuffer
 
 # The shortest recorded length. Kernels work on tiles of so many tokens, and so few take a GPU no longer than one.
 SHORTEST = 128
@@ -62,21 +60,22 @@ class PrefillGraphs:
     Args:
         model: a model for which `unsupported_reason` is None.
         segment_size: the most tokens of a segment.
+        buffer: where graphs read and write the state, which others may use between calls.
 
     Attributes:
         lengths: what segments are padded to.
+        pool: of the memory in which graphs compute; None on a CPU.
     """
 
-    def __init__(self, model: GPT, segment_size: int) -> None:
+    def __init__(self, model: GPT, segment_size: int, buffer: StateBuffer) -> None:
         weight = model.embedding.weight
         device = weight.device
-        self._model = model
+        self._model, self._buffer = model, buffer
         self.lengths = recorded_lengths(segment_size)
         self._positions = torch.arange(segment_size, device=device)
         self._tokens = torch.zeros(1, segment_size, dtype=torch.int64, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._features = torch.zeros(1, segment_size, model.config.width, dtype=weight.dtype, device=device)
-        self._state = _empty_state(model)
         capture = weight.is_cuda
         # Graphs leave their results in the buffers above, so that all can share one pool.
         self.pool = torch.cuda.graph_pool_handle() if capture else None
@@ -88,9 +87,8 @@ class PrefillGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, without the memory in which graphs compute."""
-        tensors = (self._positions, self._tokens, self._count, self._features)
-        return sum(x.nbytes for x in tensors) + sum(layer.nbytes for layer in self._state)
+        """Bytes of the buffers, without those of the state and without the pool."""
+        return sum(x.nbytes for x in (self._positions, self._tokens, self._count, self._features))
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], state: ModelState | None) -> tuple[Tensor, Tensor, ModelState]:
@@ -113,16 +111,9 @@ class PrefillGraphs:
         staged[:count] = torch.tensor(tokens)
         self._tokens[0, :length].copy_(staged, non_blocking=True)
         self._count.fill_(count)
-        if state is None:
-            for group in _by_member(self._state):
-                torch._foreach_zero_(group)
-        else:
-            _check_state(state, self._state)
-            _copy(state, self._state)
+        self._buffer.load(state)
         self._calls[length]()
-        after = tuple(layer._map(torch.empty_like) for layer in self._state)
-        _copy(self._state, after)
-        return self._tokens[:, :count], self._features[:, :count], after
+        return self._tokens[:, :count], self._features[:, :count], self._buffer.copy()
 
     def record(self) -> None:
         """Records all graphs, the longest first: the shorter ones then fit into its memory."""
@@ -138,55 +129,7 @@ class PrefillGraphs:
     def _prefill_padded(self, length: int) -> None:
         """Prefills the first `length` tokens, of which those from `_count` on are padding."""
         mask = (self._positions[:length] < self._count).unsqueeze(0)
-        features, after = self._model.features(self._tokens[:, :length], self._state, mask=mask)
+        features, after = self._model.features(self._tokens[:, :length], self._buffer.layers, mask=mask)
         assert after is not None
         self._features[:, :length] = features
-        _copy(after, self._state)
-
-
-def _empty_state(model: GPT) -> tuple[State, ...]:
-    """The state of one sequence before its first token."""
-    weight = model.embedding.weight
-    layers = []
-    for block in model.blocks:
-        mixer = block.mixer
-        assert isinstance(mixer, ConformalAttention)
-        layers.append(
-            State.zeros(
-                1,
-                mixer.key_value_heads,
-                mixer.head_dim,
-                mixer.head_dim,
-                mixer.power,
-                rotated=model.config.rotary != "none",
-                dtype=compute_dtype(weight.dtype),
-                device=weight.device,
-            )
-        )
-    return tuple(layers)
-
-
-def _check_state(state: ModelState, expected: Sequence[State]) -> None:
-    """Raises a ValueError for a state of another model, which a copy might broadcast."""
-    if len(state) != len(expected):
-        raise ValueError(f"state must have an entry for each of {len(expected)} layers, got {len(state)}")
-    for number, (layer, own) in enumerate(zip(state, expected, strict=True)):
-        if not isinstance(layer, State):
-            raise TypeError(f"state must hold a State for each layer, got {type(layer).__name__} for layer {number}")
-        kinds = [(x.power, x.key_dim, tuple(x.kv.shape), x.phase is not None) for x in (layer, own)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                "state must agree with the model in (power, key dim, shape of kv, rotated); "
-                f"layer {number} has {kinds[0]}, expected {kinds[1]}"
-            )
-
-
-def _by_member(state: ModelState) -> list[list[Tensor]]:
-    """The tensors of all layers, grouped by what they are: each group has one dtype, and is copied in one launch."""
-    members = [layer._tensors() for layer in state]
-    return [[layer[name] for layer in members] for name in members[0]]
-
-
-def _copy(source: ModelState, target: ModelState) -> None:
-    for from_group, to_group in zip(_by_member(source), _by_member(target), strict=True):
-        torch._foreach_copy_(to_group, from_group)
+        self._buffer.load(after)

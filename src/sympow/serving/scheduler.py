@@ -401,19 +401,22 @@ class Scheduler:
         """Runs what `Engine.warm_up` says; in the worker, while no request runs."""
         if self.running:
             raise RuntimeError("warm_up must be called before requests run")
+        on_gpu = self._device.type == "cuda"
         if self._prefill_graphs is not None:
             self._prefill_graphs.record()
         # A whole segment, and a short one that continues its state.
         reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
         while not reading.finished:
             reading.advance(self._model, PrefixCache(0), self._prefill_graphs)
+        assert reading.prefix is not None
+        for _ in range(3 if on_gpu else 1):
+            self._slots.put(0, reading.prefix)
         kinds = [
             (replace(sampling, repetition_penalty=penalty), logprobs)
             for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
             for penalty in (1.0, 1.1)
             for logprobs in (False, True)
         ]
-        on_gpu = self._device.type == "cuda"
         sizes = {self._slots.batch_rows(rows) for rows in range(1, len(self._rows) + 1)}
         for rows in sorted(sizes) if on_gpu else (1,):
             # The first call runs eagerly, the second is captured, the third replayed.
