@@ -103,7 +103,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
     content = json.loads(out.read_text())
     assert content["setting"] == {
         "tokens": 64, "heads": 1, "dim": 4, "power": 2, "dtype": "float32", "device": "cpu", "kv_heads": 1,
-        "shape": None, "gating": ["scalar"],
+        "shape": None, "gating": ["scalar"], "other_dtypes": [],
     }  # fmt: skip
     assert content["environment"]["torch"]
     methods = {(row["method"], row["context"]) for row in content["rows"]}

