@@ -54,8 +54,8 @@ class GPTConfig:
     mlp_ratio: float = 4
     mixer: Literal["sympow", "softmax"] = "sympow"
     power: int = 2
-    gating: Literal["none", "fixed", "learned", "scalar", "vector"] = "scalar"
-    rotary: Literal["none", "fixed", "learned", "scale", "pairs"] = "scale"
+    gating: Literal["none", "fixed", "learned", "scalar", "vector", "clamped", "half"] = "scalar"
+    rotary: Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"] = "scale"
     max_document: int = 65_536
     bias: bool = True
     form: Form = "auto"
