@@ -1,9 +1,9 @@
 """Many small models of one shape trained as one: their weights stacked, their batches side by side.
 
 A model of two layers and width 128 keeps a GPU busy for a fraction of the time that it takes to launch its kernels.
-Stacked, the weights of n models are (n, …), each linear map is one batched product, and attention, which has no weights,
-takes the batches of all models as one. Every model has its own data, its own initialisation and its own learning rate,
-and learns what it would learn alone.
+Stacked, the weights of n models are (n, …), each linear map is one batched product, and attention, which has no
+weights, takes the batches of all models as one. Every model has its own data, initialisation and learning rate, and
+learns what it would learn alone.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,12 +78,12 @@ class StackedEmbedding(nn.Module):
         return self.weight.flatten(0, 1)[ids].reshape(*tokens.shape, -1)
 
 
-_STACKED: dict[type[nn.Module], Callable[[Sequence[nn.Module]], nn.Module]] = {
+_STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.Linear: StackedLinear,
     FloatLinear: StackedLinear,
     nn.LayerNorm: StackedNorm,
     nn.Embedding: StackedEmbedding,
-}  # type: ignore[assignment]
+}
 
 
 def stack(models: Sequence[GPT]) -> GPT:
@@ -107,9 +108,9 @@ def stack(models: Sequence[GPT]) -> GPT:
 
 def member_of(stacked: GPT, number: int) -> GPT:
     """One of the stacked models, on its own."""
-    model = GPT(stacked.config)
+    model = GPT(stacked.config).to(stacked.embedding.weight)
     model.load_state_dict({name: x[number] for name, x in stacked.state_dict().items()})
-    return model.to(stacked.embedding.weight.device)
+    return model
 
 
 def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -140,9 +141,8 @@ class StackedAdam:
     def step(self, schedule: float) -> None:
         """One update, the learning rates multiplied by `schedule`; clears the gradients."""
         self._step += 1
-        gradients = [x.grad for x in self._parameters]
-        assert all(gradient is not None for gradient in gradients)
-        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients if gradient is not None])
+        gradients = [x.grad for x in self._parameters if x.grad is not None]
+        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
         scale = (self._clip_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
         size = -schedule / first_bias * self._rates
