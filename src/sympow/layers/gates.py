@@ -20,7 +20,8 @@ from sympow.layers.precision import ConstantTable, FloatLinear, project
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
-_INITIAL_LOG = -math.log1p(math.exp(-INITIAL_LOGIT))
+# From here on a clamped gate is 1: just below the initial value.
+KEEPS_ALL = 0.999
 
 
 class Gate(nn.Module, ABC):
@@ -121,15 +122,14 @@ class VectorGate(DataDependentGate):
 
 
 class ClampedGate(ScalarGate):
-    """γ_i = min(1, σ(W_γ x_i) / σ(b_0)), where b_0 is the initial bias: a gate that can close to exactly 1.
+    """γ_i = min(1, σ(W_γ x_i) / 0.999): a gate that can be exactly 1, and is at first.
 
-    σ comes near 1 but never reaches it, and near 1 its gradient vanishes, so that what a state holds is lost after some
-    ten thousand tokens. Here γ is 1 at first, and wherever the logit is above its initial value. The gradient is that
-    of the gate without the bound, since one of zero would leave a gate at 1 for good.
+    σ comes near 1 but never reaches it, so that the paper's gate loses whatever a state holds after some thousands of
+    tokens. The gradient is that of the gate without the bound, since one of zero would leave a gate at 1 for good.
     """
 
     def by_heads(self, log_gamma: Tensor) -> Tensor:
-        raised = log_gamma - _INITIAL_LOG
+        raised = log_gamma - math.log(KEEPS_ALL)
         return raised - raised.detach().clamp(min=0.0)
 
 
