@@ -22,33 +22,30 @@ def state_tracking(size: str) -> list[Sweep]:
 
 
 def tracking_remedies(size: str) -> list[Sweep]:
-    """What carries tracking beyond the training length: gates that keep, angles that are exact, powers, longer rows."""
-    ungated, clamped = {"gating": "none"}, {"gating": "clamped"}
-    pairs: dict[str, Any] = {**VARIANTS["pair-rotation"]}
-    grid = {**pairs, "rotary": "grid"}
+    """What carries tracking beyond the training length: gates that keep, angles that are exact, noise on keys."""
+    pairs: dict[str, Any] = VARIANTS["pair-rotation"]
+    ungated = {**pairs, "gating": "none"}
     models: dict[str, dict[str, Any]] = {
-        "pair-rotation": pairs,
+        "pairs": pairs,
         # Gates that keep the beginning of a row.
-        "pairs-ungated": {**pairs, **ungated},
+        "pairs-ungated": ungated,
         "pairs-half-gated": {**pairs, "gating": "half"},
-        "pairs-clamped": {**pairs, **clamped},
+        "pairs-clamped": {**pairs, "gating": "clamped"},
         # Angles: signed, beside fixed rotary in half of the pairs; and these rounded.
-        "signed-ungated": {**pairs, **ungated, "rotary": "signed"},
-        "grid": grid,
-        "grid-ungated": {**grid, **ungated},
-        "grid-clamped": {**grid, **clamped},
-        # A higher power, which gives the beginning a larger share among all tokens.
-        "pairs-ungated-p4": {**pairs, **ungated, "power": 4},
-        "grid-ungated-p4": {**grid, **ungated, "power": 4},
-        "grid-clamped-p4": {**grid, **clamped, "power": 4},
+        "signed-ungated": {**ungated, "rotary": "signed"},
+        "grid-ungated": {**ungated, "rotary": "grid"},
+        "grid-clamped": {**pairs, "gating": "clamped", "rotary": "grid"},
+        "grid": {**pairs, "rotary": "grid"},
+        # A power that tells scores apart more sharply.
+        "grid-ungated-p4": {**ungated, "rotary": "grid", "power": 4},
     }
-    return [
-        *(_sweep(size, name, model, REMEDIED) for name, model in models.items()),
-        *(
-            _sweep(size, f"{name}-random-lengths", models[name], REMEDIED, random_lengths=True)
-            for name in ("pairs-ungated", "grid-ungated-p4")
-        ),
+    sweeps = [
+        _sweep(size, f"{name}-noise", models[name], REMEDIED, key_noise=1.0)
+        for name in ("grid-ungated", "grid-clamped", "pairs-ungated", "signed-ungated", "grid", "grid-ungated-p4")
     ]
+    sweeps += [_sweep(size, name, model, REMEDIED) for name, model in models.items()]
+    sweeps.append(_sweep(size, "pairs-ungated-random-lengths", ungated, REMEDIED, random_lengths=True))
+    return sweeps
 
 
 def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], **changes: Any) -> Sweep:

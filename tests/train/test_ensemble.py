@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.model.config import VARIANTS, GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import StackedAdam, member_of, schedule, stack, stacked_losses, train_stacked
+from sympow.train.ensemble import StackedAdam, add_key_noise, member_of, schedule, stack, stacked_losses, train_stacked
 
 VARIANT_NAMES = ("softmax", "sympow", "gating", "conformal", "pair-rotation", "vector-gate")
 
@@ -104,6 +104,26 @@ def test_training_learns():
     assert logged == [10, 20, 30]
     assert losses.shape == (3, 3)
     assert (losses[:, -1] < 0.9 * losses[:, 0]).all()
+
+
+def test_key_noise_scales_keys_alone_and_only_in_training():
+    model = models_of("conformal", 1)[0]
+    mixer = model.blocks[0].mixer
+    x = torch.randn(64, 32, 16, dtype=torch.float64)
+    expected = mixer.qkv_proj(x).unflatten(-1, (3, 2, 8))
+    add_key_noise(model, 0.5)
+    ratio = mixer.qkv_proj(x).unflatten(-1, (3, 2, 8)) / expected
+    assert torch.equal(ratio[..., 0, :, :], torch.ones_like(ratio[..., 0, :, :])), "queries"
+    assert torch.equal(ratio[..., 2, :, :], torch.ones_like(ratio[..., 2, :, :])), "values"
+    keys = ratio[..., 1, :, :]
+    torch.testing.assert_close(keys, keys[..., :1].expand_as(keys), rtol=1e-10, atol=0)
+    logs = keys[..., 0].log()
+    assert logs.unique().numel() == 64 * 32 * 2, "one for each token and head"
+    # 4,096 numbers: five standard errors.
+    assert abs(logs.mean()) < 5 * 0.5 / 64
+    assert logs.std().item() == pytest.approx(0.5, rel=5 / 90)
+    model.eval()
+    assert torch.equal(mixer.qkv_proj(x).unflatten(-1, (3, 2, 8)), expected)
 
 
 def test_schedule_rises_and_falls_to_zero():

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from sympow import __version__
 from sympow.bench.timing import environment
-from sympow.checks import check_at_least
+from sympow.checks import check_at_least, check_finite
 from sympow.data.loader import prefetch
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.evaluate.state_tracking import draw_rows, score
 from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import member_of, stack, train_stacked
+from sympow.train.ensemble import add_key_noise, member_of, stack, train_stacked
 
 ACCURACY_ENDING = ".accuracy.jsonl"
 # First number of every seed after that of the run: rows of one kind are never those of another.
@@ -55,9 +55,11 @@ class Sweep:
         learning_rates: of which the best is chosen for each task, by the accuracy on other rows of the same length.
         seeds: of parameters and rows.
         length: tokens of a training row.
+        key_noise: deviation of the noise on keys in training (`add_key_noise`); 0: none.
         random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
         steps: updates.
         rows: of a batch.
+        warmup: steps over which the learning rate rises.
         factors: evaluation lengths, as multiples of `length`.
         evaluation_rows: at each length.
     """
@@ -68,6 +70,7 @@ class Sweep:
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     length: int = 64
+    key_noise: float = 0.0
     random_lengths: bool = False
     steps: int = 2_000
     rows: int = 64
@@ -80,6 +83,9 @@ class Sweep:
             check_at_least(name, getattr(self, name), 1)
         shortest = max(find_task(task).shortest for task in self.tasks)
         check_at_least("length", self.length, max(8, shortest))
+        check_finite("key_noise", self.key_noise)
+        if self.key_noise < 0:
+            raise ValueError(f"key_noise must be at least 0, got {self.key_noise}")
         GPTConfig(vocab_size=VOCABULARY, **self.model)
 
     @property
@@ -191,6 +197,8 @@ def run_sweep(sweep: Sweep, device: str, command: str, deadline: float | None = 
         models[seed] = GPT(config)
     places = [(task, rate, seed) for task in sweep.tasks for rate in sweep.learning_rates for seed in sweep.seeds]
     stacked = stack([models[seed] for _, _, seed in places]).to(device)
+    if sweep.key_noise:
+        add_key_noise(stacked, sweep.key_noise)
     rates = torch.tensor([rate for _, rate, _ in places])
     batches = _timed(_batches(sweep, device), sweep.steps, begin, deadline)
     every = max(1, sweep.steps // LOGGED)
@@ -359,7 +367,7 @@ def best_accuracies(row: Mapping[str, Any]) -> dict[int, list[float]]:
 
 def with_changes(sweep: Sweep, changes: dict[str, Any]) -> Sweep:
     """A sweep with other numbers of steps, rows and so on: the settings of `--set`."""
-    allowed = ("length", "random_lengths", "steps", "rows", "warmup", "evaluation_rows")
+    allowed = ("length", "key_noise", "random_lengths", "steps", "rows", "warmup", "evaluation_rows")
     for name in changes:
         if name not in allowed:
             raise ValueError(f"set takes {', '.join(allowed)} for sweeps; got {name!r}")

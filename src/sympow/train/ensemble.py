@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, layer_norm
 
+from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
 from sympow.model.gpt import GPT
 
@@ -120,6 +121,32 @@ def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
     logits = torch.bmm(features.reshape(members, -1, features.shape[-1]), stacked.embedding.weight.mT)
     losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(members, -1)
     return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
+
+
+def add_key_noise(model: nn.Module, deviation: float) -> None:
+    """Scales every key by the exponential of normal noise in training, one number for each token and head.
+
+    What a token holds is a share of a row's scores, and the share shrinks as the row grows. A model that has been
+    trained on rows of one length expects the shares of that length: it reads a parity off the share of the first token,
+    and fails where that falls below its threshold. Under noise a share varies by the factors that other lengths bring.
+
+    Args:
+        model: with or without stacked maps.
+        deviation: of the logarithm. A score has p times as much.
+    """
+
+    def scale_keys(mixer: Mixer, projected: Tensor) -> Tensor:
+        if not mixer.training:
+            return projected
+        queries, size = mixer.heads * mixer.head_dim, mixer.key_value_heads * mixer.head_dim
+        q, k, v = projected.split([queries, size, size], dim=-1)
+        keys = k.unflatten(-1, (-1, mixer.head_dim))
+        noise = torch.randn(*keys.shape[:-1], 1, dtype=k.dtype, device=k.device)
+        return torch.cat([q, (keys * (deviation * noise).exp()).flatten(-2), v], dim=-1)
+
+    for module in model.modules():
+        if isinstance(module, Mixer):
+            module.qkv_proj.register_forward_hook(lambda _, __, y, mixer=module: scale_keys(mixer, y))
 
 
 class StackedAdam:
