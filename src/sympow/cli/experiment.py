@@ -55,11 +55,12 @@ def experiment(
     if device is not None:
         check_choice("device", device, DEVICES)
     found, sweeps = find_experiments(folder), find_sweeps(folder)
+    known: dict[str, Callable[[Any], Any]] = {**found, **sweeps}
     if name is None:
-        for one, function in sorted({**found, **sweeps}.items()):
-            typer.echo(f"{one:18} {describe(function)}")
+        for one in sorted(known):
+            typer.echo(f"{one:18} {describe(known[one])}")
         return
-    check_choice("experiment", name, {**found, **sweeps})
+    check_choice("experiment", name, known)
     if name in sweeps:
         for option, given in (("jobs", jobs != 1), ("data", data is not None), ("out", out is not None)):
             if given:

@@ -35,8 +35,8 @@ class GPTConfig:
         mlp_ratio: hidden size of the MLP over width; the product is rounded to an integer.
         mixer: "sympow" or "softmax".
         power: p of the sympow mixer; even.
-        gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector".
-        rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs".
+        gating: "none", "fixed", "learned", "scalar" (the paper's), "vector", "clamped" or "half".
+        rotary: "none", "fixed", "learned", "scale" (the paper's), "pairs", "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.
         bias: whether linear maps have biases, as in GPT-2.
         form: algorithm of the sympow mixer, as in `sympow.attention`.
