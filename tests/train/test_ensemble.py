@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.model.config import VARIANTS, GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import StackedAdam, add_key_noise, member_of, schedule, stack, stacked_losses, train_stacked
+from sympow.train.ensemble import KeyNoise, StackedAdam, member_of, schedule, stack, stacked_losses, train_stacked
 
 VARIANT_NAMES = ("softmax", "sympow", "gating", "conformal", "pair-rotation", "vector-gate")
 
@@ -111,7 +111,9 @@ def test_key_noise_scales_keys_alone_and_only_in_training():
     mixer = model.blocks[0].mixer
     x = torch.randn(64, 32, 16, dtype=torch.float64)
     expected = mixer.qkv_proj(x).unflatten(-1, (3, 2, 8))
-    add_key_noise(model, 0.5)
+    noise = KeyNoise(model)
+    assert torch.equal(mixer.qkv_proj(x).unflatten(-1, (3, 2, 8)), expected)
+    noise.deviation = 0.5
     ratio = mixer.qkv_proj(x).unflatten(-1, (3, 2, 8)) / expected
     assert torch.equal(ratio[..., 0, :, :], torch.ones_like(ratio[..., 0, :, :])), "queries"
     assert torch.equal(ratio[..., 2, :, :], torch.ones_like(ratio[..., 2, :, :])), "values"

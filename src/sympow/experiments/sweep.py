@@ -30,7 +30,7 @@ from sympow.evaluate.state_tracking import draw_rows, score
 from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import add_key_noise, member_of, stack, train_stacked
+from sympow.train.ensemble import member_of, stack, train_stacked
 
 ACCURACY_ENDING = ".accuracy.jsonl"
 # First number of every seed after that of the run: rows of one kind are never those of another.
@@ -55,7 +55,7 @@ class Sweep:
         learning_rates: of which the best is chosen for each task, by the accuracy on other rows of the same length.
         seeds: of parameters and rows.
         length: tokens of a training row.
-        key_noise: deviation of the noise on keys in training (`add_key_noise`); 0: none.
+        key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
         random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
         steps: updates.
         rows: of a batch.
@@ -167,7 +167,7 @@ class SweepResults:
     def write(self) -> list[Path]:
         """Writes both files, the table last: every run in it has its curves."""
         for path, lines in ((self.accuracies, self.curves), (self.table, self.rows)):
-            write_atomically(path, "".join(json.dumps(lines[run]) + "\n" for run in sorted(lines)).encode())
+            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
         return [self.table, self.accuracies]
 
 
@@ -197,12 +197,12 @@ def run_sweep(sweep: Sweep, device: str, command: str, deadline: float | None = 
         models[seed] = GPT(config)
     places = [(task, rate, seed) for task in sweep.tasks for rate in sweep.learning_rates for seed in sweep.seeds]
     stacked = stack([models[seed] for _, _, seed in places]).to(device)
-    if sweep.key_noise:
-        add_key_noise(stacked, sweep.key_noise)
     rates = torch.tensor([rate for _, rate, _ in places])
     batches = _timed(_batches(sweep, device), sweep.steps, begin, deadline)
     every = max(1, sweep.steps // LOGGED)
-    logged, losses = train_stacked(stacked, batches, rates, sweep.steps, warmup=sweep.warmup, log_every=every)
+    logged, losses = train_stacked(
+        stacked, batches, rates, sweep.steps, warmup=sweep.warmup, key_noise=sweep.key_noise, log_every=every
+    )
     trained = time.monotonic() - begin
     facts = {
         "settings": sweep.settings(),

@@ -14,15 +14,17 @@ from sympow.report.plotting import (
     add_legend,
     assign_styles,
     make_panels,
-    plain_numbers,
     pyplot,
     save_figure,
+    set_context_ticks,
     set_title,
     tidy,
 )
 
 TABLE, FIGURE = "accuracy.md", "accuracy_by_position.png"
 COLUMNS = 3
+# A task with labels at no more places than this is drawn by length.
+FEW_LABELS = 8
 
 
 def is_sweep_table(path: Path) -> bool:
@@ -68,7 +70,9 @@ def _percent(share: float) -> str:
 
 
 def plot_accuracy_by_position(results: SweepResults, path: Path) -> None:
-    """A panel for each task, a line for each sweep: the mean over seeds, at the greatest length.
+    """A panel for each task, a line for each sweep: the mean over seeds.
+
+    It is the accuracy by position in rows of the greatest length, or, for tasks with few labels, that by length.
 
     Args:
         path: PNG or SVG file to write; its folder is created.
@@ -80,14 +84,19 @@ def plot_accuracy_by_position(results: SweepResults, path: Path) -> None:
     for axes, task in zip(panels, tasks, strict=True):
         of_task = [row for row in rows if row["task"] == task]
         for row in of_task:
-            curve = results.curves[row["run"]]["by_position"]
-            means = [statistics.fmean(of_seeds) for of_seeds in zip(*curve["accuracy"], strict=True)]
-            axes.plot(curve["position"], means, label=row["sweep"], **styles[row["sweep"]].for_matplotlib)
+            curve, style = results.curves[row["run"]]["by_position"], styles[row["sweep"]]
+            by_length = {length: statistics.fmean(of_seeds) for length, of_seeds in best_accuracies(row).items()}
+            if dense := len(curve["position"]) > FEW_LABELS:
+                means = [statistics.fmean(of_seeds) for of_seeds in zip(*curve["accuracy"], strict=True)]
+                axes.plot(curve["position"], means, label=row["sweep"], **style.for_matplotlib)
+            else:
+                axes.plot(by_length.keys(), by_length.values(), label=row["sweep"], **style.with_marker)
+            axes.set_xlabel(f"{'position' if dense else 'length'} (tokens)")
         axes.axhline(of_task[0]["chance"], color="#8c8c8c", linestyle=":", linewidth=1)
         for length in sorted({row["length"] for row in of_task}):
             axes.axvline(length, color="#b00020", linestyle="--", linewidth=1, label=f"trained at {length:,}")
-        axes.set(xscale="log", xlabel="position (tokens)", ylim=(0, 1.02))
-        axes.xaxis.set_major_formatter(plain_numbers())
+        axes.set(ylim=(0, 1.02))
+        set_context_ticks(axes, [length for row in of_task for length in best_accuracies(row)])
         set_title(axes, task)
         tidy(axes)
     for axes in panels[::COLUMNS]:

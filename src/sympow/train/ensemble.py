@@ -123,30 +123,31 @@ def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
     return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
 
 
-def add_key_noise(model: nn.Module, deviation: float) -> None:
-    """Scales every key by the exponential of normal noise in training, one number for each token and head.
+class KeyNoise:
+    """Scales every key of a model by the exponential of normal noise in training, one number for each token and head.
 
     What a token holds is a share of a row's scores, and the share shrinks as the row grows. A model that has been
     trained on rows of one length expects the shares of that length: it reads a parity off the share of the first token,
     and fails where that falls below its threshold. Under noise a share varies by the factors that other lengths bring.
 
-    Args:
-        model: with or without stacked maps.
-        deviation: of the logarithm. A score has p times as much.
+    Attributes:
+        deviation: of the logarithm, 0 at first: no noise. A score has p times as much.
     """
 
-    def scale_keys(mixer: Mixer, projected: Tensor) -> Tensor:
-        if not mixer.training:
+    def __init__(self, model: nn.Module) -> None:
+        self.deviation = 0.0
+        for module in model.modules():
+            if isinstance(module, Mixer):
+                module.qkv_proj.register_forward_hook(lambda _, __, y, mixer=module: self._scale_keys(mixer, y))
+
+    def _scale_keys(self, mixer: Mixer, projected: Tensor) -> Tensor:
+        if not (self.deviation and mixer.training):
             return projected
         queries, size = mixer.heads * mixer.head_dim, mixer.key_value_heads * mixer.head_dim
         q, k, v = projected.split([queries, size, size], dim=-1)
         keys = k.unflatten(-1, (-1, mixer.head_dim))
         noise = torch.randn(*keys.shape[:-1], 1, dtype=k.dtype, device=k.device)
-        return torch.cat([q, (keys * (deviation * noise).exp()).flatten(-2), v], dim=-1)
-
-    for module in model.modules():
-        if isinstance(module, Mixer):
-            module.qkv_proj.register_forward_hook(lambda _, __, y, mixer=module: scale_keys(mixer, y))
+        return torch.cat([q, (keys * (self.deviation * noise).exp()).flatten(-2), v], dim=-1)
 
 
 class StackedAdam:
@@ -197,18 +198,28 @@ def train_stacked(
     *,
     warmup: int,
     clip_norm: float = 1.0,
+    key_noise: float = 0.0,
     log_every: int = 50,
 ) -> tuple[list[int], Tensor]:
     """Trains all models for `steps` batches of inputs and labels, (n, b, t) each on their device.
 
     A model whose loss is not finite is left to itself: it does not touch the others.
 
+    Args:
+        rates: learning rates, (n,).
+        warmup: steps over which they rise.
+        key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
+            a task is learned much faster without it.
+
     Returns:
         the steps that were logged, and the losses of each model there, (n, logged) on the CPU.
     """
     optimizer = StackedAdam(stacked.parameters(), rates.to(stacked.embedding.weight), clip_norm)
+    noise = KeyNoise(stacked) if key_noise else None
     logged, losses = [], []
     for step, (inputs, labels) in zip(range(steps), batches, strict=False):
+        if noise is not None:
+            noise.deviation = key_noise * min(1.0, 2 * step / steps)
         loss = stacked_losses(stacked, inputs, labels)
         loss.sum().backward()
         optimizer.step(schedule(step, steps, warmup))
