@@ -124,7 +124,7 @@ def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 class KeyNoise:
-    """Scales every key of a model by the exponential of normal noise in training, one number for each token and head.
+    """Scales the keys of each token by the exponential of normal noise in training, alike in all heads of a layer.
 
     What a token holds is a share of a row's scores, and the share shrinks as the row grows. A model that has been
     trained on rows of one length expects the shares of that length: it reads a parity off the share of the first token,
@@ -145,9 +145,9 @@ class KeyNoise:
             return projected
         queries, size = mixer.heads * mixer.head_dim, mixer.key_value_heads * mixer.head_dim
         q, k, v = projected.split([queries, size, size], dim=-1)
-        keys = k.unflatten(-1, (-1, mixer.head_dim))
-        noise = torch.randn(*keys.shape[:-1], 1, dtype=k.dtype, device=k.device)
-        return torch.cat([q, (keys * (self.deviation * noise).exp()).flatten(-2), v], dim=-1)
+        # In all heads, as length does: what several heads see of one token stays comparable.
+        noise = torch.randn(*k.shape[:-1], 1, dtype=k.dtype, device=k.device)
+        return torch.cat([q, k * (self.deviation * noise).exp(), v], dim=-1)
 
 
 class StackedAdam:
