@@ -42,6 +42,7 @@ def tracking_remedies(size: str) -> list[Sweep]:
     noisy = ("grid-ungated", "grid-clamped", "pairs-ungated", "signed-ungated", "grid", "grid-ungated-p4")
     changed: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         *((f"{name}-noise", models[name], {"key_noise": 1.0}) for name in noisy),
+        ("grid-ungated-less-noise", models["grid-ungated"], {"key_noise": 0.5}),
         *((name, model, {}) for name, model in models.items()),
         ("pairs-ungated-random-lengths", ungated, {"random_lengths": True}),
     ]
