@@ -9,6 +9,7 @@ import pytest
 
 from sympow.data import open_dataset
 from sympow.experiments.store import StoredRun, write_table
+from sympow.experiments.sweep import SweepResults
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -127,3 +128,20 @@ def test_an_ordering_holds_only_if_it_is_the_authors():
     level = next(line for line in lines if "| p = 4, 1,024 |" in line)
     assert "| +0.000 | +0.10" in level
     assert level.endswith("| none | – |")
+
+
+def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
+    script = load("reproduction_tables")
+    assert list(script.tracking_tables(tmp_path)) == []
+    results = SweepResults(tmp_path, "state_tracking")
+    for name, accuracies in (("gating", [0.5, 0.5]), ("conformal", [1.0, 0.99])):
+        run = f"parity_{name}"
+        numbers = {"learning_rates": [0.1], "best_rate": 0.1, "accuracy": {"64": [accuracies], "256": [[0.5, 0.5]]}}
+        results.rows[run] = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, **numbers}
+        results.curves[run] = {"run": run}
+    results.write()
+    lines = list(script.tracking_tables(tmp_path))
+    assert lines[0].startswith("### State tracking: accuracy in %")
+    assert "| | parity (chance 50) |" in lines
+    assert "| conformal | 99.5, 50.0 |" in lines
+    assert "| gating | 50.0, 50.0 |" in lines

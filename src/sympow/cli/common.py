@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # compares both.
 MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
 MIXERS = ("sympow", "softmax")
-GATES = ("none", "fixed", "learned", "scalar", "vector")
-ROTATIONS = ("none", "fixed", "learned", "scale", "pairs")
+GATES = ("none", "fixed", "learned", "scalar", "vector", "clamped", "half")
+ROTATIONS = ("none", "fixed", "learned", "scale", "pairs", "signed", "grid")
 SEGMENT_SIZE = 8_192
 
 # Options of several commands.

@@ -7,15 +7,21 @@ computed already.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sympow.checks import check_choice
 from sympow.layers.precision import ConstantTable, FloatLinear, project
 from sympow.ops.rotary import rotary_rates
+
+# Divisions of a half turn: counts modulo 2, 3, 4, 5, 6, 8, 10, 12, 15 and multiples that divide it are exact.
+GRID = 120
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
 
@@ -123,12 +129,44 @@ class PairRotation(DataDependentRotation):
         return beta.unflatten(-1, (self.heads, -1))
 
 
+class SignedRotation(DataDependentRotation):
+    """Fixed rotary in the first half of the pairs, and in the others a signed angle (π/2) tanh(W x), at first zero.
+
+    Scores are even powers, so that an angle counts modulo π, and these are all angles. The first half of the pairs says
+    where a token is, the second half can hold a state that tokens turn, such as a parity or a count.
+
+    Args:
+        divisions: round the angles to multiples of π / divisions, with the gradient of the angles themselves; 0: do
+            not round. A sum of angles that are not exact drifts away from a state's angle with every token, while a
+            count modulo any divisor of `divisions` is exact at every length.
+    """
+
+    def __init__(self, width: int, heads: int, head_dim: int, max_document: int, divisions: int = 0) -> None:
+        turned = head_dim // 4
+        if not turned:
+            raise ValueError(f"head_dim must be at least 4, so that one of the pairs can be turned; got {head_dim}")
+        super().__init__(width, heads * turned, head_dim, max_document)
+        self.heads, self.still, self.divisions = heads, head_dim // 2 - turned, divisions
+        fixed = rotary_rates(2 * self.still, max_document, device="cpu")
+        unit = math.pi / divisions if divisions else math.pi / 2
+        self.rates = ConstantTable(torch.cat([fixed, fixed.new_full((turned,), unit)]))
+
+    def by_heads(self, beta: Tensor) -> Tensor:
+        steps = beta - 1
+        if self.divisions:
+            steps = steps * (self.divisions / 2)
+            steps = steps + (steps.round() - steps).detach()
+        return pad(steps.unflatten(-1, (self.heads, -1)), (self.still, 0), value=1.0)
+
+
 _MAKERS: dict[str, Callable[[int, int, int, int], Rotation]] = {
     "none": lambda width, heads, head_dim, max_document: NoRotation(),
     "fixed": lambda width, heads, head_dim, max_document: FixedRotation(head_dim, max_document),
     "learned": lambda width, heads, head_dim, max_document: LearnedRotation(head_dim, max_document),
     "scale": ScaledRotation,
     "pairs": PairRotation,
+    "signed": SignedRotation,
+    "grid": partial(SignedRotation, divisions=GRID),
 }
 ROTATIONS = tuple(_MAKERS)
 
