@@ -25,14 +25,14 @@ class SwapConfig:
         layers: layers to convert: all, every-other, or their numbers from 0, as in 0,2,5.
         power: p, the even degree of the scores.
         gating: of the state: none, fixed, learned, scalar (one per head and token) or vector.
-        rotary: of queries and keys: none, fixed (the teacher's own), learned, scale or pairs.
+        rotary: of queries and keys: fixed (the teacher's own), learned, scale, pairs, none, or auto: fixed if it has one.
         initial_gate: γ that gates start with, as the share of the state that is kept at each token.
     """
 
     layers: str = "all"
     power: int = 2
     gating: str = "scalar"
-    rotary: str = "fixed"
+    rotary: str = "auto"
     initial_gate: float = 0.999
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ from sympow.convert.models import (
     output_weight,
 )
 from sympow.convert.objectives import Distillation, Matching, NextToken, Objective
-from sympow.convert.report import write_report
+from sympow.convert.report import describe, write_report
 from sympow.convert.stages import START, TEACHER, Stage, plan
 from sympow.convert.training import StageTraining
 from sympow.data.dataset import TokenDataset, open_dataset
@@ -201,7 +201,7 @@ class _Conversion:
         results = evaluate(model, self.sequences, self.dtype)
         Evaluation(name, tokens, results).save(self._path(name))
         losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
-        _say(f"held-out loss of {'the ' if name == TEACHER else 'the student after '}{name}: {losses}")
+        _say(f"held-out loss of the {describe(name)}: {losses}")
 
     def _evaluations(self) -> dict[str, Evaluation]:
         names = [TEACHER, START, *(stage.name for stage in self.stages)]

@@ -49,7 +49,7 @@ def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) ->
         power=swap.power,
         layers=swap.chosen_layers(),
         gating=swap.gating,
-        rotary=swap.rotary,
+        rotary=None if swap.rotary == "auto" else swap.rotary,
         initial_gate=swap.initial_gate,
     )
     return student.to(device).eval()
