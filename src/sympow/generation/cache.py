@@ -242,7 +242,10 @@ def state_nbytes(windows: ModelState) -> int:
 def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
     """A window without tokens and without a state for every layer."""
     dtype = activation_dtype(model)
-    return tuple(empty_window(block.mixer, batch, dtype, block.mixer.device) for block in model.blocks)
+    mixers = [block.mixer for block in model.blocks]
+    return tuple(
+        empty_window(mixer, batch, dtype, mixer.device) for mixer in mixers if isinstance(mixer, ConformalAttention)
+    )
 
 
 def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, device: torch.device) -> Window:

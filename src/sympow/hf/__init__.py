@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sympow.hf.attention_modules import attention_modules
+    from sympow.hf.attention_parts import attention_modules
     from sympow.hf.cache import SympowCache
     from sympow.hf.config import SympowConfig
     from sympow.hf.conversion import (
@@ -31,7 +31,7 @@ _HOMES = {
     "SympowForCausalLM": "modeling",
     "SympowForSequenceClassification": "modeling",
     "SympowModel": "modeling",
-    "attention_modules": "attention_modules",
+    "attention_modules": "attention_parts",
     "convert_to_native": "conversion",
     "convert_to_transformers": "conversion",
     "from_native": "conversion",

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sympow.generation.cache import CachePolicy, Room, closed, empty_window
 from sympow.layers.gates import VectorGate
-from sympow.layers.mixers import ConformalAttention
+from sympow.layers.mixers import ConformalAttention, LayerCache
 from sympow.ops.state import State
 from sympow.ops.window import Window
 
@@ -73,16 +73,20 @@ class StateLayer(CacheLayerMixin):
         assert self.past is not None
         dtype = _activation_dtype(x)
         room = Room(self.cache_policy, dtype, isinstance(layer.gate, VectorGate), layer.backend)
-        window = self.past
-        if not self._open or isinstance(window, State):
+        past = self.past
+        window: LayerCache
+        if not self._open or isinstance(past, State):
             # A prefill's state belongs to this cache alone, so that it may be overwritten, unless autograd needs it.
-            window = room.open(window, owned=not (isinstance(window, State) and window.requires_grad))
-        elif window.count.is_inference() and not torch.is_inference_mode_enabled():
+            window = room.open(past, owned=not (isinstance(past, State) and past.requires_grad))
+        elif past.count.is_inference() and not torch.is_inference_mode_enabled():
             # Outside of inference mode, tensors that were made in it cannot be updated in place.
-            window = window.clone()
+            window = past.clone()
+        else:
+            window = past
+        assert isinstance(window, Window)
         if window.tokens == window.capacity and window.kv is None:
             window = room.make(window)
-        assert isinstance(window, Window)
+            assert isinstance(window, Window)
         self.past, self._open = window, True
         self._length += 1
         return window

@@ -10,7 +10,6 @@ gradient checkpointing, which calls a layer again later, for several devices, an
 from __future__ import annotations
 
 import inspect
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,9 +93,7 @@ def install_hook(base: nn.Module, *, whole: bool) -> None:
         base.register_forward_pre_hook(read_inputs, with_kwargs=True)
 
 
-def read_inputs(
-    base: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Adds padding and offsets of packed documents to the arguments of a base model; a forward pre-hook.
 
     A function and not a closure, so that copies of a model have it too.
@@ -104,8 +101,10 @@ def read_inputs(
     Raises:
         ValueError: attention weights are asked for, or the attention mask is not 2-D.
     """
-    named = {**dict(zip(_parameters(type(base)), arguments, strict=False)), **named}
-    if named.get("output_attentions"):
+    # Without arguments by position, which models themselves do not pass, nothing is looked up.
+    named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
+    asked = named.get("output_attentions")
+    if asked or (asked is None and base.config.output_attentions):
         raise ValueError("output_attentions must not be set: swapped layers never materialise attention weights")
     tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or MASK in named:
@@ -152,7 +151,6 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | N
     return mask
 
 
-@lru_cache
 def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     """The names of a base model's arguments, in their order."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]

@@ -30,7 +30,7 @@ class SwappedConfig(PreTrainedConfig):
 
         record = config_dict.get("sympow_attention")
         kind = record.get("base_model_type") if isinstance(record, dict) else None
-        if kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
+        if not isinstance(kind, str) or kind not in CONFIG_MAPPING or kind == MODEL_TYPE:
             raise ValueError(
                 f"config.json must say in sympow_attention of which base_model_type the model was; got {kind!r}"
             )

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -31,7 +29,7 @@ from transformers import initialization as init
 
 from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
-from sympow.hf.attention_modules import AttentionParts, attention_modules, read_attention
+from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
 from sympow.hf.registration import publish
 from sympow.hf.swapped_attention import SwappedAttention, install_hook
 from sympow.hf.swapped_config import MODEL_TYPE
@@ -45,7 +43,7 @@ AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassificat
 # of their modules, since transformers also finds a name inside of others, such as gate in gate_proj.
 FLOAT32 = ("gate.gamma_proj", "gate.logit", "rotation.beta_proj", "rotation.theta")
 
-Layers = Literal["all", "every-other"] | Sequence[int]
+Layers = Literal["all", "every-other"] | list[int] | tuple[int, ...] | range
 
 
 @dataclass(frozen=True)
@@ -165,9 +163,9 @@ def swap_attention(
     before, after = model.config, copy.deepcopy(model.config)
     after.__class__ = swapped_config_class(type(before))
     after.sympow_attention = {**asdict(record), "layers": list(record.layers)}
-    for module in model.modules():
-        if getattr(module, "config", None) is before:
-            module.config = after
+    holders: list[Any] = [module for module in model.modules() if getattr(module, "config", None) is before]
+    for module in holders:
+        module.config = after
     model.__class__ = swapped_model_class(type(model))
     _mark_float32(model)
     return model
@@ -182,38 +180,40 @@ def swapped_layers(model: nn.Module) -> list[int]:
     return sorted(module.layer_idx for module in model.modules() if isinstance(module, SwappedAttention))
 
 
-@cache
+# Classes made so far, by those that they were made from.
+_MADE: dict[type, type[Any]] = {}
+
+
 def swapped_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """The config class of swapped models with configs of class `base`, registered with the Auto classes."""
-    made = type(f"Sympow{base.__name__}", (base,), {"model_type": MODEL_TYPE, "__module__": __name__})
+    if base in _MADE:
+        return _MADE[base]
+    _MADE[base] = made = type(f"Sympow{base.__name__}", (base,), {"model_type": MODEL_TYPE, "__module__": __name__})
     for auto in AUTO_CLASSES:
-        kind = auto._model_mapping.get(base, None)
+        kind: Any = auto._model_mapping.get(base, None)
         # Where an architecture has several classes for a task, the first is the usual one.
         kind = kind[0] if isinstance(kind, tuple | list) else kind
         if kind is not None:
-            auto.register(made, swapped_model_class(kind, made), exist_ok=True)
+            auto.register(made, swapped_model_class(kind), exist_ok=True)
     return made
 
 
-@cache
-def swapped_model_class(
-    base: type[PreTrainedModel], config_class: type[PreTrainedConfig] | None = None
-) -> type[PreTrainedModel]:
+def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The class of swapped models of class `base`."""
-    if config_class is None:
-        assert base.config_class is not None
-        config_class = swapped_config_class(base.config_class)
-        return swapped_model_class(base, config_class)
+    assert base.config_class is not None
+    config_class = swapped_config_class(base.config_class)
+    if base in _MADE:
+        return _MADE[base]
 
     def initialise(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
+        base.__init__(self, config, *args, **kwargs)
         _swap_by_record(self, SwapRecord.of(config))
 
     def initialise_weights(self: PreTrainedModel, module: nn.Module) -> None:
         if not _init_new_weights(module):
             base._init_weights(self, module)
 
-    made = type(
+    _MADE[base] = made = type(
         f"Sympow{base.__name__}",
         (base,),
         {
@@ -315,7 +315,8 @@ def _chosen(layers: Layers, present: list[int]) -> list[int]:
         return present
     if layers == "every-other":
         return present[1::2]
-    if isinstance(layers, str) or not isinstance(layers, Sequence):
+    given: Any = layers
+    if not isinstance(given, list | tuple | range):
         raise ValueError(f"layers must be 'all', 'every-other' or a list of indices; got {layers!r}")
     for index in layers:
         if not isinstance(index, int) or isinstance(index, bool):

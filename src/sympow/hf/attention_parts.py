@@ -111,6 +111,10 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
     arguments |= {} if fused else {"q_norm": "q_norm", "k_norm": "k_norm"}
     names = {argument: name for name, argument in arguments.items() if name in children}
     heads, key_value_heads, head_dim = _head_shape(model, attention)
+    for name in NORMS & children.keys():
+        sizes = {tuple(parameter.shape) for parameter in children[name].parameters()}
+        if sizes - {(head_dim,)}:
+            raise ValueError(f"{where} must have a {name} of each head, of size {head_dim}; its is of {sorted(sizes)}")
     rates = None if fused else _rates(model, head_dim)
     how: dict[str, Any] = {
         "heads": heads,
@@ -216,7 +220,8 @@ def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module,
     missing = sorted(arguments.keys() - inspect.signature(attention.forward).parameters.keys())
     if missing:
         raise ValueError(f"{where} must take {', '.join(missing)}, as attention of transformers does")
-    config, training = attention.config, attention.training
+    config: Any = attention.config
+    training = attention.training
     probed = copy.copy(config)
     probed._attn_implementation = _PROBE
     _CAPTURED.clear()
