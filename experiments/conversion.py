@@ -44,7 +44,7 @@ from sympow.experiments.store import condense
 from sympow.files import write_atomically
 from sympow.train.distributed import process_group
 from sympow.train.metrics import read_metrics
-from sympow.train.run_folder import claimed_folder
+from sympow.train.run_folder import METRICS_FILE, claimed_folder
 from sympow.train.signals import stop_on_signals
 from sympow.train.trainer import fast_float32
 
@@ -95,7 +95,7 @@ SCALES = {
             "head_dim": 64,
             "max_position_embeddings": 2_048,
         },
-        teacher={"context": 2_048, "batch_tokens": 131_072, "micro_batch_tokens": 65_536, "weight_decay": 0.1},
+        teacher={"context": 2_048, "batch_tokens": 131_072, "micro_batch_tokens": 32_768, "weight_decay": 0.1},
         teacher_tokens=200_000_000,
         teacher_rate=1.5e-3,
         student={
@@ -148,14 +148,22 @@ class Experiment:
         out: where everything is kept.
         device: "cpu", "cuda" or None.
         compile: whether to compile layers.
-        changes: settings of all conversions to change, for trying.
+        label: of a set of conversions, the folder in `out` that they go to.
+        changes: settings of all conversions to change.
     """
 
     def __init__(
-        self, scale: Scale, corpus: Path, out: Path, device: str | None, compile: bool, changes: dict[str, Any]
+        self,
+        scale: Scale,
+        corpus: Path,
+        out: Path,
+        device: str | None,
+        compile: bool,
+        label: str,
+        changes: dict[str, Any],
     ) -> None:
         self.scale, self.corpus, self.out, self.device, self.compile = scale, corpus, out, device, compile
-        self.changes = changes
+        self.students, self.changes = out / label, changes
         self.data = corpus if corpus.is_dir() else out / "data"
         self.teacher_folder = out / "teacher" / "model"
 
@@ -167,7 +175,7 @@ class Experiment:
             return True
         if step == "teacher":
             return self._train_teacher()
-        return convert(self.teacher_folder, self.conversion(step), self.out / step, device=self.device)
+        return convert(self.teacher_folder, self.conversion(step), self.students / step, device=self.device)
 
     def conversion(self, step: str) -> ConvertConfig:
         """The settings of a conversion by its step."""
@@ -176,6 +184,7 @@ class Experiment:
             "data": str(self.data),
             "compile": self.compile,
             "save_every": 0,
+            "tensorboard": False,
             **self.scale.student,
             "layers": "every-other" if kind == "hybrid" else "all",
             "seed": int(seed or 0),
@@ -202,7 +211,7 @@ class Experiment:
         if (self.teacher_folder / "config.json").is_file():
             return True
         scale, dataset = self.scale, open_dataset(self.data)
-        config = ConvertConfig().changed(compile=self.compile, save_every=0, **scale.teacher)
+        config = ConvertConfig().changed(compile=self.compile, save_every=0, tensorboard=False, **scale.teacher)
         with ExitStack() as held:
             place = held.enter_context(process_group(self.device))
             folder = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place))
@@ -218,7 +227,8 @@ class Experiment:
                 pad_token_id=dataset.boundary,
                 **scale.shape,
             )
-            model = LlamaForCausalLM(shape).to(place.device)
+            model: Any = LlamaForCausalLM(shape)
+            model.to(place.device)
             print(f"teacher: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
             objective = NextToken(model, torch.bfloat16 if on_gpu else None)
             if self.compile:
@@ -236,9 +246,10 @@ class Experiment:
         return True
 
 
-def write_results(out: Path, results: Path, facts: dict[str, Any]) -> None:
+def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -> None:
     """Writes a line per model, tables, curves and figures of all conversions that have been evaluated."""
-    found = dict(_evaluations(out))
+    students = out / label
+    found = dict(_evaluations(students))
     teacher = next((one for (_, name), one in found.items() if name == TEACHER), None)
     if teacher is None:
         print("no results yet", file=sys.stderr)
@@ -263,7 +274,7 @@ def write_results(out: Path, results: Path, facts: dict[str, Any]) -> None:
         longest = max(one.by_context)
         positions = {at: round(loss, 4) for at, loss in one.by_context[longest].by_position.items()}
         curves.append(json.dumps({**entry, "by_position": positions}))
-    for metrics in sorted(out.glob("*/metrics.jsonl")) + sorted(out.glob("*/stages/*/metrics.jsonl")):
+    for metrics in [out / "teacher" / METRICS_FILE, *sorted(students.glob(f"*/stages/*/{METRICS_FILE}"))]:
         curve = {"training": metrics.parent.relative_to(out).as_posix(), "lines": condense(read_metrics(metrics), 100)}
         curves.append(json.dumps(curve))
     write_atomically(results / "conversion.jsonl", ("\n".join(lines) + "\n").encode())
@@ -275,7 +286,7 @@ def write_results(out: Path, results: Path, facts: dict[str, Any]) -> None:
             shown[label] = found[step, name]
     draw_by_position(shown, results / "conversion_by_position.png")
     draw_by_context(shown, results / "conversion_by_context.png")
-    for report in sorted(out.glob("all-0/report.html")):
+    for report in sorted(students.glob("all-0/report.html")):
         shutil.copy(report, results / "conversion_all-0.html")
 
 
@@ -290,10 +301,10 @@ SHOWN = {
 }
 
 
-def _evaluations(out: Path) -> Iterator[tuple[tuple[str, str], Evaluation]]:
+def _evaluations(students: Path) -> Iterator[tuple[tuple[str, str], Evaluation]]:
     """By step and model."""
     for step in STEPS:
-        for path in sorted((out / step / "evaluations").glob("*.json")):
+        for path in sorted((students / step / "evaluations").glob("*.json")):
             one = Evaluation.read(path)
             yield (step, one.name), one
 
@@ -341,6 +352,7 @@ def main() -> None:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--teacher-tokens", type=int, help="instead of the scale's")
     parser.add_argument("--teacher-rate", type=float, help="instead of the scale's")
+    parser.add_argument("--label", default="students", help="folder in --out for conversions, one for each --change")
     parser.add_argument(
         "--change", action="append", default=[], help="setting of all conversions, as distill_rate=6e-4"
     )
@@ -352,7 +364,9 @@ def main() -> None:
     changed = {"teacher_tokens": arguments.teacher_tokens, "teacher_rate": arguments.teacher_rate}
     scale = replace(scale, **{name: value for name, value in changed.items() if value is not None})
     changes = {name: json.loads(value) for name, _, value in (change.partition("=") for change in arguments.change)}
-    experiment = Experiment(scale, arguments.corpus, arguments.out, arguments.device, arguments.compile, changes)
+    experiment = Experiment(
+        scale, arguments.corpus, arguments.out, arguments.device, arguments.compile, arguments.label, changes
+    )
     begin = time.monotonic()
     over = threading.Event()
     if arguments.minutes is not None:
@@ -383,7 +397,7 @@ def main() -> None:
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
-        write_results(arguments.out, arguments.results, facts)
+        write_results(arguments.out, arguments.label, arguments.results, facts)
 
 
 if __name__ == "__main__":

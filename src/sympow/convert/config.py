@@ -12,7 +12,6 @@ from sympow.checks import check_at_least, check_at_most, check_choice, check_fin
 from sympow.ops.validation import check_bool, check_positive
 from sympow.train.config import MOST_TOKENS, REASON
 
-LAYERS = ("all", "every-other")
 PRECISIONS = ("auto", "bf16", "fp32")
 SHORT = ("refuse", "drop", "join")
 
@@ -25,7 +24,7 @@ class SwapConfig:
         layers: layers to convert: all, every-other, or their numbers from 0, as in 0,2,5.
         power: p, the even degree of the scores.
         gating: of the state: none, fixed, learned, scalar (one per head and token) or vector.
-        rotary: of queries and keys: fixed (the teacher's own), learned, scale, pairs, none, or auto: fixed if it has one.
+        rotary: of queries and keys: fixed (the teacher's), learned, scale, pairs, none, or auto: fixed if it has one.
         initial_gate: γ that gates start with, as the share of the state that is kept at each token.
     """
 
@@ -42,9 +41,9 @@ class SwapConfig:
         if not 0 < self.initial_gate < 1:
             raise ValueError(f"initial_gate must be above 0 and below 1, got {self.initial_gate}")
 
-    def chosen_layers(self) -> str | list[int]:
+    def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """What `swap_attention` takes: a name, or a list of numbers."""
-        if self.layers in LAYERS:
+        if self.layers == "all" or self.layers == "every-other":
             return self.layers
         numbers = [part.strip() for part in self.layers.split(",")]
         if not all(number.isdecimal() for number in numbers):

@@ -89,10 +89,10 @@ class Matching:
     def compile(self) -> None:
         """Compiles the teacher's layers in parts: hooks around its attention would not run in compiled layers."""
         for number, (of_teacher, of_student) in self.pairs.items():
-            of_student.compile()
+            of_student.compile(dynamic=False)
             for child in self.layers[number].children():
                 if child is not of_teacher:
-                    child.compile()
+                    child.compile(dynamic=False)
 
 
 class Distillation:
@@ -152,8 +152,9 @@ class NextToken:
 
 
 def _compile_layers(model: Any) -> None:
+    """For the shapes of a stage, which has one: layers share one compilation, and a second stage has its own."""
     for layer, _ in decoder_layers(model).values():
-        layer.compile()
+        layer.compile(dynamic=False)
 
 
 def _autocast(inputs: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
