@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prepare_corpus import unpack_shards
 
 from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import Evaluation, difference
@@ -170,6 +169,9 @@ class Experiment:
     def run(self, step: str) -> bool:
         """Whether the step is complete."""
         if step == "data":
+            # Here, since `sympow experiment` loads this file from elsewhere.
+            from prepare_corpus import unpack_shards
+
             if not self.corpus.is_dir() and not (self.data / MANIFEST_FILE).is_file():
                 unpack_shards(self.corpus, self.data)
             return True
