@@ -134,6 +134,9 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
         dropout = float(getattr(attention, "attention_dropout", 0.0) or 0.0)
     width = model.config.get_text_config().hidden_size
     modules = {argument: children[name] for argument, name in names.items()}
+    if "out_dropout" not in names and (p := getattr(attention, "residual_dropout", 0.0)):
+        # Some attention applies it without a module.
+        names["out_dropout"], modules["out_dropout"] = "out_dropout", nn.Dropout(p)
     parts = AttentionParts(modules, names, width, projections, rates, dropout)
     if not any(parameter.is_meta for parameter in attention.parameters()):
         _verify(parts, model, attention, where)

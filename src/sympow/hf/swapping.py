@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
     AutoModel,
@@ -178,6 +179,16 @@ def swapped_layers(model: nn.Module) -> list[int]:
         model: a model of transformers, or one that wraps it, such as peft's.
     """
     return sorted(module.layer_idx for module in model.modules() if isinstance(module, SwappedAttention))
+
+
+def __getattr__(name: str) -> Any:
+    """Classes of swapped models by their names, for `pickle` and for imports: SympowLlamaForCausalLM and others."""
+    base = getattr(transformers, name.removeprefix("Sympow"), None) if name.startswith("Sympow") else None
+    if isinstance(base, type) and issubclass(base, PreTrainedModel) and base.config_class is not None:
+        return swapped_model_class(base)
+    if isinstance(base, type) and issubclass(base, PreTrainedConfig):
+        return swapped_config_class(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # Classes made so far, by those that they were made from.
