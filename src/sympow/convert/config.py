@@ -43,8 +43,10 @@ class SwapConfig:
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """What `swap_attention` takes: a name, or a list of numbers."""
-        if self.layers == "all" or self.layers == "every-other":
-            return self.layers
+        if self.layers == "all":
+            return "all"
+        if self.layers == "every-other":
+            return "every-other"
         numbers = [part.strip() for part in self.layers.split(",")]
         if not all(number.isdecimal() for number in numbers):
             raise ValueError(
@@ -162,8 +164,9 @@ class ExecutionConfig:
         check_choice("precision", self.precision, PRECISIONS)
 
 
-# Settings that a resumed conversion may change, since they do not change what is computed.
-FREE = frozenset({"compile", "recompute", "log_every", "save_every", "tensorboard"})
+# Settings that a resumed conversion may change, since they do not change what is computed. Data are compared by their
+# fingerprint, wherever they are.
+FREE = frozenset({"data", "compile", "recompute", "log_every", "save_every", "tensorboard"})
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     axes.axvline(shortest, color="#8886", linewidth=1)
     axes.set(xscale="log", xlabel="position (tokens)", ylabel="loss (nats per token)")
     axes.xaxis.set_major_formatter(plain_numbers())
-    _limit(axes, evaluations, longest)
+    _limit(axes, [list(one.by_context[longest].by_position.values()) for one in _trained(evaluations)])
     set_title(axes, f"Held-out loss by position; the line is the training context, {shortest:,}")
     _finish(figure, [axes], path)
 
@@ -142,7 +142,7 @@ def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
         axes.plot(contexts, [one.by_context[c].loss for c in contexts], label=name, **styles[name].with_marker)
     axes.set(xlabel="context (tokens)", ylabel="loss (nats per token)")
     set_context_ticks(axes, contexts)
-    _limit(axes, evaluations, max(contexts))
+    _limit(axes, [[one.by_context[c].loss for c in contexts] for one in _trained(evaluations)])
     set_title(axes, "Mean held-out loss by context")
     _finish(figure, [axes], path)
 
@@ -181,12 +181,13 @@ def _styles(evaluations: Mapping[str, Evaluation]) -> dict[str, Style]:
     return styles
 
 
-def _limit(axes: Any, evaluations: Mapping[str, Evaluation], context: int) -> None:
-    """Ends the axis a little above the trained models: an untrained student would flatten the rest."""
-    trained = [one for one in evaluations.values() if one.name != START]
-    losses = [loss for one in trained for loss in one.by_context[context].by_position.values()]
-    losses += [entry.loss for one in trained for entry in one.by_context.values()]
-    finite = [loss for loss in losses if math.isfinite(loss)]
+def _trained(evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
+    return [one for one in evaluations.values() if one.name != START]
+
+
+def _limit(axes: Any, curves: Sequence[Sequence[float]]) -> None:
+    """Ends the axis a little beyond these curves: that of an untrained student would flatten the rest."""
+    finite = [loss for curve in curves for loss in curve if math.isfinite(loss)]
     if finite and max(finite) > min(finite):
         margin = 0.05 * (max(finite) - min(finite))
         axes.set_ylim(min(finite) - margin, max(finite) + margin)
