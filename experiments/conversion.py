@@ -258,10 +258,9 @@ def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -
         return
     lines = [json.dumps({"facts": facts})]
     curves = []
-    for (step, name), one in found.items():
-        if name == TEACHER and one is not teacher:
-            continue
-        entry = {"step": TEACHER if one is teacher else step, "model": name, "tokens": one.tokens}
+    students_alone = [(key, one) for key, one in found.items() if one.name != TEACHER]
+    for (step, name), one in [((TEACHER, TEACHER), teacher), *students_alone]:
+        entry = {"step": step, "model": name, "tokens": one.tokens}
         of_contexts = {}
         for context, measured in one.by_context.items():
             mean, error = difference(measured, teacher.by_context[context])
