@@ -197,3 +197,12 @@ def test_a_teacher_in_bfloat16_gives_a_student_in_bfloat16_trained_in_float32(se
     assert stage[name].dtype == torch.float32
     assert torch.equal(result[name], stage[name].bfloat16())
     assert not torch.equal(stage[name], stage[name].bfloat16().float())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_compiled_in_bf16(teacher, settings, tmp_path):
+    config = settings(layers="1", compile=True, extend_tokens=8 * 128, extend_context=32, save_every=3)
+    assert convert(teacher, config, tmp_path / "out", device="cuda")
+    for stage in ("match", "distill", "extend"):
+        losses = losses_of(tmp_path / "out", stage)
+        assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage
