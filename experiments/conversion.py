@@ -381,24 +381,25 @@ def main() -> None:
         timer.start()
         # Between two steps nothing else handles the signal.
         signal.signal(signal.SIGTERM, lambda *_: over.set())
+    facts = {
+        "scale": arguments.scale,
+        "teacher_tokens": scale.teacher_tokens,
+        "teacher_rate": scale.teacher_rate,
+        "student": {**scale.student, **changes},
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
     for step in steps:
-        if step == "results" or over.is_set():
-            continue
-        complete = experiment.run(step)
+        if over.is_set():
+            break
+        complete = step == "results" or experiment.run(step)
         state = "done" if complete else "interrupted"
         print(f"== {step}: {state} after {time.monotonic() - begin:.0f} s in all", file=sys.stderr, flush=True)
+        if "results" in steps and step not in ("data", "teacher"):
+            # After every step, so that a call that is killed leaves those before.
+            write_results(arguments.out, arguments.label, arguments.results, facts)
         if not complete:
             break
-    if "results" in steps:
-        facts = {
-            "scale": arguments.scale,
-            "teacher_tokens": scale.teacher_tokens,
-            "teacher_rate": scale.teacher_rate,
-            "student": {**scale.student, **changes},
-            "torch": torch.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        }
-        write_results(arguments.out, arguments.label, arguments.results, facts)
 
 
 if __name__ == "__main__":
