@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForTokenClassification,
     PreTrainedConfig,
     PreTrainedModel,
+    modeling_utils,
 )
 from transformers import initialization as init
 
@@ -40,9 +41,6 @@ from sympow.layers.rotations import LearnedRotation
 from sympow.ops.dispatch import Backend, Form
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
-# Errors of gates and rotations accumulate over a sequence; in float32 these small modules cost nothing. With the names
-# of their modules, since transformers also finds a name inside of others, such as gate in gate_proj.
-FLOAT32 = ("gate.gamma_proj", "gate.logit", "rotation.beta_proj", "rotation.theta")
 
 Layers = Literal["all", "every-other"] | list[int] | tuple[int, ...] | range
 
@@ -167,8 +165,7 @@ def swap_attention(
     holders: list[Any] = [module for module in model.modules() if getattr(module, "config", None) is before]
     for module in holders:
         module.config = after
-    model.__class__ = swapped_model_class(type(model))
-    _mark_float32(model)
+    _change_classes(model)
     return model
 
 
@@ -224,6 +221,7 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if not _init_new_weights(module):
             base._init_weights(self, module)
 
+    recorded = {name: kind for name, kind in (base._can_record_outputs or {}).items() if name != "attentions"}
     _MADE[base] = made = type(
         f"Sympow{base.__name__}",
         (base,),
@@ -233,11 +231,14 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` with symmetric power attention in some or all layers (`swap_attention`).",
             "config_class": config_class,
-            "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or ()), *FLOAT32],
+            # Swapped layers never materialise attention weights.
+            "_can_record_outputs": recorded,
             # transformers would copy this package's source into every saved folder.
             "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
         },
     )
+    # Where `__init__` registers what a class of model records, which it does not do for a model whose class is changed.
+    getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})[str(made)] = recorded
     publish(made)
     return made
 
@@ -254,7 +255,7 @@ def _swap_by_record(model: PreTrainedModel, record: SwapRecord) -> None:
     chosen = [index for index in record.layers if not isinstance(found[index], SwappedAttention)]
     made = {index: _make_layer(read_attention(model, index, found[index]), index, record) for index in chosen}
     _put(model, made)
-    _mark_float32(model)
+    _change_classes(model)
 
 
 def _make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> SwappedAttention:
@@ -300,9 +301,25 @@ def _put(model: PreTrainedModel, made: dict[int, SwappedAttention]) -> None:
     install_hook(model.base_model, whole=whole)
 
 
-def _mark_float32(model: PreTrainedModel) -> None:
-    """What `post_init` did for the class before: a model gathers these names from its class once."""
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), *FLOAT32}
+def _change_classes(model: PreTrainedModel) -> None:
+    """Gives a model and its base model the classes of swapped models, and says which modules stay in float32.
+
+    Errors of gates and rotations accumulate over a sequence; in float32 these small modules cost nothing. They are
+    named with their parent, since transformers also finds a name inside of others, such as gate in gate_proj.
+    """
+    for module in list(model.modules()):
+        layers = [layer for layer in module.modules() if isinstance(layer, SwappedAttention)]
+        if not isinstance(module, PreTrainedModel) or not layers:
+            continue
+        if type(module) not in _MADE.values():
+            module.__class__ = swapped_model_class(type(module))
+        parameters = [
+            f"{part}.{name.partition('.')[0]}"
+            for layer in layers
+            for part in ("gate", "rotation")
+            for name, _ in layer.get_submodule(part).named_parameters()
+        ]
+        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), *parameters}
 
 
 def _init_new_weights(module: nn.Module) -> bool:
