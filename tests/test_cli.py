@@ -20,6 +20,7 @@ runner = CliRunner()
 COMMANDS = (
     *(
         "train",
+        "convert",
         "data",
         "generate",
         "state",
@@ -212,6 +213,7 @@ def test_bench_reports_progress():
         ("report", "runs", "--out", "page"),
         ("bench",),
         ("train",),
+        ("convert", "model", "--out", "converted"),
         ("experiment", "figure1"),
     ],
 )
@@ -238,6 +240,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monke
         ("report", "runs"),
         ("bench",),
         ("train",),
+        ("convert", "model"),
         ("experiment", "figure1"),
         ("data", "prepare", "text.txt"),
     ],

@@ -8,6 +8,7 @@ from sympow.layers.gates import ScalarGate
 from sympow.layers.mixers import ConformalAttention
 from sympow.layers.precision import multiply_precisely, project_together
 from sympow.layers.rotations import ScaledRotation
+from sympow.ops.rotary import rotary_rates
 from sympow.ops.window import Window
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -49,7 +50,7 @@ def test_pytorch_accepts_the_operator():
 
 
 def test_elsewhere_every_projection_speaks_for_itself():
-    gate, rotation = ScalarGate(16, 3), ScaledRotation(16, 3, 8, 100)
+    gate, rotation = ScalarGate(16, 3), ScaledRotation(16, 3, rotary_rates(8, 100))
     for projection in (gate.projection, rotation.projection):
         torch.nn.init.normal_(projection.weight)
     x = torch.randn(2, 5, 16)
@@ -95,7 +96,7 @@ class Adapter(torch.nn.Module):
 
 
 def test_projections_are_linear_maps_to_tools():
-    gate, rotation = ScalarGate(16, 3), ScaledRotation(16, 3, 8, 100)
+    gate, rotation = ScalarGate(16, 3), ScaledRotation(16, 3, rotary_rates(8, 100))
     for projection, bias in ((gate.projection, 6.906768), (rotation.projection, None)):
         assert isinstance(projection, torch.nn.Linear)
         assert (projection.in_features, projection.out_features) == (16, 3)

@@ -8,6 +8,7 @@ same numbers. By default they are cached until they would take more memory than 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,7 +16,9 @@ from torch import nn
 
 from sympow.checks import check_choice
 from sympow.deprecated import module_getattr
+from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
+from sympow.layers.rotations import NoRotation
 from sympow.model.gpt import ModelState
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
@@ -71,11 +74,11 @@ class DecodingCache:
         check_cache_policy(cache_policy, model, state)
         if len(state) != len(model.blocks):
             raise ValueError(f"prefix must be of a model with {len(model.blocks)} layers, got {len(state)}")
-        self._cache_policy, self._expected = cache_policy, tokens
         self._backend = model.config.backend
-        self._dtype = activation_dtype(model) if dtype is None else dtype
-        self._gate_per_pair = gates_per_pair(model)
-        self.layers: list[LayerCache] = [self._open(layer, owned) for layer in state]
+        self._room = Room(
+            cache_policy, activation_dtype(model) if dtype is None else dtype, gates_per_pair(model), self._backend
+        )
+        self.layers: list[LayerCache] = [self._room.open(layer, tokens, owned=owned) for layer in state]
 
     @property
     def folded(self) -> bool:
@@ -103,14 +106,8 @@ class DecodingCache:
                 layer.tokens = 0
             return False
         # One layer at a time, so that its old cache is freed before the next layer's new one is allocated.
-        self._expected = None
         for number, layer in enumerate(self.layers):
-            if isinstance(layer, KeyValueCache):
-                self.layers[number] = layer.resized(self._capacity(layer.tokens))
-            elif self._cache_policy == "auto" and layer.tokens >= layer.break_even_tokens:
-                self.layers[number] = self._open_window(layer.close(self._backend), owned=True)
-            else:
-                self.layers[number] = layer.resized(self._capacity(layer.tokens, layer.break_even_tokens))
+            self.layers[number] = self._room.make(layer)
         return True
 
     def fold(self) -> None:
@@ -124,35 +121,65 @@ class DecodingCache:
         """The model's state after the last token. The cache cannot be used afterwards."""
         layers: list[LayerState] = []
         while self.layers:
-            layer = self.layers.pop(0)
-            if isinstance(layer, KeyValueCache) or layer.kv is not None:
-                layers.append(layer.close())
-            else:
-                layers.append(layer.resized(max(1, layer.tokens)))
+            layers.append(closed(self.layers.pop(0)))
         return tuple(layers)
 
+
+@dataclass(frozen=True)
+class Room:
+    """How one layer's cache gets room for more tokens: which kind of cache it is, and how large.
+
+    Attributes:
+        cache_policy: one of CACHE_POLICIES.
+        dtype: of queries, keys and values.
+        gate_per_pair: whether every rotated pair has its own gate.
+        backend: as in `sympow.attention`, for folds.
+    """
+
+    cache_policy: CachePolicy
+    dtype: torch.dtype
+    gate_per_pair: bool
+    backend: str = "auto"
+
     @torch.no_grad()
-    def _open(self, layer: LayerState, owned: bool) -> LayerCache:
+    def open(self, layer: LayerState, tokens: int | None = None, *, owned: bool = False) -> LayerCache:
+        """The cache that continues a layer's state.
+
+        Args:
+            tokens: the number of tokens to be decoded, for which memory is allocated; None: not known.
+            owned: whether the state's tensors may be overwritten, which saves a copy.
+        """
         if isinstance(layer, KeyValueState):
-            return KeyValueCache.open(layer, capacity=self._capacity(layer.length))
+            return KeyValueCache.open(layer, capacity=self._capacity(layer.length, tokens))
         if isinstance(layer, State):
             return self._open_window(layer, owned)
-        if self._cache_policy == "state" or (self._cache_policy == "auto" and layer.tokens >= layer.break_even_tokens):
+        if self.cache_policy == "state" or (self.cache_policy == "auto" and layer.tokens >= layer.break_even_tokens):
             return self._open_window(layer.folded(), owned=True)
-        return layer.resized(self._capacity(layer.tokens, layer.break_even_tokens))
+        return layer.resized(self._capacity(layer.tokens, tokens, layer.break_even_tokens))
+
+    @torch.no_grad()
+    def make(self, cache: LayerCache) -> LayerCache:
+        """A cache with room for more tokens in place of a full one without a state, which is not used any more."""
+        if isinstance(cache, KeyValueCache):
+            return cache.resized(self._capacity(cache.tokens))
+        if self.cache_policy == "auto" and cache.tokens >= cache.break_even_tokens:
+            return self._open_window(cache.close(self.backend), owned=True)
+        return cache.resized(self._capacity(cache.tokens, break_even=cache.break_even_tokens))
 
     def _open_window(self, state: State, owned: bool) -> Window:
-        return Window.open(
-            state, capacity=CAPACITY, dtype=self._dtype, gate_per_pair=self._gate_per_pair, copy=not owned
-        )
+        return Window.open(state, capacity=CAPACITY, dtype=self.dtype, gate_per_pair=self.gate_per_pair, copy=not owned)
 
-    def _capacity(self, held: int, break_even: int | None = None) -> int:
+    def _capacity(self, held: int, expected: int | None = None, break_even: int | None = None) -> int:
         """Tokens to allocate memory for, those held included; at most the break-even, unless the policy is "keys"."""
-        if self._expected is not None:
-            capacity = held + max(1, self._expected)
-        else:
-            capacity = max(held + MIN_FREE_TOKENS, 2 * held)
-        return capacity if break_even is None or self._cache_policy == "keys" else min(capacity, break_even)
+        capacity = max(held + MIN_FREE_TOKENS, 2 * held) if expected is None else held + max(1, expected)
+        return capacity if break_even is None or self.cache_policy == "keys" else min(capacity, break_even)
+
+
+def closed(cache: LayerCache) -> LayerState:
+    """A layer's state after the last token: a `State`, or keys and values. The cache cannot be used afterwards."""
+    if isinstance(cache, KeyValueCache) or cache.kv is not None:
+        return cache.close()
+    return cache.resized(max(1, cache.tokens))
 
 
 def check_cache_policy(cache_policy: str, model: Model, state: ModelState | None = None) -> None:
@@ -214,25 +241,31 @@ def state_nbytes(windows: ModelState) -> int:
 
 def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
     """A window without tokens and without a state for every layer."""
-    windows = []
-    for block in model.blocks:
-        mixer = block.mixer
-        assert isinstance(mixer, ConformalAttention)
-        windows.append(
-            Window.empty(
-                batch,
-                mixer.key_value_heads,
-                mixer.head_dim,
-                mixer.head_dim,
-                mixer.power,
-                rotated=model.config.rotary != "none",
-                capacity=1,
-                dtype=activation_dtype(model),
-                gate_per_pair=gates_per_pair(model),
-                device=mixer.qkv_proj.weight.device,
-            )
-        )
-    return tuple(windows)
+    dtype = activation_dtype(model)
+    mixers = [block.mixer for block in model.blocks]
+    return tuple(
+        empty_window(mixer, batch, dtype, mixer.device) for mixer in mixers if isinstance(mixer, ConformalAttention)
+    )
+
+
+def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, device: torch.device) -> Window:
+    """A window of one layer without tokens and without a state.
+
+    Args:
+        dtype: of queries, keys and values.
+    """
+    return Window.empty(
+        batch,
+        mixer.key_value_heads,
+        mixer.head_dim,
+        mixer.head_dim,
+        mixer.power,
+        rotated=not isinstance(mixer.rotation, NoRotation),
+        capacity=1,
+        dtype=dtype,
+        gate_per_pair=isinstance(mixer.gate, VectorGate),
+        device=device,
+    )
 
 
 def _offloaded(model: Model) -> bool:

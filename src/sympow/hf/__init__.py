@@ -1,4 +1,4 @@
-"""sympow models in transformers: config, models, cache, and conversion to and from native models.
+"""sympow models in transformers: config, models, cache, conversion to and from native models, and `swap_attention`.
 
 `import sympow` registers them with transformers' Auto classes. Names are loaded when they are first asked for, so that
 importing this package does not import transformers.
@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sympow.hf.attention_parts import attention_modules
     from sympow.hf.cache import SympowCache
     from sympow.hf.config import SympowConfig
     from sympow.hf.conversion import (
@@ -20,29 +21,39 @@ if TYPE_CHECKING:
         to_native,
     )
     from sympow.hf.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
+    from sympow.hf.state_layer import StateLayer
+    from sympow.hf.swapping import swap_attention, swapped_layers
 
 _HOMES = {
+    "StateLayer": "state_layer",
     "SympowCache": "cache",
     "SympowConfig": "config",
     "SympowForCausalLM": "modeling",
     "SympowForSequenceClassification": "modeling",
     "SympowModel": "modeling",
+    "attention_modules": "attention_parts",
     "convert_to_native": "conversion",
     "convert_to_transformers": "conversion",
     "from_native": "conversion",
+    "swap_attention": "swapping",
+    "swapped_layers": "swapping",
     "to_fast_tokenizer": "conversion",
     "to_native": "conversion",
 }
 
 __all__ = [
+    "StateLayer",
     "SympowCache",
     "SympowConfig",
     "SympowForCausalLM",
     "SympowForSequenceClassification",
     "SympowModel",
+    "attention_modules",
     "convert_to_native",
     "convert_to_transformers",
     "from_native",
+    "swap_attention",
+    "swapped_layers",
     "to_fast_tokenizer",
     "to_native",
 ]

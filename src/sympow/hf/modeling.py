@@ -30,7 +30,7 @@ from sympow.hf.cache import Segment, SympowCache
 from sympow.hf.config import SympowConfig
 from sympow.hf.packing import packed_offsets
 from sympow.hf.registration import publish
-from sympow.layers.gates import INITIAL_LOGIT, LearnedGate
+from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
@@ -80,7 +80,7 @@ class SympowPreTrainedModel(PreTrainedModel):
             if module.initial_bias is not None:
                 init.constant_(module.bias, module.initial_bias)
         elif isinstance(module, LearnedGate):
-            init.constant_(module.logit, INITIAL_LOGIT)
+            init.constant_(module.logit, module.initial_logit)
         elif isinstance(module, LearnedRotation):
             init.copy_(module.theta, module.initial(module.theta.device))
         else:

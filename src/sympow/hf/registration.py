@@ -1,7 +1,8 @@
-"""Registers sympow's models with transformers' Auto classes once both packages are imported, in either order.
+"""Registers sympow with transformers once both packages are imported, in either order: its models with the Auto
+classes, and its attention function.
 
-Importing sympow must not import transformers, which takes seconds. So an import hook waits for the two modules of
-transformers that define the Auto classes, and then imports those of sympow.hf that register themselves.
+Importing sympow must not import transformers, which takes seconds. So an import hook waits for the modules of
+transformers that define what is registered with, and then imports those of sympow.hf that register themselves.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Module of transformers → the module here that registers its classes with it.
+# Module of transformers → the modules here that register something with it.
 REGISTRARS = {
-    "transformers.models.auto.configuration_auto": "sympow.hf.config",
-    "transformers.models.auto.modeling_auto": "sympow.hf.modeling",
+    "transformers.models.auto.configuration_auto": ("sympow.hf.config", "sympow.hf.swapped_config"),
+    "transformers.models.auto.modeling_auto": ("sympow.hf.modeling",),
+    "transformers.modeling_utils": ("sympow.hf.attention_function",),
 }
 
 
@@ -78,7 +80,8 @@ def _follow(spec: ModuleSpec) -> None:
 def _register(awaited: str) -> None:
     try:
         # If our module is being imported, which imported the awaited one, it registers at its end.
-        import_module(REGISTRARS[awaited])
+        for registrar in REGISTRARS[awaited]:
+            import_module(registrar)
     except ImportError as error:
         # transformers itself works without sympow's models, so this is a warning.
         warnings.warn(f"sympow could not register its models with transformers: {error}", stacklevel=2)

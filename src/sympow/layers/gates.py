@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, check_finite
 from sympow.layers.precision import ConstantTable, FloatLinear, project
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
@@ -68,16 +68,21 @@ class FixedGate(Gate):
 
 
 class LearnedGate(Gate):
-    """One learned γ = σ(logit) per head, the same for every input."""
+    """One learned γ = σ(logit) per head, the same for every input.
 
-    def __init__(self, heads: int) -> None:
+    Args:
+        initial_logit: of γ at first, here and below.
+    """
+
+    def __init__(self, heads: int, initial_logit: float = INITIAL_LOGIT) -> None:
         super().__init__()
+        self.initial_logit = initial_logit
         self.logit = nn.Parameter(torch.empty(heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises γ to about 0.999."""
-        nn.init.constant_(self.logit, INITIAL_LOGIT)
+        """Initialises γ, by default to about 0.999."""
+        nn.init.constant_(self.logit, self.initial_logit)
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:
         logit = self.logit.to(torch.promote_types(self.logit.dtype, torch.float32))
@@ -87,9 +92,9 @@ class LearnedGate(Gate):
 class DataDependentGate(Gate):
     """γ_i = σ(W_γ x_i): base class of the paper's gate and of the one per pair."""
 
-    def __init__(self, width: int, outputs: int) -> None:
+    def __init__(self, width: int, outputs: int, initial_logit: float = INITIAL_LOGIT) -> None:
         super().__init__()
-        self.gamma_proj = FloatLinear(width, outputs, bias=INITIAL_LOGIT)
+        self.gamma_proj = FloatLinear(width, outputs, bias=initial_logit)
 
     @property
     def projection(self) -> nn.Module:
@@ -106,15 +111,15 @@ class DataDependentGate(Gate):
 class ScalarGate(DataDependentGate):
     """γ_i = σ(W_γ x_i), one per head and token: the paper's gate (§3.1)."""
 
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__(width, heads)
+    def __init__(self, width: int, heads: int, initial_logit: float = INITIAL_LOGIT) -> None:
+        super().__init__(width, heads, initial_logit)
 
 
 class VectorGate(DataDependentGate):
     """γ_i = σ(W_γ x_i) for every rotated pair of every head: the "vector gating" of the paper's conclusion."""
 
-    def __init__(self, width: int, heads: int, head_dim: int) -> None:
-        super().__init__(width, heads * (head_dim // 2))
+    def __init__(self, width: int, heads: int, head_dim: int, initial_logit: float = INITIAL_LOGIT) -> None:
+        super().__init__(width, heads * (head_dim // 2), initial_logit)
         self.heads = heads
 
     def by_heads(self, log_gamma: Tensor) -> Tensor:
@@ -136,29 +141,38 @@ class ClampedGate(ScalarGate):
 class HalfGate(DataDependentGate):
     """The paper's gate in the first half of the heads, rounded down, and γ = 1 in the others."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, initial_logit: float = INITIAL_LOGIT) -> None:
         if heads < 2:
             raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
-        super().__init__(width, heads // 2)
+        super().__init__(width, heads // 2, initial_logit)
         self.ungated = heads - heads // 2
 
     def by_heads(self, log_gamma: Tensor) -> Tensor:
         return pad(log_gamma, (0, self.ungated))
 
 
-_MAKERS: dict[str, Callable[[int, int, int], Gate]] = {
-    "none": lambda width, heads, head_dim: NoGate(),
-    "fixed": lambda width, heads, head_dim: FixedGate(heads),
-    "learned": lambda width, heads, head_dim: LearnedGate(heads),
-    "scalar": lambda width, heads, head_dim: ScalarGate(width, heads),
+_MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
+    "none": lambda width, heads, head_dim, initial_logit: NoGate(),
+    "fixed": lambda width, heads, head_dim, initial_logit: FixedGate(heads),
+    "learned": lambda width, heads, head_dim, initial_logit: LearnedGate(heads, initial_logit),
+    "scalar": lambda width, heads, head_dim, initial_logit: ScalarGate(width, heads, initial_logit),
     "vector": VectorGate,
-    "clamped": lambda width, heads, head_dim: ClampedGate(width, heads),
-    "half": lambda width, heads, head_dim: HalfGate(width, heads),
+    "clamped": lambda width, heads, head_dim, initial_logit: ClampedGate(width, heads, initial_logit),
+    "half": lambda width, heads, head_dim, initial_logit: HalfGate(width, heads, initial_logit),
 }
 GATES = tuple(_MAKERS)
 
 
-def make_gate(kind: str, width: int, heads: int, head_dim: int) -> Gate:
-    """The gate called `kind`: one of GATES."""
+def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: float | None = None) -> Gate:
+    """The gate called `kind`: one of GATES.
+
+    Args:
+        initial_gate: γ before training, between 0 and 1, of the kinds that learn it; None: about 0.999.
+    """
     check_choice("gating", kind, GATES)
-    return _MAKERS[kind](width, heads, head_dim)
+    if initial_gate is None:
+        return _MAKERS[kind](width, heads, head_dim, INITIAL_LOGIT)
+    check_finite("initial_gate", initial_gate)
+    if not 0 < initial_gate < 1:
+        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
+    return _MAKERS[kind](width, heads, head_dim, math.log(initial_gate / (1 - initial_gate)))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from sympow.checks import check_choice
 from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.precision import is_plain_projection, project_together
+from sympow.layers.projections import PAIRS, FusedProjections, Pairs, Projections, SeparateProjections
 from sympow.layers.rotations import DataDependentRotation, Rotation, make_rotation
 from sympow.ops.dispatch import Backend, Form, step_gates_unsupported_reason
 from sympow.ops.interface import attention
@@ -84,6 +86,13 @@ class Mixer(nn.Module, ABC):
         rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "scale" is the paper's.
         max_document: N of the rotation rates, the longest document expected.
         bias: whether the projections to queries, keys, values and back have biases.
+        rates: other rotation rates than those of max_document, (head_dim / 2,).
+        initial_gate: γ before training, for gates that learn it; None: about 0.999.
+        projections: modules of another layer, which this one takes over, and how they project (`from_projections`);
+            None: new ones.
+
+    Attributes:
+        projections: how the layer's submodules make queries, keys and values (`sympow.layers.projections`).
     """
 
     backend: Backend = "auto"
@@ -99,15 +108,127 @@ class Mixer(nn.Module, ABC):
         rotary: str = "scale",
         max_document: int = 65_536,
         bias: bool = True,
+        rates: Tensor | None = None,
+        initial_gate: float | None = None,
+        projections: tuple[Projections, Mapping[str, nn.Module]] | None = None,
     ) -> None:
         super().__init__()
         check_positive("max_document", max_document)
         shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
+        self.width = width
         self.heads, self.key_value_heads, self.head_dim = shape.heads, shape.key_value_heads, shape.head_dim
-        self.qkv_proj = nn.Linear(width, (heads + 2 * self.key_value_heads) * self.head_dim, bias=bias)
-        self.out_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
-        self.gate = make_gate(gating, width, self.key_value_heads, self.head_dim)
-        self.rotation = make_rotation(rotary, width, self.key_value_heads, self.head_dim, max_document)
+        if projections is None:
+            self.projections: Projections = FusedProjections(self.heads, self.key_value_heads, self.head_dim)
+            self.qkv_proj = nn.Linear(width, (heads + 2 * self.key_value_heads) * self.head_dim, bias=bias)
+            self.out_proj = nn.Linear(heads * self.head_dim, width, bias=bias)
+        else:
+            self.projections, modules = projections
+            for name, module in modules.items():
+                self.add_module(name, module)
+        self.gate = make_gate(gating, width, self.key_value_heads, self.head_dim, initial_gate)
+        self.rotation = make_rotation(rotary, width, self.key_value_heads, self.head_dim, max_document, rates)
+
+    @classmethod
+    def from_projections(
+        cls,
+        q: nn.Module,
+        k: nn.Module | None,
+        v: nn.Module | None,
+        o: nn.Module,
+        *,
+        width: int,
+        heads: int,
+        key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        rates: Tensor | None = None,
+        rotary: str | None = None,
+        pairs: Pairs = "half",
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        out_dropout: nn.Module | None = None,
+        names: Mapping[str, str] | None = None,
+        **others: Any,
+    ) -> Self:
+        """A layer around the projections of another one, such as a softmax layer of a pretrained model.
+
+        The modules become submodules of the layer as they are, whatever their class: weights stay what they are, and
+        so do their names in a state dict if `names` says so. Gates and rotations are new.
+
+        Args:
+            q, k, v: modules from x (b, t, width) to queries (b, t, h d), keys and values (b, t, h_kv d). With k and v
+                None, q is one for all three, in this order: (b, t, (h + 2 h_kv) d).
+            o: the module from (b, t, h d) to the output (b, t, width).
+            width: size of x and of the output.
+            heads: h; key_value_heads: h_kv, None: as many; head_dim: d, None: width / heads.
+            rates: rotation rates θ (d/2,), such as the `inv_freq` of a rotary embedding.
+            rotary: as in `Mixer`; None: "fixed" with rates, "none" without.
+            pairs: which entries of a head are rotated together: "half" (j and j + d/2, as in most models of
+                transformers) or "interleaved" (2j and 2j + 1).
+            q_norm, k_norm: norms of each query and each key, (…, d) to (…, d), before the rotation.
+            out_dropout: a module that is applied to the output of `o`.
+            names: names of the modules in this layer, by the names of the arguments; by default q_proj, k_proj, v_proj
+                and o_proj, or qkv_proj and o_proj, with q_norm, k_norm and out_dropout.
+            others: power, gating, initial_gate, form, and so on.
+
+        Example:
+            >>> q, k, v, o = (torch.nn.Linear(64, 64) for _ in range(4))
+            >>> layer = ConformalAttention.from_projections(q, k, v, o, width=64, heads=4, gating="none")
+        """
+        if (k is None) != (v is None):
+            raise ValueError("k and v must both be modules, or both None if q projects to all three")
+        if rotary is None:
+            rotary = "none" if rates is None else "fixed"
+        if rotary != "none" and rates is None and "max_document" not in others:
+            raise ValueError(f"rates or max_document must be given for rotary={rotary!r}")
+        given = {"q": q, "k": k, "v": v, "o": o, "q_norm": q_norm, "k_norm": k_norm, "out_dropout": out_dropout}
+        modules = {argument: module for argument, module in given.items() if module is not None}
+        for argument, module in modules.items():
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"{argument} must be a module, got {type(module).__name__}")
+        named = {"q": "qkv_proj" if k is None else "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+        named |= {"q_norm": "q_norm", "k_norm": "k_norm", "out_dropout": "out_dropout"} | dict(names or {})
+        if unknown := sorted(named.keys() - given.keys()):
+            raise ValueError(f"names must be for {', '.join(given)}; got {', '.join(unknown)}")
+        gating = others.get("gating", "scalar")
+        shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
+        how: dict[str, Any] = {
+            "heads": shape.heads,
+            "key_value_heads": shape.key_value_heads,
+            "head_dim": shape.head_dim,
+            "out": named["o"],
+            "out_dropout": None if out_dropout is None else named["out_dropout"],
+            "q_norm": None if q_norm is None else named["q_norm"],
+            "k_norm": None if k_norm is None else named["k_norm"],
+            # Where nothing acts on pairs, their order does not matter.
+            "pairs": pairs if acts_on_pairs(gating, rotary) else "interleaved",
+        }
+        check_choice("pairs", pairs, PAIRS)
+        projections: Projections
+        if k is None:
+            projections = FusedProjections(qkv=named["q"], **how)
+        else:
+            projections = SeparateProjections(q=named["q"], k=named["k"], v=named["v"], **how)
+        layer = cls(
+            width,
+            heads,
+            key_value_heads=key_value_heads,
+            head_dim=head_dim,
+            rotary=rotary,
+            rates=rates,
+            projections=(projections, {named[argument]: module for argument, module in modules.items()}),
+            **others,
+        )
+        weight = next(o.parameters(), None)
+        if weight is not None:
+            # Gates and rotations stay in float32 or better.
+            for new in (layer.gate, layer.rotation):
+                new.to(device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
+        return layer
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return self.projections.device(self)
 
     def forward(
         self,
@@ -135,11 +256,9 @@ class Mixer(nn.Module, ABC):
         Returns:
             y (b, t, width) and the state, or None in its place.
         """
-        if x.ndim != 3 or x.shape[-1] != self.qkv_proj.in_features:
-            raise ValueError(
-                f"x must be (batch, time, {self.qkv_proj.in_features}), the width of the layer; got {tuple(x.shape)}"
-            )
-        q, k, v = self._project(x)
+        if x.ndim != 3 or x.shape[-1] != self.width:
+            raise ValueError(f"x must be (batch, time, {self.width}), the width of the layer; got {tuple(x.shape)}")
+        q, k, v = self.projections.project(self, x)
         for_gate, for_rotation = project_together(x, [self.gate.projection, self.rotation.projection], q.dtype)
         log_gamma = self.gate(x, for_gate)
         theta, beta = self.rotation(x, for_rotation)
@@ -160,20 +279,14 @@ class Mixer(nn.Module, ABC):
             return_state=return_state,
             **({"cu_seqlens": cu_seqlens} if shards is None else {"shards": shards}),
         )
-        return self.out_proj(y.flatten(2)), after
+        return self.projections.output(self, y), after
 
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""
         log_gamma, theta, beta = gate_and_rotate(x, self.gate, self.rotation, self.backend)
-        q, k, v = self._project(x)
+        q, k, v = self.projections.project(self, x)
         y = cache.step(*_in(cache.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
-        return self.out_proj(y.to(q.dtype).flatten(2))
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (b, t, h, d), k and v (b, t, h_kv, d)."""
-        projected = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
-        return q, k, v
+        return self.projections.output(self, y.to(q.dtype))
 
     @abstractmethod
     def _attend(

@@ -46,11 +46,15 @@ class NoRotation(Rotation):
 
 
 class FixedRotation(Rotation):
-    """θ_i = 2π / N^(2(i-1)/d) at every step: RoPE (§2.2)."""
+    """θ at every step: RoPE (§2.2).
 
-    def __init__(self, head_dim: int, max_document: int) -> None:
+    Args:
+        rates: θ (d/2,), here and below.
+    """
+
+    def __init__(self, rates: Tensor) -> None:
         super().__init__()
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
+        self.rates = ConstantTable(rates)
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         return self.rates(x.device), None
@@ -59,10 +63,10 @@ class FixedRotation(Rotation):
 class LearnedRotation(Rotation):
     """θ learned, starting from the fixed rates, the same for every input."""
 
-    def __init__(self, head_dim: int, max_document: int) -> None:
+    def __init__(self, rates: Tensor) -> None:
         super().__init__()
-        self.initial = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
-        self.theta = nn.Parameter(torch.empty(head_dim // 2))
+        self.initial = ConstantTable(rates)
+        self.theta = nn.Parameter(torch.empty(len(rates)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -85,9 +89,9 @@ class DataDependentRotation(Rotation):
             training, and not saved with a model.
     """
 
-    def __init__(self, width: int, outputs: int, head_dim: int, max_document: int) -> None:
+    def __init__(self, width: int, outputs: int, rates: Tensor) -> None:
         super().__init__()
-        self.rates = ConstantTable(rotary_rates(head_dim, max_document, device="cpu"))
+        self.rates = ConstantTable(rates)
         self.beta_proj = FloatLinear(width, outputs)
         self.gradient_scale = 1.0
 
@@ -114,15 +118,15 @@ class DataDependentRotation(Rotation):
 class ScaledRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i), one per head and token: the paper's rotation (§3.2). W_β = 0 is fixed rotary."""
 
-    def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
-        super().__init__(width, heads, head_dim, max_document)
+    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
+        super().__init__(width, heads, rates)
 
 
 class PairRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i) for every rotated pair of every head (§3.2: "independently … each pair")."""
 
-    def __init__(self, width: int, heads: int, head_dim: int, max_document: int) -> None:
-        super().__init__(width, heads * (head_dim // 2), head_dim, max_document)
+    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
+        super().__init__(width, heads * len(rates), rates)
         self.heads = heads
 
     def by_heads(self, beta: Tensor) -> Tensor:
@@ -141,15 +145,14 @@ class SignedRotation(DataDependentRotation):
             count modulo any divisor of `divisions` is exact at every length.
     """
 
-    def __init__(self, width: int, heads: int, head_dim: int, max_document: int, divisions: int = 0) -> None:
-        turned = head_dim // 4
+    def __init__(self, width: int, heads: int, rates: Tensor, divisions: int = 0) -> None:
+        turned = len(rates) // 2
         if not turned:
-            raise ValueError(f"head_dim must be at least 4, so that one of the pairs can be turned; got {head_dim}")
-        super().__init__(width, heads * turned, head_dim, max_document)
-        self.heads, self.still, self.divisions = heads, head_dim // 2 - turned, divisions
-        fixed = rotary_rates(2 * self.still, max_document, device="cpu")
+            raise ValueError(f"head_dim must be at least 4, so that a pair of two can be turned; got {2 * len(rates)}")
         unit = math.pi / divisions if divisions else math.pi / 2
-        self.rates = ConstantTable(torch.cat([fixed, fixed.new_full((turned,), unit)]))
+        # Every other rate: as far apart as those of all pairs together.
+        super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
+        self.heads, self.still, self.divisions = heads, len(rates) - turned, divisions
 
     def by_heads(self, beta: Tensor) -> Tensor:
         steps = beta - 1
@@ -159,19 +162,32 @@ class SignedRotation(DataDependentRotation):
         return pad(steps.unflatten(-1, (self.heads, -1)), (self.still, 0), value=1.0)
 
 
-_MAKERS: dict[str, Callable[[int, int, int, int], Rotation]] = {
-    "none": lambda width, heads, head_dim, max_document: NoRotation(),
-    "fixed": lambda width, heads, head_dim, max_document: FixedRotation(head_dim, max_document),
-    "learned": lambda width, heads, head_dim, max_document: LearnedRotation(head_dim, max_document),
+_MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
+    "fixed": lambda width, heads, rates: FixedRotation(rates),
+    "learned": lambda width, heads, rates: LearnedRotation(rates),
     "scale": ScaledRotation,
     "pairs": PairRotation,
     "signed": SignedRotation,
     "grid": partial(SignedRotation, divisions=GRID),
 }
-ROTATIONS = tuple(_MAKERS)
+ROTATIONS = ("none", *_MAKERS)
 
 
-def make_rotation(kind: str, width: int, heads: int, head_dim: int, max_document: int) -> Rotation:
-    """The rotation called `kind`: one of ROTATIONS."""
+def make_rotation(
+    kind: str, width: int, heads: int, head_dim: int, max_document: int, rates: Tensor | None = None
+) -> Rotation:
+    """The rotation called `kind`: one of ROTATIONS.
+
+    Args:
+        max_document: N of the rates θ_i = 2π / N^(2(i-1)/d), the longest document expected.
+        rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document.
+    """
     check_choice("rotary", kind, ROTATIONS)
-    return _MAKERS[kind](width, heads, head_dim, max_document)
+    if rates is not None and tuple(rates.shape) != (head_dim // 2,):
+        raise ValueError(
+            f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
+            f"got {tuple(rates.shape)}"
+        )
+    if kind == "none":
+        return NoRotation()
+    return _MAKERS[kind](width, heads, rotary_rates(head_dim, max_document, device="cpu") if rates is None else rates)

@@ -277,7 +277,7 @@ def _mixers(model: GPT) -> list[Mixer]:
 
 def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context: int | None) -> LayerCache:
     """A layer's cache of `slots` sequences before their first tokens."""
-    heads, dim, device = mixer.key_value_heads, mixer.head_dim, mixer.qkv_proj.weight.device
+    heads, dim, device = mixer.key_value_heads, mixer.head_dim, mixer.device
     dtype = activation_dtype(model)
     rotated = model.config.rotary != "none"
     if isinstance(mixer, ConformalAttention):

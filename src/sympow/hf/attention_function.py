@@ -1,0 +1,99 @@
+"""`attn_implementation="sympow"`: symmetric power attention in place of softmax in a model as it is, for a quick look.
+
+It has no gates and no state: it attends by (q·k)^p to the keys that the model's cache keeps, so it saves no memory, and
+a model that was trained with softmax gets worse. `sympow.hf.swap_attention` is what to train with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from sympow.ops.interface import attention
+
+NAME = "sympow"
+# Arguments of attention functions of transformers that would change what is computed.
+UNSUPPORTED = ("softcap", "position_bias", "s_aux", "cache", "cu_seq_lens_q")
+
+
+def power_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention in transformers' terms: y (b, t, h, d) and None, since weights are never materialised.
+
+    Args:
+        module: the attention module; p is `sympow_power` of its config, by default 2.
+        query: (b, h, t, d), rotated, of the last t tokens.
+        key, value: (b, h_kv, n, d), rotated, of all tokens.
+        attention_mask: (b, n) bool, False for padding; None: there is none.
+        dropout: must be 0.
+        others: as models pass them; a scale of the scores changes nothing.
+
+    Raises:
+        ValueError: something is asked for that this function does not do; the message names it.
+    """
+    if dropout:
+        raise ValueError(f"attention dropout must be 0 with attn_implementation='{NAME}', got {dropout}")
+    if asked := [name for name in UNSUPPORTED if others.get(name) is not None]:
+        raise ValueError(f"attn_implementation='{NAME}' does not support {', '.join(asked)}")
+    if not (others.get("is_causal") is not False and getattr(module, "is_causal", True)):
+        raise ValueError(f"attn_implementation='{NAME}' is for causal attention; {type(module).__name__} is not")
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(
+                f"attention_mask must be 2-D, 0 for padding, with attn_implementation='{NAME}'; "
+                f"got {tuple(attention_mask.shape)}"
+            )
+        padding = ~attention_mask.to(torch.bool)[:, None, :, None]
+        # Keys of zero have no score.
+        key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
+    power = getattr(module.config, "sympow_power", 2)
+    return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), power), None
+
+
+def power_attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **others: Any,
+) -> Tensor | None:
+    """The padding of all keys, (b, n) bool; None: there is none.
+
+    Args:
+        local_size: of a sliding window, which must have room for all tokens.
+        others: not needed.
+
+    Raises:
+        ValueError: other tokens are to be attended to than all earlier ones.
+    """
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise ValueError(f"past_key_values must be a DynamicCache with attn_implementation='{NAME}'")
+    if local_size is not None and kv_offset + kv_length > local_size:
+        raise ValueError(
+            f"attn_implementation='{NAME}' attends to all tokens: a sliding window of {local_size} is too small for "
+            f"{kv_offset + kv_length}"
+        )
+    if local_size is None and mask_function is not causal_mask_function:
+        raise ValueError(f"attn_implementation='{NAME}' attends to all earlier tokens: it takes no packed documents")
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    return attention_mask[:, -kv_length:]
+
+
+AttentionInterface.register(NAME, power_attention)
+AttentionMaskInterface.register(NAME, power_attention_mask)

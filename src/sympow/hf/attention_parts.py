@@ -1,0 +1,253 @@
+"""Finds the self-attention of a transformers model, and reads how it projects: what a swapped layer takes over.
+
+Modules are recognised by their submodules, and what was read is verified: a probe takes the place of the attention
+function, and the queries, keys and values that it receives are compared with those made from what was read. So a model
+whose attention does something else on the way, such as another layout of rotated pairs, is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from sympow.layers.projections import FusedProjections, Projections, SeparateProjections
+from sympow.ops.rotary import rotate, wrap_angle
+
+# Types of rotary embeddings whose rates are the same for texts of any length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Submodules of attention with a projection each for queries, keys and values, and of attention with one for all.
+SEPARATE = {"q_proj", "k_proj", "v_proj", "o_proj"}
+FUSED = {"c_attn", "c_proj"}
+NORMS = {"q_norm", "k_norm"}
+DROPOUTS = {"attn_dropout", "resid_dropout"}
+# What the probe may be off by, relative to the largest entry: eight bits of a mantissa, and some steps.
+TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class AttentionParts:
+    """What a swapped layer takes over from a softmax layer.
+
+    Attributes:
+        modules: the submodules to take over, by the names of `from_projections`' arguments.
+        names: their names in the softmax layer, by the same.
+        width: size of the residual stream.
+        projections: how they project; with pairs "half" where there is a rotation.
+        rates: rotation rates θ (d/2,) in float64; None: no rotation.
+        dropout: of attention weights in training, which a swapped layer cannot apply.
+    """
+
+    modules: dict[str, nn.Module]
+    names: dict[str, str]
+    width: int
+    projections: Projections
+    rates: Tensor | None
+    dropout: float
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The self-attention modules of a transformers model by the index of their layer, swapped or not.
+
+    Args:
+        model: a model of transformers, or one that wraps it, such as peft's.
+
+    Raises:
+        ValueError: there are none, or several for a layer; the message says what was found.
+    """
+    from sympow.hf.swapped_attention import SwappedAttention
+
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        children = dict(module.named_children())
+        alike = children.keys() >= {"q_proj", "k_proj", "v_proj"} or "c_attn" in children
+        if not (isinstance(module, SwappedAttention) or alike):
+            continue
+        index = getattr(module, "layer_idx", None)
+        if not isinstance(index, int):
+            raise ValueError(f"model has attention without a layer_idx, {name} ({type(module).__name__})")
+        if index in found:
+            raise ValueError(
+                f"model has two attention modules in layer {index}, of which the second is {name} "
+                f"({type(module).__name__}); cross-attention and encoders are not supported"
+            )
+        found[index] = module
+    if not found:
+        raise ValueError(
+            f"model must have self-attention with {', '.join(sorted(SEPARATE))} or with {' and '.join(sorted(FUSED))}; "
+            f"in {type(model).__name__} there is none{_attention_like(model)}"
+        )
+    return dict(sorted(found.items()))
+
+
+def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> AttentionParts:
+    """What a swapped layer takes over from the softmax layer `index`.
+
+    Raises:
+        ValueError: it is attention of another kind; the message says of which.
+    """
+    where = f"layer {index} of model ({type(attention).__name__})"
+    children = dict(attention.named_children())
+    if own := sorted(name for name, _ in attention.named_parameters(recurse=False)):
+        raise ValueError(f"{where} has parameters of its own, {', '.join(own)}, which a swapped layer would drop")
+    if children.keys() >= SEPARATE:
+        allowed, fused = SEPARATE | NORMS, False
+    elif children.keys() >= FUSED:
+        allowed, fused = FUSED | DROPOUTS, True
+    else:
+        raise ValueError(
+            f"{where} must have {', '.join(sorted(SEPARATE))} or {' and '.join(sorted(FUSED))}; "
+            f"it has {', '.join(sorted(children))}"
+        )
+    if unknown := sorted(children.keys() - allowed):
+        raise ValueError(f"{where} has {', '.join(unknown)}, which a swapped layer would drop")
+    arguments = {"c_attn": "q", "c_proj": "o", "resid_dropout": "out_dropout"} if fused else {}
+    arguments |= {} if fused else {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
+    arguments |= {} if fused else {"q_norm": "q_norm", "k_norm": "k_norm"}
+    names = {argument: name for name, argument in arguments.items() if name in children}
+    heads, key_value_heads, head_dim = _head_shape(model, attention)
+    for name in NORMS & children.keys():
+        sizes = {tuple(parameter.shape) for parameter in children[name].parameters()}
+        if sizes - {(head_dim,)}:
+            raise ValueError(f"{where} must have a {name} of each head, of size {head_dim}; its is of {sorted(sizes)}")
+    rates = None if fused else _rates(model, head_dim)
+    how: dict[str, Any] = {
+        "heads": heads,
+        "key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "pairs": "interleaved" if rates is None else "half",
+        "q_norm": names.get("q_norm"),
+        "k_norm": names.get("k_norm"),
+        "out_dropout": names.get("out_dropout"),
+    }
+    projections: Projections
+    if fused:
+        projections = FusedProjections(qkv="c_attn", out="c_proj", **how)
+        dropout = float(getattr(children.get("attn_dropout"), "p", 0.0))
+    else:
+        projections = SeparateProjections(**how)
+        dropout = float(getattr(attention, "attention_dropout", 0.0) or 0.0)
+    width = model.config.get_text_config().hidden_size
+    modules = {argument: children[name] for argument, name in names.items()}
+    if "out_dropout" not in names and (p := getattr(attention, "residual_dropout", 0.0)):
+        # Some attention applies it without a module.
+        names["out_dropout"], modules["out_dropout"] = "out_dropout", nn.Dropout(p)
+    parts = AttentionParts(modules, names, width, projections, rates, dropout)
+    if not any(parameter.is_meta for parameter in attention.parameters()):
+        _verify(parts, model, attention, where)
+    return parts
+
+
+def _head_shape(model: PreTrainedModel, attention: nn.Module) -> tuple[int, int, int]:
+    """h, h_kv and d."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(attention, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, head_dim
+
+
+def _rotary_embedding(model: PreTrainedModel) -> nn.Module:
+    found = [module for module in model.modules() if "RotaryEmbedding" in type(module).__name__]
+    if len(found) != 1 or not hasattr(found[0], "inv_freq"):
+        kinds = ", ".join(sorted({type(module).__name__ for module in found})) or "none"
+        raise ValueError(f"model must have one rotary embedding with an inv_freq for all layers; found {kinds}")
+    return found[0]
+
+
+def _rates(model: PreTrainedModel, head_dim: int) -> Tensor:
+    """The rotation rates of the model's config, (d/2,) float64."""
+    rotary: Any = _rotary_embedding(model)
+    kind = getattr(rotary, "rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise ValueError(
+            f"model must have a rope_type of {', '.join(ROPE_TYPES)}, whose rates are the same for texts of any "
+            f"length, since a state holds keys that were rotated before; got {kind!r}"
+        )
+    # Made again from the config: those of the model may be on the meta device, or rounded with its weights.
+    with torch.device("cpu"):
+        rates = type(rotary)(rotary.config).inv_freq.detach().to(torch.float64)
+    if len(rates) != head_dim // 2:
+        raise ValueError(
+            f"model must rotate heads as a whole, by {head_dim // 2} rates for {head_dim} entries; got {len(rates)}"
+        )
+    present = rotary.inv_freq
+    if not present.is_meta and not torch.allclose(present.detach().to("cpu", torch.float64), rates, 0.01, 0.0):
+        raise ValueError("model has an inv_freq that is not that of its config, so that it could not be loaded again")
+    return rates
+
+
+def _attention_like(model: nn.Module) -> str:
+    """Modules called attention, for a message."""
+    kinds = {}
+    for module in model.modules():
+        if "attention" in type(module).__name__.lower():
+            kinds[type(module).__name__] = ", ".join(name for name, _ in module.named_children())
+    return "".join(f"; {kind} has {children or 'no submodules'}" for kind, children in kinds.items())
+
+
+_PROBE = "sympow_probe"
+_CAPTURED: list[tuple[Tensor, Tensor, Tensor]] = []
+
+
+def _probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Takes the place of an attention function: keeps what it is given, and returns the queries."""
+    _CAPTURED.append((query, key, value))
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_PROBE, _probe)
+
+
+@torch.no_grad()
+def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
+    """Raises unless the module makes the queries, keys, values and outputs that `parts` describe."""
+    weight = next(attention.parameters())
+    length, how = 5, parts.projections
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, length, parts.width, generator=generator).to(weight.device, weight.dtype)
+    expected = [y.transpose(1, 2) for y in how.project(attention, x)]
+    arguments: dict[str, Any] = {"attention_mask": None}
+    if parts.rates is not None:
+        rotary: Any = _rotary_embedding(model)
+        positions = torch.arange(length, device=x.device).unsqueeze(0)
+        arguments["position_embeddings"] = rotary(x, positions)
+        angles = wrap_angle(torch.arange(length, dtype=torch.float64)[:, None] * parts.rates).to(x.device)
+        scale = float(getattr(rotary, "attention_scaling", 1.0))
+        # The probe gets entries in the order of the model.
+        expected[:2] = [_halves(rotate(y, angles)) * scale for y in expected[:2]]
+    missing = sorted(arguments.keys() - inspect.signature(attention.forward).parameters.keys())
+    if missing:
+        raise ValueError(f"{where} must take {', '.join(missing)}, as attention of transformers does")
+    config: Any = attention.config
+    training = attention.training
+    probed = copy.copy(config)
+    probed._attn_implementation = _PROBE
+    _CAPTURED.clear()
+    try:
+        attention.config = probed
+        attention.eval()
+        y = attention(x, **arguments)[0]
+    finally:
+        attention.config = config
+        attention.train(training)
+        captured, _CAPTURED[:] = list(_CAPTURED), []
+    if len(captured) != 1:
+        raise ValueError(f"{where} must call transformers' attention interface once, got {len(captured)} calls")
+    wanted = [*expected, how.output(attention.eval(), captured[0][0].transpose(1, 2))]
+    attention.train(training)
+    for what, got, want in zip(("queries", "keys", "values", "outputs"), (*captured[0], y), wanted, strict=True):
+        if got.shape != want.shape or not bool((got - want).abs().amax() <= TOLERANCE * want.abs().amax()):
+            raise ValueError(
+                f"{where} does not make its {what} in the way that its submodules suggest "
+                f"({', '.join(parts.names.values())}): a swapped layer would compute something else"
+            )
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Pairs next to each other, (…, d), to entries j and j + d/2."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -1,0 +1,212 @@
+"""`StateLayer`: the cache of a swapped layer, beside the keys and values of softmax layers in a `DynamicCache`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from sympow.generation.cache import CachePolicy, Room, closed, empty_window
+from sympow.layers.gates import VectorGate
+from sympow.layers.mixers import ConformalAttention, LayerCache
+from sympow.ops.state import State
+from sympow.ops.window import Window
+
+
+class StateLayer(CacheLayerMixin):
+    """The past of one swapped layer: a state, or keys and values while these take less memory.
+
+    Args:
+        cache_policy: as in `sympow.hf.SympowCache`.
+
+    Attributes:
+        past: a `State`, a `Window`, or None before the first token.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache_policy: CachePolicy = "auto", **ignored: Any) -> None:
+        super().__init__()
+        self.cache_policy = cache_policy
+        self.past: State | Window | None = None
+        # Whether `past` is a window with room for more tokens, which `step` updates in place.
+        self._open = False
+        self._length = 0
+
+    def start(self, layer: ConformalAttention, x: Tensor) -> State | Window | None:
+        """What a prefill of x (b, t, width) continues. It is not modified."""
+        self._close()
+        if torch.is_grad_enabled():
+            if self.cache_policy == "keys":
+                raise ValueError(
+                    "cache_policy='keys' is for calls under torch.no_grad(): only states support gradients"
+                )
+            return self.past.folded() if isinstance(self.past, Window) else self.past
+        tokens, keys_only = x.shape[1], self.cache_policy == "keys"
+        if isinstance(self.past, Window):
+            outgrown = self.past.tokens + tokens > self.past.break_even_tokens
+            return self.past.folded() if outgrown and not keys_only else self.past
+        if self.past is None and self.cache_policy != "state":
+            window = empty_window(layer, x.shape[0], _activation_dtype(x), x.device)
+            return window if keys_only or tokens <= window.break_even_tokens else None
+        return self.past
+
+    def advance(self, past: State | Window, tokens: int) -> None:
+        """Takes the state after some more tokens, which were prefilled."""
+        self.past, self._open, self.is_initialized = past, False, True
+        self._length += tokens
+
+    @property
+    def can_step(self) -> bool:
+        """Whether the next token can be decoded by `step`."""
+        return self.past is not None
+
+    def step(self, layer: ConformalAttention, x: Tensor) -> Window:
+        """The window with which one more token is decoded, and which that updates in place."""
+        assert self.past is not None
+        dtype = _activation_dtype(x)
+        room = Room(self.cache_policy, dtype, isinstance(layer.gate, VectorGate), layer.backend)
+        past = self.past
+        window: LayerCache
+        if not self._open or isinstance(past, State):
+            # A prefill's state belongs to this cache alone, so that it may be overwritten, unless autograd needs it.
+            window = room.open(past, owned=not (isinstance(past, State) and past.requires_grad))
+        elif past.count.is_inference() and not torch.is_inference_mode_enabled():
+            # Outside of inference mode, tensors that were made in it cannot be updated in place.
+            window = past.clone()
+        else:
+            window = past
+        assert isinstance(window, Window)
+        if window.tokens == window.capacity and window.kv is None:
+            window = room.make(window)
+            assert isinstance(window, Window)
+        self.past, self._open = window, True
+        self._length += 1
+        return window
+
+    def _close(self) -> None:
+        """Turns an open window into what `start` may return."""
+        if self._open:
+            assert isinstance(self.past, Window)
+            past = closed(self.past)
+            assert isinstance(past, State | Window)
+            self.past, self._open = past, False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, free positions for tokens to come included."""
+        return 0 if self.past is None else self.past.nbytes
+
+    @property
+    def batch_size(self) -> int:
+        """The number of sequences, or −1 before the first token."""
+        if self.past is None:
+            return -1
+        return self.past.batch if isinstance(self.past, State) else self.past.count.shape[0]
+
+    def get_seq_length(self) -> int:
+        """The number of tokens so far, padding included."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        """The length that an attention mask covers, and its offset."""
+        new = query_length if isinstance(query_length, int) else query_length.shape[0]
+        return self._length + new, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No maximum; the earlier name."""
+        return -1
+
+    def reset(self) -> None:
+        """Empties the cache."""
+        self.past, self._open, self._length, self.is_initialized = None, False, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence i becomes what sequence beam_idx[i] was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some sequences of the batch, which may be repeated and reordered."""
+        if isinstance(self.past, Window):
+            # The kernels' workspace is allocated again.
+            self.past = replace(self.past, workspace=None).select(indices.to(self.past.count.device))
+        elif self.past is not None:
+            self.past = self.past.select(indices.to(self.past.kv.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence, copies next to each other."""
+        if self.past is not None:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuses to remove tokens: a state does not hold them one by one."""
+        if int(tokens_to_remove) != 0 and self.past is not None:
+            raise ValueError(
+                f"tokens_to_remove must be 0, got {int(tokens_to_remove)}: tokens cannot be removed from the state of "
+                "a swapped layer, so assisted generation is not supported"
+            )
+
+    def offload(self) -> None:
+        """Does nothing: a state is small, and stays where it is."""
+
+    def prefetch(self) -> None:
+        """Does nothing."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("lazy_initialization is not supported: a swapped layer itself advances its cache")
+
+    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("update is not supported: a swapped layer itself advances its cache")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(length={self._length}, nbytes={self.nbytes})"
+
+
+def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLayer:
+    """The entry of a cache for the swapped layer `index`.
+
+    Where there is an empty layer of another kind, it is replaced: `generate` and the models make a `DynamicCache` by
+    the types of layers in a config, and a swapped layer is none of them. Only at its first token does a cache meet the
+    layers that use it, whoever made it; empty layers of all kinds say the same about their length.
+
+    Raises:
+        TypeError, ValueError: the cache is of another kind, or has keys and values for this layer.
+    """
+    layers = getattr(cache, "layers", None)
+    if not isinstance(cache, Cache) or not isinstance(layers, list):
+        raise TypeError(f"past_key_values must be a DynamicCache, got {type(cache).__name__}")
+    kind = cache.layer_class_to_replicate
+    while kind is not None and len(layers) <= index:
+        layers.append(kind())
+    layer = layers[index]
+    if isinstance(layer, StateLayer):
+        return layer
+    if layer.is_compileable:
+        raise ValueError(
+            f"past_key_values must be a DynamicCache: layer {index} was swapped, and its state has one implementation; "
+            f"got {type(cache).__name__}"
+        )
+    if layer.get_seq_length():
+        raise ValueError(
+            f"past_key_values must have a state for layer {index}, which was swapped; it has keys and values of "
+            f"{layer.get_seq_length()} tokens, so it was made by another model"
+        )
+    layers[index] = layer = StateLayer(cache_policy)
+    return layer
+
+
+def _activation_dtype(x: Tensor) -> torch.dtype:
+    """Of queries, keys and values made from x."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

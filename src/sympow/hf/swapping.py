@@ -1,0 +1,356 @@
+"""`swap_attention`: symmetric power attention in a pretrained softmax transformer, and how such a model is saved.
+
+A swapped model is of a class of its own, made from the model's class, with a config class made from its config's:
+`SympowLlamaForCausalLM` with `SympowLlamaConfig`. All these configs have one model type, "sympow_swapped", and a field
+`sympow_attention` that says which layers were swapped and with what. So transformers without sympow refuses a saved
+folder, instead of loading a softmax model with the same weights. One model type and not one for each architecture,
+because it can then be registered without importing any of them: the stand-in `SwappedConfig` makes the classes when a
+folder is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    modeling_utils,
+)
+from transformers import initialization as init
+
+from sympow.checks import check_choice
+from sympow.generation.cache import CACHE_POLICIES, CachePolicy
+from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
+from sympow.hf.registration import publish
+from sympow.hf.swapped_attention import SwappedAttention, install_hook
+from sympow.hf.swapped_config import MODEL_TYPE
+from sympow.layers.gates import LearnedGate
+from sympow.layers.precision import FloatLinear
+from sympow.layers.rotations import LearnedRotation
+from sympow.ops.dispatch import Backend, Form
+
+AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
+
+Layers = Literal["all", "every-other"] | list[int] | tuple[int, ...] | range
+
+
+@dataclass(frozen=True)
+class SwapRecord:
+    """What a config says about a swap, as its field `sympow_attention`.
+
+    Attributes:
+        base_model_type: the model type of the softmax model.
+        layers: indices of the layers that were swapped.
+        others: as in `swap_attention`.
+    """
+
+    base_model_type: str
+    layers: tuple[int, ...]
+    power: int
+    gating: str
+    rotary: str
+    initial_gate: float
+    form: Form
+    backend: Backend
+    chunk_size: int | None
+    cache_policy: CachePolicy
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> SwapRecord:
+        """The record in a config.
+
+        Raises:
+            ValueError: there is none, or it is damaged.
+        """
+        values = getattr(config, "sympow_attention", None)
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or values.keys() != names:
+            raise ValueError(f"sympow_attention in the config must have {', '.join(sorted(names))}; got {values!r}")
+        return cls(**{**values, "layers": tuple(values["layers"])})
+
+
+def swap_attention(
+    model: PreTrainedModel,
+    *,
+    power: int = 2,
+    layers: Layers = "all",
+    gating: str = "scalar",
+    rotary: str | None = None,
+    initial_gate: float = 0.999,
+    form: Form = "auto",
+    backend: Backend = "auto",
+    chunk_size: int | None = None,
+    cache_policy: CachePolicy = "auto",
+) -> PreTrainedModel:
+    """Replaces softmax self-attention in a transformers model by symmetric power attention, in place.
+
+    The new layers take over the projections with their biases, norms of queries and keys, the grouping of heads and the
+    rotary embedding with its scaling; they add gates. The model must then be trained, since (q·k)^p weights tokens
+    otherwise than exp(q·k) did: docs/convert.md. A sliding window and dropout of attention weights have no counterpart
+    in the new layers, which attend to all earlier tokens.
+
+    Args:
+        model: a causal language model such as those of Llama, Mistral, Qwen2, Qwen3 and GPT-2, or its base model. Its
+            attention is recognised by its submodules, whatever the architecture is called.
+        power: p, even.
+        layers: "all"; "every-other": layers 1, 3, 5, …; or indices. The others keep softmax, and the keys and values of
+            all tokens in their cache.
+        gating: as in `sympow.ConformalAttention`.
+        rotary: "fixed": the model's own rotary embedding; "scale" or "pairs": with a learned scale β, which is 1 at
+            first; "learned": with learned rates; "none". None: "fixed" where the model has a rotary embedding, else
+            "none".
+        initial_gate: γ at first, for gates that learn it.
+        form, backend, chunk_size: as in `sympow.attention`.
+        cache_policy: as in `sympow.hf.SympowCache`.
+
+    Returns:
+        The model, whose class is now a subclass of what it was, and whose config, a copy, has `sympow_attention`.
+
+    Raises:
+        ValueError, TypeError: the model's attention is of another kind, or an argument is invalid; the message says
+            which. The model is then as it was.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        >>> model = swap_attention(LlamaForCausalLM(config))
+        >>> type(model).__name__, swapped_layers(model)
+        ('SympowLlamaForCausalLM', [0, 1])
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
+    if hasattr(model.config, "sympow_attention"):
+        raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
+    check_choice("cache_policy", cache_policy, CACHE_POLICIES)
+    found = attention_modules(model)
+    chosen = _chosen(layers, sorted(found))
+    parts = {index: read_attention(model, index, found[index]) for index in chosen}
+    if rotary is None:
+        rotary = "none" if parts[chosen[0]].rates is None else "fixed"
+    if (dropout := max(part.dropout for part in parts.values())) > 0:
+        warnings.warn(
+            f"model has attention dropout {dropout}, which swapped layers do not apply: they never materialise "
+            "attention weights",
+            stacklevel=2,
+        )
+    record = SwapRecord(
+        model.config.model_type,
+        tuple(chosen),
+        power,
+        gating,
+        rotary,
+        float(initial_gate),
+        form,
+        backend,
+        chunk_size,
+        cache_policy,
+    )
+    # All are made before any is put in place, so that an error leaves the model as it was.
+    made = {index: _make_layer(part, index, record) for index, part in parts.items()}
+    _put(model, made)
+    before, after = model.config, copy.deepcopy(model.config)
+    after.__class__ = swapped_config_class(type(before))
+    after.sympow_attention = {**asdict(record), "layers": list(record.layers)}
+    holders: list[Any] = [module for module in model.modules() if getattr(module, "config", None) is before]
+    for module in holders:
+        module.config = after
+    _change_classes(model)
+    return model
+
+
+def swapped_layers(model: nn.Module) -> list[int]:
+    """Indices of the layers whose attention was swapped; empty for another model.
+
+    Args:
+        model: a model of transformers, or one that wraps it, such as peft's.
+    """
+    return sorted(module.layer_idx for module in model.modules() if isinstance(module, SwappedAttention))
+
+
+def __getattr__(name: str) -> Any:
+    """Classes of swapped models by their names, for `pickle` and for imports: SympowLlamaForCausalLM and others."""
+    base = getattr(transformers, name.removeprefix("Sympow"), None) if name.startswith("Sympow") else None
+    if isinstance(base, type) and issubclass(base, PreTrainedModel) and base.config_class is not None:
+        return swapped_model_class(base)
+    if isinstance(base, type) and issubclass(base, PreTrainedConfig):
+        return swapped_config_class(base)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Classes made so far, by those that they were made from.
+_MADE: dict[type, type[Any]] = {}
+
+
+def swapped_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The config class of swapped models with configs of class `base`, registered with the Auto classes."""
+    if base in _MADE:
+        return _MADE[base]
+    _MADE[base] = made = type(f"Sympow{base.__name__}", (base,), {"model_type": MODEL_TYPE, "__module__": __name__})
+    for auto in AUTO_CLASSES:
+        kind: Any = auto._model_mapping.get(base, None)
+        # Where an architecture has several classes for a task, the first is the usual one.
+        kind = kind[0] if isinstance(kind, tuple | list) else kind
+        if kind is not None:
+            auto.register(made, swapped_model_class(kind), exist_ok=True)
+    return made
+
+
+def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The class of swapped models of class `base`."""
+    assert base.config_class is not None
+    config_class = swapped_config_class(base.config_class)
+    if base in _MADE:
+        return _MADE[base]
+
+    def initialise(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        base.__init__(self, config, *args, **kwargs)
+        _swap_by_record(self, SwapRecord.of(config))
+
+    def initialise_weights(self: PreTrainedModel, module: nn.Module) -> None:
+        if not _init_new_weights(module):
+            base._init_weights(self, module)
+
+    recorded = {name: kind for name, kind in (base._can_record_outputs or {}).items() if name != "attentions"}
+    _MADE[base] = made = type(
+        f"Sympow{base.__name__}",
+        (base,),
+        {
+            "__init__": initialise,
+            "_init_weights": torch.no_grad()(initialise_weights),
+            "__module__": __name__,
+            "__doc__": f"`{base.__name__}` with symmetric power attention in some or all layers (`swap_attention`).",
+            "config_class": config_class,
+            # Swapped layers never materialise attention weights.
+            "_can_record_outputs": recorded,
+            # transformers would copy this package's source into every saved folder.
+            "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
+        },
+    )
+    # Where `__init__` registers what a class of model records, which it does not do for a model whose class is changed.
+    getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})[str(made)] = recorded
+    publish(made)
+    return made
+
+
+def _swap_by_record(model: PreTrainedModel, record: SwapRecord) -> None:
+    """Swaps the layers of a new model that is to be loaded or initialised, usually on the meta device."""
+    found = attention_modules(model)
+    missing = [index for index in record.layers if index not in found]
+    if missing:
+        raise ValueError(
+            f"sympow_attention in the config must name layers of the model, 0 to {len(found) - 1}; got {missing}"
+        )
+    # The base model of some classes is made by an Auto class, which has swapped its layers.
+    chosen = [index for index in record.layers if not isinstance(found[index], SwappedAttention)]
+    made = {index: _make_layer(read_attention(model, index, found[index]), index, record) for index in chosen}
+    _put(model, made)
+    _change_classes(model)
+
+
+def _make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> SwappedAttention:
+    how = parts.projections
+    if record.rotary != "none" and parts.rates is None:
+        raise ValueError(f"rotary must be 'none' for a model without a rotary embedding, got {record.rotary!r}")
+    return SwappedAttention.from_projections(
+        parts.modules["q"],
+        parts.modules.get("k"),
+        parts.modules.get("v"),
+        parts.modules["o"],
+        width=parts.width,
+        heads=how.heads,
+        key_value_heads=how.key_value_heads,
+        head_dim=how.head_dim,
+        rates=parts.rates,
+        rotary=record.rotary,
+        pairs="half",
+        q_norm=parts.modules.get("q_norm"),
+        k_norm=parts.modules.get("k_norm"),
+        out_dropout=parts.modules.get("out_dropout"),
+        names=parts.names,
+        power=record.power,
+        gating=record.gating,
+        initial_gate=record.initial_gate,
+        form=record.form,
+        backend=record.backend,
+        chunk_size=record.chunk_size,
+        layer_idx=index,
+        cache_policy=record.cache_policy,
+    )
+
+
+def _put(model: PreTrainedModel, made: dict[int, SwappedAttention]) -> None:
+    """Puts layers in the place of those that they take over from."""
+    found = attention_modules(model)
+    places = {id(module): name for name, module in model.named_modules()}
+    for index, layer in made.items():
+        before = found[index]
+        parent, _, name = places[id(before)].rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.train(before.training))
+    whole = all(isinstance(module, SwappedAttention) for module in attention_modules(model).values())
+    install_hook(model.base_model, whole=whole)
+
+
+def _change_classes(model: PreTrainedModel) -> None:
+    """Gives a model and its base model the classes of swapped models, and says which modules stay in float32.
+
+    Errors of gates and rotations accumulate over a sequence; in float32 these small modules cost nothing. They are
+    named with their parent, since transformers also finds a name inside of others, such as gate in gate_proj.
+    """
+    for module in list(model.modules()):
+        layers = [layer for layer in module.modules() if isinstance(layer, SwappedAttention)]
+        if not isinstance(module, PreTrainedModel) or not layers:
+            continue
+        if type(module) not in _MADE.values():
+            module.__class__ = swapped_model_class(type(module))
+        parameters = [
+            f"{part}.{name.partition('.')[0]}"
+            for layer in layers
+            for part in ("gate", "rotation")
+            for name, _ in layer.get_submodule(part).named_parameters()
+        ]
+        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), *parameters}
+
+
+def _init_new_weights(module: nn.Module) -> bool:
+    """Initialises a gate or rotation; whether the module is one."""
+    if isinstance(module, FloatLinear):
+        init.zeros_(module.weight)
+        if module.initial_bias is not None:
+            init.constant_(module.bias, module.initial_bias)
+    elif isinstance(module, LearnedGate):
+        init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, LearnedRotation):
+        init.copy_(module.theta, module.initial(module.theta.device))
+    else:
+        return False
+    return True
+
+
+def _chosen(layers: Layers, present: list[int]) -> list[int]:
+    """The indices of the layers to be swapped."""
+    if layers == "all":
+        return present
+    if layers == "every-other":
+        return present[1::2]
+    given: Any = layers
+    if not isinstance(given, list | tuple | range):
+        raise ValueError(f"layers must be 'all', 'every-other' or a list of indices; got {layers!r}")
+    for index in layers:
+        if not isinstance(index, int) or isinstance(index, bool):
+            raise TypeError(f"layers must hold integers, got {index!r}")
+        if index not in present:
+            raise ValueError(f"layers must be among {present[0]} to {present[-1]}, got {index}")
+    if not layers or len(set(layers)) < len(layers):
+        raise ValueError(f"layers must name at least one layer, and each once; got {list(layers)}")
+    return sorted(layers)

@@ -1,0 +1,261 @@
+"""Caches of swapped models: decoding, padding, beams and continuation equal a pass over the whole text."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from transformers import DynamicCache, StaticCache
+
+from support import assert_close
+from sympow.hf import StateLayer, attention_modules, swapped_layers
+from sympow.ops.state import State
+from sympow.ops.window import Window
+
+MODELS = ("llama", "mistral-window", "qwen2", "qwen3", "gpt2")
+PADDING = 49
+GREEDY = {"do_sample": False, "pad_token_id": PADDING}
+
+
+def read(model, ids, segments, cache=None):
+    """Logits of a text that is read in segments with a cache, and the cache."""
+    found, start = [], 0
+    for length in segments:
+        out = model(ids[:, start : start + length], past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, start + length
+        found.append(out.logits)
+    return torch.cat(found, dim=1), cache
+
+
+def states(model, cache):
+    return [cache.layers[index] for index in swapped_layers(model)]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("layers", ["all", "every-other", [0]])
+@pytest.mark.parametrize("segments", [[1] * 24, [5, 1, 1, 1, 7, 1, 1, 7]])
+@torch.no_grad()
+def test_a_text_in_segments_gives_what_one_pass_gives(swapped, tokens, kind, layers, segments):
+    model, ids = swapped(kind, layers=layers), tokens(2, 24)
+    expected = model(ids, use_cache=False).logits
+    found, cache = read(model, ids, segments)
+    assert_close(found, expected, 1e-9, "logits")
+    assert cache.get_seq_length() == 24
+    assert {type(layer) for layer in states(model, cache)} == {StateLayer}
+    assert all(layer.get_seq_length() == 24 for layer in cache.layers)
+    kept = [cache.layers[i] for i in range(3) if i not in swapped_layers(model)]
+    assert all(layer.keys is not None for layer in kept)
+
+
+@pytest.mark.parametrize("policy", ["auto", "state", "keys"])
+@torch.no_grad()
+def test_keys_and_values_become_a_state_when_it_is_smaller(swapped, tokens, policy):
+    model, ids = swapped("llama", cache_policy=policy, layers=[0, 2]), tokens(1, 60)
+    expected = model(ids, use_cache=False).logits
+    for segments in ([1] * 60, [3, 50, 1, 6], [60]):
+        found, cache = read(model, ids, segments)
+        assert_close(found, expected, 1e-9, "logits")
+        # 36 features of 9 numbers take less than the keys and values of 60 tokens.
+        for layer in states(model, cache):
+            folded = isinstance(layer.past, State) or layer.past.kv is not None
+            assert folded == (policy != "keys")
+    few, cache = read(model, ids[:, :3], [2, 1])
+    assert_close(few, expected[:, :3], 1e-9, "logits")
+    for layer in states(model, cache):
+        held = isinstance(layer.past, Window) and layer.past.kv is None
+        assert held == (policy != "state")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("layers", ["all", "every-other"])
+@pytest.mark.parametrize("beams", [1, 3])
+@torch.no_grad()
+def test_left_padding_changes_nothing(swapped, tokens, pad_left, kind, layers, beams):
+    model = swapped(kind, layers=layers)
+    texts = [row[:length] for row, length in zip(tokens(3, 8, vocabulary=PADDING), (8, 5, 1), strict=True)]
+    ids, mask = pad_left(texts, token=PADDING)
+    options = {"max_new_tokens": 6, "num_beams": beams, **GREEDY}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for text, row in zip(texts, together, strict=True):
+        alone = model.generate(text[None], **options)[0]
+        assert row[8:].tolist() == alone[len(text) :].tolist()
+
+
+@torch.no_grad()
+def test_the_logits_of_a_padded_text_are_those_of_the_text(swapped, tokens):
+    model, ids = swapped(), tokens(2, 10)
+    expected = model(ids).logits
+    # Padding on the left, on the right and in between.
+    places = torch.tensor([2, 3, 4, 7, 8, 9, 10, 12, 13, 14])
+    padded, mask = torch.full((2, 16), PADDING), torch.zeros(2, 16, dtype=torch.long)
+    padded[:, places], mask[:, places] = ids, 1
+    found = model(padded, attention_mask=mask).logits
+    assert_close(found[:, places], expected, 1e-9, "logits")
+    cache = None
+    for start, stop in ((0, 5), (5, 6), (6, 7), (7, 8), (8, 16)):
+        out = model(padded[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache, use_cache=True)
+        cache, inside = out.past_key_values, (places >= start) & (places < stop)
+        assert_close(out.logits[:, places[inside] - start], expected[:, inside], 1e-9, f"logits from {start}")
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("layers", ["all", "every-other", [0, 1]])
+@torch.no_grad()
+def test_generation_with_a_cache_equals_recomputation(swapped, tokens, kind, beams, layers):
+    model, ids = swapped(kind, layers=layers), tokens(2, 6)
+    options = {"max_new_tokens": 10, "num_beams": beams, "num_return_sequences": beams, **GREEDY}
+    found = model.generate(ids, **options)
+    assert found.tolist() == model.generate(ids, use_cache=False, **options).tolist()
+    assert len(set(found.flatten().tolist())) > 3, "the model repeats itself: choose another seed"
+
+
+@pytest.mark.parametrize("layers", ["all", "every-other"])
+@pytest.mark.parametrize("make_cache", [lambda model: DynamicCache(config=model.config), lambda model: DynamicCache()])
+@torch.no_grad()
+def test_a_given_cache_is_continued(swapped, tokens, layers, make_cache):
+    model, ids = swapped("qwen3", layers=layers), tokens(2, 6)
+    whole = model.generate(ids, max_new_tokens=9, **GREEDY)
+    cache = make_cache(model)
+    first = model.generate(ids, max_new_tokens=4, past_key_values=cache, **GREEDY)
+    assert cache.get_seq_length() == 9
+    fork = copy.deepcopy(cache)
+    for past in (cache, fork):
+        assert model.generate(first, max_new_tokens=5, past_key_values=past, **GREEDY).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@torch.no_grad()
+def test_padding_reaches_swapped_layers_with_any_attention_function(swapped, tokens, implementation):
+    ids = tokens(2, 8)
+    mask = (torch.arange(8) >= torch.tensor([[3], [0]])).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    # Before any softmax layer, since eager attention rounds to float32.
+    for layers, place in (("all", 3), ([0, 1], 2)):
+        model = swapped(layers=layers)
+        expected = model(ids[:1, 3:], output_hidden_states=True).hidden_states[place]
+        model.set_attn_implementation(implementation)
+        found = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True).hidden_states[place]
+        assert_close(found[:1, 3:], expected, 1e-9, "features")
+
+
+@torch.no_grad()
+def test_a_model_without_softmax_makes_no_mask_of_all_pairs(swapped, tokens, monkeypatch):
+    from transformers import masking_utils
+
+    ids, mask = tokens(2, 8), (torch.arange(8) >= torch.tensor([[3], [0]])).long()
+    model, hybrid = swapped(), swapped(layers=[0])
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a mask of all pairs is made")
+
+    monkeypatch.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "sdpa", refuse)
+    model(ids, attention_mask=mask)
+    with pytest.raises(AssertionError, match="a mask of all pairs"):
+        hybrid(ids, attention_mask=mask)
+
+
+@pytest.mark.parametrize("layers", ["all", "every-other"])
+@pytest.mark.parametrize("segments", [[6], [6, 1], [30, 1]])
+@torch.no_grad()
+def test_sequences_of_a_cache_are_selected_and_repeated(swapped, tokens, layers, segments):
+    model, ids = swapped(layers=layers), tokens(3, 40)
+    length = sum(segments)
+    expected = model(ids[:, : length + 2], use_cache=False).logits
+    changes = {
+        "reorder_cache": (torch.tensor([2, 0, 1]), torch.tensor([2, 0, 1])),
+        "batch_select_indices": (torch.tensor([1, 1]), torch.tensor([1, 1])),
+        "batch_repeat_interleave": (2, torch.tensor([0, 0, 1, 1, 2, 2])),
+    }
+    for method, (argument, rows) in changes.items():
+        _, cache = read(model, ids, segments)
+        getattr(cache, method)(argument)
+        found, _ = read(model, ids[rows][:, length : length + 2], [1, 1], cache)
+        assert_close(found, expected[rows][:, -2:], 1e-9, method)
+        for layer in states(model, cache):
+            assert layer.batch_size == len(rows)
+
+
+@torch.no_grad()
+def test_a_reset_cache_is_an_empty_one(swapped, tokens):
+    model, ids = swapped(layers=[0]), tokens(2, 9)
+    expected, cache = read(model, ids, [8, 1])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert cache.layers[0].nbytes == 0
+    again, _ = read(model, ids, [8, 1], cache)
+    assert_close(again, expected, 1e-12, "logits")
+
+
+@torch.no_grad()
+def test_tokens_are_not_removed_from_a_state(swapped, tokens):
+    model = swapped(layers=[1])
+    _, cache = read(model, tokens(1, 5), [5])
+    with pytest.raises(ValueError, match=r"tokens_to_remove must be 0, got -2"):
+        cache.crop(-2)
+    cache.layers[1].crop(0)
+    assert not cache.is_croppable
+    with pytest.raises(TypeError, match="update is not supported"):
+        cache.layers[1].update(None, None)
+
+
+def test_gradients_pass_through_a_cache(swapped, tokens):
+    model, ids = swapped(layers=[0, 2]), tokens(1, 12)
+    weight = attention_modules(model)[0].k_proj.weight
+
+    def gradient(segments):
+        model.zero_grad()
+        logits, _ = read(model, ids, segments)
+        logits.log_softmax(-1)[:, -1, 0].sum().backward()
+        return weight.grad.clone()
+
+    expected = gradient([12])
+    assert expected.abs().max() > 1e-6
+    assert_close(gradient([7, 1, 4]), expected, 1e-9, "gradient", relative=True)
+
+
+@torch.inference_mode()
+def test_a_cache_of_inference_mode_is_used_outside_of_it(swapped, tokens):
+    model, ids = swapped(), tokens(1, 8)
+    expected = model(ids, use_cache=False).logits
+    _, cache = read(model, ids[:, :6], [5, 1])
+    with torch.inference_mode(False), torch.no_grad():
+        found, _ = read(model, ids[:, 6:].clone(), [1, 1], cache)
+    assert_close(found, expected[:, 6:], 1e-9, "logits")
+
+
+@torch.no_grad()
+def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
+    model, ids = swapped(layers=[1]), tokens(1, 4)
+    cases = [
+        (ValueError, "past_key_values must be a DynamicCache", {"past_key_values": StaticCache(model.config, 16)}),
+        (ValueError, "attention_mask must be .batch, tokens so far.", {"attention_mask": torch.ones(1, 1, 4, 4)}),
+        (ValueError, "attention_mask must be .1, at least 4.", {"attention_mask": torch.ones(1, 3)}),
+        (ValueError, "output_attentions must not be set", {"output_attentions": True}),
+    ]
+    for kind, message, given in cases:
+        with pytest.raises(kind, match=message):
+            model(ids, **given)
+    cache = pretrained()(ids, use_cache=True).past_key_values
+    with pytest.raises(
+        ValueError, match="must have a state for layer 1, which was swapped; it has keys and values of 4"
+    ):
+        model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
+        model.generate(ids, max_new_tokens=2, cache_implementation="static", **GREEDY)
+
+
+@pytest.mark.parametrize("layers", ["all", [0, 2]])
+@torch.no_grad()
+def test_packed_documents_do_not_see_each_other(swapped, tokens, layers):
+    model, ids = swapped(layers=layers), tokens(2, 12)
+    lengths = ((5, 7), (12,))
+    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+    found = model(ids, position_ids=positions).logits
+    for row, (text, cuts) in enumerate(zip(ids, lengths, strict=True)):
+        for document, logits in zip(text.split(cuts), found[row].split(cuts), strict=True):
+            assert_close(logits, model(document[None]).logits[0], 1e-9, "logits")
+    with pytest.raises(ValueError, match="not supported with packed documents"):
+        model(ids, position_ids=positions, use_cache=True)
