@@ -178,7 +178,7 @@ def test_a_count_on_the_grid_is_exact_at_any_length(modulus):
 
 
 def test_a_head_needs_two_pairs_to_turn_one():
-    with pytest.raises(ValueError, match="head_dim must be at least 4, so that one of the pairs can be turned; got 2"):
+    with pytest.raises(ValueError, match="head_dim must be at least 4, so that a pair of two can be turned; got 2"):
         make_rotation("grid", WIDTH, HEADS, 2, 100)
 
 
