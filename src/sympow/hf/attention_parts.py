@@ -209,7 +209,8 @@ def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module,
     weight = next(attention.parameters())
     length, how = 5, parts.projections
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, length, parts.width, generator=generator).to(weight.device, weight.dtype)
+    # Not the dtype of the weights, which may be quantized.
+    x = torch.randn(1, length, parts.width, generator=generator).to(weight.device, model.dtype)
     expected = [y.transpose(1, 2) for y in how.project(attention, x)]
     arguments: dict[str, Any] = {"attention_mask": None}
     if parts.rates is not None:

@@ -60,6 +60,8 @@ class SwappedAttention(ConformalAttention):
         Returns:
             (b, t, width) and None, since attention weights are never materialised.
         """
+        if others.get("cache") is not None:
+            raise ValueError("cache must not be given: swapped layers have no paged cache, for continuous batching")
         x, mask, offsets = hidden_states, others.get(MASK), others.get(OFFSETS)
         if past_key_values is None:
             if offsets is None:
