@@ -221,6 +221,9 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if not _init_new_weights(module):
             base._init_weights(self, module)
 
+    # transformers answers these from the source of a class's module, which is that of the base.
+    asked = ("_can_set_attn_implementation", "_can_set_experts_implementation")
+    answers = {name: classmethod(lambda cls, ask=ask: ask()) for name in asked if (ask := getattr(base, name, None))}
     recorded = {name: kind for name, kind in (base._can_record_outputs or {}).items() if name != "attentions"}
     _MADE[base] = made = type(
         f"Sympow{base.__name__}",
@@ -233,6 +236,7 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "config_class": config_class,
             # Swapped layers never materialise attention weights.
             "_can_record_outputs": recorded,
+            **answers,
             # transformers would copy this package's source into every saved folder.
             "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
         },
