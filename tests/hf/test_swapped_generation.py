@@ -234,6 +234,7 @@ def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
         (ValueError, "attention_mask must be .batch, tokens so far.", {"attention_mask": torch.ones(1, 1, 4, 4)}),
         (ValueError, "attention_mask must be .1, at least 4.", {"attention_mask": torch.ones(1, 3)}),
         (ValueError, "output_attentions must not be set", {"output_attentions": True}),
+        (ValueError, "swapped layers have no paged cache", {"cache": object(), "use_cache": False}),
     ]
     for kind, message, given in cases:
         with pytest.raises(kind, match=message):
