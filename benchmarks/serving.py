@@ -77,6 +77,11 @@ def summarise(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     }
 
 
+def tell(what: str, **numbers: float) -> None:
+    """Says on stderr how far it is: a run takes minutes."""
+    print(what, *(f"{name}={value:.6g}" for name, value in numbers.items()), file=sys.stderr, flush=True)
+
+
 # Over HTTP ------------------------------------------------------------------------------------------------------------
 
 
@@ -268,12 +273,16 @@ def time_engine(engine: Engine, prompts: Sequence[list[int]], tokens: int, **mor
 
 def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    start = time.perf_counter()
     with an_engine(options) as engine:
         found["slot_bytes"] = engine.stats().slot_nbytes
+        found["seconds_to_start"] = time.perf_counter() - start
+        tell("engine started", seconds=found["seconds_to_start"])
         if "requests" in options.parts:
             time_engine(engine, prompts_of(options, 4, options.prompt, 1), 4)
             prompts = prompts_of(options, options.requests, options.prompt, 2)
             found["requests"] = time_engine(engine, prompts, options.tokens)
+            tell("engine, requests:", **found["requests"])
         if "shared" in options.parts:
             [context] = prompts_of(options, 1, options.context, 3)
             start = time.perf_counter()
@@ -283,6 +292,7 @@ def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
             questions = prompts_of(options, options.sharing, options.question, 5)
             timed = time_engine(engine, questions, options.tokens, prefix=prefix)
             found["shared"] = {"seconds_to_read": seconds, "context_bytes": prefix.nbytes, **timed}
+            tell("engine, shared:", **found["shared"])
         if options.device == "cuda":
             found["peak_bytes"] = torch.cuda.max_memory_allocated()
     return found
@@ -342,6 +352,7 @@ def measure_transformers(options: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         samples = [sample for batch in batches for sample in generate(model, batch, start)]
         found["requests"] = summarise(samples, time.perf_counter() - start)
+        tell("transformers, requests:", **found["requests"])
     if "shared" in options.parts:
         model = a_model(options.context + options.question + options.tokens)
         context = tensor(prompts_of(options, 1, options.context, 3))
@@ -361,6 +372,7 @@ def measure_transformers(options: argparse.Namespace) -> dict[str, Any]:
             ids = torch.cat([context.expand(len(batch), -1), batch], dim=1)
             samples += generate(model, ids, start, past_key_values=own)
             del own
+            tell("transformers, shared:", requests=len(samples), seconds=time.perf_counter() - start)
         found["shared"] = {"seconds_to_read": seconds, **summarise(samples, time.perf_counter() - start)}
     if options.device == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from sympow.experiments.store import read_results
+from sympow.experiments.sweep import SweepResults
 from sympow.files import write_atomically
+from sympow.report.sweep_report import accuracy_table
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 CURVES = ("softmax", "sympow", "gating", "conformal")
@@ -143,6 +145,20 @@ def tables(results: Results) -> Iterator[str]:
     yield from _variants(read)
     yield from _rotation(read)
     yield from _recall(others)
+
+
+def tracking_tables(folder: Path) -> Iterator[str]:
+    """The tables of sweeps, of those experiments that have results."""
+    titles = {
+        "state_tracking": "State tracking: accuracy in % at 1, 4 and 16 times the training length, mean over seeds",
+        "tracking_remedies": "State tracking beyond the training length: likewise",
+    }
+    for experiment, title in titles.items():
+        rows = list(SweepResults.read(folder, experiment).rows.values())
+        if rows:
+            yield f"### {title}\n"
+            yield from accuracy_table(rows)
+            yield ""
 
 
 def _losses(results: Results) -> Iterator[str]:
@@ -315,7 +331,8 @@ def main() -> None:
     if not begin or not end:
         raise SystemExit(f"{arguments.page} must have the marks {BEGIN} and {END}")
     runs = read_results(arguments.results)
-    written = "\n".join(tables(Results([runs[name].row for name in sorted(runs)])))
+    of_runs = tables(Results([runs[name].row for name in sorted(runs)]))
+    written = "\n".join([*of_runs, *tracking_tables(arguments.results)])
     write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import interpreter
 import sympow
+from sympow.kernels import device_limits
 from sympow.ops import reference
 
 FORMS = ("attention", "chunked", "recurrent")
@@ -236,6 +237,12 @@ def assert_states_close(actual: sympow.State, expected: sympow.State, tolerance:
         tolerance = min(tolerance, 1e-9)
         assert_close(torch.exp(1j * actual.phase).real, torch.exp(1j * expected.phase).real, tolerance, "phase")
         assert_close(torch.exp(1j * actual.phase).imag, torch.exp(1j * expected.phase).imag, tolerance, "phase")
+
+
+def forget_devices() -> None:
+    """Makes the kernels ask torch again which GPUs there are, for tests that replace its answers."""
+    device_limits.device_limits.cache_clear()
+    device_limits.is_hopper.cache_clear()
 
 
 def flipped(content: bytes, bit: int) -> bytes:

@@ -20,6 +20,7 @@ runner = CliRunner()
 COMMANDS = (
     *(
         "train",
+        "convert",
         "data",
         "generate",
         "state",
@@ -103,7 +104,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
     content = json.loads(out.read_text())
     assert content["setting"] == {
         "tokens": 64, "heads": 1, "dim": 4, "power": 2, "dtype": "float32", "device": "cpu", "kv_heads": 1,
-        "shape": None, "gating": ["scalar"],
+        "shape": None, "gating": ["scalar"], "other_dtypes": [],
     }  # fmt: skip
     assert content["environment"]["torch"]
     methods = {(row["method"], row["context"]) for row in content["rows"]}
@@ -212,6 +213,7 @@ def test_bench_reports_progress():
         ("report", "runs", "--out", "page"),
         ("bench",),
         ("train",),
+        ("convert", "model", "--out", "converted"),
         ("experiment", "figure1"),
     ],
 )
@@ -238,6 +240,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monke
         ("report", "runs"),
         ("bench",),
         ("train",),
+        ("convert", "model"),
         ("experiment", "figure1"),
         ("data", "prepare", "text.txt"),
     ],

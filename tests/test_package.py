@@ -24,6 +24,7 @@ LAYERS = (
     ("evaluate", "hf", "bench"),
     ("experiments", "serving"),
     ("report",),
+    ("convert",),
     ("cli",),
     ("__main__",),
 )

@@ -52,6 +52,20 @@ def test_docs_list_every_shape():
     assert {name: tuple(map(int, sizes)) for name, *sizes in rows} == SHAPES
 
 
+def test_dtypes_are_timed_in_turns_and_recorded(tmp_path, monkeypatch):
+    seen = []
+    attend = bench.attention
+    monkeypatch.setattr(bench, "attention", lambda **inputs: (seen.append(inputs["q"].dtype), attend(**inputs))[1])
+    out = tmp_path / "results.json"
+    options = ("--heads", "2", "--dim", "4", "--backend", "torch", "--dtype", "float32", "--dtype", "float16")
+    result = run(*options, "--only", "attention form", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    assert {*seen} == {torch.float32, torch.float16}
+    rows, setting = load_rows(out)
+    assert [row.method for row in rows] == ["attention form, torch", "attention form, torch, float16"]
+    assert (setting.dtype, setting.other_dtypes) == (torch.float32, (torch.float16,))
+
+
 def test_a_shape_is_timed_and_recorded(tmp_path):
     out = tmp_path / "results.json"
     result = run("--shape", "smollm2-135m", "--out", str(out))

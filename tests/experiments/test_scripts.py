@@ -1,14 +1,17 @@
 """The scripts in experiments/: preparing the corpus, and writing tables from results."""
 
 import importlib.util
+import json
 import sys
 import tarfile
 from pathlib import Path
 
 import pytest
 
-from sympow.data import open_dataset
+from sympow.convert.evaluation import Evaluation, LossAtContext
+from sympow.data import open_dataset, prepare
 from sympow.experiments.store import StoredRun, write_table
+from sympow.experiments.sweep import SweepResults
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 
@@ -127,3 +130,73 @@ def test_an_ordering_holds_only_if_it_is_the_authors():
     level = next(line for line in lines if "| p = 4, 1,024 |" in line)
     assert "| +0.000 | +0.10" in level
     assert level.endswith("| none | – |")
+
+
+def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
+    script = load("reproduction_tables")
+    assert list(script.tracking_tables(tmp_path)) == []
+    results = SweepResults(tmp_path, "state_tracking")
+    for name, accuracies in (("gating", [0.5, 0.5]), ("conformal", [1.0, 0.99])):
+        run = f"parity_{name}"
+        numbers = {"learning_rates": [0.1], "best_rate": 0.1, "accuracy": {"64": [accuracies], "256": [[0.5, 0.5]]}}
+        results.rows[run] = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, **numbers}
+        results.curves[run] = {"run": run}
+    results.write()
+    lines = list(script.tracking_tables(tmp_path))
+    assert lines[0].startswith("### State tracking: accuracy in %")
+    assert "| | parity (chance 50) |" in lines
+    assert "| conformal | 99.5, 50.0 |" in lines
+    assert "| gating | 50.0, 50.0 |" in lines
+
+
+def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
+    script = load("conversion")
+
+    def measured(name, tokens, losses):
+        entry = LossAtContext(sum(losses) / 2, losses, losses[1], {"9.5": losses[0]})
+        return Evaluation(name, tokens, {64: entry, 256: entry})
+
+    for seed, loss in enumerate((3.1, 3.2, 3.3)):
+        folder = tmp_path / "students" / f"all-{seed}" / "evaluations"
+        measured("teacher", 0, [2.5, 3.5]).save(folder / "teacher.json")
+        measured("distill", 40, [loss - 0.5, loss + 0.5]).save(folder / "distill.json")
+    (tmp_path / "teacher").mkdir()
+    (tmp_path / "teacher" / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
+    script.write_results(tmp_path, "students", tmp_path / "results", {"scale": "smoke"})
+    tables = (tmp_path / "results" / "conversion.md").read_text()
+    assert "| teacher | | | 3.000 | 3.000 |" in tables
+    assert "| all layers, after stage 2 | 3 | 40 | 3.200 (+0.200 ± 0.100) | 3.200 (+0.200 ± 0.100) |" in tables
+    lines = [json.loads(line) for line in (tmp_path / "results" / "conversion.jsonl").read_text().splitlines()]
+    assert [line.get("step") for line in lines] == [None, "teacher", "all-0", "all-1", "all-2"]
+    last = lines[-1]["by_context"]["256"]
+    assert last == {"loss": 3.3, "late": 3.8, "sequences": 2, "less_teacher": 0.3, "error": 0.0}
+    assert (tmp_path / "results" / "conversion_by_position.png").is_file()
+
+
+def test_no_student_may_see_more_than_a_fifth_of_the_teachers_tokens(tmp_path):
+    script = load("conversion")
+    for scale in script.SCALES.values():
+        conversions = script.Experiment(scale, tmp_path, tmp_path, "cpu", False, "students", {})
+        for step in script.STEPS[2:-1]:
+            recipe = conversions.conversion(step).recipe
+            assert 5 * (recipe.match_tokens + recipe.distill_tokens + recipe.extend_tokens) <= scale.teacher_tokens
+        more = {"distill_tokens": scale.teacher_tokens // 5}
+        with pytest.raises(SystemExit, match="more than a fifth of"):
+            script.Experiment(scale, tmp_path, tmp_path, "cpu", False, "students", more).conversion("all-1")
+
+
+@pytest.mark.slow
+def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    script = load("conversion")
+    (tmp_path / "texts").mkdir()
+    for number in range(8):
+        words = " ".join(f"{(number * 7 + place) % 97} and {place % 13}" for place in range(400))
+        (tmp_path / "texts" / f"{number}.txt").write_text(words)
+    prepare([tmp_path / "texts"], tmp_path / "data", heldout=0.3, tokenizer="bytes", workers=1)
+    words = ["--scale", "smoke", "--corpus", tmp_path / "data", "--out", tmp_path / "out", "--device", "cpu"]
+    words += ["--results", tmp_path / "results", "--no-compile", "--only", "data,teacher,hybrid-0,results"]
+    monkeypatch.setattr(sys, "argv", ["conversion.py", *map(str, words)])
+    script.main()
+    assert "| every other layer, after stage 2 | 1 | 10,240 |" in (tmp_path / "results" / "conversion.md").read_text()
+    assert (tmp_path / "out" / "students" / "hybrid-0" / "model" / "model.safetensors").is_file()

@@ -119,7 +119,7 @@ POINTERS = {
         "*fp64",
     ),
     "whole_ptr": "*i32",
-    "copy_ptr": "*fp16",
+    **dict.fromkeys(["copy_ptr", "token_scale_ptr"], "*fp16"),
     **dict.fromkeys(["pairs_ptr", "count_ptr", "arrivals_ptr"], "*i32"),
     **dict.fromkeys(["document_start_ptr", "document_end_ptr"], "*i32"),
 }

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from triton.runtime import KernelInterface
 
 import sympow.kernels
+from support import forget_devices
 from sympow.kernels import common, hopper
 from sympow.kernels.attention import op as attention_op
 from sympow.kernels.attention.op import fused_attention
@@ -53,8 +54,10 @@ def fake(monkeypatch):
         monkeypatch.setattr(torch.version, "hip", "6.4" if amd else None)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        forget_devices()
 
-    return fake
+    yield fake
+    forget_devices()
 
 
 @cache

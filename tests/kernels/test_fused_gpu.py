@@ -114,9 +114,16 @@ def row_error(x: torch.Tensor, reference: torch.Tensor) -> float:
     return ((x.double() - reference).norm(dim=-1).max() / reference.norm(dim=-1).mean()).item()
 
 
-def compare(*inputs: Inputs, wanted, plain, fused) -> None:
+def in_bfloat16(inputs: Inputs) -> Inputs:
+    """The same with queries, keys and values in bfloat16."""
+    return replace(inputs, q=inputs.q.bfloat16(), k=inputs.k.bfloat16(), v=inputs.v.bfloat16())
+
+
+def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
     """Errors of `fused` against `wanted` in float64, outputs and gradients, as a whole and row by row: at most twice
     those of `plain`, over all inputs together.
+
+    rows: whether single rows are compared.
     """
 
     def joined(call, precision=lambda x: x):
@@ -129,14 +136,17 @@ def compare(*inputs: Inputs, wanted, plain, fused) -> None:
         assert actual[name].isfinite().all(), name
         ours, theirs = error(actual[name], want), error(simple[name], want)
         if theirs != theirs:
-            # In float16 the formula divides by zero where gates are closed, or leaves the range.
+            # In float16 the formula divides by zero where gates are closed, or leaves the range. In bfloat16, which has
+            # three bits less, it does neither.
             assert actual["y"].dtype == torch.float16
-            assert ours <= 2**-8, f"{name}: {ours:.2e}, plain PyTorch gives NaN"
+            coarse = joined(plain, in_bfloat16)[name]
+            theirs = error(coarse, joined(wanted, lambda one: in_bfloat16(one).map(torch.Tensor.double))[name]) / 8
+            assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch an eighth of {8 * theirs:.2e} in bfloat16"
             continue
         # Plain PyTorch sums exactly the gates' gradient, in float64, and float32 is near its own rounding.
         floor = 4e-6 if actual["y"].dtype == torch.float32 else 0.0
         assert ours <= max(2 * theirs, floor), f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
-        if want.ndim == 5:
+        if rows and want.ndim == 5:
             ours, theirs = row_error(actual[name], want), row_error(simple[name], want)
             assert ours <= max(2 * theirs, floor), f"{name}, worst row: {ours:.2e}, plain PyTorch {theirs:.2e}"
 
@@ -223,20 +233,21 @@ def test_gradients_through_states(form, power, dim, value_dim, dtype):
     # Several sequences: in one, the errors of β's gradient are a random walk that may end anywhere.
     inputs = make_inputs(2500, "weak", heads=2, key_heads=1, dim=dim, value_dim=value_dim, batch=4, dtype=dtype)
 
-    def in_two(x):
+    def in_two(x, backend):
         head, state = sympow.attention(
-            **x.time(0, 1100).arguments(), power=power, form=form, backend="triton", return_state=True
+            **x.time(0, 1100).arguments(), power=power, form=form, backend=backend, return_state=True
         )
         tail = sympow.attention(
-            **x.time(1100).arguments(), power=power, form=form, backend="triton", initial_state=state
+            **x.time(1100).arguments(), power=power, form=form, backend=backend, initial_state=state
         )
         return torch.cat([head, tail], dim=1)
 
     compare(
         inputs,
         wanted=lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="torch"),
-        plain=lambda x: run_plain(x, power),
-        fused=in_two,
+        # In float32 the rounding of states is seen, in either backend.
+        plain=lambda x: in_two(x, "torch") if dtype == torch.float32 else run_plain(x, power),
+        fused=lambda x: in_two(x, "triton"),
     )
 
 

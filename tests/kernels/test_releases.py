@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import sympow
+from support import forget_devices
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -27,9 +28,11 @@ def hopper_with(monkeypatch):
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
         monkeypatch.setattr(triton, "__version__", version)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        forget_devices()
         return importlib.import_module("sympow.kernels.hopper")
 
-    return load
+    yield load
+    forget_devices()
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.7.1", "3.8.0", "3.9.0"])

@@ -93,4 +93,7 @@ def test_two_shards_on_a_gpu(gamma):
         wanted=lambda x: run(x, 2, "attention", backend="torch"),
         plain=lambda x: run_plain(x, 2),
         fused=lambda x: in_two(x, 1100, 512),
+        # After a closed gate a state holds few keys, and single queries are almost orthogonal to all of them: their
+        # rows show the rounding of the state to bfloat16.
+        rows=gamma != "closed",
     )

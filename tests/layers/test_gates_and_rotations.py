@@ -74,6 +74,10 @@ def test_rotations_give_rates_and_scales(kind, dtype):
         assert beta is None
         return
     assert theta.shape == (DIM // 2,)
+    if kind in ("signed", "grid"):  # half of the pairs have rotary's rates for so many entries
+        assert torch.equal(theta[:1], sympow.rotary_rates(DIM // 2, 100))
+        assert torch.equal(beta, torch.tensor([1.0, 0.0], dtype=beta.dtype).expand(2, 5, HEADS, 2))
+        return
     if kind == "learned":  # a parameter: its precision is the user's choice
         torch.testing.assert_close(theta, sympow.rotary_rates(DIM, 100, dtype=dtype).to(theta.dtype))
     else:
@@ -93,6 +97,89 @@ def test_scales_are_one_plus_tanh_of_a_projection(kind):
     expected = 1 + torch.tanh(sample() @ rotation.beta_proj.weight.T)
     assert_close(beta.flatten(2), expected, 1e-6, "beta")
     assert ((beta >= 0) & (beta <= 2)).all()
+
+
+def test_a_clamped_gate_is_exactly_one_from_its_first_value_on_and_still_learns():
+    gate = make_gate("clamped", WIDTH, HEADS, DIM)
+    assert not gate(sample()).any()
+    gate = gate.double()
+    torch.nn.init.normal_(gate.gamma_proj.weight)
+    x = sample(torch.float64)
+    logits = x @ gate.gamma_proj.weight.T + gate.gamma_proj.bias
+    ratio = torch.sigmoid(logits) / 0.999
+    log_gamma = gate(x)
+    assert torch.equal(log_gamma == 0, ratio >= 1)
+    assert (log_gamma == 0).any()
+    assert (log_gamma < 0).any()
+    torch.testing.assert_close(log_gamma, ratio.clamp(max=1).log(), rtol=0, atol=1e-12)
+    (gradient,) = torch.autograd.grad(log_gamma.sum(), logits_of(gate), retain_graph=True)
+    torch.testing.assert_close(gradient, torch.sigmoid(-logits).sum((0, 1)), rtol=1e-10, atol=0)
+
+
+def logits_of(gate):
+    """The bias, whose gradient is that of the logits, summed."""
+    return gate.gamma_proj.bias
+
+
+def test_half_of_the_heads_have_the_papers_gate_and_the_others_none():
+    half, all_heads = make_gate("half", WIDTH, HEADS, DIM), make_gate("scalar", WIDTH, HEADS // 2, DIM)
+    torch.nn.init.normal_(half.gamma_proj.weight)
+    all_heads.load_state_dict(half.state_dict())
+    log_gamma = half(sample())
+    assert torch.equal(log_gamma[..., : HEADS // 2], all_heads(sample()))
+    assert not log_gamma[..., HEADS // 2 :].any()
+    with pytest.raises(ValueError, match="key_value_heads must be at least 2 for gating='half', got 1"):
+        make_gate("half", WIDTH, 1, DIM)
+
+
+def turned(kind, dim=12):
+    """Angles of the pairs that are turned, (2, 5, heads, pairs), and the projection they come from."""
+    rotation = make_rotation(kind, WIDTH, HEADS, dim, max_document=100).double()
+    torch.nn.init.normal_(rotation.beta_proj.weight, std=0.2)
+    x = sample(torch.float64)
+    theta, beta = rotation(x)
+    pairs = dim // 4
+    assert beta.shape == (2, 5, HEADS, dim // 2)
+    assert torch.equal(beta[..., :-pairs], torch.ones_like(beta[..., :-pairs]))
+    assert torch.equal(theta[:-pairs], sympow.rotary_rates(2 * (dim // 2 - pairs), 100))
+    projected = (x @ rotation.beta_proj.weight.T).unflatten(-1, (HEADS, pairs))
+    return (beta * theta)[..., -pairs:], projected, rotation
+
+
+def test_signed_angles_are_at_most_a_quarter_turn():
+    angles, projected, _ = turned("signed")
+    torch.testing.assert_close(angles, math.pi / 2 * projected.tanh(), rtol=1e-12, atol=1e-14)
+
+
+def test_grid_angles_are_multiples_of_a_120th_of_a_half_turn():
+    angles, projected, rotation = turned("grid")
+    steps = angles * 120 / math.pi
+    torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-12)
+    assert ((angles - math.pi / 2 * projected.tanh()).abs() <= math.pi / 240 + 1e-12).all()
+    assert len(steps.round().unique()) > 20
+    (gradient,) = torch.autograd.grad(angles.sum(), rotation.beta_proj.weight)
+    expected = torch.einsum("bto,btw->ow", math.pi / 2 * (1 - projected.tanh() ** 2).flatten(2), sample(torch.float64))
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("modulus", [2, 3, 4, 5, 6, 8])
+def test_a_count_on_the_grid_is_exact_at_any_length(modulus):
+    """Steps of nearly π / modulus, as a projection learns them, still add up to the count after a million tokens."""
+    rotation = make_rotation("grid", 1, 1, 4, max_document=100)
+    wanted = math.atanh(min(2 / modulus, 1 - 1e-4))
+    with torch.no_grad():
+        rotation.beta_proj.weight.fill_(wanted * 1.002)
+    theta, beta = rotation(torch.ones(1, 1, 1))
+    length = 1_000_001
+    phase = sympow.ops.rotary.accumulate_phase(theta, beta.expand(1, length, 1, 2))[0, -1, 0, 1]
+    expected = math.pi * (length % modulus) / modulus
+    distance = (phase.item() - expected) % math.pi
+    assert min(distance, math.pi - distance) < 1e-6
+
+
+def test_a_head_needs_two_pairs_to_turn_one():
+    with pytest.raises(ValueError, match="head_dim must be at least 4, so that a pair of two can be turned; got 2"):
+        make_rotation("grid", WIDTH, HEADS, 2, 100)
 
 
 def test_unknown_kinds_are_named():

@@ -5,6 +5,7 @@ import sympow
 from support import assert_close
 from sympow.layers import GATES, ROTATIONS, ConformalAttention, SoftmaxAttention
 from sympow.ops import reference
+from sympow.ops.window import Window
 
 WIDTH = 16
 
@@ -187,3 +188,43 @@ def test_inputs_of_another_shape_are_named(shape):
 def test_mistakes_are_named_when_the_layer_is_made(options, error, message):
     with pytest.raises(error, match=message):
         ConformalAttention(WIDTH, **options)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize(("gating", "rotary"), [("clamped", "grid"), ("half", "signed"), ("scalar", "pairs")])
+def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, gating, rotary, kernel):
+    """Also where a kernel projects them, in whose place is its reference here."""
+    layer = make(ConformalAttention, gating=gating, rotary=rotary, key_value_heads=2)
+    calls = []
+    if kernel:
+        pytest.importorskip("triton", reason="needs Triton")
+        from sympow.kernels.decode.reference import step_gates_reference
+
+        def project(*arguments):
+            calls.append(arguments)
+            return step_gates_reference(*arguments)
+
+        monkeypatch.setattr("sympow.kernels.decode.gate_projection.step_gates", project)
+        monkeypatch.setattr("sympow.layers.mixers.step_gates_unsupported_reason", lambda *_: None)
+    x = sample()
+    whole, _ = layer(x, return_state=False)
+    _, state = layer(x[:, :7])
+    window = Window.open(state, dtype=torch.float64)
+    with torch.no_grad():
+        for i in range(7, 12):
+            assert_close(layer.step(x[:, i : i + 1], window), whole[:, i : i + 1], 1e-9, f"token {i}")
+    assert len(calls) == 5 * kernel
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+@pytest.mark.parametrize(("gating", "rotary"), [("clamped", "grid"), ("half", "signed")])
+def test_every_form_has_the_same_gates_and_rotations(form, gating, rotary):
+    layer = make(ConformalAttention, gating=gating, rotary=rotary, key_value_heads=2)
+    x = sample().requires_grad_()
+    expected, _ = layer(x, return_state=False)
+    (wanted,) = torch.autograd.grad(expected.square().sum(), x)
+    layer.form, layer.chunk_size = form, 5 if form == "chunked" else None
+    y, _ = layer(x, return_state=False)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert_close(y, expected, 1e-9, "y")
+    assert_close(gradient, wanted, 1e-9, "gradient")

@@ -19,9 +19,19 @@ from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
-from sympow.serving import Engine, EngineClosedError, Event, QueueFullError, RequestError, row_sampling, slots
+from sympow.serving import (
+    Engine,
+    EngineClosedError,
+    Event,
+    QueueFullError,
+    RequestError,
+    prefill_graphs,
+    row_sampling,
+    slots,
+)
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
+from sympow.serving.state_buffer import StateBuffer
 
 BOUNDARY = ByteTokenizer.boundary
 SETTINGS = (
@@ -366,18 +376,20 @@ def test_prompts_that_begin_alike_start_from_what_was_read(small):
     assert 0 < stats.prefix_nbytes <= 2**24
 
 
+@pytest.mark.parametrize("padded", [False, True], ids=["eager", "padded for graphs"])
 @pytest.mark.parametrize("second", [48, 40], ids=["beyond a border", "to a border"])
-def test_what_starts_at_a_border_is_rounded_as_alone(second):
+def test_what_starts_at_a_border_is_rounded_as_alone(second, padded):
     """In float32, bit for bit, although a prompt before it read the segment up to the border in part only."""
     model, rng = text_model(dtype=torch.float32, width=32).model, random.Random(5)
     tokens = tuple(rng.randrange(256) for _ in range(second))
     third = (*tokens[:40], *(rng.randrange(256) for _ in range(5)))
+    graphs = prefill_graphs.PrefillGraphs(model, 20, StateBuffer(model)) if padded else None
 
     def read(prompt: tuple[int, ...], known: PrefixCache, kept: PrefixCache) -> Reading:
         reading = Reading(prompt, 20)
         while not reading.finished:
             reading.look_up(known)
-            reading.advance(model, kept)
+            reading.advance(model, kept, graphs)
         return reading
 
     with torch.no_grad():
@@ -492,10 +504,13 @@ def test_closing_finishes_or_cancels_what_is_left(small):
 @pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])
 def test_closing_frees_the_slots_at_once(fails, monkeypatch):
     model = text_model()
+    monkeypatch.setattr("sympow.serving.engine.unsupported_reason", lambda _: None)
     engine = engine_of(model)
     worker = engine._scheduler
     engine.submit("a", max_tokens=6, seed=1).result(60)
-    left = [weakref.ref(x) for x in (worker._slots, worker._sampler, worker._slots.logits, worker._slots._layers[0])]
+    kept = (worker._slots, worker._sampler, worker._prefill_graphs, worker._slots.logits, worker._slots._layers[0])
+    left = [weakref.ref(x) for x in kept]
+    del kept
 
     def broken(*_):
         try:
@@ -510,7 +525,7 @@ def test_closing_frees_the_slots_at_once(fails, monkeypatch):
             with pytest.raises(RequestError, match="no step"):
                 engine.submit("a", max_tokens=6, seed=1).result(60)
         engine.close()
-        assert [reference() for reference in left] == [None] * 4
+        assert [reference() for reference in left] == [None] * 5
         assert repr(engine.failure) == ("RuntimeError('no step')" if fails else "None")
     finally:
         gc.enable()
@@ -587,8 +602,10 @@ def test_nothing_is_left_to_capture_after_warming_up(monkeypatch):
             counts[f"{self.function.func.__name__}{self.function.args}"] += 1
             self.function()
 
-    for module in (row_sampling, slots):
+    for module in (prefill_graphs, row_sampling, slots):
         monkeypatch.setattr(module, "CapturedCall", Counted)
+    monkeypatch.setattr(prefill_graphs, "SHORTEST", 4)
+    monkeypatch.setattr("sympow.serving.engine.unsupported_reason", lambda _: None)
     with engine_of(text_model(layers=1), 5, step_rows=2, window=16) as engine:
         engine._scheduler._device = torch.device("cuda")
         engine._scheduler._slots._capture = True
@@ -597,12 +614,15 @@ def test_nothing_is_left_to_capture_after_warming_up(monkeypatch):
         assert warm == set(counts)
         counts.clear()
         for company in (1, 3, 5):
-            together = [engine.submit("ab", max_tokens=20, seed=n, ignore_boundary=True) for n in range(company)]
+            together = [
+                engine.submit("ab" * (n + 1), max_tokens=20, seed=n, ignore_boundary=True) for n in range(company)
+            ]
             assert all(len(completion.result(60).tokens) == 20 for completion in together)
         for sampling in SETTINGS:
             for logprobs in (None, 2):
                 engine.submit("ab", sampling, max_tokens=2, seed=1, logprobs=logprobs).result(60)
     assert any(name.startswith("_fold") for name in counts)
+    assert {"_prefill_padded(4,)", "_prefill_padded(8,)"} <= set(counts)
     assert set(counts) <= warm
 
 

@@ -42,6 +42,7 @@ class Setting:
         kv_heads: key heads, a divisor of `heads`; None: as many as query heads.
         shape: the model whose heads these are (`sympow.bench.SHAPES`), or None.
         gating: the gates with which `sympow.attention` is timed, each of `GATINGS`.
+        other_dtypes: dtypes in which `sympow.attention` is timed as well, beside `dtype`.
     """
 
     tokens: int = 65_536
@@ -53,9 +54,11 @@ class Setting:
     kv_heads: int | None = None
     shape: str | None = None
     gating: tuple[str, ...] = ("scalar",)
+    other_dtypes: tuple[torch.dtype, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "gating", tuple(self.gating))
+        for name in ("gating", "other_dtypes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.kv_heads is None:
             object.__setattr__(self, "kv_heads", self.heads)
         for name in ("tokens", "heads", "dim", "kv_heads"):
@@ -117,10 +120,11 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
         found["softmax, flash"] = partial(_softmax, SDPBackend.FLASH_ATTENTION)
     else:
         found["softmax"] = partial(_softmax, None)
-    for backend, kind in product(backends, setting.gating):
-        found[f"attention form, {backend}{GATINGS[kind]}"] = partial(_sympow, "attention", backend, kind)
-        if _chunked_reason(setting, backend) is None:
-            found[f"chunked form, {backend}{GATINGS[kind]}"] = partial(_sympow, "chunked", backend, kind)
+    for backend, kind, dtype in product(backends, setting.gating, _dtypes(setting)):
+        name = f"{backend}{GATINGS[kind]}{dtype}"
+        found[f"attention form, {name}"] = partial(_sympow, "attention", backend, kind, _dtypes(setting)[dtype])
+        if _chunked_reason(setting, backend, _dtypes(setting)[dtype]) is None:
+            found[f"chunked form, {name}"] = partial(_sympow, "chunked", backend, kind, _dtypes(setting)[dtype])
     if setting.device == "cuda" and _importable("retention"):
         found["retention, chunked"] = _retention
     if setting.device == "cuda" and _importable("fla.ops.simple_gla"):
@@ -131,21 +135,29 @@ def methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, Method]:
 
 def unsupported_methods(setting: Setting, backends: Sequence[Backend]) -> dict[str, str]:
     """Why methods that other settings have cannot be timed in this one, by name."""
-    reasons = {f"chunked form, {backend}": _chunked_reason(setting, backend) for backend in backends}
+    reasons = {
+        f"chunked form, {backend}{name}": _chunked_reason(setting, backend, dtype)
+        for backend, (name, dtype) in product(backends, _dtypes(setting).items())
+    }
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
-def _chunked_reason(setting: Setting, backend: Backend) -> str | None:
+def _dtypes(setting: Setting) -> dict[str, torch.dtype]:
+    """The dtypes to time, by what they add to the name of a method."""
+    return {"": setting.dtype, **{f", {dtype_name(dtype)}": dtype for dtype in setting.other_dtypes}}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _chunked_reason(setting: Setting, backend: Backend, dtype: torch.dtype) -> str | None:
     """Why the chunked form is not timed.
 
     Where it has no kernels, it runs in plain PyTorch, which may take minutes with a large state. It is timed only if
     that backend was asked for.
     """
-    return (
-        None
-        if backend == "torch"
-        else chunked_unsupported_reason(setting.power, setting.dim, setting.dim, setting.dtype)
-    )
+    return None if backend == "torch" else chunked_unsupported_reason(setting.power, setting.dim, setting.dim, dtype)
 
 
 def run_bench(
@@ -254,7 +266,8 @@ def save_rows(
     rows: Sequence[Row], setting: Setting, command: str, path: Path, unsupported: Mapping[str, str] | None = None
 ) -> None:
     """Writes rows as JSON, with the device, the versions, the command, and why some methods were not timed."""
-    described = {**asdict(setting), "dtype": str(setting.dtype).removeprefix("torch.")}
+    others = [dtype_name(dtype) for dtype in setting.other_dtypes]
+    described = {**asdict(setting), "dtype": dtype_name(setting.dtype), "other_dtypes": others}
     measured, reasons = [asdict(row) for row in rows], dict(unsupported or {})
     save_results(
         path, environment(setting.device), command=command, setting=described, rows=measured, unsupported=reasons
@@ -263,7 +276,7 @@ def save_rows(
 
 def describe(setting: Setting) -> str:
     """The setting in one line."""
-    dtype = str(setting.dtype).removeprefix("torch.")
+    dtype = dtype_name(setting.dtype)
     grouped = setting.group > 1
     heads = f"{setting.heads} query and {setting.kv_heads} key heads" if grouped else f"{setting.heads} heads"
     shape = "" if setting.shape is None else f"{setting.shape}: "
@@ -278,7 +291,9 @@ def load_rows(path: Path) -> tuple[list[Row], Setting]:
     """
     content = read_json(path)
     try:
-        setting = Setting(**{**content["setting"], "dtype": getattr(torch, content["setting"]["dtype"])})
+        described = content["setting"]
+        others = [getattr(torch, name) for name in described.get("other_dtypes", ())]
+        setting = Setting(**{**described, "dtype": getattr(torch, described["dtype"]), "other_dtypes": others})
         rows = [Row(**{**row, **{name: _timing(row[name]) for name in TIMED}}) for row in content["rows"]]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} was not written by sympow bench: {error}") from error
@@ -374,10 +389,18 @@ def _softmax(
 
 
 def _sympow(
-    form: Form, backend: Backend, gating: str, setting: Setting, context: int, inputs: dict[str, Tensor]
+    form: Form,
+    backend: Backend,
+    gating: str,
+    dtype: torch.dtype,
+    setting: Setting,
+    context: int,
+    inputs: dict[str, Tensor],
 ) -> tuple[Call, list[Tensor]]:
     tensors = dict(inputs)
     log_gamma = tensors.pop("log_gamma")
+    if dtype != setting.dtype:
+        tensors = {name: x.detach().to(dtype).requires_grad_(x.requires_grad) for name, x in tensors.items()}
     if gating == "scalar":
         tensors["log_gamma"] = log_gamma
     elif gating == "vector":

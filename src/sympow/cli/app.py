@@ -13,6 +13,7 @@ from sympow import __version__
 from sympow.cli.bench import bench
 from sympow.cli.check import check
 from sympow.cli.common import App
+from sympow.cli.convert import add_convert
 from sympow.cli.data import app as data
 from sympow.cli.evaluate import evaluate
 from sympow.cli.experiment import experiment
@@ -27,6 +28,7 @@ from sympow.invocation import program
 
 app = App(help="Train, run and measure conformal symmetric power transformers.", no_args_is_help=True)
 add_train(app)
+add_convert(app)
 app.add_typer(data, name="data")
 for command in (generate, state, serve, evaluate, report, inspect, info, bench, check, experiment):
     app.command()(command)

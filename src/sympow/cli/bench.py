@@ -42,7 +42,11 @@ def bench(
     dim: Annotated[int | None, typer.Option(help="Head dimension. [default: 64]")] = None,
     power: Annotated[int, typer.Option(help="Power p, even.")] = 2,
     dtype: Annotated[
-        str | None, typer.Option(help=f"Dtype of q, k and v: bfloat16, float16 or float32. {_by_device('dtype')}")
+        list[str] | None,
+        typer.Option(
+            help="Dtype of q, k and v: bfloat16, float16 or float32; repeatable, then softmax is timed in the first. "
+            f"{_by_device('dtype')}"
+        ),
     ] = None,
     gating: Annotated[
         list[str] | None,
@@ -91,10 +95,11 @@ def bench(
             raise ValueError(f"shape cannot be combined with {' or '.join(combined)}: {shape} has its own")
         model = SHAPES[shape]
     runs = sizes.runs if runs is None else runs
-    dtype = dtype or sizes.dtype
+    dtypes = list(dict.fromkeys(dtype or [sizes.dtype]))
     backends: list[Any] = backend or ["auto"]
     check_power(power)
-    check_choice("dtype", dtype, ("bfloat16", "float16", "float32"))
+    for name in dtypes:
+        check_choice("dtype", name, ("bfloat16", "float16", "float32"))
     for name in backends:
         check_choice("backend", name, BACKENDS)
     setting = Setting(
@@ -102,11 +107,12 @@ def bench(
         model.heads,
         model.dim,
         power,
-        getattr(torch, dtype),
+        getattr(torch, dtypes[0]),
         device,
         kv_heads=model.kv_heads,
         shape=shape,
         gating=tuple(gating or ("scalar",)),
+        other_dtypes=tuple(getattr(torch, name) for name in dtypes[1:]),
     )
     if out is not None:
         check_can_write("out", out, "file")

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 # compares both.
 MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
 MIXERS = ("sympow", "softmax")
-GATES = ("none", "fixed", "learned", "scalar", "vector")
-ROTATIONS = ("none", "fixed", "learned", "scale", "pairs")
+GATES = ("none", "fixed", "learned", "scalar", "vector", "clamped", "half")
+ROTATIONS = ("none", "fixed", "learned", "scale", "pairs", "signed", "grid")
 SEGMENT_SIZE = 8_192
 
 # Options of several commands.
@@ -89,6 +89,26 @@ class Command(TyperCommand):
 
         with Reported(ctx.command_path, show_mistake):
             return super().invoke(ctx)
+
+
+def add_deferred(app: App, name: str, description: str | None, make: Callable[[], Any]) -> None:
+    """Adds a command that is made when it is called, since its flags need modules that import torch.
+
+    Args:
+        description: docstring, which the list of commands shows.
+        make: makes the command.
+    """
+
+    class Deferred(Command):
+        def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            with Reported(info_name if parent is None else f"{parent.command_path} {info_name}"):
+                command = make()
+            return command.make_context(info_name, args, parent=parent, **extra)
+
+    def listed() -> None: ...
+
+    listed.__doc__ = description
+    app.command(name, cls=Deferred)(listed)
 
 
 def _renamed(argument: str, flags: set[str]) -> str:

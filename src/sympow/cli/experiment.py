@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,7 +44,7 @@ def experiment(
     Runs that are done are skipped, and interrupted runs are resumed.
     """
     from sympow.experiments.console import Display, print_plan, print_rows
-    from sympow.experiments.grid import SCALES, describe, find_experiments, runs_of
+    from sympow.experiments.grid import SCALES, describe, find_experiments, find_sweeps, runs_of
     from sympow.experiments.runner import RunnerConfig, run_all
     from sympow.experiments.store import Store
 
@@ -54,12 +54,30 @@ def experiment(
         raise ValueError(f"minutes must be above 0, got {minutes:g}")
     if device is not None:
         check_choice("device", device, DEVICES)
-    found = find_experiments(folder)
+    found, sweeps = find_experiments(folder), find_sweeps(folder)
+    known: dict[str, Callable[[Any], Any]] = {**found, **sweeps}
     if name is None:
-        for one, function in found.items():
-            typer.echo(f"{one:16} {describe(function)}")
+        for one in sorted(known):
+            typer.echo(f"{one:18} {describe(known[one])}")
         return
-    check_choice("experiment", name, found)
+    check_choice("experiment", name, known)
+    if name in sweeps:
+        for option, given in (("jobs", jobs != 1), ("data", data is not None), ("out", out is not None)):
+            if given:
+                raise ValueError(f"{option} is not for {name}, whose models are trained together on generated rows")
+        chosen = _chosen(sweeps[name](scale), only)
+        extra = _extra_flags(set_, None, folder)
+        _run_sweeps(
+            name,
+            chosen,
+            _settings(set_ or [], None),
+            plan,
+            minutes,
+            results or RESULTS / scale,
+            device,
+            lambda one: f"sympow experiment {name} --scale {scale} --only {one}{extra}",
+        )
+        return
     size = SCALES[scale]()
     if size.processes > 1 and jobs > 1:
         raise ValueError(f"jobs must be 1 at scale {scale!r}, whose runs take {size.processes} GPUs each; got {jobs}")
@@ -103,6 +121,39 @@ def experiment(
         typer.echo(f"{run} failed; see {log}", err=True)
     if outcome.failed or outcome.interrupted:
         raise typer.Exit(130 if outcome.interrupted else 1)
+
+
+def _run_sweeps(
+    name: str,
+    sweeps: Sequence[Any],
+    changes: dict[str, Any],
+    plan: bool,
+    minutes: float | None,
+    folder: Path,
+    device: str | None,
+    command: Callable[[str], str],
+) -> None:
+    """Runs or plans the sweeps of an experiment.
+
+    Args:
+        changes: settings of all sweeps.
+        folder: of results.
+        command: what repeats one sweep, by its name.
+    """
+    from sympow.experiments.console import Display, print_sweep_plan, print_sweeps
+    from sympow.experiments.sweep import SweepResults, run_sweeps, with_changes
+
+    sweeps = [with_changes(sweep, changes) for sweep in sweeps]
+    stored = SweepResults.read(folder, name)
+    if plan:
+        print_sweep_plan(name, sweeps, stored)
+        return
+    device = choose_device(device)
+    check_can_write("results", folder, "folder")
+    left = run_sweeps(sweeps, stored, device, command, minutes, Display().say)
+    print_sweeps([row for row in stored.rows.values() if row["sweep"] in {sweep.name for sweep in sweeps}])
+    if left:
+        typer.echo(f"{len(left)} of {len(sweeps)} sweeps are left; run the same command to resume", err=True)
 
 
 def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:

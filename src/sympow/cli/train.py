@@ -14,8 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import MODELS, App, Command, Device
-from sympow.cli.errors import Reported
+from sympow.cli.common import MODELS, App, Device, add_deferred
 from sympow.invocation import first_process, may_be_restarted
 
 
@@ -68,22 +67,9 @@ def train(
         typer.echo(f"{folder}")
 
 
-class DeferredTrain(Command):
-    """Placeholder for `sympow train` in the list of commands; a call creates the command with its flags."""
-
-    def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with Reported(info_name if parent is None else f"{parent.command_path} {info_name}"):
-            command = _with_flags()
-        return command.make_context(info_name, args, parent=parent, **extra)
-
-
 def add_train(app: App) -> None:
     """Adds the command to a group."""
-
-    def listed() -> None: ...
-
-    listed.__doc__ = train.__doc__
-    app.command("train", cls=DeferredTrain)(listed)
+    add_deferred(app, "train", train.__doc__, _with_flags)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from typing import Any, Self
 from sympow.experiments.grid import Run, Scale
 from sympow.experiments.runner import Estimator, pack
 from sympow.experiments.store import Store
+from sympow.experiments.sweep import Sweep, SweepResults, best_accuracies
 from sympow.extras import require
 from sympow.train.run_folder import METRICS_FILE
 
@@ -149,6 +150,32 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
             _mean(members, "heldout_loss"),
             f"{statistics.median(speeds):,.0f}" if speeds else "",
         )
+    _console().print(table)
+
+
+def print_sweep_plan(name: str, sweeps: Sequence[Sweep], results: SweepResults) -> None:
+    """Prints the sweeps, their models and tokens, and whether they are done."""
+    table = _table(name, ["sweep", "models", "tokens", "steps", "length", "state"])
+    for sweep in sweeps:
+        state = "done" if results.done(sweep) else "new"
+        table.add_row(
+            sweep.name, str(sweep.members), f"{sweep.tokens:,}", f"{sweep.steps:,}", f"{sweep.length:,}", state
+        )
+    _console().print(table)
+
+
+def print_sweeps(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints accuracies at each length, the mean over seeds and the least, of the best learning rate."""
+    lengths = sorted({length for row in rows for length in best_accuracies(row)})
+    columns = ["task", "sweep", "best rate", *(f"at {length:,}" for length in lengths)]
+    table = _table("Accuracy in the second half of rows, %: mean over seeds (least)", columns)
+    for row in sorted(rows, key=lambda row: (row["task"], row["run"])):
+        found = best_accuracies(row)
+        cells = [
+            f"{100 * statistics.fmean(found[length]):.1f} ({100 * min(found[length]):.1f})" if length in found else ""
+            for length in lengths
+        ]
+        table.add_row(row["task"], row["sweep"], f"{row['best_rate']:g}", *cells)
     _console().print(table)
 
 

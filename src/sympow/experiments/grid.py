@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from sympow.checks import check_at_least, check_choice
+from sympow.experiments.sweep import Sweep
 from sympow.model.config import EXECUTION_OPTIONS, VARIANTS, GPTConfig
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, paper
 
@@ -268,30 +269,42 @@ Experiment = Callable[[Scale], list[Run]]
 
 
 def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
-    """Experiments by name, in alphabetical order.
+    """Experiments that are grids of runs by name, in alphabetical order: functions of one argument `scale`.
 
     Args:
         folder: a folder of Python files; by default `experiments` in the working directory, or that of the checkout
             from which sympow is imported.
     """
+    found = _find_functions(folder, "scale")
+    if not found and not find_sweeps(folder):
+        raise ValueError(
+            f"{folder} has no experiment: a function with the one argument scale or size, in a Python file"
+        )
+    return found
+
+
+def find_sweeps(folder: Path | None = None) -> dict[str, Callable[[str], list[Sweep]]]:
+    """Experiments that are sweeps, likewise: functions of one argument `size`, the name of a scale."""
+    return _find_functions(folder, "size")
+
+
+def _find_functions(folder: Path | None, argument: str) -> dict[str, Callable[[Any], Any]]:
     if folder is None:
         folder = _default_folder()
     elif not folder.is_dir():
         raise ValueError(f"folder must have Python files with experiments, and {folder} is not a folder")
-    found: dict[str, Experiment] = {}
+    found: dict[str, Callable[[Any], Any]] = {}
     for path in sorted(folder.glob("*.py")):
         module = _load(path)
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ != module.__name__ or name.startswith("_"):
                 continue
-            if list(inspect.signature(function).parameters) == ["scale"]:
+            if list(inspect.signature(function).parameters) == [argument]:
                 if name in found:
                     raise ValueError(
                         f"experiment {name!r} is defined twice in {folder}, the second time in {path.name}"
                     )
                 found[name] = function
-    if not found:
-        raise ValueError(f"{folder} has no experiment: a function with the one argument scale, in a Python file")
     return dict(sorted(found.items()))
 
 
@@ -303,7 +316,7 @@ def runs_of(experiment: Experiment, scale: Scale) -> list[Run]:
     return list(runs.values())
 
 
-def describe(experiment: Experiment) -> str:
+def describe(experiment: Callable[..., Any]) -> str:
     """The first line of its docstring."""
     return (inspect.getdoc(experiment) or "").partition("\n")[0]
 

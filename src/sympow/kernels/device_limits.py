@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -83,9 +84,11 @@ def first_fitting(candidates: Sequence[Choice], limits: Limits) -> Choice:
 
 def limits_of(x: Tensor) -> Limits:
     """The limits of the GPU that holds x; those of an H200 for Triton's interpreter."""
-    return device_limits(x.device) if x.is_cuda else H200
+    return device_limits(x.device.index) if x.is_cuda else H200
 
 
+# Cached, as `is_hopper` is: every call of an operator asks several times, and torch takes microseconds for an answer.
+@cache
 def device_limits(device: torch.device | str | int | None) -> Limits:
     """The limits of a GPU."""
     properties: Any = torch.cuda.get_device_properties(device)
@@ -94,6 +97,7 @@ def device_limits(device: torch.device | str | int | None) -> Limits:
     return Limits(properties.shared_memory_per_block_optin, NVIDIA_INSTRUCTIONS.get(properties.major, "mma"))
 
 
+@cache
 def is_hopper(device: torch.device | None) -> bool:
     """Whether a GPU is an NVIDIA Hopper (sm_90). Later GPUs do not have its instructions; and torch gives AMD's gfx90a
     the same capability."""

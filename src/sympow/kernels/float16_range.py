@@ -95,10 +95,13 @@ class KeyRange:
         bound: log2 M_i, (b, h_kv, t) float32.
         scales: of each head, (b, h_kv, SCALES) float32: log2 of the longest key, rounded up; log2 of the largest entry
             of a value, rounded up; and the factors of S, of Z and of the transposed keys that S is computed from.
+        token_scales: the `power_of_two_scale` of each key and of each value, at most 2^14, (b, h_kv, 2, t) float16; or
+            None.
     """
 
     bound: Tensor
     scales: Tensor
+    token_scales: Tensor | None = None
 
     @property
     def of_states(self) -> StateScales:
@@ -141,12 +144,18 @@ def row_exponent(length, bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
 
 
 @triton.jit
-def exponents(length, bound, row_bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
-    """`row_exponent` for log2 M = `bound`, and its change for `row_bound`. 2^(change · POWER) exists."""
+def exponent_change(length, exponent, row_bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
+    """What `row_exponent` for log2 M = `row_bound` adds to an `exponent`: 2^(change · POWER) exists."""
     MOST: tl.constexpr = 120 // POWER
+    change = row_exponent(length, row_bound, LIMIT, POWER) - exponent
+    return tl.minimum(tl.maximum(change, -MOST), MOST)
+
+
+@triton.jit
+def exponents(length, bound, row_bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
+    """`row_exponent` for log2 M = `bound`, and its change for `row_bound`."""
     first = row_exponent(length, bound, LIMIT, POWER)
-    change = row_exponent(length, row_bound, LIMIT, POWER) - first
-    return first, tl.minimum(tl.maximum(change, -MOST), MOST)
+    return first, exponent_change(length, first, row_bound, LIMIT, POWER)
 
 
 @triton.jit
@@ -171,13 +180,20 @@ def query_exponents(length, bound, row_bound, key_length, log_decay, POWER: tl.c
 
 
 @triton.jit
-def log_length(x):
-    """log2 of the Euclidean norm of each row, float32; NO_LENGTH for zeros."""
-    # Squares of small or large float32 numbers would leave its range.
-    scale = power_of_two_scale(x)
-    x = x.to(tl.float32) * tl.expand_dims(scale, 1)
-    total = tl.sum(x * x, axis=1)
-    found = tl.log2(tl.where(total == 0, 1.0, total)) * 0.5 - tl.log2(scale)
+def log_length(x, IN_RANGE: tl.constexpr = False):
+    """log2 of the Euclidean norm of each row, float32; NO_LENGTH for zeros.
+
+    IN_RANGE: the squares of x are normal float32 numbers, as those of float16 numbers are.
+    """
+    if IN_RANGE or x.dtype == tl.float16:
+        x = x.to(tl.float32)
+        total = tl.sum(x * x, axis=1)
+        found = tl.log2(tl.where(total == 0, 1.0, total)) * 0.5
+    else:
+        scale = power_of_two_scale(x)
+        x = x.to(tl.float32) * tl.expand_dims(scale, 1)
+        total = tl.sum(x * x, axis=1)
+        found = tl.log2(tl.where(total == 0, 1.0, total)) * 0.5 - tl.log2(scale)
     return tl.where(total == 0, NO_LENGTH, found)
 
 
@@ -211,7 +227,7 @@ def _larger(a, b):
 
 @triton.jit
 def measure_kernel(
-    k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, length, heads, tiles,
+    k_desc, v_desc, sums_ptr, length_ptr, relative_ptr, parts_ptr, token_scale_ptr, length, heads, tiles,
     POWER: tl.constexpr, GATED: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -245,6 +261,10 @@ def measure_kernel(
         value = _finite(tl.max(tl.abs(v.to(tl.float32)), axis=1))
     tl.store(parts_ptr + 2, tl.max(value, axis=0))
     tl.store(parts_ptr + 4, tl.sum(entry * entry * value, axis=0))
+    if token_scale_ptr is not None:
+        token_scale_ptr += 2 * base + rows
+        tl.store(token_scale_ptr, tl.minimum(power_of_two_scale(k), 2.0**14).to(tl.float16), mask=mask)
+        tl.store(token_scale_ptr + length, tl.minimum(power_of_two_scale(v), 2.0**14).to(tl.float16), mask=mask)
 
 
 @triton.jit
@@ -317,14 +337,16 @@ def _exponent(x):
 
 def key_range(
     k: Tensor, v: Tensor, power: int, gates: Gates | None, initial: Tensor | None = None, *, values: bool = True,
-    rows: int = 128,
+    token_scales: bool = False, rows: int = 128,
 ) -> KeyRange:  # fmt: skip
     """What the scales of keys (b, t, h_kv, d) and values (b, t, h_kv, e) follow from.
 
     Args:
         initial: the largest entries of an initial state's S and Z, (b, h_kv, 2) float32; or None.
         values: whether to read the values. Weights do not depend on them; states and gradients do.
+        token_scales: whether to return the scales of single tokens, which gradients through states need.
     """
+    assert values or not token_scales
     batch, length, heads, dim = k.shape
     blocks, tiles = triton.cdiv(length, SCAN_BLOCK), triton.cdiv(length, rows)
     lengths = k.new_empty(batch, heads, length, dtype=torch.float32)
@@ -332,18 +354,19 @@ def key_range(
     parts = k.new_empty(batch, heads, tiles, 5, dtype=torch.float32)
     bound = torch.empty_like(lengths)
     scales = k.new_empty(batch, heads, SCALES.value, dtype=torch.float32)
+    of_tokens = k.new_empty(batch, heads, 2, length, dtype=torch.float16) if token_scales else None
     d, e = block_dim(dim), block_dim(v.shape[-1])
     measure_kernel[flat_grid(tiles, batch * heads)](
         head_major(k, (rows, d)), head_major(v, (rows, e)) if values else None, gates and gates.sums, lengths, relative,
-        parts, length, heads, tiles, POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows,
-        num_warps=4, enable_fp_fusion=True,
+        parts, of_tokens, length, heads, tiles,
+        POWER=power, GATED=gates is not None, VALUES=values, D=d, E=e, ROWS=rows, num_warps=2, enable_fp_fusion=True,
     )  # fmt: skip
     bound_kernel[flat_grid(blocks, batch * heads)](
         gates and gates.sums, lengths, relative, parts, initial, bound, scales, length, blocks, tiles,
         POWER=power, GATED=gates is not None, INITIAL=initial is not None, BLOCK=SCAN_BLOCK, TILE=rows,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    return KeyRange(bound, scales)
+    return KeyRange(bound, scales, of_tokens)
 
 
 # Gradients ----------------------------------------------------------------------------------------------------------
@@ -453,7 +476,7 @@ def prepare_kernel(
     minus_delta *= value_factor
     out = sequence.to(tl.int64) * padded + rows
     tl.store(delta_ptr + out, minus_delta)
-    tl.store(length_ptr + out, log_length(scaled))
+    tl.store(length_ptr + out, log_length(scaled, IN_RANGE=True))
     size = tl.max(tl.abs(divided.to(tl.float32)), axis=1)
     if WEIGHTED:
         size += tl.abs(minus_delta)

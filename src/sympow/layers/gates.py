@@ -13,13 +13,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from sympow.checks import check_choice, check_finite
 from sympow.layers.precision import ConstantTable, FloatLinear, project
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
+# From here on a clamped gate is 1: just below the initial value.
+KEEPS_ALL = 0.999
 
 
 class Gate(nn.Module, ABC):
@@ -124,12 +126,39 @@ class VectorGate(DataDependentGate):
         return log_gamma.unflatten(-1, (self.heads, -1))
 
 
+class ClampedGate(ScalarGate):
+    """γ_i = min(1, σ(W_γ x_i) / 0.999): a gate that can be exactly 1, and is at first.
+
+    σ comes near 1 but never reaches it, so that the paper's gate loses whatever a state holds after some thousands of
+    tokens. The gradient is that of the gate without the bound, since one of zero would leave a gate at 1 for good.
+    """
+
+    def by_heads(self, log_gamma: Tensor) -> Tensor:
+        raised = log_gamma - math.log(KEEPS_ALL)
+        return raised - raised.detach().clamp(min=0.0)
+
+
+class HalfGate(DataDependentGate):
+    """The paper's gate in the first half of the heads, rounded down, and γ = 1 in the others."""
+
+    def __init__(self, width: int, heads: int, initial_logit: float = INITIAL_LOGIT) -> None:
+        if heads < 2:
+            raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
+        super().__init__(width, heads // 2, initial_logit)
+        self.ungated = heads - heads // 2
+
+    def by_heads(self, log_gamma: Tensor) -> Tensor:
+        return pad(log_gamma, (0, self.ungated))
+
+
 _MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
     "none": lambda width, heads, head_dim, initial_logit: NoGate(),
     "fixed": lambda width, heads, head_dim, initial_logit: FixedGate(heads),
     "learned": lambda width, heads, head_dim, initial_logit: LearnedGate(heads, initial_logit),
     "scalar": lambda width, heads, head_dim, initial_logit: ScalarGate(width, heads, initial_logit),
     "vector": VectorGate,
+    "clamped": lambda width, heads, head_dim, initial_logit: ClampedGate(width, heads, initial_logit),
+    "half": lambda width, heads, head_dim, initial_logit: HalfGate(width, heads, initial_logit),
 }
 GATES = tuple(_MAKERS)
 

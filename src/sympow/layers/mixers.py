@@ -82,8 +82,8 @@ class Mixer(nn.Module, ABC):
         heads: query heads h.
         key_value_heads: h_kv, a divisor of heads; None: as many as heads.
         head_dim: size of queries, keys and values; None: width / heads.
-        gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector" (`sympow.layers.gates`).
-        rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs" (`sympow.layers.rotations`).
+        gating: one of `GATES` (`sympow.layers.gates`); "scalar" is the paper's.
+        rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "scale" is the paper's.
         max_document: N of the rotation rates, the longest document expected.
         bias: whether the projections to queries, keys, values and back have biases.
         rates: other rotation rates than those of max_document, (head_dim / 2,).

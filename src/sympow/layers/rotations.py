@@ -7,15 +7,21 @@ computed already.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from sympow.checks import check_choice
 from sympow.layers.precision import ConstantTable, FloatLinear, project
 from sympow.ops.rotary import rotary_rates
+
+# Divisions of a half turn: counts modulo 2, 3, 4, 5, 6, 8, 10, 12, 15 and multiples that divide it are exact.
+GRID = 120
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
 
@@ -127,11 +133,42 @@ class PairRotation(DataDependentRotation):
         return beta.unflatten(-1, (self.heads, -1))
 
 
+class SignedRotation(DataDependentRotation):
+    """Fixed rotary in the first half of the pairs, and in the others a signed angle (π/2) tanh(W x), at first zero.
+
+    Scores are even powers, so that an angle counts modulo π, and these are all angles. The first half of the pairs says
+    where a token is, the second half can hold a state that tokens turn, such as a parity or a count.
+
+    Args:
+        divisions: round the angles to multiples of π / divisions, with the gradient of the angles themselves; 0: do
+            not round. A sum of angles that are not exact drifts away from a state's angle with every token, while a
+            count modulo any divisor of `divisions` is exact at every length.
+    """
+
+    def __init__(self, width: int, heads: int, rates: Tensor, divisions: int = 0) -> None:
+        turned = len(rates) // 2
+        if not turned:
+            raise ValueError(f"head_dim must be at least 4, so that a pair of two can be turned; got {2 * len(rates)}")
+        unit = math.pi / divisions if divisions else math.pi / 2
+        # Every other rate: as far apart as those of all pairs together.
+        super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
+        self.heads, self.still, self.divisions = heads, len(rates) - turned, divisions
+
+    def by_heads(self, beta: Tensor) -> Tensor:
+        steps = beta - 1
+        if self.divisions:
+            steps = steps * (self.divisions / 2)
+            steps = steps + (steps.round() - steps).detach()
+        return pad(steps.unflatten(-1, (self.heads, -1)), (self.still, 0), value=1.0)
+
+
 _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "fixed": lambda width, heads, rates: FixedRotation(rates),
     "learned": lambda width, heads, rates: LearnedRotation(rates),
     "scale": ScaledRotation,
     "pairs": PairRotation,
+    "signed": SignedRotation,
+    "grid": partial(SignedRotation, divisions=GRID),
 }
 ROTATIONS = ("none", *_MAKERS)
 

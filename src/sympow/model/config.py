@@ -35,8 +35,8 @@ class GPTConfig:
         mlp_ratio: hidden size of the MLP over width; the product is rounded to an integer.
         mixer: "sympow" or "softmax".
         power: p of the sympow mixer; even.
-        gating: "none", "fixed", "learned", "scalar" (the paper's) or "vector".
-        rotary: "none", "fixed", "learned", "scale" (the paper's) or "pairs".
+        gating: "none", "fixed", "learned", "scalar" (the paper's), "vector", "clamped" or "half".
+        rotary: "none", "fixed", "learned", "scale" (the paper's), "pairs", "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.
         bias: whether linear maps have biases, as in GPT-2.
         form: algorithm of the sympow mixer, as in `sympow.attention`.
@@ -54,8 +54,8 @@ class GPTConfig:
     mlp_ratio: float = 4
     mixer: Literal["sympow", "softmax"] = "sympow"
     power: int = 2
-    gating: Literal["none", "fixed", "learned", "scalar", "vector"] = "scalar"
-    rotary: Literal["none", "fixed", "learned", "scale", "pairs"] = "scale"
+    gating: Literal["none", "fixed", "learned", "scalar", "vector", "clamped", "half"] = "scalar"
+    rotary: Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"] = "scale"
     max_document: int = 65_536
     bias: bool = True
     form: Form = "auto"

@@ -192,4 +192,9 @@ def _check_side_input(name: str, tensor: Tensor, device: torch.device) -> None:
 def _values_readable(tensor: Tensor) -> bool:
     if torch.compiler.is_compiling() or tensor.is_meta:
         return False
-    return tensor.device.type == "cpu" or os.environ.get("SYMPOW_CHECK_VALUES") == "1"
+    return tensor.device.type == "cpu" or values_are_checked_on_devices()
+
+
+def values_are_checked_on_devices() -> bool:
+    """Whether SYMPOW_CHECK_VALUES=1 asks for checks of values on a GPU."""
+    return os.environ.get("SYMPOW_CHECK_VALUES") == "1"

@@ -419,12 +419,11 @@ class Window(PortableWindow):
         if self.kv_half is None or self.kv_scale is None:
             return
         assert self.kv is not None
-        kv, scale = self.kv[rows], self.kv_scale[rows]
-        # Powers of two that bring the largest entry of a row to between 2^14 and 2^15, read off its bits, as a fold's.
-        exponent = (torch.linalg.vector_norm(kv, torch.inf, dim=-1).view(torch.int32) >> 23).sub_(14).clamp_(min=1)
-        scale.copy_((exponent << 23).view(torch.float32))
+        kv = self.kv[rows]
+        scale, factor = copy_scales(kv)
+        self.kv_scale[rows].copy_(scale)
         # Into float16 as it is computed: no second float32 tensor as large as kv.
-        torch.mul(kv, ((254 - exponent) << 23).view(torch.float32).unsqueeze(-1), out=self.kv_half[rows])
+        torch.mul(kv, factor.unsqueeze(-1), out=self.kv_half[rows])
 
     def _copies_of_what_folds_change(self) -> dict[str, Any]:
         """Copies, by name, of all tensors but keys, values and decays, which a fold only reads; without kv_half."""
@@ -579,6 +578,16 @@ class Window(PortableWindow):
 
 
 register_as_pytree(Window, "power", "tokens")
+
+
+def copy_scales(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """`Window.kv_scale` for kv (b, h_kv, D, e), and the factors that take its rows to those of `kv_half`: (b, h_kv, D).
+
+    They are powers of two that bring the largest entry of a row to between 2^14 and 2^15, read off its bits, as a
+    fold's.
+    """
+    exponent = (torch.linalg.vector_norm(kv, torch.inf, dim=-1).view(torch.int32) >> 23).sub_(14).clamp_(min=1)
+    return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
 
 
 def _on_host() -> bool:

@@ -32,6 +32,8 @@ _GATES = {
     "fixed": "fixed gate",
     "learned": "learned gate",
     "vector": "vector gate",
+    "clamped": "clamped gate",
+    "half": "half gated",
 }
 _ROTATIONS = {
     "none": "no rotation",
@@ -39,6 +41,8 @@ _ROTATIONS = {
     "learned": "learned rotation",
     "scale": "scaled rotation",
     "pairs": "per-pair rotation",
+    "signed": "signed rotation",
+    "grid": "exact rotation",
 }
 
 

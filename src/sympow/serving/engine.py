@@ -30,11 +30,13 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.ops.window import CAPACITY
 from sympow.serving.completion import Completion, Prefilling
+from sympow.serving.prefill_graphs import PrefillGraphs, unsupported_reason
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import RowSampler
 from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
 from sympow.serving.slots import Slots
+from sympow.serving.state_buffer import StateBuffer
 
 # The most log-probabilities of a token that a request can ask for.
 MAX_LOGPROBS = 20
@@ -121,7 +123,8 @@ class Engine:
         prefix_cache_bytes: for the states of prompts, from which later prompts that begin alike start; 0: none.
         step_rows: rows of every matrix product of a step, by which rounding is the same however many requests run.
             None: all slots on a GPU, where weights are read once for all rows; at most 16 on a CPU.
-        graphs: whether to capture steps as CUDA graphs, on a GPU.
+        graphs: whether to capture steps and segments of prompts as CUDA graphs, on a GPU. Segments of softmax models,
+            and of models that are not on one device, are prefilled eagerly all the same.
     """
 
     def __init__(
@@ -163,14 +166,25 @@ class Engine:
             )
         self.text_model, self.slots, self.segment_size = text_model, slots, segment_size
         self._max_context, self._max_queue = max_context, max_queue
-        batch = Slots(model, slots, window=window, max_context=max_context, step_rows=step_rows, graphs=graphs)
+        buffer = StateBuffer(model) if graphs and unsupported_reason(model) is None else None
+        batch = Slots(
+            model,
+            slots,
+            window=window,
+            max_context=max_context,
+            step_rows=step_rows,
+            graphs=graphs,
+            buffer=buffer,
+        )
         sampler = RowSampler(batch.logits, batch.seen, batch.tokens, top=MAX_LOGPROBS, graphs=graphs)
         self._slot_nbytes = batch.nbytes // slots
+        prefill_graphs = None if buffer is None else PrefillGraphs(model, segment_size, buffer)
         self._scheduler = Scheduler(
             model,
             batch,
             sampler,
             PrefixCache(prefix_cache_bytes),
+            prefill_graphs,
             rows=slots,
             segment_size=segment_size,
             max_queue=max_queue,
@@ -297,8 +311,9 @@ class Engine:
     def warm_up(self) -> None:
         """Runs steps, folds and choices of tokens for every batch size and every combination of settings.
 
-        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Two segments
-        are prefilled too, a whole one and one of a single token; prompts of other lengths may compile kernels again.
+        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Segments of
+        prompts are captured too. Where those cannot be CUDA graphs, two are prefilled, a whole one and one of a single
+        token; prompts of other lengths may compile kernels again.
 
         Raises:
             RuntimeError: requests are running, whose rows it would overwrite.

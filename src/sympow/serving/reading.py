@@ -10,8 +10,9 @@ from torch.nn.functional import linear
 
 from sympow.generation.cache import CachePolicy, prefill_state
 from sympow.generation.prefix import Prefix
-from sympow.model.gpt import GPT
+from sympow.model.gpt import GPT, ModelState
 from sympow.serving.completion import TokenLogprob
+from sympow.serving.prefill_graphs import PrefillGraphs
 from sympow.serving.prefix_cache import PrefixCache, TokenChain
 
 # Positions of a prompt whose logits are in memory at once.
@@ -82,15 +83,23 @@ class Reading:
         if self._chain is not None:
             self.prefix, self.position, self.cached, self._whole = None, 0, 0, True
 
-    def advance(self, model: GPT, cache: PrefixCache) -> None:
-        """Prefills the next segment, and keeps what it leads to in the cache."""
+    def advance(self, model: GPT, cache: PrefixCache, graphs: PrefillGraphs | None = None) -> None:
+        """Prefills the next segment, and keeps what it leads to in the cache.
+
+        Args:
+            graphs: of the model, for segments of `segment_size`; the same for all segments of a text.
+        """
         segment, before = self.next_length, self.prefix
         weight = model.embedding.weight
         ids = self.tokens[self.position : self.position + segment]
-        tokens = torch.tensor([ids], device=weight.device)
         policy: CachePolicy = "auto" if model.config.mixer == "softmax" else "state"
         state = prefill_state(model, None if before is None else before.state, 1, segment, policy)
-        features, after = model.features(tokens, state)
+        after: ModelState | None
+        if graphs is None:
+            tokens = torch.tensor([ids], device=weight.device)
+            features, after = model.features(tokens, state)
+        else:
+            tokens, features, after = graphs.prefill(ids, state)
         assert after is not None
         logits = linear(features[:, -1], weight)
         if self.scored is not None:

@@ -125,7 +125,11 @@ class RowSampler:
         numbers = [float(getattr(sampling, name)) for name in Settings._fields]
         # The largest number of the dtype, not infinity.
         limits = torch.finfo(self._settings.dtype)
-        self._settings[:, row] = torch.tensor(numbers, dtype=torch.float64).clamp(max=limits.max).to(device)
+        settings = torch.tensor(numbers, dtype=torch.float64).clamp(max=limits.max)
+        if self._settings.is_cuda:
+            # From pinned memory, so that the copy does not wait for what was launched before.
+            settings = settings.pin_memory()
+        self._settings[:, row] = settings.to(device, non_blocking=True)
 
     def move(self, source: int, target: int) -> None:
         """Gives a row the settings and the generator of another one, which is then free."""

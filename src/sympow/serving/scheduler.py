@@ -21,6 +21,7 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder
 from sympow.model.gpt import GPT
 from sympow.serving.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
+from sympow.serving.prefill_graphs import PrefillGraphs
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import Choice, RowSampler
@@ -87,7 +88,8 @@ class Scheduler:
 
     Args:
         model: the model.
-        slots, sampler, cache: what it works with; the worker alone touches them.
+        slots, sampler, cache, prefill_graphs: what it works with; the worker alone touches them. Without graphs,
+            prompts are prefilled eagerly.
         rows: the number of slots.
         segment_size: tokens to prefill between two steps.
         max_queue: requests that may be there beyond those in slots.
@@ -99,12 +101,14 @@ class Scheduler:
         slots: Slots,
         sampler: RowSampler,
         cache: PrefixCache,
+        prefill_graphs: PrefillGraphs | None,
         *,
         rows: int,
         segment_size: int,
         max_queue: int,
     ) -> None:
         self._model, self._slots, self._sampler, self.cache = model, slots, sampler, cache
+        self._prefill_graphs = prefill_graphs
         self._segment_size, self._limit = segment_size, rows + max_queue
         self._device = model.embedding.weight.device
         self._changed = threading.Condition()
@@ -289,7 +293,7 @@ class Scheduler:
             left -= length
             try:
                 if length:
-                    reading.advance(self._model, self.cache)
+                    reading.advance(self._model, self.cache, self._prefill_graphs)
                     self.counts["prompt_tokens"] += length
                 if isinstance(work, Context):
                     work.handle.advance(reading.position)
@@ -397,17 +401,22 @@ class Scheduler:
         """Runs what `Engine.warm_up` says; in the worker, while no request runs."""
         if self.running:
             raise RuntimeError("warm_up must be called before requests run")
+        on_gpu = self._device.type == "cuda"
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.record()
         # A whole segment, and a short one that continues its state.
         reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
         while not reading.finished:
-            reading.advance(self._model, PrefixCache(0))
+            reading.advance(self._model, PrefixCache(0), self._prefill_graphs)
+        assert reading.prefix is not None
+        for _ in range(3 if on_gpu else 1):
+            self._slots.put(0, reading.prefix)
         kinds = [
             (replace(sampling, repetition_penalty=penalty), logprobs)
             for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
             for penalty in (1.0, 1.1)
             for logprobs in (False, True)
         ]
-        on_gpu = self._device.type == "cuda"
         sizes = {self._slots.batch_rows(rows) for rows in range(1, len(self._rows) + 1)}
         for rows in sorted(sizes) if on_gpu else (1,):
             # The first call runs eagerly, the second is captured, the third replayed.
@@ -459,7 +468,9 @@ class Scheduler:
             future.set_exception(EngineClosedError(message or "the engine is closed"))
         self._slots.close()
         self._sampler.close()
-        del self._slots, self._sampler
+        if self._prefill_graphs is not None:
+            self._prefill_graphs.close()
+        del self._slots, self._sampler, self._prefill_graphs
         self.cache.clear()
 
 

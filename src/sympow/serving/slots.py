@@ -24,7 +24,8 @@ from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
-from sympow.ops.window import Window
+from sympow.ops.window import Window, copy_scales
+from sympow.serving.state_buffer import StateBuffer
 
 
 class SlotWindow(Window):
@@ -40,6 +41,26 @@ class SlotWindow(Window):
         shown = cast("SlotWindow", super()._rows(start, stop))
         shown.whole = self.whole or len(self.values)
         return shown
+
+    def replace_row(self, row: Tensor, state: State) -> None:
+        """As `put` of a state of one sequence, with a row (1,) on the device, so that one CUDA graph serves all rows.
+
+        Args:
+            state: in the dtype of the window's own.
+        """
+        assert self.kv is not None
+        assert self.normalizer is not None
+        for emptied in (self.keys, self.values, self.decay, self.count, self.arrivals):
+            emptied.index_fill_(0, row, 0)
+        self.kv.index_copy_(0, row, state.kv)
+        self.normalizer.index_copy_(0, row, state.normalizer)
+        if self.phase is not None and state.phase is not None:
+            self.phase.index_copy_(0, row, state.phase)
+        if self.kv_half is not None and self.kv_scale is not None:
+            scale, factor = copy_scales(state.kv)
+            half = torch.empty_like(state.kv, dtype=self.kv_half.dtype)
+            self.kv_scale.index_copy_(0, row, scale)
+            self.kv_half.index_copy_(0, row, torch.mul(state.kv, factor.unsqueeze(-1), out=half))
 
     def _filled(self) -> int:
         return self.capacity
@@ -92,6 +113,8 @@ class Slots:
         max_context: capacity of a row for softmax, in tokens.
         step_rows: rows of every matrix product.
         graphs: whether to capture steps as CUDA graphs, on a GPU: one for each number of rows that is a power of two.
+        buffer: through which states are put into rows by one graph for all rows; others may use it between calls.
+            None: without a graph.
 
     Attributes:
         logits: of the next token, (slots, vocabulary), float32 or better; sometimes with a row more.
@@ -100,7 +123,15 @@ class Slots:
     """
 
     def __init__(
-        self, model: GPT, slots: int, *, window: int, max_context: int | None, step_rows: int, graphs: bool
+        self,
+        model: GPT,
+        slots: int,
+        *,
+        window: int,
+        max_context: int | None,
+        step_rows: int,
+        graphs: bool,
+        buffer: StateBuffer | None = None,
     ) -> None:
         weight = model.embedding.weight
         device, vocabulary = weight.device, model.config.vocab_size
@@ -122,6 +153,9 @@ class Slots:
         self._held = [0] * rows  # tokens in the window of each row
         self._fronts: dict[tuple[int, int], list[PaddedCache]] = {}
         self._calls: dict[tuple[str, int, int], CapturedCall] = {}
+        self._buffer = buffer
+        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._put = CapturedCall(partial(self._put_buffer), capture=self._capture, pool=self._pool) if buffer else None
 
     @property
     def nbytes(self) -> int:
@@ -135,8 +169,14 @@ class Slots:
 
     def put(self, row: int, prefix: Prefix) -> None:
         """Replaces a row by a prefix of one sequence, which is not modified."""
-        for layer, entry in zip(self._layers, fold(prefix.state), strict=True):
-            layer.put(row, entry)  # type: ignore[arg-type]
+        state = fold(prefix.state)
+        if self._put is not None and self._buffer is not None:
+            self._buffer.load(state)
+            self._row.fill_(row)
+            self._put()
+        else:
+            for layer, entry in zip(self._layers, state, strict=True):
+                layer.put(row, entry)  # type: ignore[arg-type]
         self.logits[row] = prefix.logits[0]
         if prefix.seen is not None:
             self.seen[row] = prefix.seen[0]
@@ -181,6 +221,7 @@ class Slots:
     def close(self) -> None:
         """Drops the captured calls, which refer to the slots: their memory is free with the last other reference."""
         self._calls.clear()
+        self._put = None
 
     def _fold_full(self, first: int, count: int) -> None:
         full = [row for row in range(first, first + count) if self._held[row] == self._window]
@@ -217,6 +258,12 @@ class Slots:
         caches = cast("Sequence[LayerCache]", self._front(first, count))
         self.logits[first : first + count] = self._model.step(tokens, caches)[:count]
         self.seen[first : first + count].scatter_(1, tokens[:count].unsqueeze(1), True)
+
+    def _put_buffer(self) -> None:
+        assert self._buffer is not None
+        for layer, state in zip(self._layers, self._buffer.layers, strict=True):
+            assert isinstance(layer, SlotWindow)
+            layer.replace_row(self._row, state)
 
     def _fold_rows_from(self, first: int, count: int) -> None:
         for padded in self._front(first, count):

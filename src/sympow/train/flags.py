@@ -1,6 +1,7 @@
-"""Command-line flags of `sympow train`, generated from the fields of the config: names, types, defaults and help.
+"""Command-line flags generated from the fields of a config: names, types, defaults and help.
 
-Written out as typer options, the 49 flags would take 360 lines that repeat the config and can disagree with it.
+Written out as typer options, the 49 flags of `sympow train` would take 360 lines that repeat the config and can
+disagree with it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from sympow.extras import require
 from sympow.model.config import GPTConfig
-from sympow.train.config import PRESETS, DataConfig, OptimizerConfig, RunConfig, TrainConfig, field_help
+from sympow.train.config import PRESETS, DataConfig, OptimizerConfig, RunConfig, field_help
 
 # The preset whose values --help shows as defaults.
 DEFAULT_PRESET = "laptop"
-# By title: a section of the config, and its fields without a flag. The data determine the vocabulary size.
-SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
+# By title: a section of the config, and its fields without a flag.
+Sections = dict[str, tuple[type, frozenset[str]]]
+# The data determine the vocabulary size.
+SECTIONS: Sections = {
     "Model": (GPTConfig, frozenset({"vocab_size"})),
     "Data": (DataConfig, frozenset()),
     "Optimizer": (OptimizerConfig, frozenset()),
@@ -27,16 +30,23 @@ SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
 }
 
 
-def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command that takes **changes a flag for every field of a training config.
+def with_config_flags(
+    command: Callable[..., None], sections: Sections | None = None, defaults: Any = None
+) -> Callable[..., None]:
+    """Gives a command that takes **changes a flag for every field of a config.
 
     Only flags that were used appear among the changes.
+
+    Args:
+        sections: of the config; None: those of a training config.
+        defaults: config whose values --help shows; None: that of the training preset.
     """
     typer = require("typer", "cli")
     own = [p for p in inspect.signature(command).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     made = []
-    defaults = PRESETS[DEFAULT_PRESET]()
-    for title, (kind, without_flag) in SECTIONS.items():
+    if defaults is None:
+        defaults = PRESETS[DEFAULT_PRESET]()
+    for title, (kind, without_flag) in (sections or SECTIONS).items():
         hints, helps = get_type_hints(kind), field_help(kind)
         values = _section(defaults, kind)
         for field in fields(kind):
@@ -70,7 +80,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _section(config: TrainConfig, kind: type) -> Any:
+def _section(config: Any, kind: type) -> Any:
     (section,) = (value for value in vars(config).values() if type(value) is kind)
     return section
 

@@ -36,10 +36,13 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over three parameter groups: matrices, with weight decay; the rotation's projection W_β; all others.
 
-    The embedding counts as a matrix, learned rates θ of a rotation do not. The fused implementation on a GPU.
+    The embedding counts as a matrix, learned rates θ of a rotation do not. Frozen parameters are left out. The fused
+    implementation on a GPU.
     """
     rotation, matrices, others = [], [], []
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if ".beta_proj." in name:
             rotation.append(parameter)
         elif parameter.ndim >= 2 and "gate." not in name:

@@ -105,7 +105,7 @@ def train(
         check_same({"data": dataset.fingerprint}, place)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         stop = held.enter_context(stop_on_signals())
-        with _fast_float32(config, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
+        with fast_float32(config.run.precision, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
             _Run(config, folder, place, dataset, heartbeat, named=named).run(resume, stop)
     return folder
 
@@ -435,10 +435,10 @@ class _Run:
 
 
 @contextmanager
-def _fast_float32(config: TrainConfig, place: Place) -> Iterator[None]:
+def fast_float32(precision: str, place: Place) -> Iterator[None]:
     """With bf16 on a GPU, computes float32 products (gates, rotations) in TF32, which is still finer than bf16."""
     before = torch.get_float32_matmul_precision()
-    if config.run.precision == "bf16" and place.device.type == "cuda":
+    if precision == "bf16" and place.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     try:
         yield

@@ -33,7 +33,6 @@ from sympow.kernels.common import (
     odd_power,
     or_one,
     pairwise_decay,
-    power_of_two_scale,
     split_program_id,
     split_sum,
     wait_for_mma,
@@ -143,7 +142,7 @@ def query_gradient_kernel(
             if HALF:
                 key_scales_ptr += kv_sequence * SCALES
                 dq = (dq + other) * (value_factor / tl.load(key_scales_ptr + KV_SCALE))
-                dq += from_normalizer / tl.load(key_scales_ptr + NORMALIZER_SCALE)
+                dq += from_normalizer * (1.0 / tl.load(key_scales_ptr + NORMALIZER_SCALE))
             else:
                 dq += other + from_normalizer
             past = tl.load(past_ptr + sequence.to(tl.int64) * length + rows, mask=rows < length, other=0.0)
@@ -278,7 +277,7 @@ def _visit_queries(
 def key_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dk_desc, dv_desc, column_term_ptr, sums_ptr, from_start_ptr,
     k_ptr, k_stride_b, k_stride_t, k_stride_h, low_desc, high_desc, normalizer_desc, factor_ptr, scales_ptr,
-    document_end_ptr, block_terms_ptr,
+    token_scale_ptr, document_end_ptr, block_terms_ptr,
     length, padded, gates_padded, kv_heads, chunk, state_count, first_boundary, query_block,
     GROUP: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HIGH: tl.constexpr, POWER: tl.constexpr,
     GATED: tl.constexpr, WITH_STATE: tl.constexpr, DOCUMENTS: tl.constexpr, BLOCK_TERMS: tl.constexpr,
@@ -330,17 +329,12 @@ def key_gradient_kernel(
             pointers += tl.minimum(rows, length - 1).to(tl.int64) * k_stride_t
             k_left = k_desc.load([batch, kv_head, first, 0]).reshape(ROWS, D)
             v_left = v_desc.load([batch, kv_head, first, 0]).reshape(ROWS, E)
-            k_scale = tl.full((ROWS,), 1.0, tl.float32)
-            v_scale = tl.full((ROWS,), 1.0, tl.float32)
             if HALF:
-                # Products of two entries of a key, or of one with a value, would leave the range. The scale of the
-                # entry that varies is a factor of the other operand.
-                k_scale, v_scale = power_of_two_scale(k_left), power_of_two_scale(v_left)
-                entry_scale = tl.minimum(k_scale, 2.0**14)
-                k_scale *= entry_scale
-                v_scale *= entry_scale
-                k_left = (k_left.to(tl.float32) * k_scale[:, None]).to(k_desc.dtype)
-                v_left = (v_left.to(tl.float32) * v_scale[:, None]).to(v_desc.dtype)
+                # Products of two entries of a key, or of one with a value, would leave the range. Their scales are
+                # factors of the entry that varies, and loaded, not computed: from what is not loaded, Triton converts
+                # the left operands to their layout in every iteration, through shared memory.
+                of_tokens = token_scale_ptr + kv_sequence.to(tl.int64) * 2 * length + tl.minimum(rows, length - 1)
+                k_scale, v_scale = tl.load(of_tokens), tl.load(of_tokens + length)
             for half in tl.static_range(2):
                 for i in tl.range(0, D // 2 if half == 0 else HIGH):
                     entry = tl.load(pointers + half * (D // 2) + i)
@@ -348,15 +342,21 @@ def key_gradient_kernel(
                         dkv = low_desc.load([state_index, i, 0, 0]).reshape(E, D)
                     else:
                         dkv = high_desc.load([state_index, i, 0, 0]).reshape(E, D)
+                    for_dk = entry
+                    if HALF:
+                        entry *= k_scale
+                        for_dk = entry * v_scale
+                        entry *= k_scale
                     dv = tl.dot(k_left * entry[:, None], dkv.T, dv, input_precision=PRECISION)
-                    dk = wait_for_mma(tl.dot(v_left * entry[:, None], dkv, dk, input_precision=PRECISION))
+                    dk = wait_for_mma(tl.dot(v_left * for_dk[:, None], dkv, dk, input_precision=PRECISION))
             normalizer = normalizer_desc.load([state_index, 0, 0]).reshape(D, D)
             if HALF:
                 d_kv_scale = tl.load(scales_ptr + D_KV_SCALE)
-                dv /= (k_scale * d_kv_scale)[:, None]
-                dk *= (value_factor / (v_scale * d_kv_scale))[:, None]
+                entry_scale = k_scale.to(tl.float32) * d_kv_scale
+                dv *= (1.0 / (k_scale.to(tl.float32) * entry_scale))[:, None]
+                dk *= (value_factor / (v_scale.to(tl.float32) * entry_scale))[:, None]
                 from_normalizer = tl.dot(k, normalizer, input_precision=PRECISION)
-                dk += from_normalizer / tl.load(scales_ptr + D_NORMALIZER_SCALE)
+                dk += from_normalizer * (1.0 / tl.load(scales_ptr + D_NORMALIZER_SCALE))
             else:
                 dk = wait_for_mma(tl.dot(k, normalizer, dk, input_precision=PRECISION))
             if GATED:
@@ -432,8 +432,8 @@ def key_gradient_kernel(
 
     dk *= POWER
     if HALF:
-        dk /= gradient_factor * value_factor
-        dv /= gradient_factor
+        dk *= 1.0 / (gradient_factor * value_factor)
+        dv *= 1.0 / gradient_factor
     column_term = tl.sum(dk * k.to(tl.float32), axis=1)
     tl.store(column_term_ptr + kv_sequence.to(tl.int64) * length + rows, column_term, mask=rows < length)
     dk_desc.store([batch, kv_head, first, 0], dk.to(dk_desc.dtype).reshape(1, 1, ROWS, D))
@@ -521,7 +521,8 @@ def key_gradient(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, minus_delta: Tensor, power: int,
     gates: Gates | None, states: ChunkStates | None = None,
     *, chunk: int = 0, documents: Documents | None = None, block_terms: Tensor | None = None, query_block: int = 0,
-    rows_half: RowGradients | None = None, out: tuple[Tensor, Tensor, Tensor] | None = None,
+    rows_half: RowGradients | None = None, key_range: KeyRange | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
     rows: int = 64, columns: int = 64, warps: int = 4, stages: int = 3, registers: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dk (b, t, h_kv, d), dv (b, t, h_kv, e) and k_j · dk_j (b, h_kv, t).
@@ -532,7 +533,7 @@ def key_gradient(
         block_terms: zeros (b, h_kv, ⌈t / query_block⌉, t) float32, filled with Σ_i B_ij dB_ij over the queries of each
             block that lie after the key's tile, with decays counted from the end of that tile, for float16 from the
             key; None: not wanted. Only without states.
-        rows_half: as in `query_gradient`.
+        rows_half, key_range: as in `query_gradient`.
     """
     assert rows % columns == 0 and (gates is None or gates.tile == columns)
     batch, length, kv_heads, dim = k.shape
@@ -548,7 +549,7 @@ def key_gradient(
         head_major(q, (columns, d)), k_desc, head_major(v, (rows, e)), head_major(dy, (columns, e)), minus_delta,
         head_major(dk, (rows, d)), head_major(dv, (rows, e)), column_term,
         gates and gates.sums, gates and gates.from_start, *state, rows_half and rows_half.factor,
-        rows_half and rows_half.scales, documents and documents.end, block_terms,
+        rows_half and rows_half.scales, key_range and key_range.token_scales, documents and documents.end, block_terms,
         length, minus_delta.shape[-1], gates.from_start.shape[-1] if gates else 0, kv_heads, *location, query_block,
         GROUP=q.shape[2] // kv_heads, D=d, E=e, HIGH=_high(states), POWER=power, GATED=gates is not None,
         WITH_STATE=states is not None, DOCUMENTS=documents is not None, BLOCK_TERMS=block_terms is not None,

@@ -139,8 +139,8 @@ def forward_kernel(
 
     q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
     scale = power_of_two_scale(q)
+    q_length = log_length(q) + tl.log2(scale) if HALF else scale
     q = (q * scale[:, None]).to(q_desc.dtype)
-    q_length = log_length(q) if HALF else scale
     acc = tl.zeros((ROWS, E), tl.float32)
     weight = tl.zeros((ROWS,), tl.float32)
 
@@ -164,14 +164,18 @@ def forward_kernel(
                 PRECISION,
             )  # fmt: skip
             tl.store(past_ptr + rows, weight, mask=rows < length)
+            kv_factor, normalizer_factor = 1.0, 1.0
             if HALF:
                 state_scale_ptr += kv_sequence * SCALES
-                acc *= 1.0 / tl.load(state_scale_ptr + KV_SCALE)
-                weight *= 1.0 / tl.load(state_scale_ptr + NORMALIZER_SCALE)
+                kv_factor /= tl.load(state_scale_ptr + KV_SCALE)
+                normalizer_factor /= tl.load(state_scale_ptr + NORMALIZER_SCALE)
             if GATED:
                 since_state = tl.exp((reference - sum_at(sums_ptr, boundary, chunk, length)).to(tl.float32))
-                acc *= since_state
-                weight *= since_state
+                kv_factor *= since_state
+                normalizer_factor *= since_state
+            if HALF or GATED:
+                acc *= kv_factor
+                weight *= normalizer_factor
 
     change = tl.zeros((ROWS,), tl.float32)
     if HALF:
@@ -182,7 +186,7 @@ def forward_kernel(
         if WITH_STATE:
             # Loaded again: it would take registers while the state is queried.
             q = q_desc.load([batch, head, first, 0]).reshape(ROWS, D)
-            q = (q * (power_of_two_scale(q) * power_of_two(before))[:, None]).to(q_desc.dtype)
+            q = (q * (scale * power_of_two(before))[:, None]).to(q_desc.dtype)
             acc *= power_of_two(before * POWER)[:, None]
             weight *= power_of_two(before * POWER)
         else:

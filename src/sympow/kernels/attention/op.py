@@ -153,7 +153,7 @@ class Saved(NamedTuple):
         sums, to_end, from_start: as in `Gates`.
         low, high, normalizer: as in `ChunkStates`.
         past: φ(q) Z of each row's state, (b, h, t) float32.
-        bound, scales: as in `KeyRange`, for float16.
+        bound, scales, token_scales: as in `KeyRange`, for float16.
     """
 
     sums: Tensor
@@ -165,6 +165,7 @@ class Saved(NamedTuple):
     past: Tensor
     bound: Tensor
     scales: Tensor
+    token_scales: Tensor
 
     @property
     def gates(self) -> Gates | None:
@@ -211,7 +212,7 @@ def fused_attention(
     train: bool,
     final: bool,
 ) -> tuple[
-    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
+    Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor
 ]:  # fmt: skip
     """The attention form, or with states the chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for
     queries scaled by `query_scales`, kv and normalizer of the final state, and the fields of `Saved`.
@@ -233,7 +234,9 @@ def fused_attention(
     in_pieces = _in_pieces(q, v, chunk, documents)
     if q.dtype == torch.float16 or in_pieces:
         largest = _largest_entries(initial_kv, initial_normalizer)
-        ranges = key_range(k, v, power, gates, largest, values=train or with_states or in_pieces)
+        ranges = key_range(
+            k, v, power, gates, largest, values=train or with_states or in_pieces, token_scales=train and with_states
+        )
     if with_states:
         initial = None
         if initial_kv is not None and initial_normalizer is not None:
@@ -263,7 +266,7 @@ def fused_attention(
         )  # fmt: skip
     saved_gates = (None, None, None) if gates is None else (gates.sums, gates.to_end, gates.from_start)
     saved_states = (None, None, None) if states is None else (states.low, states.high, states.normalizer)
-    saved_ranges = (None, None) if ranges is None else (ranges.bound, ranges.scales)
+    saved_ranges = (None, None, None) if ranges is None else (ranges.bound, ranges.scales, ranges.token_scales)
     rest = (*(end or (None, None)), *saved_gates, *saved_states, past, *saved_ranges)
     return (y.contiguous(), weight, *(q.new_empty(0) if x is None else x for x in rest))  # type: ignore[return-value]
 
@@ -289,10 +292,13 @@ def _(
     kv_heads, value_dim = v.shape[2:]
     y = q.new_empty(batch, length, heads, value_dim)
     weight = q.new_empty(batch, heads, length, dtype=torch.float32)
-    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = bound = scales = None
+    end_kv = end_normalizer = sums = to_end = from_start = low = high = normalizer = past = None
+    bound = scales = token_scales = None
     if q.dtype == torch.float16 or _in_pieces(q, v, chunk, _documents(document_start, document_end)):
         bound = q.new_empty(batch, kv_heads, length, dtype=torch.float32)
         scales = q.new_empty(batch, kv_heads, SCALES.value, dtype=torch.float32)
+        if train and with_states:
+            token_scales = q.new_empty(batch, kv_heads, 2, length, dtype=torch.float16)
     if log_gamma is not None:
         padded = -(-length // SCAN_BLOCK) * SCAN_BLOCK
         sums = q.new_empty(batch, kv_heads, length, dtype=torch.float64)
@@ -311,7 +317,7 @@ def _(
             high = q.new_empty(batch, kv_heads, count, high_entries, value_dim, dim if full else dim // 2)
             normalizer = q.new_empty(batch, kv_heads, count, dim, dim)
             past = torch.empty_like(weight)
-    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past, bound, scales)
+    rest = (end_kv, end_normalizer, sums, to_end, from_start, low, high, normalizer, past, bound, scales, token_scales)
     return (y, weight, *(q.new_empty(0) if x is None else x for x in rest))
 
 
@@ -353,7 +359,7 @@ def _attend_backward(
     ranges = rows_half = None
     in_pieces = _in_pieces(q, v, chunk, documents)
     if q.dtype == torch.float16 or in_pieces:
-        ranges = KeyRange(kept.bound, kept.scales)
+        ranges = KeyRange(kept.bound, kept.scales, kept.token_scales)
         d_final = _largest_entries(d_final_kv, d_final_normalizer)
         rows_half = float16_range.prepare(q, y, dy, weight, d_weight, ranges, power, d_final, split=in_pieces)
         q, scale, divided, minus_delta = rows_half.q, rows_half.scale, rows_half.dy, rows_half.minus_delta
@@ -421,7 +427,7 @@ def _attend_backward(
         dk, dv, column_terms = key_gradient(
             q, k, v, divided, minus_delta, power, gates, reverse,
             chunk=inner, documents=documents, block_terms=block_terms, query_block=block,
-            rows_half=rows_half, **tiles.key,
+            rows_half=rows_half, key_range=ranges, **tiles.key,
         )  # fmt: skip
     d_log_gamma = None
     if gates is not None:

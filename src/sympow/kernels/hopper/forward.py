@@ -117,7 +117,7 @@ def _attend_rows(
     if HALF:
         # Once more, so that no weight leaves the range (`float16_range`).
         bound = gl.load(bound_ptr + first)
-        q_length = log_length(scaled)
+        q_length = log_length(scaled, IN_RANGE=True)
         scaled *= gl.expand_dims(power_of_two(row_exponent(q_length, bound, WEIGHT_LIMIT, POWER)), 1)
         q_length = gl.convert_layout(q_length, BY_ROW)
     q.store(scaled.to(dtype))

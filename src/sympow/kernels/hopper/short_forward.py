@@ -108,7 +108,7 @@ def scaled_float16_queries(q_buffer, bound, LEFT: gl.constexpr, POWER: gl.conste
     """The same, times another power of two for the range of float16 (`float16_range`); and log2 |q| without it."""
     q = q_buffer.load(LEFT)
     scaled = q.to(gl.float32) * gl.expand_dims(power_of_two_scale(q), 1)
-    length = log_length(scaled)
+    length = log_length(scaled, IN_RANGE=True)
     exponent = row_exponent(length, bound, WEIGHT_LIMIT, POWER)
     return (scaled * gl.expand_dims(power_of_two(exponent), 1)).to(q.dtype), length
 
@@ -138,11 +138,11 @@ def on_diagonal(
         if dtype == gl.float16:
             scores *= gl.expand_dims(power_of_two(row_whole), 1)
         scores = gl.where(causal, scores, 0.0)
-    elif dtype == gl.float16:
-        scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
     elif weak:
         decay = gl.exp2(-(column_whole + column_rest))
         scores = gl.where(causal, scores * gl.expand_dims(decay, 0), 0.0)
+        if dtype == gl.float16:
+            scores *= gl.expand_dims(gl.exp2(row_whole + row_rest), 1)
     else:
         scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
     rounded = round_to(scores, dtype)

@@ -1,0 +1,406 @@
+"""A real conversion: a Llama-shaped teacher is trained on books, and becomes symmetric power transformers.
+
+    python experiments/conversion.py --corpus books-tokens.tar.xz --out build/conversion --results RESULTS
+
+The steps, in order: `data` unpacks the corpus (an archive of `prepare_corpus.py`, or a folder that it prepared),
+`teacher` trains the teacher, `all-0` to `all-2` convert every layer with three seeds (the first also without stage 1),
+`hybrid-0` to `hybrid-2` every other layer, `extended` spends a part of its tokens on longer contexts, and `results`
+writes tables and figures of what there is. Each step is skipped if it is done and continues where it was interrupted,
+so the same command may be called again. --only chooses steps; --minutes stops in good order when the time is over, and
+writes results.
+
+Each student sees at most a fifth of the teacher's tokens, in all its stages together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sympow.convert import ConvertConfig, convert
+from sympow.convert.evaluation import Evaluation, difference
+from sympow.convert.objectives import NextToken
+from sympow.convert.report import draw_by_context, draw_by_position
+from sympow.convert.stages import START, TEACHER, WITHOUT_MATCH, Stage
+from sympow.convert.training import StageTraining
+from sympow.data import open_dataset
+from sympow.data.manifest import MANIFEST_FILE
+from sympow.experiments.store import condense
+from sympow.files import write_atomically
+from sympow.train.distributed import process_group
+from sympow.train.metrics import read_metrics
+from sympow.train.run_folder import METRICS_FILE, claimed_folder
+from sympow.train.signals import stop_on_signals
+from sympow.train.trainer import fast_float32
+
+STEPS = (
+    "data",
+    "teacher",
+    "all-0",
+    "hybrid-0",
+    "all-1",
+    "all-2",
+    "hybrid-1",
+    "hybrid-2",
+    "extended",
+    "results",
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of the experiment.
+
+    Attributes:
+        shape: arguments of `LlamaConfig`.
+        teacher: settings of the teacher's training, by the names of a conversion's.
+        teacher_tokens: tokens that the teacher is trained on.
+        teacher_rate: its peak learning rate.
+        student: settings of all conversions.
+        extend_tokens: tokens of `extended` in stage 3, which it takes from stage 2.
+    """
+
+    shape: dict[str, Any]
+    teacher: dict[str, Any]
+    teacher_tokens: int
+    teacher_rate: float
+    student: dict[str, Any]
+    extend_tokens: int
+
+
+SCALES = {
+    # 30.2M parameters with the embedding of 4,096 tokens; 10 layers, 8 query and 2 key heads of 64.
+    "small": Scale(
+        shape={
+            "hidden_size": 512,
+            "intermediate_size": 1_408,
+            "num_hidden_layers": 10,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 2_048,
+        },
+        teacher={"context": 2_048, "batch_tokens": 131_072, "micro_batch_tokens": 32_768, "weight_decay": 0.1},
+        teacher_tokens=200_000_000,
+        teacher_rate=1.5e-3,
+        student={
+            "context": 2_048,
+            "batch_tokens": 32_768,
+            "micro_batch_tokens": 32_768,
+            "match_tokens": 8_000_000,
+            "distill_tokens": 32_000_000,
+            "match_rate": 2e-3,
+            "distill_rate": 1e-3,
+            "final_rate": 0.02,
+            "evaluate_tokens": 524_288,
+        },
+        extend_tokens=8_000_000,
+    ),
+    # Minutes on a CPU: checks that everything runs, and nothing about quality.
+    "smoke": Scale(
+        shape={
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 64,
+        },
+        teacher={"context": 64, "batch_tokens": 1_024, "micro_batch_tokens": 1_024, "weight_decay": 0.1},
+        teacher_tokens=51_200,
+        teacher_rate=3e-3,
+        student={
+            "context": 64,
+            "batch_tokens": 512,
+            "micro_batch_tokens": 512,
+            "match_tokens": 2_048,
+            "distill_tokens": 8_192,
+            "distill_rate": 1e-3,
+            "evaluate_tokens": 4_096,
+        },
+        extend_tokens=2_048,
+    ),
+}
+
+
+class Experiment:
+    """The steps of one scale in a folder.
+
+    Args:
+        scale: sizes.
+        corpus: archive of token shards, or their folder.
+        out: where everything is kept.
+        device: "cpu", "cuda" or None.
+        compile: whether to compile layers.
+        label: of a set of conversions, the folder in `out` that they go to.
+        changes: settings of all conversions to change.
+    """
+
+    def __init__(
+        self,
+        scale: Scale,
+        corpus: Path,
+        out: Path,
+        device: str | None,
+        compile: bool,
+        label: str,
+        changes: dict[str, Any],
+    ) -> None:
+        self.scale, self.corpus, self.out, self.device, self.compile = scale, corpus, out, device, compile
+        self.students, self.changes = out / label, changes
+        self.data = corpus if corpus.is_dir() else out / "data"
+        self.teacher_folder = out / "teacher" / "model"
+
+    def run(self, step: str) -> bool:
+        """Whether the step is complete."""
+        if step == "data":
+            # Here, since `sympow experiment` loads this file from elsewhere.
+            from prepare_corpus import unpack_shards
+
+            if not self.corpus.is_dir() and not (self.data / MANIFEST_FILE).is_file():
+                unpack_shards(self.corpus, self.data)
+            return True
+        if step == "teacher":
+            return self._train_teacher()
+        return convert(self.teacher_folder, self.conversion(step), self.students / step, device=self.device)
+
+    def conversion(self, step: str) -> ConvertConfig:
+        """The settings of a conversion by its step."""
+        kind, _, seed = step.partition("-")
+        settings = {
+            "data": str(self.data),
+            "compile": self.compile,
+            "save_every": 0,
+            "tensorboard": False,
+            **self.scale.student,
+            "layers": "every-other" if kind == "hybrid" else "all",
+            "seed": int(seed or 0),
+            "without_match": step == "all-0",
+            **self.changes,
+        }
+        if kind == "extended":
+            # Within the same number of tokens.
+            settings["distill_tokens"] -= self.scale.extend_tokens
+            settings["extend_tokens"] = self.scale.extend_tokens
+        config = ConvertConfig().changed(**settings)
+        recipe = config.recipe
+        seen = recipe.match_tokens + recipe.distill_tokens + recipe.extend_tokens
+        if 5 * seen > self.scale.teacher_tokens:
+            raise SystemExit(f"{step} would see {seen:,} tokens, more than a fifth of {self.scale.teacher_tokens:,}")
+        return config
+
+    def _train_teacher(self) -> bool:
+        """Trains a Llama from random parameters with the loop and the loss of stage 3."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from sympow.hf import to_fast_tokenizer
+
+        if (self.teacher_folder / "config.json").is_file():
+            return True
+        scale, dataset = self.scale, open_dataset(self.data)
+        config = ConvertConfig().changed(compile=self.compile, save_every=0, tensorboard=False, **scale.teacher)
+        with ExitStack() as held:
+            place = held.enter_context(process_group(self.device))
+            folder = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place))
+            stop = held.enter_context(stop_on_signals())
+            on_gpu = place.device.type == "cuda"
+            held.enter_context(fast_float32("bf16" if on_gpu else "fp32", place))
+            torch.manual_seed(0)
+            shape = LlamaConfig(
+                vocab_size=dataset.vocab_size,
+                tie_word_embeddings=True,
+                bos_token_id=dataset.boundary,
+                eos_token_id=dataset.boundary,
+                pad_token_id=dataset.boundary,
+                **scale.shape,
+            )
+            model: Any = LlamaForCausalLM(shape)
+            model.to(place.device)
+            print(f"teacher: {sum(p.numel() for p in model.parameters()):,} parameters", file=sys.stderr)
+            objective = NextToken(model, torch.bfloat16 if on_gpu else None)
+            if self.compile:
+                objective.compile()
+            stage = Stage(
+                "teacher", "extend", START, scale.teacher_tokens, config.text.context, scale.teacher_rate, 0, 0
+            )
+            training = StageTraining(stage, config, folder, model, objective, objective.trainable(), dataset, place)
+            if not training.run(stop):
+                return False
+            unfinished = folder / "unfinished"
+            model.save_pretrained(unfinished)
+            to_fast_tokenizer(dataset.load_tokenizer()).save_pretrained(unfinished)
+            unfinished.rename(self.teacher_folder)
+        return True
+
+
+def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -> None:
+    """Writes a line per model, tables, curves and figures of all conversions that have been evaluated."""
+    students = out / label
+    found = dict(_evaluations(students))
+    teacher = next((one for (_, name), one in found.items() if name == TEACHER), None)
+    if teacher is None:
+        print("no results yet", file=sys.stderr)
+        return
+    lines = [json.dumps({"facts": facts})]
+    curves = []
+    students_alone = [(key, one) for key, one in found.items() if one.name != TEACHER]
+    for (step, name), one in [((TEACHER, TEACHER), teacher), *students_alone]:
+        entry = {"step": step, "model": name, "tokens": one.tokens}
+        of_contexts = {}
+        for context, measured in one.by_context.items():
+            mean, error = difference(measured, teacher.by_context[context])
+            of_contexts[context] = {
+                "loss": round(measured.loss, 5),
+                "late": round(measured.late, 5),
+                "sequences": len(measured.of_each),
+                "less_teacher": round(mean, 5),
+                "error": round(error, 5),
+            }
+        lines.append(json.dumps({**entry, "by_context": of_contexts}))
+        longest = max(one.by_context)
+        positions = {at: round(loss, 4) for at, loss in one.by_context[longest].by_position.items()}
+        curves.append(json.dumps({**entry, "by_position": positions}))
+    for metrics in [out / "teacher" / METRICS_FILE, *sorted(students.glob(f"*/stages/*/{METRICS_FILE}"))]:
+        curve = {"training": metrics.parent.relative_to(out).as_posix(), "lines": condense(read_metrics(metrics), 100)}
+        curves.append(json.dumps(curve))
+    write_atomically(results / "conversion.jsonl", ("\n".join(lines) + "\n").encode())
+    write_atomically(results / "conversion.curves.jsonl", ("\n".join(curves) + "\n").encode())
+    write_atomically(results / "conversion.md", ("\n".join(_tables(found, teacher)) + "\n").encode())
+    shown = {"teacher": teacher}
+    for label, (step, name) in SHOWN.items():
+        if (step, name) in found:
+            shown[label] = found[step, name]
+    draw_by_position(shown, results / "conversion_by_position.png")
+    draw_by_context(shown, results / "conversion_by_context.png")
+    for report in sorted(students.glob("all-0/report.html")):
+        shutil.copy(report, results / "conversion_all-0.html")
+
+
+# What the figures show, by label.
+SHOWN = {
+    "all layers, untrained": ("all-0", START),
+    "all layers, after matching": ("all-0", "match"),
+    "all layers, after distillation": ("all-0", "distill"),
+    "all layers, without stage 1": ("all-0", f"distill-{WITHOUT_MATCH}"),
+    "every other layer": ("hybrid-0", "distill"),
+    "all layers, longer contexts": ("extended", "extend"),
+}
+
+
+def _evaluations(students: Path) -> Iterator[tuple[tuple[str, str], Evaluation]]:
+    """By step and model."""
+    for step in STEPS:
+        for path in sorted((students / step / "evaluations").glob("*.json")):
+            one = Evaluation.read(path)
+            yield (step, one.name), one
+
+
+def _tables(found: dict[tuple[str, str], Evaluation], teacher: Evaluation) -> Iterator[str]:
+    contexts = sorted(teacher.by_context)
+    yield "Held-out loss in nats; mean over seeds, and in brackets what it has above the teacher (± over seeds).\n"
+    yield f"| model | seeds | tokens | {' | '.join(f'{context:,}' for context in contexts)} |"
+    yield "|---|---|---|" + "---|" * len(contexts)
+    cells = " | ".join(f"{teacher.by_context[context].loss:.3f}" for context in contexts)
+    yield f"| teacher | | | {cells} |"
+    rows = {
+        "all layers, untrained": ("all", START),
+        "all layers, after stage 1": ("all", "match"),
+        "all layers, after stage 2": ("all", "distill"),
+        "all layers, stage 2 alone": ("all", f"distill-{WITHOUT_MATCH}"),
+        "all layers, with stage 3": ("extended", "extend"),
+        "every other layer, untrained": ("hybrid", START),
+        "every other layer, after stage 1": ("hybrid", "match"),
+        "every other layer, after stage 2": ("hybrid", "distill"),
+    }
+    for label, (kind, name) in rows.items():
+        seeds = [one for (step, model), one in found.items() if step.partition("-")[0] == kind and model == name]
+        if seeds:
+            cells = " | ".join(_cell(seeds, teacher, context) for context in contexts)
+            yield f"| {label} | {len(seeds)} | {seeds[0].tokens:,} | {cells} |"
+
+
+def _cell(seeds: Sequence[Evaluation], teacher: Evaluation, context: int) -> str:
+    losses = [one.by_context[context].loss for one in seeds]
+    above = [loss - teacher.by_context[context].loss for loss in losses]
+    spread = f" ± {statistics.stdev(above):.3f}" if len(above) > 1 else ""
+    return f"{statistics.fmean(losses):.3f} ({statistics.fmean(above):+.3f}{spread})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=sorted(SCALES), default="small")
+    parser.add_argument("--corpus", type=Path, required=True, help="archive of token shards, or their folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder for models and evaluations")
+    parser.add_argument("--results", type=Path, required=True, help="folder for tables and figures")
+    parser.add_argument("--only", default=",".join(STEPS), help="steps, separated by commas")
+    parser.add_argument("--minutes", type=float, help="stop after so long; the same command continues")
+    parser.add_argument("--device", help="cuda or cpu")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--teacher-tokens", type=int, help="instead of the scale's")
+    parser.add_argument("--teacher-rate", type=float, help="instead of the scale's")
+    parser.add_argument("--label", default="students", help="folder in --out for conversions, one for each --change")
+    parser.add_argument(
+        "--change", action="append", default=[], help="setting of all conversions, as distill_rate=6e-4"
+    )
+    arguments = parser.parse_args()
+    steps = arguments.only.split(",")
+    if unknown := [step for step in steps if step not in STEPS]:
+        raise SystemExit(f"--only takes steps of {', '.join(STEPS)}; got {', '.join(unknown)}")
+    scale = SCALES[arguments.scale]
+    changed = {"teacher_tokens": arguments.teacher_tokens, "teacher_rate": arguments.teacher_rate}
+    scale = replace(scale, **{name: value for name, value in changed.items() if value is not None})
+    changes = {name: json.loads(value) for name, _, value in (change.partition("=") for change in arguments.change)}
+    experiment = Experiment(
+        scale, arguments.corpus, arguments.out, arguments.device, arguments.compile, arguments.label, changes
+    )
+    begin = time.monotonic()
+    over = threading.Event()
+    if arguments.minutes is not None:
+
+        def end() -> None:
+            over.set()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        timer = threading.Timer(60 * arguments.minutes, end)
+        timer.daemon = True
+        timer.start()
+        # Between two steps nothing else handles the signal.
+        signal.signal(signal.SIGTERM, lambda *_: over.set())
+    facts = {
+        "scale": arguments.scale,
+        "teacher_tokens": scale.teacher_tokens,
+        "teacher_rate": scale.teacher_rate,
+        "student": {**scale.student, **changes},
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+    }
+    for step in steps:
+        if over.is_set():
+            break
+        complete = step == "results" or experiment.run(step)
+        state = "done" if complete else "interrupted"
+        print(f"== {step}: {state} after {time.monotonic() - begin:.0f} s in all", file=sys.stderr, flush=True)
+        if "results" in steps and step not in ("data", "teacher"):
+            # After every step, so that a call that is killed leaves those before.
+            write_results(arguments.out, arguments.label, arguments.results, facts)
+        if not complete:
+            break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Experiments on state tracking: what rotation is for, and what carries it beyond the training length.
+
+Each is a function of a scale's name that returns sweeps: all tasks, learning rates and seeds of a variant are trained
+as one (`sympow.experiments.sweep`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sympow.experiments import VARIANTS, Sweep
+
+TASKS = ("parity", "count3", "count5", "count8", "s3", "d4", "a5", "copy", "induction")
+COMPARED = ("softmax", "sympow", "gating", "conformal", "pair-rotation")
+# Tasks of which the first is the simplest, and the last needs two layers: which way to turn depends on a parity.
+REMEDIED = ("parity", "count3", "count8", "s3")
+
+
+def state_tracking(size: str) -> list[Sweep]:
+    """Which variants can track a state: parity, counting, groups; at 1, 4 and 16 times the training length."""
+    return [_sweep(size, variant, VARIANTS[variant], TASKS) for variant in COMPARED]
+
+
+def tracking_remedies(size: str) -> list[Sweep]:
+    """What carries tracking beyond the training length: gates that keep, angles that are exact, noise on keys."""
+    pairs: dict[str, Any] = VARIANTS["pair-rotation"]
+    ungated = {**pairs, "gating": "none"}
+    models: dict[str, dict[str, Any]] = {
+        "pairs": pairs,
+        # Gates that keep the beginning of a row.
+        "pairs-ungated": ungated,
+        "pairs-half-gated": {**pairs, "gating": "half"},
+        "pairs-clamped": {**pairs, "gating": "clamped"},
+        # Angles: signed, beside fixed rotary in half of the pairs; and these rounded.
+        "signed-ungated": {**ungated, "rotary": "signed"},
+        "grid-ungated": {**ungated, "rotary": "grid"},
+        "grid-clamped": {**pairs, "gating": "clamped", "rotary": "grid"},
+        "grid": {**pairs, "rotary": "grid"},
+        # A power that tells scores apart more sharply.
+        "grid-ungated-p4": {**ungated, "rotary": "grid", "power": 4},
+    }
+    noisy = ("grid-ungated", "grid-clamped", "pairs-ungated", "signed-ungated", "grid", "grid-ungated-p4")
+    changed: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        *((f"{name}-noise", models[name], {"key_noise": 1.0}) for name in noisy),
+        ("grid-ungated-less-noise", models["grid-ungated"], {"key_noise": 0.5}),
+        *((name, model, {}) for name, model in models.items()),
+        ("pairs-ungated-random-lengths", ungated, {"random_lengths": True}),
+    ]
+    # As many rows in all as in `state_tracking`, in twice the steps: noise makes learning slower.
+    steps = {"steps": 4_000, "rows": 32} if size == "small" else {}
+    return [_sweep(size, name, model, REMEDIED, **steps, **changes) for name, model, changes in changed]
+
+
+def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], **changes: Any) -> Sweep:
+    if size == "cpu":
+        # Seconds: a test that everything works, not a measurement.
+        return Sweep(
+            name,
+            {"layers": 2, "width": 32, "heads": 2, **model},
+            tasks=tuple(task for task in tasks if task in ("parity", "copy")),
+            learning_rates=(1e-2,),
+            seeds=(0,),
+            **{"length": 20, "steps": 12, "rows": 8, "warmup": 4, "evaluation_rows": 8, **changes},
+        )
+    if size != "small":
+        raise ValueError(f"state tracking has the scales 'cpu' and 'small'; got {size!r}")
+    return Sweep(
+        name,
+        {"layers": 2, "width": 128, "heads": 4, **model},
+        tasks=tasks,
+        learning_rates=(1e-3, 3e-3, 1e-2),
+        seeds=(0, 1, 2),
+        **{"length": 64, "steps": 2_000, "rows": 64, **changes},
+    )

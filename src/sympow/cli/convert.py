@@ -1,0 +1,50 @@
+"""The command `sympow convert`. Its flags are the fields of `ConvertConfig`, added when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sympow.cli.common import App, Device, add_deferred
+from sympow.cli.errors import INTERRUPTED
+
+
+def convert(
+    teacher: Annotated[str, typer.Argument(help="Model of transformers: a folder, or a name on the Hub.")],
+    out: Annotated[Path, typer.Option(help="Folder of the conversion; the result is OUT/model.")],
+    device: Device = None,
+    **changes: Any,
+) -> None:
+    """Convert a pretrained softmax transformer.
+
+    Replaces self-attention by symmetric power attention and trains the result in three stages: (1) each converted
+    layer's attention output is matched to the teacher's, (2) the student's predictions to the teacher's, (3) optionally
+    longer contexts with the plain loss. A stage with 0 tokens is left out. The same command continues an interrupted
+    conversion. --data must have the teacher's token ids:
+
+        sympow data prepare TEXTS --tokenizer TEACHER/tokenizer.json --out DATA
+        sympow convert TEACHER --data DATA --out converted
+    """
+    from sympow.convert.config import ConvertConfig
+    from sympow.convert.conversion import convert as run
+
+    if not run(teacher, ConvertConfig().changed(**changes), out, device=device):
+        typer.echo("stopped; the same command continues", err=True)
+        raise typer.Exit(INTERRUPTED)
+    typer.echo(f"{out / 'model'}")
+
+
+def add_convert(app: App) -> None:
+    """Adds the command to a group."""
+    add_deferred(app, "convert", convert.__doc__, _with_flags)
+
+
+def _with_flags() -> Any:
+    from sympow.convert.config import SECTIONS, ConvertConfig
+    from sympow.train.flags import with_config_flags
+
+    app = App()
+    app.command()(with_config_flags(convert, SECTIONS, ConvertConfig()))
+    return typer.main.get_command(app)

@@ -1,0 +1,225 @@
+"""Configuration of a conversion: frozen dataclasses that check their values.
+
+A field's help text is its entry under "Attributes"; `sympow.train.flags` makes a command-line flag of every field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
+
+from sympow.checks import check_at_least, check_at_most, check_choice, check_finite
+from sympow.ops.validation import check_bool, check_positive
+from sympow.train.config import MOST_TOKENS, REASON
+
+PRECISIONS = ("auto", "bf16", "fp32")
+SHORT = ("refuse", "drop", "join")
+
+
+@dataclass(frozen=True)
+class SwapConfig:
+    """How the teacher's attention is replaced; arguments of `sympow.hf.swap_attention`.
+
+    Attributes:
+        layers: layers to convert: all, every-other, or their numbers from 0, as in 0,2,5.
+        power: p, the even degree of the scores.
+        gating: of the state: none, fixed, learned, scalar (one per head and token) or vector.
+        rotary: of queries and keys: fixed (the teacher's), learned, scale, pairs, none, or auto: fixed if it has one.
+        initial_gate: γ that gates start with, as the share of the state that is kept at each token.
+    """
+
+    layers: str = "all"
+    power: int = 2
+    gating: str = "scalar"
+    rotary: str = "auto"
+    initial_gate: float = 0.999
+
+    def __post_init__(self) -> None:
+        self.chosen_layers()
+        check_positive("power", self.power)
+        check_finite("initial_gate", self.initial_gate)
+        if not 0 < self.initial_gate < 1:
+            raise ValueError(f"initial_gate must be above 0 and below 1, got {self.initial_gate}")
+
+    def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
+        """What `swap_attention` takes: a name, or a list of numbers."""
+        if self.layers == "all":
+            return "all"
+        if self.layers == "every-other":
+            return "every-other"
+        numbers = [part.strip() for part in self.layers.split(",")]
+        if not all(number.isdecimal() for number in numbers):
+            raise ValueError(
+                f"layers must be 'all', 'every-other', or numbers from 0 as in '0,2,5'; got {self.layers!r}"
+            )
+        return [int(number) for number in numbers]
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """Documents to convert with.
+
+    Attributes:
+        data: a folder of `sympow data prepare` with the teacher's tokenizer, or another dataset of `sympow train`.
+        context: tokens of a sequence in the first two stages.
+        short: what to do with documents and tails shorter than the context: refuse, drop or join.
+        evaluate_tokens: tokens of each held-out evaluation, approximately.
+    """
+
+    data: str = "stdlib"
+    context: int = 2_048
+    short: Literal["refuse", "drop", "join"] = "join"
+    evaluate_tokens: int = 262_144
+
+    def __post_init__(self) -> None:
+        for name in ("context", "evaluate_tokens"):
+            check_positive(name, getattr(self, name))
+        check_at_most("context", self.context, MOST_TOKENS, REASON)
+        check_choice("short", self.short, SHORT)
+
+
+@dataclass(frozen=True)
+class RecipeConfig:
+    """The stages; one with 0 tokens is left out.
+
+    Attributes:
+        match_tokens: tokens of stage 1, which matches each converted layer's attention output to the teacher's.
+        distill_tokens: tokens of stage 2, which minimizes the KL divergence from the teacher's predictions.
+        extend_tokens: tokens of stage 3, which trains on longer sequences with the plain loss.
+        extend_context: tokens of a sequence in stage 3; 0: 4 times the context.
+        match_rate: peak learning rate of stage 1.
+        distill_rate: peak learning rate of stage 2.
+        extend_rate: peak learning rate of stage 3.
+        lora: rank of LoRA adapters in stages 2 and 3, which are merged at the end; 0: all parameters are trained.
+        without_match: whether to convert a second time without stage 1, with as many tokens, to see what it is worth.
+        warmup: share of a stage's steps over which its learning rate rises from 0; after it, cosine.
+        final_rate: learning rate of a stage's last step, relative to its peak.
+        beta2: decay of Adam's second moment.
+        weight_decay: decoupled weight decay of matrices.
+        clip_norm: largest norm of the gradient of all parameters; 0: no clipping.
+    """
+
+    match_tokens: int = 10_000_000
+    distill_tokens: int = 40_000_000
+    extend_tokens: int = 0
+    extend_context: int = 0
+    match_rate: float = 1e-3
+    distill_rate: float = 3e-4
+    extend_rate: float = 1e-4
+    lora: int = 0
+    without_match: bool = False
+    warmup: float = 0.05
+    final_rate: float = 0.1
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("match_tokens", "distill_tokens", "extend_tokens", "extend_context", "lora"):
+            check_at_least(name, getattr(self, name), 0)
+        for name in ("match_rate", "distill_rate", "extend_rate", "warmup", "final_rate", "weight_decay", "clip_norm"):
+            check_finite(name, getattr(self, name))
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.warmup >= 1:
+            raise ValueError(f"warmup must be a share of the steps, below 1; got {self.warmup}")
+        check_bool("without_match", self.without_match)
+        if self.without_match and not self.match_tokens:
+            raise ValueError("without_match compares with stage 1, so match_tokens must be above 0; got 0")
+
+
+@dataclass(frozen=True)
+class ExecutionConfig:
+    """Execution: batches, precision, checkpoints and logging.
+
+    Attributes:
+        batch_tokens: tokens of a batch; a multiple of the context, and of that of stage 3.
+        micro_batch_tokens: tokens of a forward pass, at least one sequence; gradients accumulate.
+        seed: random seed of new parameters and of the order of the data.
+        precision: bf16 (mixed: trained parameters stay in float32), fp32, or auto: bf16 on a GPU, fp32 on a CPU.
+        compile: whether to compile the layers (torch.compile).
+        recompute: whether to keep only each layer's input for the backward pass (activation checkpointing).
+        log_every: steps between lines of progress.
+        save_every: steps between checkpoints; 0: only when interrupted and after each stage.
+        tensorboard: whether to write TensorBoard events beside metrics.jsonl.
+    """
+
+    batch_tokens: int = 65_536
+    micro_batch_tokens: int = 16_384
+    seed: int = 0
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    compile: bool = False
+    recompute: bool = False
+    log_every: int = 10
+    save_every: int = 200
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("batch_tokens", "micro_batch_tokens", "log_every"):
+            check_positive(name, getattr(self, name))
+        for name in ("seed", "save_every"):
+            check_at_least(name, getattr(self, name), 0)
+        for name in ("compile", "recompute", "tensorboard"):
+            check_bool(name, getattr(self, name))
+        check_choice("precision", self.precision, PRECISIONS)
+
+
+# Settings that a resumed conversion may change, since they do not change what is computed. Data are compared by their
+# fingerprint, wherever they are.
+FREE = frozenset({"data", "compile", "recompute", "log_every", "save_every", "tensorboard"})
+
+
+@dataclass(frozen=True)
+class ConvertConfig:
+    """A conversion.
+
+    Attributes:
+        swap: how attention is replaced.
+        text: documents.
+        recipe: the stages.
+        execution: batches, precision, logging.
+    """
+
+    swap: SwapConfig = field(default_factory=SwapConfig)
+    text: TextConfig = field(default_factory=TextConfig)
+    recipe: RecipeConfig = field(default_factory=RecipeConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
+
+    def __post_init__(self) -> None:
+        contexts = [("context", self.text.context)]
+        if self.recipe.extend_tokens:
+            contexts.append(("extend_context", self.extended_context))
+        for name, context in contexts:
+            if self.execution.batch_tokens % context:
+                raise ValueError(
+                    f"batch_tokens must be a multiple of the {name}, {context:,}; got {self.execution.batch_tokens:,}"
+                )
+
+    @property
+    def extended_context(self) -> int:
+        """Tokens of a sequence in stage 3."""
+        return self.recipe.extend_context or 4 * self.text.context
+
+    def changed(self, **changes: Any) -> ConvertConfig:
+        """A copy with some fields changed, named without their section: field names are unique."""
+        made = {}
+        for section in fields(self):
+            value = getattr(self, section.name)
+            own = {one.name for one in fields(value)}
+            made[section.name] = replace(value, **{name: changes.pop(name) for name in own & changes.keys()})
+        if changes:
+            raise TypeError(f"no section of a ConvertConfig has a field {next(iter(changes))!r}")
+        return ConvertConfig(**made)
+
+    def settings(self) -> dict[str, Any]:
+        """All fields of all sections, by the names that `changed` takes."""
+        return {name: value for section in asdict(self).values() for name, value in section.items()}
+
+
+# By title, in order of `sympow convert --help`; every field has a flag.
+SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
+    "Student": (SwapConfig, frozenset()),
+    "Data": (TextConfig, frozenset()),
+    "Recipe": (RecipeConfig, frozenset()),
+    "Run": (ExecutionConfig, frozenset()),
+}

@@ -1,0 +1,245 @@
+"""`convert`: swaps a teacher's attention, runs the stages one after another, evaluates before and after each, reports.
+
+The folder of a conversion:
+
+    conversion.json                   teacher, data and settings; the same command continues the conversion
+    evaluations/NAME.json             held-out losses of the teacher, the start, and the student after each stage
+    stages/NAME/model/                the student after a stage, in float32
+    stages/NAME/metrics.jsonl         with TensorBoard events beside it
+    stages/NAME/checkpoints/          while the stage runs
+    model/                            the result, in the teacher's dtype, with its tokenizer
+    report.md, report.html, figures/  what came out
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sympow.convert.config import FREE, ConvertConfig
+from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
+from sympow.convert.lora import Adapters
+from sympow.convert.models import (
+    TOKENIZER_FILES,
+    check_teacher,
+    check_tokens,
+    decoder_layers,
+    load_model,
+    make_student,
+    output_weight,
+)
+from sympow.convert.objectives import Distillation, Matching, NextToken, Objective
+from sympow.convert.report import describe, write_report
+from sympow.convert.stages import START, TEACHER, Stage, plan
+from sympow.convert.training import StageTraining
+from sympow.data.dataset import TokenDataset, open_dataset
+from sympow.extras import require
+from sympow.files import write_atomically
+from sympow.invocation import under_torchrun
+from sympow.parsing import read_json
+from sympow.train.distributed import Place, process_group
+from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
+from sympow.train.signals import StopRequest, stop_on_signals
+from sympow.train.trainer import fast_float32
+
+SETTINGS_FILE = "conversion.json"
+STAGES, EVALUATIONS = "stages", "evaluations"
+
+
+def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, device: str | None = None) -> bool:
+    """Converts a pretrained causal language model, and writes everything into one folder.
+
+    Called again with the same arguments, it continues where it was interrupted.
+
+    Args:
+        teacher: folder that `save_pretrained` wrote, or a name on the Hub.
+        config: the conversion.
+        out: its folder.
+        device: "cpu" or "cuda"; None: a GPU if there is one.
+
+    Returns:
+        whether the conversion is complete. False: Ctrl-C or SIGTERM asked it to stop, and it saved its place.
+
+    Raises:
+        ValueError: teacher, data and settings do not fit together, or the folder holds another conversion.
+        NonFiniteLossError: the loss or a gradient is not finite.
+    """
+    if under_torchrun():
+        raise ValueError("convert runs in one process, on one device; it was started by torchrun")
+    needed = {"transformers": "hf", "safetensors": "hf", "matplotlib": "report"}
+    if config.execution.tensorboard:
+        needed["tensorboard"] = "train"
+    if config.recipe.lora:
+        needed["peft"] = "lora"
+    for module, extra in needed.items():
+        require(module, extra)
+    with ExitStack() as held:
+        place = held.enter_context(process_group(device))
+        folder = held.enter_context(claimed_folder(Path(out), resume=True, place=place))
+        stop = held.enter_context(stop_on_signals())
+        precision = config.execution.precision
+        if precision == "auto":
+            precision = "bf16" if place.device.type == "cuda" else "fp32"
+        held.enter_context(fast_float32(precision, place))
+        dtype = torch.bfloat16 if precision == "bf16" else None
+        return _Conversion(teacher, config, folder, place, dtype).run(stop)
+
+
+class _Conversion:
+    def __init__(
+        self, source: Path | str, config: ConvertConfig, out: Path, place: Place, dtype: torch.dtype | None
+    ) -> None:
+        self.source, self.config, self.out, self.place, self.dtype = source, config, out, place, dtype
+        self.stages = plan(config)
+        self.dataset: TokenDataset = open_dataset(config.text.data)
+        self.teacher = load_model(source, place.device).requires_grad_(False)
+        check_teacher(self.teacher, source)
+        notes = [check_tokens(self.teacher, source, self.dataset)]
+        self._check_same_settings()
+        self.sequences, more = held_out_sequences(
+            open_dataset(config.text.data, "heldout"),
+            config.text.context,
+            config.text.evaluate_tokens,
+            config.execution.micro_batch_tokens,
+            config.text.short,
+        )
+        self.notes = [note for note in (*notes, *more) if note]
+
+    def run(self, stop: StopRequest) -> bool:
+        for note in self.notes:
+            _say(note)
+        self._describe()
+        self._evaluate(TEACHER, 0, self.teacher)
+        if not self._path(START).is_file():
+            self._evaluate(START, 0, self._start())
+        for stage in self.stages:
+            if stop:
+                return False
+            if not self._path(stage.name).is_file() and not self._run_stage(stage, stop):
+                return False
+        self._export()
+        write_report(self.out, self.stages, self._evaluations(), self._facts())
+        _say(f"wrote {self.out / EXPORT} and {self.out / 'report.html'}")
+        return True
+
+    def _run_stage(self, stage: Stage, stop: StopRequest) -> bool:
+        """Trains, saves and evaluates; False: it was asked to stop."""
+        folder = self.out / STAGES / stage.name
+        student = self._student_after(stage.after)
+        new = {name for name, _ in student.named_parameters()} - {name for name, _ in self.teacher.named_parameters()}
+        objective = self._objective(stage, student)
+        adapters = None
+        if self.config.recipe.lora and stage.kind != "match":
+            adapters = Adapters(student, self.config.recipe.lora, new, self.config.execution.seed)
+        trainable = adapters.trainable() if adapters is not None else objective.trainable()
+        if self.config.execution.compile:
+            objective.compile()
+        if self.config.execution.recompute and stage.kind != "match":
+            student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            for layer, _ in decoder_layers(student).values():
+                # Recomputation is for training mode. The flag of the layer alone leaves dropout in its modules off.
+                layer.training = True
+        steps = stage.steps(self.config.execution.batch_tokens)
+        _say(
+            f"stage {stage.name}: {steps:,} steps of {self.config.execution.batch_tokens:,} tokens at context "
+            f"{stage.context:,}; {sum(p.numel() for p in trainable):,} parameters are trained"
+        )
+        training = StageTraining(stage, self.config, folder, student, objective, trainable, self.dataset, self.place)
+        if not training.run(stop):
+            return False
+        if adapters is not None:
+            student = adapters.merge()
+        student.eval()
+        self._save(student, folder / EXPORT)
+        tokens = stage.before + steps * self.config.execution.batch_tokens
+        # Last: its file says that the stage is complete.
+        self._evaluate(stage.name, tokens, student)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        return True
+
+    def _objective(self, stage: Stage, student: Any) -> Objective:
+        if stage.kind == "match":
+            return Matching(self.teacher, student, self.dtype)
+        if stage.kind == "distill":
+            return Distillation(self.teacher, student, self.dtype)
+        return NextToken(student, self.dtype)
+
+    def _start(self) -> Any:
+        """The teacher with attention replaced, and nothing trained."""
+        torch.manual_seed(self.config.execution.seed)
+        return make_student(self.source, self.config.swap, self.place.device)
+
+    def _student_after(self, name: str) -> Any:
+        """Read from disk even if it is still in memory, so that a resumed conversion computes the same numbers."""
+        if name == START:
+            return self._start()
+        return load_model(self.out / STAGES / name / EXPORT, self.place.device, torch.float32)
+
+    def _save(self, student: Any, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        student.save_pretrained(folder)
+
+    def _export(self) -> None:
+        """Writes the result of the last stage that began with the first: in the teacher's dtype, with its tokenizer."""
+        main = [stage for stage in self.stages if stage.name == stage.kind]
+        student = self._student_after(main[-1].name if main else START)
+        folder = self.out / EXPORT
+        self._save(student.to(output_weight(self.teacher).dtype), folder)
+        if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
+            require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
+
+    def _evaluate(self, name: str, tokens: int, model: Any) -> None:
+        """Evaluates a model unless that was done before."""
+        if self._path(name).is_file():
+            return
+        results = evaluate(model, self.sequences, self.dtype)
+        Evaluation(name, tokens, results).save(self._path(name))
+        losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
+        _say(f"held-out loss of the {describe(name)}: {losses}")
+
+    def _evaluations(self) -> dict[str, Evaluation]:
+        names = [TEACHER, START, *(stage.name for stage in self.stages)]
+        return {name: Evaluation.read(self._path(name)) for name in names}
+
+    def _path(self, name: str) -> Path:
+        return self.out / EVALUATIONS / f"{name}.json"
+
+    def _facts(self) -> dict[str, Any]:
+        """What determines the result."""
+        return {
+            "teacher": str(self.source),
+            "data_fingerprint": self.dataset.fingerprint,
+            "precision_used": "fp32" if self.dtype is None else "bf16",
+            **self.config.settings(),
+        }
+
+    def _check_same_settings(self) -> None:
+        path = self.out / SETTINGS_FILE
+        facts = self._facts()
+        if path.is_file():
+            saved = read_json(path)
+            if not isinstance(saved, dict):
+                raise ValueError(f"{path} must hold the settings of a conversion")
+            for name, value in facts.items():
+                if name not in FREE and saved.get(name) != value:
+                    raise ValueError(
+                        f"{name} must be that of the conversion in {self.out}, {saved.get(name)!r}; got {value!r}. "
+                        "Choose another folder for another conversion"
+                    )
+        write_atomically(path, (json.dumps(facts, indent=2) + "\n").encode())
+
+    def _describe(self) -> None:
+        parameters = sum(parameter.numel() for parameter in self.teacher.parameters())
+        where = self.place.device.type
+        lengths = int(self.dataset.lengths.sum())
+        _say(f"teacher {self.source}: {parameters:,} parameters on {where}; {self.dataset.name}: {lengths:,} tokens")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,149 @@
+"""Held-out loss of teacher and student, at the training context and at 4 and 16 times as much."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sympow.convert.models import features, output_weight
+from sympow.data.dataset import TokenDataset
+from sympow.data.loader import Loader
+from sympow.evaluate.evaluation_file import averages_over_ranges
+from sympow.evaluate.held_out_loss import document_sequences
+from sympow.files import write_atomically
+from sympow.model.losses import token_losses
+from sympow.parsing import read_json
+
+# Evaluated contexts, relative to that of the training.
+FACTORS = (1, 4, 16)
+Sequences = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class LossAtContext:
+    """Held-out loss on sequences of one length.
+
+    Attributes:
+        loss: mean over all tokens, in nats.
+        of_each: mean of each sequence; every model is evaluated on the same ones.
+        late: mean over the last quarter of positions, those with the longest past.
+        by_position: mean over ranges of positions, by the ranges' centres.
+    """
+
+    loss: float
+    of_each: list[float]
+    late: float
+    by_position: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Held-out losses of one model.
+
+    Attributes:
+        name: of the model: "teacher", or the stage that it comes after.
+        tokens: tokens that it was trained on in this conversion.
+        by_context: by length of the sequences.
+    """
+
+    name: str
+    tokens: int
+    by_context: dict[int, LossAtContext]
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Evaluation:
+        content: Any = read_json(path)
+        try:
+            by_context = {int(n): LossAtContext(**entry) for n, entry in content["by_context"].items()}
+            return cls(content["name"], content["tokens"], by_context)
+        except (TypeError, KeyError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not an evaluation of a conversion: {error}") from error
+
+
+def held_out_sequences(
+    dataset: TokenDataset, context: int, tokens: int, batch_tokens: int, short: str
+) -> tuple[dict[int, Sequences], list[str]]:
+    """Inputs and targets to evaluate on, by length: about `tokens` tokens of each, at least one sequence.
+
+    Beyond the training context only documents that are long enough count. At the training context, shorter ones are
+    treated as in training if there is none.
+
+    Returns:
+        batches by length, and notes on lengths that no document has.
+    """
+    found: dict[int, Sequences] = {}
+    notes = []
+    longest = int(np.asarray(dataset.lengths).max())
+    for length in (factor * context for factor in FACTORS):
+        count, batch = max(1, tokens // length), max(1, batch_tokens // length)
+        if longest >= length:
+            found[length] = list(document_sequences(dataset, length, count, batch))
+        elif length == context:
+            rows = Loader(dataset, context, 1, short=short, shuffle=False, epochs=1, prefetch=0)
+            found[length] = [(row.inputs, row.targets) for row in islice(rows, count)]
+        else:
+            notes.append(
+                f"not evaluated at {length:,} tokens: the longest held-out document of {dataset.name} has {longest:,}"
+            )
+    return found, notes
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    sequences: dict[int, Sequences],
+    dtype: torch.dtype | None,
+    report: Callable[[], None] | None = None,
+) -> dict[int, LossAtContext]:
+    """Losses of a causal language model, by length of the sequences.
+
+    Args:
+        dtype: of autocast; None: no autocast.
+        report: called after each batch.
+    """
+    weight = output_weight(model)
+    results = {}
+    # Compiled layers would be compiled again for each length.
+    with torch.compiler.set_stance("force_eager"):
+        for length, batches in sequences.items():
+            losses = []
+            for inputs, targets in batches:
+                with torch.autocast(weight.device.type, dtype=dtype, enabled=dtype is not None):
+                    hidden = features(model, inputs.to(weight.device))
+                losses.append(token_losses(hidden, weight, targets.to(weight.device), dtype=dtype).double().cpu())
+                if report is not None:
+                    report()
+            results[length] = _summary(torch.cat(losses))
+    return results
+
+
+def difference(one: LossAtContext, other: LossAtContext) -> tuple[float, float]:
+    """Mean difference of losses on the same sequences and its standard error, NaN for one sequence."""
+    differences = torch.tensor(one.of_each, dtype=torch.float64) - torch.tensor(other.of_each, dtype=torch.float64)
+    count = len(differences)
+    error = float(differences.std() / count**0.5) if count > 1 else float("nan")
+    return float(differences.mean()), error
+
+
+def _summary(losses: Tensor) -> LossAtContext:
+    """Of losses (sequences, length)."""
+    means = losses.mean(0).tolist()
+    late = len(means) - max(1, len(means) // 4)
+    ranges = averages_over_ranges(means)
+    return LossAtContext(
+        loss=float(losses.mean()),
+        of_each=losses.mean(1).tolist(),
+        late=float(losses[:, late:].mean()),
+        by_position={f"{at:.1f}": loss for at, loss in zip(*ranges, strict=True)},
+    )

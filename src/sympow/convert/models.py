@@ -1,0 +1,134 @@
+"""Teacher and student: loading, what a conversion needs to know of a causal language model, and checks of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sympow.convert.config import SwapConfig
+from sympow.data.dataset import TokenDataset
+from sympow.extras import require
+
+CONFIG_FILE = "config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+# Tokens that are decoded and encoded again to compare tokenizers.
+SAMPLE_TOKENS = 512
+
+
+def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
+    """Loads a causal language model of transformers, in evaluation mode: conversion uses no dropout.
+
+    Args:
+        source: a folder that `save_pretrained` wrote, or a name on the Hub.
+        dtype: of the parameters; "auto": as they were saved.
+    """
+    transformers = require("transformers", "hf")
+    path = Path(source)
+    if path.exists() and not (path / CONFIG_FILE).is_file():
+        raise ValueError(f"teacher must be a model of transformers, and {source} has no {CONFIG_FILE}")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"teacher must be a folder or the name of a model of transformers, got {str(source)!r}: {reason}"
+        ) from error
+    return model.to(device).eval()
+
+
+def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) -> Any:
+    """The teacher in float32 with some of its attention replaced; new parameters are drawn on the CPU."""
+    from sympow.hf import swap_attention
+
+    student = load_model(teacher, torch.device("cpu"), torch.float32)
+    swap_attention(
+        student,
+        power=swap.power,
+        layers=swap.chosen_layers(),
+        gating=swap.gating,
+        rotary=None if swap.rotary == "auto" else swap.rotary,
+        initial_gate=swap.initial_gate,
+    )
+    return student.to(device).eval()
+
+
+def features(model: Any, inputs: Tensor) -> Tensor:
+    """What the output embedding is applied to, (b, t, width), for (b, t) integers."""
+    hidden: Tensor = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def output_weight(model: Any) -> Tensor:
+    """The output embedding, (vocabulary, width)."""
+    weight: Tensor = model.get_output_embeddings().weight
+    return weight
+
+
+def decoder_layers(model: Any) -> dict[int, tuple[nn.Module, nn.Module]]:
+    """By number: each decoder layer and its attention module."""
+    from sympow.hf import attention_modules
+
+    names = {module: name for name, module in model.named_modules()}
+    found = {}
+    for number, attention in attention_modules(model).items():
+        parent = names[attention].rpartition(".")[0]
+        found[number] = model.get_submodule(parent), attention
+    return found
+
+
+@torch.no_grad()
+def check_teacher(model: Any, source: Path | str) -> None:
+    """Refuses a teacher that is converted already, or whose logits are not features times the output embedding."""
+    from sympow.hf import swapped_layers
+
+    if swapped_layers(model):
+        raise ValueError(f"teacher must have softmax attention, and layers of {source} are converted already")
+    device = output_weight(model).device
+    ids = torch.arange(8, device=device).remainder(model.config.vocab_size).unsqueeze(0)
+    ours = features(model, ids) @ output_weight(model).mT
+    logits = model(input_ids=ids, use_cache=False).logits
+    scale = logits.abs().max()
+    # Far above rounding in bfloat16, far below the effect of a bias, a scale or a cap on logits.
+    if ours.shape != logits.shape or (ours - logits).abs().max() > 0.02 * scale:
+        raise ValueError(
+            f"teacher must compute logits as features times its output embedding alone, and {type(model).__name__} of "
+            f"{source} does not (a bias, a scale or a cap on logits)"
+        )
+
+
+def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str | None:
+    """Refuses data whose ids are not those of the teacher's tokenizer.
+
+    Returns:
+        a note if the teacher has no tokenizer to compare with.
+    """
+    known = output_weight(model).shape[0]
+    if dataset.vocab_size > known:
+        raise ValueError(
+            f"data must have the teacher's token ids, below {known:,}; {dataset.name} has a vocabulary of "
+            f"{dataset.vocab_size:,}. Prepare it with the teacher's tokenizer: "
+            f"sympow data prepare … --tokenizer {Path(str(source)) / 'tokenizer.json'}"
+        )
+    path = Path(source)
+    if path.exists() and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return f"{source} has no tokenizer: whether {dataset.name} has its token ids was not checked"
+    theirs = require("transformers", "hf").AutoTokenizer.from_pretrained(str(source))
+    ours = dataset.load_tokenizer()
+    text = ours.decode(dataset.read(0, 0, min(SAMPLE_TOKENS, int(dataset.lengths[0]))))
+    expected = list(theirs(text, add_special_tokens=False)["input_ids"])
+    found = ours.encode(text).tolist()
+    if found != expected:
+        place = next(
+            (at for at, (one, other) in enumerate(zip(found, expected, strict=False)) if one != other),
+            min(len(found), len(expected)),
+        )
+        raise ValueError(
+            f"data must be tokenized by the teacher's tokenizer, and {dataset.name} is not: the text of its first "
+            f"document becomes {found[place : place + 4]} from token {place} on, and with the tokenizer of {source} "
+            f"{expected[place : place + 4]}. Prepare it with the teacher's: sympow data prepare … --tokenizer "
+            f"{path / 'tokenizer.json'}"
+        )
+    return None

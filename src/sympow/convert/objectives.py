@@ -1,0 +1,180 @@
+"""What each stage minimizes. An objective runs forward and backward passes and returns the loss, detached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sympow.convert.distillation import linear_kl_divergence
+from sympow.convert.models import decoder_layers, features, output_weight
+from sympow.data.loader import Batch
+from sympow.model.losses import linear_cross_entropy
+
+
+class Objective(Protocol):
+    """The loss of one stage."""
+
+    def trainable(self) -> list[nn.Parameter]:
+        """Parameters of the student that the stage trains; all others are frozen."""
+        ...
+
+    def backward(self, batch: Batch, weight: float) -> Tensor:
+        """Adds `weight` times the gradient of a micro-batch's mean loss, and returns `weight` times that loss."""
+        ...
+
+    def details(self) -> dict[str, Tensor]:
+        """Further numbers of the last micro-batch, by the names of metrics."""
+        ...
+
+    def compile(self) -> None:
+        """Compiles what runs most."""
+        ...
+
+
+class Matching:
+    """Stage 1: the attention outputs of converted layers, each from the teacher's own inputs of that layer.
+
+    The loss of a layer is |student − teacher|² / |teacher|², the share of the output that is not reproduced; the stage
+    minimizes its mean over layers. The teacher runs once without gradients. When an attention module of it has run, the
+    student's runs on the same inputs, and its backward pass follows at once, so that the activations of only one layer
+    are in memory.
+
+    Args:
+        teacher: model with softmax attention.
+        student: the same with some attention replaced.
+        dtype: of autocast; None: no autocast.
+    """
+
+    def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None) -> None:
+        from sympow.hf import swapped_layers
+
+        self.teacher, self.dtype = teacher, dtype
+        of_teacher, of_student = decoder_layers(teacher), decoder_layers(student)
+        self.pairs = {n: (of_teacher[n][1], of_student[n][1]) for n in swapped_layers(student)}
+        self.layers = {n: of_teacher[n][0] for n in self.pairs}
+        self._last: dict[str, Tensor] = {}
+
+    def trainable(self) -> list[nn.Parameter]:
+        return [parameter for _, attention in self.pairs.values() for parameter in attention.parameters()]
+
+    def backward(self, batch: Batch, weight: float) -> Tensor:
+        losses: dict[int, Tensor] = {}
+
+        def match(number: int, attention: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            expected = _first(output).detach()
+            expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
+            with torch.enable_grad():
+                difference = _first(attention(*args, **kwargs)) - expected
+                loss = difference.square().sum() / expected.square().sum()
+                with torch.autocast(expected.device.type, enabled=False):
+                    (loss * (weight / len(self.pairs))).backward()
+            losses[number] = loss.detach()
+
+        with ExitStack() as held:
+            for number, (of_teacher, of_student) in self.pairs.items():
+                held.enter_context(_after_forward(of_teacher, _bound(match, number, of_student)))
+            held.enter_context(torch.no_grad())
+            held.enter_context(_autocast(batch.inputs, self.dtype))
+            features(self.teacher, batch.inputs)
+        self._last = {f"match_loss/layer_{number}": loss for number, loss in sorted(losses.items())}
+        return torch.stack(list(losses.values())).mean() * weight
+
+    def details(self) -> dict[str, Tensor]:
+        return self._last
+
+    def compile(self) -> None:
+        """Compiles the teacher's layers in parts: hooks around its attention would not run in compiled layers."""
+        for number, (of_teacher, of_student) in self.pairs.items():
+            of_student.compile(dynamic=False)
+            for child in self.layers[number].children():
+                if child is not of_teacher:
+                    child.compile(dynamic=False)
+
+
+class Distillation:
+    """Stage 2: the KL divergence from the teacher's predictions. Arguments as for `Matching`."""
+
+    def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None) -> None:
+        self.teacher, self.student, self.dtype = teacher, student, dtype
+
+    def trainable(self) -> list[nn.Parameter]:
+        return list(self.student.parameters())
+
+    def backward(self, batch: Batch, weight: float) -> Tensor:
+        with _autocast(batch.inputs, self.dtype):
+            with torch.no_grad():
+                taught = features(self.teacher, batch.inputs)
+            learned = features(self.student, batch.inputs)
+        loss = linear_kl_divergence(
+            learned, output_weight(self.student), taught, output_weight(self.teacher), dtype=self.dtype
+        )
+        (loss * weight).backward()
+        return loss.detach() * weight
+
+    def details(self) -> dict[str, Tensor]:
+        return {}
+
+    def compile(self) -> None:
+        for model in (self.teacher, self.student):
+            _compile_layers(model)
+
+
+class NextToken:
+    """Stage 3: cross-entropy of the next tokens.
+
+    Args:
+        student: model to train.
+        dtype: of autocast; None: no autocast.
+    """
+
+    def __init__(self, student: Any, dtype: torch.dtype | None) -> None:
+        self.student, self.dtype = student, dtype
+
+    def trainable(self) -> list[nn.Parameter]:
+        return list(self.student.parameters())
+
+    def backward(self, batch: Batch, weight: float) -> Tensor:
+        with _autocast(batch.inputs, self.dtype):
+            learned = features(self.student, batch.inputs)
+        loss = linear_cross_entropy(learned, output_weight(self.student), batch.targets, dtype=self.dtype)
+        (loss * weight).backward()
+        return loss.detach() * weight
+
+    def details(self) -> dict[str, Tensor]:
+        return {}
+
+    def compile(self) -> None:
+        _compile_layers(self.student)
+
+
+def _compile_layers(model: Any) -> None:
+    """For the shapes of a stage, which has one: layers share one compilation, and a second stage has its own."""
+    for layer, _ in decoder_layers(model).values():
+        layer.compile(dynamic=False)
+
+
+def _autocast(inputs: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    return torch.autocast(inputs.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def _first(output: Any) -> Tensor:
+    """The output of an attention module, which returns a tuple that begins with it."""
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _bound(call: Callable[..., None], number: int, attention: nn.Module) -> Callable[..., None]:
+    return lambda _, args, kwargs, output: call(number, attention, args, kwargs, output)
+
+
+@contextmanager
+def _after_forward(module: nn.Module, call: Callable[..., None]) -> Iterator[None]:
+    handle = module.register_forward_hook(call, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,238 @@
+"""The report of a conversion: report.md, report.html and figures, from its evaluations and metrics."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sympow.convert.evaluation import Evaluation, difference
+from sympow.convert.stages import LOSSES, START, TEACHER, WITHOUT_MATCH, Stage
+from sympow.files import write_atomically
+from sympow.report.plotting import (
+    VARIANTS,
+    Style,
+    add_legend,
+    assign_styles,
+    make_panels,
+    plain_numbers,
+    pyplot,
+    save_figure,
+    set_context_ticks,
+    set_title,
+    tidy,
+)
+from sympow.train.metrics import read_metrics
+from sympow.train.run_folder import METRICS_FILE
+
+FIGURES = "figures"
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
+th, td { padding: 0.3rem 0.8rem; border-bottom: 1px solid #8886; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; background: white; }
+"""
+Table = list[list[str]]
+
+
+def write_report(
+    out: Path, stages: Sequence[Stage], evaluations: Mapping[str, Evaluation], facts: Mapping[str, Any]
+) -> None:
+    """Writes report.md, report.html and figures/ into the folder of a conversion.
+
+    Args:
+        stages: in order.
+        evaluations: by name: the teacher, the start, and every stage.
+        facts: settings to list.
+    """
+    named = {describe(name): evaluation for name, evaluation in evaluations.items()}
+    figures = {
+        "Held-out loss by position": out / FIGURES / "loss_by_position.png",
+        "Held-out loss by context": out / FIGURES / "loss_by_context.png",
+    }
+    draw_by_position(named, figures["Held-out loss by position"])
+    draw_by_context(named, figures["Held-out loss by context"])
+    curves = {
+        stage.name: (stage, read_metrics(out / "stages" / stage.name / METRICS_FILE))
+        for stage in stages
+        if (out / "stages" / stage.name / METRICS_FILE).is_file()
+    }
+    if curves:
+        figures["Training"] = out / FIGURES / "training.png"
+        draw_training(curves, figures["Training"])
+    title = f"Conversion of {facts['teacher']}"
+    tables = {
+        "Held-out loss (nats per token)": loss_table(named),
+        "Loss less the teacher's, on the same sequences": difference_table(named),
+        "Loss over the last quarter of each context": late_table(named),
+        "Settings": [["setting", "value"], *([name, str(value)] for name, value in facts.items())],
+    }
+    write_atomically(out / "report.md", "\n".join(_markdown(title, tables, figures, out)).encode())
+    write_atomically(out / "report.html", "\n".join(_html(title, tables, figures)).encode())
+
+
+def describe(name: str) -> str:
+    """What a model is called in tables and figures."""
+    if name == TEACHER:
+        return "teacher"
+    if name == START:
+        return "student, untrained"
+    kind, _, rest = name.partition("-")
+    after = {"match": "matching", "distill": "distillation", "extend": "longer contexts"}[kind]
+    return f"student after {after}" + (", without stage 1" if rest == WITHOUT_MATCH else "")
+
+
+def loss_table(evaluations: Mapping[str, Evaluation]) -> Table:
+    """Models by contexts."""
+    contexts = _contexts(evaluations)
+    rows = [["model", "tokens", *(f"context {context:,}" for context in contexts)]]
+    for name, one in evaluations.items():
+        rows.append([name, f"{one.tokens:,}", *(f"{one.by_context[context].loss:.4f}" for context in contexts)])
+    return rows
+
+
+def difference_table(evaluations: Mapping[str, Evaluation]) -> Table:
+    """As `loss_table`, less the teacher's loss, with the standard error over sequences."""
+    contexts = _contexts(evaluations)
+    (teacher,) = (one for one in evaluations.values() if one.name == TEACHER)
+    rows = [["model", *(f"context {context:,}" for context in contexts)]]
+    for name, one in evaluations.items():
+        if one is not teacher:
+            found = [difference(one.by_context[context], teacher.by_context[context]) for context in contexts]
+            rows.append([name, *(_with_error(mean, error) for mean, error in found)])
+    return rows
+
+
+def late_table(evaluations: Mapping[str, Evaluation]) -> Table:
+    """Models by contexts: loss at the positions with the longest past."""
+    contexts = _contexts(evaluations)
+    rows = [["model", *(f"context {context:,}" for context in contexts)]]
+    for name, one in evaluations.items():
+        rows.append([name, *(f"{one.by_context[context].late:.4f}" for context in contexts)])
+    return rows
+
+
+def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
+    """Loss against position, of the longest sequences."""
+    longest, shortest = max(_contexts(evaluations)), min(_contexts(evaluations))
+    figure, (axes,) = make_panels(1, width=7, height=4.2)
+    styles = _styles(evaluations)
+    for name, one in evaluations.items():
+        points = one.by_context[longest].by_position
+        axes.plot([float(at) for at in points], list(points.values()), label=name, **styles[name].for_matplotlib)
+    axes.axvline(shortest, color="#8886", linewidth=1)
+    axes.set(xscale="log", xlabel="position (tokens)", ylabel="loss (nats per token)")
+    axes.xaxis.set_major_formatter(plain_numbers())
+    _limit(axes, [list(one.by_context[longest].by_position.values()) for one in _trained(evaluations)])
+    set_title(axes, f"Held-out loss by position; the line is the training context, {shortest:,}")
+    _finish(figure, [axes], path)
+
+
+def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
+    """Mean loss against the length of sequences."""
+    contexts = _contexts(evaluations)
+    figure, (axes,) = make_panels(1, width=7, height=4.2)
+    styles = _styles(evaluations)
+    for name, one in evaluations.items():
+        axes.plot(contexts, [one.by_context[c].loss for c in contexts], label=name, **styles[name].with_marker)
+    axes.set(xlabel="context (tokens)", ylabel="loss (nats per token)")
+    set_context_ticks(axes, contexts)
+    _limit(axes, [[one.by_context[c].loss for c in contexts] for one in _trained(evaluations)])
+    set_title(axes, "Mean held-out loss by context")
+    _finish(figure, [axes], path)
+
+
+def draw_training(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]], path: Path) -> None:
+    """What each stage minimizes, against steps; a panel for each kind of stage."""
+    kinds = list(dict.fromkeys(stage.kind for stage, _ in curves.values()))
+    figure, panels = make_panels(len(kinds))
+    styles = assign_styles((describe(name), describe(name)) for name in curves)
+    for axes, kind in zip(panels, kinds, strict=True):
+        for name, (stage, lines) in curves.items():
+            if stage.kind == kind:
+                points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+                axes.plot(*zip(*points, strict=True), label=describe(name), **styles[describe(name)].for_matplotlib)
+        axes.set(xlabel="step", yscale="log" if kind != "extend" else "linear")
+        set_title(axes, LOSSES[kind])
+        tidy(axes)
+    add_legend(figure, panels)
+    save_figure(figure, path)
+    pyplot().close(figure)
+
+
+def _finish(figure: Any, panels: list[Any], path: Path) -> None:
+    for axes in panels:
+        tidy(axes)
+    add_legend(figure, panels)
+    save_figure(figure, path)
+    pyplot().close(figure)
+
+
+def _styles(evaluations: Mapping[str, Evaluation]) -> dict[str, Style]:
+    """The teacher has softmax's style."""
+    names = ((name, "softmax" if one.name == TEACHER else name) for name, one in evaluations.items())
+    styles = assign_styles(names)
+    assert all(styles[name] == VARIANTS["softmax"] for name, one in evaluations.items() if one.name == TEACHER)
+    return styles
+
+
+def _trained(evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
+    return [one for one in evaluations.values() if one.name != START]
+
+
+def _limit(axes: Any, curves: Sequence[Sequence[float]]) -> None:
+    """Ends the axis a little beyond these curves: that of an untrained student would flatten the rest."""
+    finite = [loss for curve in curves for loss in curve if math.isfinite(loss)]
+    if finite and max(finite) > min(finite):
+        margin = 0.05 * (max(finite) - min(finite))
+        axes.set_ylim(min(finite) - margin, max(finite) + margin)
+
+
+def _contexts(evaluations: Mapping[str, Evaluation]) -> list[int]:
+    """Those that all models were evaluated at."""
+    return sorted(set.intersection(*(set(one.by_context) for one in evaluations.values())))
+
+
+def _with_error(mean: float, error: float) -> str:
+    return f"{mean:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
+
+
+def _markdown(title: str, tables: Mapping[str, Table], figures: Mapping[str, Path], out: Path) -> Iterator[str]:
+    yield f"# {title}\n"
+    for heading, rows in tables.items():
+        yield f"## {heading}\n"
+        for number, row in enumerate(rows):
+            yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+            if number == 0:
+                yield f"|{'---|' * len(row)}"
+        yield ""
+    for heading, path in figures.items():
+        yield f"![{heading}]({path.relative_to(out).as_posix()})\n"
+
+
+def _html(title: str, tables: Mapping[str, Table], figures: Mapping[str, Path]) -> Iterator[str]:
+    """One file: the figures are inlined."""
+    yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+    yield f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+    settings = [heading for heading in tables if heading == "Settings"]
+    for heading in [heading for heading in tables if heading != "Settings"]:
+        yield from _html_table(heading, tables[heading])
+    for heading, path in figures.items():
+        picture = base64.b64encode(path.read_bytes()).decode()
+        yield f'<h2>{escape(heading)}</h2><img alt="{escape(heading)}" src="data:image/png;base64,{picture}">'
+    for heading in settings:
+        yield from _html_table(heading, tables[heading])
+    yield "</body></html>"
+
+
+def _html_table(heading: str, rows: Table) -> Iterator[str]:
+    yield f"<h2>{escape(heading)}</h2><table>"
+    for number, row in enumerate(rows):
+        kind = "th" if number == 0 else "td"
+        yield f"<tr>{''.join(f'<{kind}>{escape(cell)}</{kind}>' for cell in row)}</tr>"
+    yield "</table>"

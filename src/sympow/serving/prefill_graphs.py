@@ -1,0 +1,135 @@
+"""`PrefillGraphs`: segments of prompts as CUDA graphs, each of which the host launches at once.
+
+A segment of the 124M model is 600 kernels, and one by one the host takes ten times as long to launch them as an H200
+takes to run them. A graph has fixed shapes: there is one for each of a few lengths, and a segment is padded to the next
+one under a mask. What a graph reads and writes is at fixed places too, so the state is copied in before and out after;
+before the first token it is zero, which gives the same as no state.
+
+Every segment of every prompt is computed so, by its own length alone, so that rounding does not depend on which of
+them were recorded, or on what else runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sympow.generation.decoder import CapturedCall
+from sympow.model.gpt import GPT, ModelState
+from sympow.ops.validation import values_are_checked_on_devices
+from sympow.serving.state_buffer import StateBuffer
+
+# The shortest recorded length. Kernels work on tiles of so many tokens, and so few take a GPU no longer than one.
+SHORTEST = 128
+
+
+def recorded_lengths(segment_size: int) -> tuple[int, ...]:
+    """The lengths that segments of up to `segment_size` tokens are padded to: each is twice the one before, so that
+    padding costs less than the segment itself, and whole segments are not padded.
+    """
+    lengths = []
+    length = SHORTEST
+    while length < segment_size:
+        lengths.append(length)
+        length *= 2
+    return (*lengths, segment_size)
+
+
+def unsupported_reason(model: GPT) -> str | None:
+    """Why a model's segments cannot be CUDA graphs; None: they can."""
+    device = model.embedding.weight.device
+    if device.type != "cuda":
+        return f"CUDA graphs need a CUDA device, and the model is on {device}."
+    if model.config.mixer == "softmax":
+        return "Keys and values of a softmax model grow with the text, and the shapes of a graph are fixed."
+    if any(parameter.device != device for parameter in model.parameters()):
+        return f"A graph runs on one device, and not all parameters are on {device}."
+    if values_are_checked_on_devices():
+        return "SYMPOW_CHECK_VALUES=1 asks for checks for which the host waits, which a graph cannot."
+    return None
+
+
+class PrefillGraphs:
+    """Prefills segments of one sequence, with a recorded graph for each of a few lengths.
+
+    On a CPU the same is computed without graphs, for tests.
+
+    Args:
+        model: a model for which `unsupported_reason` is None.
+        segment_size: the most tokens of a segment.
+        buffer: where graphs read and write the state, which others may use between calls.
+
+    Attributes:
+        lengths: what segments are padded to.
+        pool: of the memory in which graphs compute; None on a CPU.
+    """
+
+    def __init__(self, model: GPT, segment_size: int, buffer: StateBuffer) -> None:
+        weight = model.embedding.weight
+        device = weight.device
+        self._model, self._buffer = model, buffer
+        self.lengths = recorded_lengths(segment_size)
+        self._positions = torch.arange(segment_size, device=device)
+        self._tokens = torch.zeros(1, segment_size, dtype=torch.int64, device=device)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._features = torch.zeros(1, segment_size, model.config.width, dtype=weight.dtype, device=device)
+        capture = weight.is_cuda
+        # Graphs leave their results in the buffers above, so that all can share one pool.
+        self.pool = torch.cuda.graph_pool_handle() if capture else None
+        # Not lambdas, through which an error's traceback would keep the buffers.
+        self._calls = {
+            length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=self.pool)
+            for length in self.lengths
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, without those of the state and without the pool."""
+        return sum(x.nbytes for x in (self._positions, self._tokens, self._count, self._features))
+
+    @torch.no_grad()
+    def prefill(self, tokens: Sequence[int], state: ModelState | None) -> tuple[Tensor, Tensor, ModelState]:
+        """Prefills a segment, and does not wait for the device.
+
+        Args:
+            tokens: the segment, 1 to `segment_size` ids.
+            state: before it, of one sequence; it is not modified. None: the text begins here.
+
+        Returns:
+            the tokens (1, t) on the model's device and their features (1, t, width), both of which the next call
+            overwrites; and the state after them, which is the caller's.
+        """
+        count, longest = len(tokens), self.lengths[-1]
+        if not 1 <= count <= longest:
+            raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
+        length = next(length for length in self.lengths if length >= count)
+        # From pinned memory, so that the copy does not wait for what was launched before.
+        staged = torch.zeros(length, dtype=torch.int64, pin_memory=self._tokens.is_cuda)
+        staged[:count] = torch.tensor(tokens)
+        self._tokens[0, :length].copy_(staged, non_blocking=True)
+        self._count.fill_(count)
+        self._buffer.load(state)
+        self._calls[length]()
+        return self._tokens[:, :count], self._features[:, :count], self._buffer.copy()
+
+    def record(self) -> None:
+        """Records all graphs, the longest first: the shorter ones then fit into its memory."""
+        for length in reversed(self.lengths):
+            # The first call runs eagerly, the second is captured, the third replayed.
+            for _ in range(3):
+                self.prefill((0,) * length, None)
+
+    def close(self) -> None:
+        """Drops the graphs, which refer to the buffers: their memory is free with the last other reference."""
+        self._calls.clear()
+
+    def _prefill_padded(self, length: int) -> None:
+        """Prefills the first `length` tokens, of which those from `_count` on are padding."""
+        mask = (self._positions[:length] < self._count).unsqueeze(0)
+        features, after = self._model.features(self._tokens[:, :length], self._buffer.layers, mask=mask)
+        assert after is not None
+        self._features[:, :length] = features
+        self._buffer.load(after)

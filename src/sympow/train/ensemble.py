@@ -1,0 +1,229 @@
+"""Many small models of one shape trained as one: their weights stacked, their batches side by side.
+
+A model of two layers and width 128 keeps a GPU busy for a fraction of the time that it takes to launch its kernels.
+Stacked, the weights of n models are (n, …), each linear map is one batched product, and attention, which has no
+weights, takes the batches of all models as one. Every model has its own data, initialisation and learning rate, and
+learns what it would learn alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, layer_norm
+
+from sympow.layers.mixers import Mixer
+from sympow.layers.precision import FloatLinear
+from sympow.model.gpt import GPT
+
+BETAS = (0.9, 0.99)
+EPSILON = 1e-8
+
+
+class StackedLinear(nn.Module):
+    """n linear maps: x (n · b, t, inputs) → (n · b, t, outputs), in float32 or better for a `FloatLinear`."""
+
+    def __init__(self, members: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        self.in_features = members[0].in_features
+        self.members = len(members)
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+        self.bias = None
+        if members[0].bias is not None:
+            self.bias = nn.Parameter(torch.stack([member.bias.detach() for member in members]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(self.members, -1, x.shape[-1])
+        if self.bias is None:
+            y = torch.bmm(rows, self.weight.mT)
+        else:
+            y = torch.baddbmm(self.bias.unsqueeze(1), rows, self.weight.mT)
+        return y.reshape(*x.shape[:-1], -1)
+
+
+class StackedNorm(nn.Module):
+    """n layer norms: x (n · b, t, width)."""
+
+    def __init__(self, members: Sequence[nn.LayerNorm]) -> None:
+        super().__init__()
+        self.members, self.eps = len(members), members[0].eps
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+        self.bias = None
+        if members[0].bias is not None:
+            self.bias = nn.Parameter(torch.stack([member.bias.detach() for member in members]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = layer_norm(x, x.shape[-1:], eps=self.eps).reshape(self.members, -1, x.shape[-1])
+        y = rows * self.weight.unsqueeze(1)
+        if self.bias is not None:
+            y = y + self.bias.unsqueeze(1)
+        return y.view(x.shape)
+
+
+class StackedEmbedding(nn.Module):
+    """n embeddings: tokens (n · b, t) → (n · b, t, width)."""
+
+    def __init__(self, members: Sequence[nn.Embedding]) -> None:
+        super().__init__()
+        self.members = len(members)
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first = torch.arange(self.members, device=tokens.device) * self.weight.shape[1]
+        ids = tokens.reshape(self.members, -1) + first.unsqueeze(1)
+        return self.weight.flatten(0, 1)[ids].reshape(*tokens.shape, -1)
+
+
+_STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
+    nn.Linear: StackedLinear,
+    FloatLinear: StackedLinear,
+    nn.LayerNorm: StackedNorm,
+    nn.Embedding: StackedEmbedding,
+}
+
+
+def stack(models: Sequence[GPT]) -> GPT:
+    """One model that computes all of them: `features` takes tokens (n · b, t), the rows of each model together.
+
+    Raises:
+        ValueError: the models differ in shape, or have parameters outside linear maps, norms and embeddings.
+    """
+    if any(model.config != models[0].config for model in models):
+        raise ValueError("models must have the same config")
+    stacked = copy.deepcopy(models[0])
+    for name, module in models[0].named_modules():
+        if type(module) in _STACKED:
+            members = [model.get_submodule(name) for model in models]
+            stacked.set_submodule(name, _STACKED[type(module)](members))
+    alone = dict(models[0].named_parameters())
+    left = [name for name, x in stacked.named_parameters() if x.ndim != alone[name].ndim + 1]
+    if left:
+        raise ValueError(f"models cannot be stacked: {left[0]} is not of a linear map, norm or embedding")
+    return stacked
+
+
+def member_of(stacked: GPT, number: int) -> GPT:
+    """One of the stacked models, on its own."""
+    model = GPT(stacked.config).to(stacked.embedding.weight)
+    model.load_state_dict({name: x[number] for name, x in stacked.state_dict().items()})
+    return model
+
+
+def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of each model over the labels that count: inputs and labels (n, b, t) → (n,)."""
+    members = len(inputs)
+    features, _ = stacked.features(inputs.flatten(0, 1), return_state=False)
+    logits = torch.bmm(features.reshape(members, -1, features.shape[-1]), stacked.embedding.weight.mT)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(members, -1)
+    return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
+
+
+class KeyNoise:
+    """Scales the keys of each token by the exponential of normal noise in training, alike in all heads of a layer.
+
+    What a token holds is a share of a row's scores, and the share shrinks as the row grows. A model that has been
+    trained on rows of one length expects the shares of that length: it reads a parity off the share of the first token,
+    and fails where that falls below its threshold. Under noise a share varies by the factors that other lengths bring.
+
+    Attributes:
+        deviation: of the logarithm, 0 at first: no noise. A score has p times as much.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.deviation = 0.0
+        for module in model.modules():
+            if isinstance(module, Mixer):
+                module.qkv_proj.register_forward_hook(lambda _, __, y, mixer=module: self._scale_keys(mixer, y))
+
+    def _scale_keys(self, mixer: Mixer, projected: Tensor) -> Tensor:
+        if not (self.deviation and mixer.training):
+            return projected
+        queries, size = mixer.heads * mixer.head_dim, mixer.key_value_heads * mixer.head_dim
+        q, k, v = projected.split([queries, size, size], dim=-1)
+        # In all heads, as length does: what several heads see of one token stays comparable.
+        noise = torch.randn(*k.shape[:-1], 1, dtype=k.dtype, device=k.device)
+        return torch.cat([q, k * (self.deviation * noise).exp(), v], dim=-1)
+
+
+class StackedAdam:
+    """Adam for stacked models: a learning rate and a clipped gradient norm of its own for each.
+
+    Args:
+        parameters: (n, …) each.
+        rates: the learning rate of each model, (n,).
+        clip_norm: largest norm of a model's gradient.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rates: Tensor, clip_norm: float) -> None:
+        self._parameters = list(parameters)
+        self._rates, self._clip_norm, self._step = rates, clip_norm, 0
+        self._first = [torch.zeros_like(x) for x in self._parameters]
+        self._second = [torch.zeros_like(x) for x in self._parameters]
+
+    @torch.no_grad()
+    def step(self, schedule: float) -> None:
+        """One update, the learning rates multiplied by `schedule`; clears the gradients."""
+        self._step += 1
+        gradients = [x.grad for x in self._parameters if x.grad is not None]
+        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
+        scale = (self._clip_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
+        first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
+        size = -schedule / first_bias * self._rates
+        for x, gradient, first, second in zip(self._parameters, gradients, self._first, self._second, strict=True):
+            shape = (-1, *[1] * (x.ndim - 1))
+            clipped = gradient * scale.view(shape)
+            first.lerp_(clipped, 1 - BETAS[0])
+            second.mul_(BETAS[1]).addcmul_(clipped, clipped, value=1 - BETAS[1])
+            x.addcdiv_(first * size.view(shape), (second / second_bias).sqrt_().add_(EPSILON))
+            x.grad = None
+
+
+def schedule(step: int, steps: int, warmup: int) -> float:
+    """Linear warm-up, then a cosine to zero at the last step; `step` counts from 0."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
+
+
+def train_stacked(
+    stacked: GPT,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    rates: Tensor,
+    steps: int,
+    *,
+    warmup: int,
+    clip_norm: float = 1.0,
+    key_noise: float = 0.0,
+    log_every: int = 50,
+) -> tuple[list[int], Tensor]:
+    """Trains all models for `steps` batches of inputs and labels, (n, b, t) each on their device.
+
+    A model whose loss is not finite is left to itself: it does not touch the others.
+
+    Args:
+        rates: learning rates, (n,).
+        warmup: steps over which they rise.
+        key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
+            a task is learned much faster without it.
+
+    Returns:
+        the steps that were logged, and the losses of each model there, (n, logged) on the CPU.
+    """
+    optimizer = StackedAdam(stacked.parameters(), rates.to(stacked.embedding.weight), clip_norm)
+    noise = KeyNoise(stacked) if key_noise else None
+    logged, losses = [], []
+    for step, (inputs, labels) in zip(range(steps), batches, strict=False):
+        if noise is not None:
+            noise.deviation = key_noise * min(1.0, 2 * step / steps)
+        loss = stacked_losses(stacked, inputs, labels)
+        loss.sum().backward()
+        optimizer.step(schedule(step, steps, warmup))
+        if (step + 1) % log_every == 0 or step + 1 == steps:
+            logged.append(step + 1)
+            losses.append(loss.detach())
+    return logged, torch.stack(losses, dim=1).cpu()

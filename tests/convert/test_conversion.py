@@ -1,0 +1,208 @@
+"""Whole conversions of a small teacher: every stage learns, is resumed exactly, and can be left out."""
+
+import os
+import signal
+
+import pytest
+import torch
+from convert.tiny import losses_of, make_llama, weights_of
+
+from sympow.convert import convert
+from sympow.convert.evaluation import Evaluation
+from sympow.convert.training import StageTraining
+
+
+def read(folder, name):
+    return Evaluation.read(folder / "evaluations" / f"{name}.json")
+
+
+@pytest.fixture(scope="module")
+def whole(teacher, texts, tmp_path_factory):
+    """A conversion in three stages, and a second without the first."""
+    from convert.tiny import TINY
+
+    from sympow.convert import ConvertConfig
+
+    out = tmp_path_factory.mktemp("conversions") / "whole"
+    changes = {"data": str(texts), "extend_tokens": 8 * 128, "extend_context": 32, "without_match": True}
+    config = ConvertConfig().changed(**{**TINY, **changes})
+    assert convert(teacher, config, out, device="cpu")
+    return out, config
+
+
+def test_every_stage_reduces_its_loss(whole):
+    out, _ = whole
+    for stage in ("match", "distill", "extend", "distill-without-match", "extend-without-match"):
+        losses = losses_of(out, stage)
+        assert len(losses) == (16 if stage == "distill-without-match" else 8)
+        assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage
+
+
+def test_stage_1_is_evaluated_against_the_teacher_at_every_context(whole):
+    out, _ = whole
+    teacher, start, match, distill = (read(out, name) for name in ("teacher", "start", "match", "distill"))
+    assert set(teacher.by_context) == {16, 64, 256}
+    for one in (start, match, distill):
+        assert set(one.by_context) == set(teacher.by_context)
+        assert len(one.by_context[16].of_each) == 16
+    assert (start.tokens, match.tokens, distill.tokens) == (0, 1_024, 2_048)
+    assert read(out, "distill-without-match").tokens == 2_048
+
+
+def test_matching_trains_only_the_converted_attention(whole, teacher):
+    out, _ = whole
+    before, after = weights_of(teacher), weights_of(out / "stages" / "match" / "model")
+    assert set(before) < set(after)
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == ("self_attn" not in name), name
+
+
+def test_the_result_is_the_last_stage_and_generates(whole):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from sympow.hf import swapped_layers
+
+    out, _ = whole
+    result, last = weights_of(out / "model"), weights_of(out / "stages" / "extend" / "model")
+    assert result.keys() == last.keys()
+    assert all(torch.equal(result[name], last[name]) for name in result)
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    assert swapped_layers(model) == [0, 1]
+    ids = AutoTokenizer.from_pretrained(out / "model")("1 and 2", return_tensors="pt")
+    assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+
+
+def test_the_report_has_every_model_and_figure(whole):
+    out, _ = whole
+    text, page = (out / "report.md").read_text(), (out / "report.html").read_text()
+    names = ("teacher", "student, untrained", "student after matching", "student after distillation, without stage 1")
+    for name in names:
+        assert f"| {name} |" in text
+        assert f"<td>{name}</td>" in page
+    assert f"{read(out, 'distill').by_context[64].loss:.4f}" in text
+    for figure in ("loss_by_position", "loss_by_context", "training"):
+        assert (out / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.count("data:image/png;base64,") == 3
+
+
+def test_a_complete_conversion_is_not_repeated(whole, teacher, monkeypatch):
+    out, config = whole
+    monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("a stage ran again"))
+    assert convert(teacher, config, out, device="cpu")
+
+
+def test_an_interrupted_conversion_continues_exactly(whole, teacher, tmp_path, monkeypatch):
+    """A signal in each stage, between two checkpoints: the same command gives the same weights bit for bit."""
+    reference, config = whole
+    config = config.changed(without_match=False, save_every=3)
+    out = tmp_path / "interrupted"
+    step = StageTraining._step
+
+    for stopped_in in ("match", "distill", "extend"):
+
+        def stopping(self, batch, stopped_in=stopped_in):
+            if (self.stage.name, self.step_number) == (stopped_in, 4):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(StageTraining, "_step", stopping)
+            assert not convert(teacher, config, out, device="cpu")
+        assert not (out / "evaluations" / f"{stopped_in}.json").exists()
+    assert convert(teacher, config, out, device="cpu")
+    for stage in ("match", "distill", "extend"):
+        assert losses_of(out, stage) == losses_of(reference, stage)
+        one, other = (weights_of(folder / "stages" / stage / "model") for folder in (out, reference))
+        assert all(torch.equal(one[name], other[name]) for name in other), stage
+        assert not (out / "stages" / stage / "checkpoints").exists()
+
+
+def test_a_killed_conversion_continues_from_its_checkpoint(whole, teacher, tmp_path, monkeypatch):
+    """As after a crash: nothing is saved at the end, and the steps since the last checkpoint are repeated."""
+    reference, config = whole
+    config = config.changed(without_match=False, save_every=3)
+    out = tmp_path / "killed"
+    step = StageTraining._step
+
+    def dying(self, batch):
+        if (self.stage.name, self.step_number) == ("distill", 5):
+            raise MemoryError
+        return step(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageTraining, "_step", dying)
+        with pytest.raises(MemoryError):
+            convert(teacher, config, out, device="cpu")
+    repeated = []
+
+    def counting(self, batch):
+        repeated.append((self.stage.name, self.step_number))
+        return step(self, batch)
+
+    monkeypatch.setattr(StageTraining, "_step", counting)
+    assert convert(teacher, config, out, device="cpu")
+    assert repeated[0] == ("distill", 3)
+    one, other = (weights_of(folder / "model") for folder in (out, reference))
+    assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_stages_without_tokens_are_left_out(teacher, settings, tmp_path):
+    assert convert(teacher, settings(match_tokens=0), tmp_path / "distilled", device="cpu")
+    assert [path.name for path in (tmp_path / "distilled" / "stages").iterdir()] == ["distill"]
+    assert convert(teacher, settings(match_tokens=0, distill_tokens=0), tmp_path / "swapped", device="cpu")
+    assert not (tmp_path / "swapped" / "stages").exists()
+    before, after = weights_of(teacher), weights_of(tmp_path / "swapped" / "model")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_in_a_hybrid_only_the_chosen_layers_change_in_stage_1(teacher, settings, tmp_path):
+    assert convert(teacher, settings(layers="1", distill_tokens=0), tmp_path / "out", device="cpu")
+    before, after = weights_of(teacher), weights_of(tmp_path / "out" / "model")
+    for name, weight in before.items():
+        assert torch.equal(weight, after[name]) == ("layers.1.self_attn" not in name), name
+
+
+def test_lora_changes_weights_by_a_low_rank_and_trains_gates(teacher, settings, tmp_path):
+    pytest.importorskip("peft", reason="needs peft")
+    config = settings(match_tokens=0, lora=2, save_every=3)
+    assert convert(teacher, config, tmp_path / "out", device="cpu")
+    losses = losses_of(tmp_path / "out", "distill")
+    assert losses[-1] < losses[0]
+    before, after = weights_of(teacher), weights_of(tmp_path / "out" / "model")
+    for name, weight in before.items():
+        change = (after[name] - weight).double()
+        if "proj" in name:
+            # Merging rounds to float32, and adds a little of every rank.
+            assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2, name
+        else:
+            assert not change.any(), name
+    gates = [weight for name, weight in after.items() if name.endswith("gamma_proj.weight")]
+    assert len(gates) == 2
+    assert all(gate.any() for gate in gates)
+
+
+def test_activation_checkpointing_changes_nothing(teacher, settings, tmp_path):
+    for name, recompute in (("plain", False), ("recomputed", True)):
+        assert convert(teacher, settings(match_tokens=0, recompute=recompute), tmp_path / name, device="cpu")
+    one, other = (weights_of(tmp_path / name / "model") for name in ("plain", "recomputed"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_teacher_in_bfloat16_gives_a_student_in_bfloat16_trained_in_float32(settings, tmp_path):
+    make_llama().bfloat16().save_pretrained(tmp_path / "teacher")
+    assert convert(tmp_path / "teacher", settings(match_tokens=0), tmp_path / "out", device="cpu")
+    result, stage = weights_of(tmp_path / "out" / "model"), weights_of(tmp_path / "out" / "stages/distill/model")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert result[name].dtype == torch.bfloat16
+    assert stage[name].dtype == torch.float32
+    assert torch.equal(result[name], stage[name].bfloat16())
+    assert not torch.equal(stage[name], stage[name].bfloat16().float())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_compiled_in_bf16(teacher, settings, tmp_path):
+    config = settings(layers="1", compile=True, extend_tokens=8 * 128, extend_context=32, save_every=3)
+    assert convert(teacher, config, tmp_path / "out", device="cuda")
+    for stage in ("match", "distill", "extend"):
+        losses = losses_of(tmp_path / "out", stage)
+        assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage

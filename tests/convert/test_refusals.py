@@ -1,0 +1,143 @@
+"""What cannot be converted is refused with a message that says what is wrong."""
+
+import re
+import shutil
+import sys
+
+import pytest
+import torch
+from convert.tiny import make_llama
+
+from sympow.convert import ConvertConfig, convert
+from sympow.data.preparation import prepare
+from sympow.data.tokenizer import train_bpe
+
+
+def refused(teacher, config, out, message, kind=ValueError):
+    with pytest.raises(kind, match=re.escape(message)):
+        convert(teacher, config, out, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "odd"}, "layers must be 'all', 'every-other', or numbers from 0 as in '0,2,5'; got 'odd'"),
+        ({"initial_gate": 1.0}, "initial_gate must be above 0 and below 1, got 1.0"),
+        ({"batch_tokens": 100}, "batch_tokens must be a multiple of the context, 2,048; got 100"),
+        ({"match_tokens": -1}, "match_tokens must be at least 0, got -1"),
+        ({"distill_rate": -1.0}, "distill_rate must be at least 0, got -1.0"),
+        ({"warmup": 1.5}, "warmup must be a share of the steps, below 1; got 1.5"),
+        ({"without_match": True, "match_tokens": 0}, "match_tokens must be above 0; got 0"),
+        ({"short": "pack"}, "short must be one of 'refuse', 'drop', 'join'; got 'pack'"),
+        ({"precision": "fp16"}, "precision must be one of 'auto', 'bf16', 'fp32'; got 'fp16'"),
+        (
+            {"extend_tokens": 1, "extend_context": 3_000},
+            "batch_tokens must be a multiple of the extend_context, 3,000; got 65,536",
+        ),
+    ],
+)
+def test_settings_out_of_range(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ConvertConfig().changed(**changes)
+
+
+def test_an_unknown_setting():
+    with pytest.raises(TypeError, match="no section of a ConvertConfig has a field 'step'"):
+        ConvertConfig().changed(step=1)
+
+
+def test_a_folder_without_a_model(settings, tmp_path):
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", settings(), tmp_path / "out", f"{tmp_path}/empty has no config.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_not_there(settings, tmp_path):
+    message = f"teacher must be a folder or the name of a model of transformers, got '{tmp_path}/missing'"
+    refused(tmp_path / "missing", settings(), tmp_path / "out", message)
+
+
+def test_a_model_that_is_converted_already(settings, tmp_path):
+    from sympow.hf import swap_attention
+
+    swap_attention(make_llama()).save_pretrained(tmp_path / "swapped")
+    refused(tmp_path / "swapped", settings(), tmp_path / "out", "teacher must have softmax attention, and layers")
+
+
+def test_logits_that_are_more_than_a_product(settings, tmp_path):
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    shape = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = GraniteConfig(**shape, num_attention_heads=4, num_key_value_heads=2, logits_scaling=4.0)
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "scaled")
+    refused(tmp_path / "scaled", settings(), tmp_path / "out", "GraniteForCausalLM of")
+
+
+def test_a_vocabulary_larger_than_the_teachers(settings, tmp_path):
+    make_llama(vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path / "few")
+    message = "data must have the teacher's token ids, below 200; "
+    refused(tmp_path / "few", settings(), tmp_path / "out", message)
+
+
+def test_data_of_another_tokenizer(teacher, settings, texts, tmp_path):
+    """The ids are all below the teacher's vocabulary size, and mean something else."""
+    source = tmp_path / "texts"
+    source.mkdir()
+    for number in range(4):
+        (source / f"{number}.txt").write_text(f"{number} and then " * 60)
+    # Bytes and the boundary in the order of this encoding: the same number of ids as the tokenizer of bytes.
+    train_bpe(["and then"], 257).save(tmp_path / "bpe")
+    prepare([source], tmp_path / "data", heldout=0.3, tokenizer=str(tmp_path / "bpe" / "tokenizer.json"), workers=1)
+    message = "data must be tokenized by the teacher's tokenizer, and"
+    refused(teacher, settings(data=str(tmp_path / "data")), tmp_path / "out", message)
+
+
+def test_a_teacher_without_a_tokenizer_is_said(teacher, settings, tmp_path, capsys):
+    shutil.copytree(teacher, tmp_path / "bare")
+    for path in (tmp_path / "bare").glob("*token*"):
+        path.unlink()
+    assert convert(tmp_path / "bare", settings(match_tokens=0, distill_tokens=0), tmp_path / "out", device="cpu")
+    assert f"{tmp_path}/bare has no tokenizer: whether" in capsys.readouterr().err
+    assert not list((tmp_path / "out" / "model").glob("*token*"))
+
+
+def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
+    short = {"match_tokens": 0, "distill_tokens": 128}
+    assert convert(teacher, settings(**short), tmp_path / "out", device="cpu")
+    message = f"power must be that of the conversion in {tmp_path}/out, 2; got 4"
+    refused(teacher, settings(**short, power=4), tmp_path / "out", message)
+    # What does not change the result may differ.
+    assert convert(teacher, settings(**short, log_every=5, recompute=True), tmp_path / "out", device="cpu")
+
+
+def test_lora_without_peft(teacher, settings, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    message = "peft is not installed; it comes with: pip install 'conformal-sympow[lora]'"
+    refused(teacher, settings(lora=2), tmp_path / "out", message, ModuleNotFoundError)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes(teacher, settings, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    refused(teacher, settings(), tmp_path / "out", "convert runs in one process, on one device; it was started by")
+
+
+def test_layers_that_the_teacher_does_not_have(teacher, settings, tmp_path):
+    refused(teacher, settings(layers="0,7"), tmp_path / "out", "layers must be among 0 to 1, got 7")
+
+
+def test_a_loss_that_is_not_finite(teacher, settings, tmp_path, monkeypatch):
+    from sympow.convert.objectives import Distillation
+    from sympow.train.trainer import NonFiniteLossError
+
+    backward = Distillation.backward
+    calls = []
+
+    def spoiled(self, batch, weight):
+        calls.append(batch)
+        return backward(self, batch, weight) * (torch.nan if len(calls) == 5 else 1)
+
+    monkeypatch.setattr(Distillation, "backward", spoiled)
+    message = "step 3 of stage distill: the loss is nan"
+    refused(teacher, settings(match_tokens=0), tmp_path / "out", message, NonFiniteLossError)

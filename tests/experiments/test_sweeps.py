@@ -1,0 +1,233 @@
+"""Sweeps: the data that each model is given, their results on disk, resuming, limits, the command and the report."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sympow.cli.app import app
+from sympow.data.state_tracking import find_task
+from sympow.experiments import Sweep
+from sympow.experiments import sweep as module
+from sympow.experiments.grid import describe, find_sweeps
+from sympow.experiments.sweep import SweepResults, best_accuracies, run_sweep, run_sweeps
+from sympow.report.sweep_report import accuracy_table
+
+FOLDER = Path(__file__).parents[2] / "experiments"
+MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "none", "rotary": "pairs"}
+TINY = Sweep(
+    "tiny",
+    MODEL,
+    tasks=("parity", "copy"),
+    learning_rates=(1e-3, 1e-2),
+    seeds=(0, 3),
+    length=18,
+    steps=3,
+    rows=4,
+    warmup=1,
+    factors=(1, 2),
+    evaluation_rows=4,
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_sweep(TINY, "cpu", "a command")
+
+
+def test_every_model_is_given_the_rows_of_its_task_and_seed():
+    steps = list(module._batches(TINY, "cpu"))
+    assert len(steps) == 3
+    members = [(task, seed) for task in TINY.tasks for _ in TINY.learning_rates for seed in TINY.seeds]
+    for member, (task, seed) in enumerate(members):
+        inputs, labels = find_task(task).batch([seed, 0, 0], 3 * 4, 18)
+        for step, (given, told) in enumerate(steps):
+            assert given.shape == told.shape == (8, 4, 18)
+            rows = slice(4 * step, 4 * step + 4)
+            assert torch.equal(given[member], torch.from_numpy(inputs[rows]))
+            assert torch.equal(told[member], torch.from_numpy(labels[rows]))
+
+
+def test_random_lengths_vary_and_fit_every_task():
+    sweep = replace(TINY, length=64, random_lengths=True, steps=200, rows=1)
+    lengths = {given.shape[-1] for given, _ in module._batches(sweep, "cpu")}
+    assert lengths == {17, 24, 32, 40, 48, 56, 64} & lengths
+    assert len(lengths) > 4
+
+
+def test_a_sweep_has_a_row_for_every_task(found):
+    assert set(found.rows) == set(found.curves) == {"parity_tiny", "copy_tiny"}
+    for name, row in found.rows.items():
+        assert row["settings"] == TINY.settings()
+        assert row["best_rate"] in TINY.learning_rates
+        assert list(best_accuracies(row)) == [18, 36]
+        accuracies = [x for by_rate in row["accuracy"].values() for of_seeds in by_rate for x in of_seeds]
+        assert len(accuracies) == 2 * 2 * 2
+        assert all(0 <= x <= 1 for x in accuracies)
+        curve = found.curves[name]
+        assert len(curve["loss"]["value"]) == 2
+        assert curve["loss"]["step"] == [1, 2, 3]
+        assert max(curve["by_position"]["position"]) < 36
+        assert all(
+            len(of_seed) == len(curve["by_position"]["position"]) for of_seed in curve["by_position"]["accuracy"]
+        )
+
+
+def test_the_best_rate_is_chosen_by_accuracy_then_loss():
+    assert module._mean_score([(0.9, 1.0), (0.7, 1.0)]) > module._mean_score([(0.7, 0.1), (0.8, 0.1)])
+    assert module._mean_score([(1.0, 0.1)]) > module._mean_score([(1.0, 0.2)])
+    assert module._mean_score([(1.0, 0.2)]) > module._mean_score([(1.0, float("nan"))])
+
+
+def test_a_sweep_is_the_same_again(found):
+    again = run_sweep(TINY, "cpu", "a command")
+    assert [row["accuracy"] for row in again.rows.values()] == [row["accuracy"] for row in found.rows.values()]
+    assert again.curves == found.curves
+
+
+def test_noise_on_keys_changes_what_is_learned_and_is_the_same_again():
+    quiet = replace(TINY, steps=12)
+    losses = [
+        run_sweep(sweep, "cpu", "a command").curves["parity_tiny"]["loss"]["value"]
+        for sweep in (quiet, *[replace(quiet, key_noise=2.0)] * 2)
+    ]
+    assert losses[1] == losses[2]
+    assert losses[0][0][0] == losses[1][0][0], "no noise at the first step"
+    assert losses[0] != losses[1]
+
+
+def test_finished_sweeps_are_skipped_and_others_kept(tmp_path, found, monkeypatch):
+    ran = []
+
+    def run(sweep, *_):
+        ran.append(sweep.name)
+        return SweepResults(
+            Path(),
+            sweep.name,
+            {
+                f"{task}_{sweep.name}": {
+                    **found.rows[f"{task}_tiny"],
+                    "run": f"{task}_{sweep.name}",
+                    "sweep": sweep.name,
+                }
+                for task in TINY.tasks
+            },
+            {
+                f"{task}_{sweep.name}": {**found.curves[f"{task}_tiny"], "run": f"{task}_{sweep.name}"}
+                for task in TINY.tasks
+            },
+        )
+
+    monkeypatch.setattr(module, "run_sweep", run)
+
+    def all_of(sweeps):
+        return run_sweeps(sweeps, SweepResults.read(tmp_path, "mine"), "cpu", str, None, lambda _: None)
+
+    first, second = replace(TINY, name="first"), replace(TINY, name="second")
+    assert all_of([first]) == []
+    assert all_of([first, second]) == []
+    assert ran == ["first", "second"]
+    stored = SweepResults.read(tmp_path, "mine")
+    assert len(stored.rows) == len(stored.curves) == 4
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.accuracy.jsonl", "mine.jsonl"]
+    with pytest.raises(ValueError, match=r"parity_first in .* has other settings: steps"):
+        all_of([replace(first, steps=4)])
+
+
+def test_a_sweep_that_would_not_finish_in_time_is_left(tmp_path):
+    longer = replace(TINY, steps=10**6)
+    said = []
+    left = run_sweeps([longer], SweepResults.read(tmp_path, "mine"), "cpu", str, 0.001, said.append)
+    assert left == ["tiny"]
+    assert "not trained" in said[0]
+    assert not (tmp_path / "mine.jsonl").exists()
+
+
+def test_damaged_results_are_named(tmp_path):
+    (tmp_path / "mine.jsonl").write_text('{"run": "a"}\n{"run"\n')
+    with pytest.raises(ValueError, match=r"mine.jsonl: line 2 is not the result of a sweep"):
+        SweepResults.read(tmp_path, "mine")
+
+
+def test_mistakes_in_a_sweep_are_named():
+    with pytest.raises(ValueError, match="length must be at least 17, got 16"):
+        replace(TINY, length=16)
+    with pytest.raises(ValueError, match="gating must be one of"):
+        replace(TINY, model={**MODEL, "gating": "soft"})
+    with pytest.raises(ValueError, match=r"key_noise must be at least 0, got -1"):
+        replace(TINY, key_noise=-1)
+    with pytest.raises(ValueError, match="task must be one of"):
+        replace(TINY, tasks=("party",))
+
+
+def test_the_table_says_100_only_of_all_answers():
+    row = {"task": "parity", "sweep": "x", "chance": 0.5, "learning_rates": [1, 2], "best_rate": 2}
+    accuracy = {"8": [[0, 0], [1.0, 1.0]], "32": [[0, 0], [0.9999, 1.0]], "128": [[0, 0], [0.5, 0.75]]}
+    assert list(accuracy_table([{**row, "accuracy": accuracy}]))[-1] == "| x | 100, 99.9, 62.5 |"
+
+
+@pytest.mark.parametrize("size", ["cpu", "small"])
+@pytest.mark.parametrize("name", find_sweeps(FOLDER))
+def test_the_experiments_compare_like_with_like(name, size):
+    sweeps = find_sweeps(FOLDER)[name](size)
+    assert describe(find_sweeps(FOLDER)[name])
+    names = [sweep.name for sweep in sweeps]
+    assert len(set(names)) == len(names)
+    settings = [sweep.settings() for sweep in sweeps]
+    assert all(settings.count(one) == 1 for one in settings)
+    assert (
+        len(
+            {
+                (sweep.tasks, sweep.seeds, sweep.learning_rates, sweep.length, sweep.steps, sweep.rows)
+                for sweep in sweeps
+            }
+        )
+        == 1
+    )
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_runs_and_reports_a_sweep(tmp_path):
+    command = ("experiment", "state_tracking", "--scale", "cpu", "--only", "conf*", "--results", tmp_path / "results")
+    planned = invoke(*command, "--plan")
+    assert planned.exit_code == 0, planned.output
+    assert "conformal" in planned.output
+    assert "new" in planned.output
+    done = invoke(*command, "--set", "steps=2", "--device", "cpu")
+    assert done.exit_code == 0, done.output
+    table = tmp_path / "results" / "state_tracking.jsonl"
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert {row["run"] for row in rows} == {"parity_conformal", "copy_conformal"}
+    assert rows[0]["command"] == "sympow experiment state_tracking --scale cpu --only conformal --set steps=2"
+    refused = invoke(*command, "--device", "cpu")
+    assert refused.exit_code != 0
+    pytest.importorskip("matplotlib")
+    reported = invoke("report", table, "-o", tmp_path / "report")
+    assert reported.exit_code == 0, reported.output
+    assert (tmp_path / "report" / "accuracy_by_position.png").stat().st_size > 10_000
+    assert "| conformal |" in (tmp_path / "report" / "accuracy.md").read_text()
+
+
+@pytest.mark.parametrize("flags", [("--jobs", "2"), ("--data", "stdlib"), ("--out", "somewhere"), ("--set", "width=3")])
+def test_flags_that_do_not_apply_are_refused(flags, tmp_path):
+    done = invoke("experiment", "state_tracking", "--scale", "cpu", "--results", tmp_path, *flags)
+    assert done.exit_code != 0
+    assert flags[0].removeprefix("--") in done.output + str(done.exception)
+
+
+def test_the_scale_of_the_paper_has_no_sweeps(tmp_path):
+    done = invoke("experiment", "state_tracking", "--scale", "paper", "--results", tmp_path)
+    assert done.exit_code != 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", find_sweeps(FOLDER))
+def test_all_sweeps_run_at_the_smallest_scale(name, tmp_path):
+    done = invoke("experiment", name, "--scale", "cpu", "--results", tmp_path, "--device", "cpu")
+    assert done.exit_code == 0, done.output
