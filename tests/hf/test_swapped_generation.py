@@ -190,15 +190,54 @@ def test_a_reset_cache_is_an_empty_one(swapped, tokens):
 
 
 @torch.no_grad()
-def test_tokens_are_not_removed_from_a_state(swapped, tokens):
-    model = swapped(layers=[1])
-    _, cache = read(model, tokens(1, 5), [5])
-    with pytest.raises(ValueError, match=r"tokens_to_remove must be 0, got -2"):
-        cache.crop(-2)
-    cache.layers[1].crop(0)
+def test_tokens_are_removed_only_where_they_were_recorded(swapped, tokens):
+    model, ids = swapped(layers=[1]), tokens(1, 5)
+    _, cache = read(model, ids, [5])
+    with pytest.raises(
+        ValueError, match=r"2 tokens, but 0 were recorded: .* only if activate_past_recording was called"
+    ):
+        cache.layers[1].crop(-2)
+    with pytest.raises(ValueError, match="must not be positive"):
+        cache.layers[1].crop(2)
     assert not cache.is_croppable
     with pytest.raises(TypeError, match="update is not supported"):
         cache.layers[1].update(None, None)
+
+
+@pytest.mark.parametrize("layers", ["all", [0]])
+@pytest.mark.parametrize("first", [0, 5])
+@torch.no_grad()
+def test_removed_tokens_leave_no_trace(swapped, tokens, layers, first):
+    model, ids = swapped(layers=layers), tokens(2, 12)
+    other = tokens(2, 12, seed=9)
+    cache = DynamicCache(config=model.config)
+    for index in swapped_layers(model):
+        cache.layers[index] = StateLayer()
+    if first:
+        read(model, ids[:, :first], [first - 1, 1], cache)
+    cache.activate_past_recording()
+    read(model, torch.cat([ids[:, first:8], other[:, :2]], dim=1), [6 - first, 4], cache)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 8
+    cache.reorder_cache(torch.tensor([1, 0]))
+    expected = model(ids, use_cache=False).logits
+    found, _ = read(model, ids.flip(0)[:, 8:], [1, 3], cache)
+    assert_close(found, expected.flip(0)[:, 8:], 1e-9, "logits")
+    cache.crop(0)
+    with pytest.raises(ValueError, match="but 0 were recorded"):
+        cache.layers[swapped_layers(model)[0]].crop(-1)
+
+
+@pytest.mark.parametrize("layers", ["all", "every-other"])
+@torch.no_grad()
+def test_assisted_generation_gives_what_the_model_gives_alone(swapped, pretrained, tokens, layers):
+    model, ids = swapped(layers=layers), tokens(1, 6)
+    ids = torch.cat([ids, ids], dim=1)
+    expected = model.generate(ids, max_new_tokens=12, **GREEDY)
+    assert model.generate(ids, max_new_tokens=12, prompt_lookup_num_tokens=3, **GREEDY).tolist() == expected.tolist()
+    for assistant in (pretrained(), swapped(seed=5), swapped(layers=layers)):
+        found = model.generate(ids, max_new_tokens=12, assistant_model=assistant, **GREEDY)
+        assert found.tolist() == expected.tolist()
 
 
 def test_gradients_pass_through_a_cache(swapped, tokens):
@@ -234,6 +273,7 @@ def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
         (ValueError, "attention_mask must be .batch, tokens so far.", {"attention_mask": torch.ones(1, 1, 4, 4)}),
         (ValueError, "attention_mask must be .1, at least 4.", {"attention_mask": torch.ones(1, 3)}),
         (ValueError, "output_attentions must not be set", {"output_attentions": True}),
+        (ValueError, "swapped layers have no paged cache", {"cache": object(), "use_cache": False}),
     ]
     for kind, message, given in cases:
         with pytest.raises(kind, match=message):

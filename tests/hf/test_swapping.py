@@ -270,5 +270,6 @@ def test_a_model_rounded_to_half_precision_rotates_by_the_rates_of_its_config(pr
     model = pretrained().to(torch.bfloat16)
     swap_attention(model)
     rates = attention_modules(model)[0].rotation.rates(torch.device("cpu"))
-    expected = 1e4 ** (-torch.arange(4).double() / 4)
-    assert_close(rates, expected, 1e-7, "rates")
+    expected = 1 / 1e4 ** (torch.arange(0, 8, 2).float() / 8)  # as transformers computes them
+    assert rates.tolist() == expected.double().tolist()
+    assert rates.tolist() != model.model.rotary_emb.inv_freq.tolist(), "nothing was rounded"

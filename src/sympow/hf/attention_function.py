@@ -63,24 +63,28 @@ def power_attention(
 
 def power_attention_mask(
     batch_size: int,
-    q_length: int,
-    kv_length: int,
+    q_length: int = 0,
+    kv_length: int = 0,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
+    cache_position: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
     """The padding of all keys, (b, n) bool; None: there is none.
 
     Args:
         local_size: of a sliding window, which must have room for all tokens.
+        cache_position: of the queries; earlier versions of transformers pass it in place of q_length and q_offset.
         others: not needed.
 
     Raises:
         ValueError: other tokens are to be attended to than all earlier ones.
     """
+    if cache_position is not None:
+        q_length, q_offset = len(cache_position), int(cache_position[0])
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise ValueError(f"past_key_values must be a DynamicCache with attn_implementation='{NAME}'")
     if local_size is not None and kv_offset + kv_length > local_size:

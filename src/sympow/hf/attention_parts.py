@@ -21,11 +21,14 @@ from sympow.ops.rotary import rotate, wrap_angle
 
 # Types of rotary embeddings whose rates are the same for texts of any length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Submodules of attention with a projection each for queries, keys and values, and of attention with one for all.
-SEPARATE = {"q_proj", "k_proj", "v_proj", "o_proj"}
-FUSED = {"c_attn", "c_proj"}
-NORMS = {"q_norm", "k_norm"}
-DROPOUTS = {"attn_dropout", "resid_dropout"}
+# Submodules of attention with a projection each for queries, keys and values, and of attention with one for all, with
+# the names of `from_projections`' arguments; and those that there may be besides.
+SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
+NORMS = {"q_norm": "q_norm", "k_norm": "k_norm"}
+FUSED = {"c_attn": "q", "c_proj": "o"}
+OUT_DROPOUT = {"resid_dropout": "out_dropout"}
+# Not taken over.
+WEIGHTS_DROPOUT = "attn_dropout"
 # What the probe may be off by, relative to the largest entry: eight bits of a mantissa, and some steps.
 TOLERANCE = 0.03
 
@@ -95,23 +98,18 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
     children = dict(attention.named_children())
     if own := sorted(name for name, _ in attention.named_parameters(recurse=False)):
         raise ValueError(f"{where} has parameters of its own, {', '.join(own)}, which a swapped layer would drop")
-    if children.keys() >= SEPARATE:
-        allowed, fused = SEPARATE | NORMS, False
-    elif children.keys() >= FUSED:
-        allowed, fused = FUSED | DROPOUTS, True
-    else:
+    fused = children.keys() >= FUSED.keys()
+    if not fused and not children.keys() >= SEPARATE.keys():
         raise ValueError(
             f"{where} must have {', '.join(sorted(SEPARATE))} or {' and '.join(sorted(FUSED))}; "
             f"it has {', '.join(sorted(children))}"
         )
-    if unknown := sorted(children.keys() - allowed):
+    arguments = FUSED | OUT_DROPOUT if fused else SEPARATE | NORMS
+    if unknown := sorted(children.keys() - arguments.keys() - {WEIGHTS_DROPOUT}):
         raise ValueError(f"{where} has {', '.join(unknown)}, which a swapped layer would drop")
-    arguments = {"c_attn": "q", "c_proj": "o", "resid_dropout": "out_dropout"} if fused else {}
-    arguments |= {} if fused else {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
-    arguments |= {} if fused else {"q_norm": "q_norm", "k_norm": "k_norm"}
     names = {argument: name for name, argument in arguments.items() if name in children}
     heads, key_value_heads, head_dim = _head_shape(model, attention)
-    for name in NORMS & children.keys():
+    for name in NORMS.keys() & children.keys():
         sizes = {tuple(parameter.shape) for parameter in children[name].parameters()}
         if sizes - {(head_dim,)}:
             raise ValueError(f"{where} must have a {name} of each head, of size {head_dim}; its is of {sorted(sizes)}")
@@ -128,7 +126,7 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
     projections: Projections
     if fused:
         projections = FusedProjections(qkv="c_attn", out="c_proj", **how)
-        dropout = float(getattr(children.get("attn_dropout"), "p", 0.0))
+        dropout = float(getattr(children.get(WEIGHTS_DROPOUT), "p", 0.0))
     else:
         projections = SeparateProjections(**how)
         dropout = float(getattr(attention, "attention_dropout", 0.0) or 0.0)
@@ -209,7 +207,8 @@ def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module,
     weight = next(attention.parameters())
     length, how = 5, parts.projections
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, length, parts.width, generator=generator).to(weight.device, weight.dtype)
+    # Not the dtype of the weights, which may be quantized.
+    x = torch.randn(1, length, parts.width, generator=generator).to(weight.device, model.dtype)
     expected = [y.transpose(1, 2) for y in how.project(attention, x)]
     arguments: dict[str, Any] = {"attention_mask": None}
     if parts.rates is not None:

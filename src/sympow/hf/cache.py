@@ -22,7 +22,7 @@ class Segment:
     """The inputs of some tokens, and which of them are not padding.
 
     Attributes:
-        inputs: embeddings (b, t, width).
+        inputs: embeddings, or hidden states before a layer, (b, t, width).
         mask: (b, t) bool, False for padding.
     """
 

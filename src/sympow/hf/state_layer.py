@@ -11,6 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from sympow.generation.cache import CachePolicy, Room, closed, empty_window
+from sympow.hf.cache import Segment
 from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache
 from sympow.ops.state import State
@@ -20,11 +21,17 @@ from sympow.ops.window import Window
 class StateLayer(CacheLayerMixin):
     """The past of one swapped layer: a state, or keys and values while these take less memory.
 
+    Tokens cannot be removed from a state. Assisted generation has to remove some, and calls `activate_past_recording`
+    before: from then on the layer also holds the state before the tokens in question, and their hidden states. `crop`
+    restores that state, and at its next call the attention module first reads the tokens that were kept.
+
     Args:
         cache_policy: as in `sympow.hf.SympowCache`.
 
     Attributes:
         past: a `State`, a `Window`, or None before the first token.
+        record_past: whether tokens can be removed.
+        pending: after a crop, the tokens to be read again, which are not in `past`.
     """
 
     is_compileable = False
@@ -39,6 +46,11 @@ class StateLayer(CacheLayerMixin):
         # Whether `past` is a window with room for more tokens, which `step` updates in place.
         self._open = False
         self._length = 0
+        self.record_past = False
+        # While recording: the state before the tokens of `_recorded`.
+        self._before: State | Window | None = None
+        self._recorded: Segment | None = None
+        self.pending: Segment | None = None
 
     def start(self, layer: ConformalAttention, x: Tensor) -> State | Window | None:
         """What a prefill of x (b, t, width) continues. It is not modified."""
@@ -58,15 +70,28 @@ class StateLayer(CacheLayerMixin):
             return window if keys_only or tokens <= window.break_even_tokens else None
         return self.past
 
-    def advance(self, past: State | Window, tokens: int) -> None:
-        """Takes the state after some more tokens, which were prefilled."""
+    def advance(self, past: State | Window, x: Tensor, mask: Tensor | None) -> None:
+        """Takes the state after some more tokens, which were prefilled.
+
+        Args:
+            x: their hidden states, (b, t, width).
+            mask: (b, t) bool, False for padding; None: there is none.
+        """
+        if self.record_past:
+            segment = Segment(x.detach(), x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask)
+            self._recorded = segment if self._recorded is None else self._recorded.then(segment)
         self.past, self._open, self.is_initialized = past, False, True
-        self._length += tokens
+        self._length += x.shape[1]
+
+    def catch_up(self, past: State | Window) -> None:
+        """Takes the state after the `pending` tokens, which were prefilled again."""
+        self.past = self._before = past
+        self.pending = None
 
     @property
     def can_step(self) -> bool:
         """Whether the next token can be decoded by `step`."""
-        return self.past is not None
+        return self.past is not None and not self.record_past
 
     def step(self, layer: ConformalAttention, x: Tensor) -> Window:
         """The window with which one more token is decoded, and which that updates in place."""
@@ -131,6 +156,7 @@ class StateLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Empties the cache."""
         self.past, self._open, self._length, self.is_initialized = None, False, 0, False
+        self._before = self._recorded = self.pending = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was."""
@@ -138,24 +164,46 @@ class StateLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some sequences of the batch, which may be repeated and reordered."""
-        if isinstance(self.past, Window):
-            # The kernels' workspace is allocated again.
-            self.past = replace(self.past, workspace=None).select(indices.to(self.past.count.device))
-        elif self.past is not None:
-            self.past = self.past.select(indices.to(self.past.kv.device))
+        self.past, self._before = _select(self.past, indices), _select(self._before, indices)
+        self._recorded, self.pending = (
+            None if segment is None else segment.select(indices.to(segment.mask.device))
+            for segment in (self._recorded, self.pending)
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence, copies next to each other."""
         if self.past is not None:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuses to remove tokens: a state does not hold them one by one."""
-        if int(tokens_to_remove) != 0 and self.past is not None:
+    def activate_past_recording(self) -> None:
+        """From now on, holds what `crop` needs."""
+        if not self.record_past:
+            self._close()
+            self.record_past, self._before = True, self.past
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Removes the last tokens, whose number is given as a negative one; 0 makes all tokens so far final.
+
+        Raises:
+            ValueError: the tokens came before `activate_past_recording`, or are final.
+        """
+        removed = -int(tokens_to_remove)
+        if removed < 0:
+            raise ValueError(f"tokens_to_remove must not be positive: −n removes n tokens; got {-removed}")
+        if removed == 0:
+            if self.record_past and self.pending is None:
+                self._before, self._recorded = self.past, None
+            return
+        available = 0 if self._recorded is None else self._recorded.length
+        if self._recorded is None or removed > available:
             raise ValueError(
-                f"tokens_to_remove must be 0, got {int(tokens_to_remove)}: tokens cannot be removed from the state of "
-                "a swapped layer, so assisted generation is not supported"
+                f"tokens_to_remove is {removed} tokens, but {available} were recorded: tokens can be removed from the "
+                "state of a swapped layer only if activate_past_recording was called before them"
             )
+        kept = self._recorded.first(available - removed)
+        self.past, self._recorded = self._before, None
+        self.pending = kept if kept.length else None
+        self._length -= removed
 
     def offload(self) -> None:
         """Does nothing: a state is small, and stays where it is."""
@@ -204,6 +252,13 @@ def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLay
         )
     layers[index] = layer = StateLayer(cache_policy)
     return layer
+
+
+def _select(past: State | Window | None, indices: Tensor) -> State | Window | None:
+    if isinstance(past, Window):
+        # The kernels' workspace is allocated again.
+        return replace(past, workspace=None).select(indices.to(past.count.device))
+    return None if past is None else past.select(indices.to(past.kv.device))
 
 
 def _activation_dtype(x: Tensor) -> torch.dtype:

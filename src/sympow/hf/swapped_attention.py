@@ -60,6 +60,8 @@ class SwappedAttention(ConformalAttention):
         Returns:
             (b, t, width) and None, since attention weights are never materialised.
         """
+        if others.get("cache") is not None:
+            raise ValueError("cache must not be given: swapped layers have no paged cache, for continuous batching")
         x, mask, offsets = hidden_states, others.get(MASK), others.get(OFFSETS)
         if past_key_values is None:
             if offsets is None:
@@ -70,11 +72,16 @@ class SwappedAttention(ConformalAttention):
         if offsets is not None:
             raise ValueError("use_cache and past_key_values are not supported with packed documents")
         layer = state_layer(past_key_values, self.layer_idx, self.cache_policy)
+        if layer.pending is not None:
+            again = layer.pending
+            _, after = super().forward(again.inputs, layer.start(self, again.inputs), mask=again.mask)
+            assert isinstance(after, State | Window)
+            layer.catch_up(after)
         if x.shape[1] == 1 and mask is None and layer.can_step and not torch.is_grad_enabled():
             return self.step(x, layer.step(self, x)), None
         y, after = super().forward(x, layer.start(self, x), return_state=True, mask=mask)
         assert isinstance(after, State | Window)
-        layer.advance(after, x.shape[1])
+        layer.advance(after, x, mask)
         return y, None
 
 

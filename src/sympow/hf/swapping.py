@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
     modeling_utils,
@@ -33,6 +34,7 @@ from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
 from sympow.hf.registration import publish
+from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hook
 from sympow.hf.swapped_config import MODEL_TYPE
 from sympow.layers.gates import LearnedGate
@@ -221,6 +223,24 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if not _init_new_weights(module):
             base._init_weights(self, module)
 
+    def prepare_cache(
+        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **named: Any
+    ) -> Any:
+        """What `generate` calls to make a cache."""
+        result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *others, **named)  # type: ignore[attr-defined]
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            # Before the first token, since assisted generation asks the layers of a cache to record then.
+            record = SwapRecord.of(self.config)
+            for index in record.layers:
+                layer = state_layer(cache, index, record.cache_policy)
+                if generation_config.is_assistant:
+                    layer.activate_past_recording()
+        return result
+
+    # transformers answers these from the source of a class's module, which is that of the base.
+    asked = ("_can_set_attn_implementation", "_can_set_experts_implementation")
+    answers = {name: classmethod(lambda cls, ask=ask: ask()) for name in asked if (ask := getattr(base, name, None))}
     recorded = {name: kind for name, kind in (base._can_record_outputs or {}).items() if name != "attentions"}
     _MADE[base] = made = type(
         f"Sympow{base.__name__}",
@@ -233,6 +253,8 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "config_class": config_class,
             # Swapped layers never materialise attention weights.
             "_can_record_outputs": recorded,
+            **answers,
+            **({"_prepare_cache_for_generation": prepare_cache} if issubclass(base, GenerationMixin) else {}),
             # transformers would copy this package's source into every saved folder.
             "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
         },

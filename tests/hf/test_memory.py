@@ -1,0 +1,43 @@
+"""The table of states against keys and values, and its page."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+from sympow import State
+from sympow.hf.memory import KNOWN_SHAPES, AttentionShape, memory_table
+
+PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
+
+
+def test_the_page_has_the_table_of_the_function():
+    _, _, after = PAGE.read_text("utf-8").partition("<!-- memory_table: begin -->")
+    assert after.partition("<!-- memory_table: end -->")[0].strip() == memory_table()
+
+
+@pytest.mark.parametrize("power", [2, 4])
+def test_bytes_are_those_of_states_and_caches(swapped, pretrained, tokens, power):
+    shape = AttentionShape(layers=3, key_value_heads=2, head_dim=8)
+    state = State.zeros(1, 2, 8, 8, power, rotated=False)
+    assert shape.state_bytes(power) == 3 * state.nbytes
+    ids = tokens(1, 12)
+    with torch.no_grad():
+        kept = pretrained(dtype=torch.float32)(ids, use_cache=True).past_key_values
+        states = swapped(power=power, cache_policy="state", model=pretrained(dtype=torch.float32))
+        cache = states(ids, use_cache=True).past_key_values
+    assert shape.cache_bytes(12, itemsize=4) == sum(
+        x.nbytes for layer in kept.layers for x in (layer.keys, layer.values)
+    )
+    phases = 3 * 2 * 4 * 8
+    assert shape.state_bytes(power) == sum(layer.nbytes for layer in cache.layers) - phases
+
+
+def test_states_are_smaller_from_the_break_even_on():
+    for shape in KNOWN_SHAPES.values():
+        for copied in (False, True):
+            tokens, size = shape.break_even(copied=copied), shape.state_bytes(copied=copied)
+            assert shape.cache_bytes(tokens - 1) < size <= shape.cache_bytes(tokens)
+    assert KNOWN_SHAPES["Qwen3 14B"].state_bytes(copied=True) > KNOWN_SHAPES["Qwen3 14B"].state_bytes()
