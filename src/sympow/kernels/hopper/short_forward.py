@@ -139,10 +139,11 @@ def on_diagonal(
             scores *= gl.expand_dims(power_of_two(row_whole), 1)
         scores = gl.where(causal, scores, 0.0)
     elif weak:
+        if dtype == gl.float16:
+            # Before the decays of columns, which are above 1 here: the row's scale bounds its scores.
+            scores *= gl.expand_dims(gl.exp2(row_whole + row_rest), 1)
         decay = gl.exp2(-(column_whole + column_rest))
         scores = gl.where(causal, scores * gl.expand_dims(decay, 0), 0.0)
-        if dtype == gl.float16:
-            scores *= gl.expand_dims(gl.exp2(row_whole + row_rest), 1)
     else:
         scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
     rounded = round_to(scores, dtype)
