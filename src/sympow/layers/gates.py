@@ -20,8 +20,8 @@ from sympow.layers.precision import ConstantTable, FloatLinear, project
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
-# From here on a clamped gate is 1: just below the initial value.
-KEEPS_ALL = 0.999
+# From here on a clamped gate is 1: so far below the initial value that a logit rounded to bfloat16 is still above it.
+KEEPS_ALL = 0.9989
 
 
 class Gate(nn.Module, ABC):
@@ -127,7 +127,7 @@ class VectorGate(DataDependentGate):
 
 
 class ClampedGate(ScalarGate):
-    """γ_i = min(1, σ(W_γ x_i) / 0.999): a gate that can be exactly 1, and is at first.
+    """γ_i = min(1, σ(W_γ x_i) / 0.9989): a gate that can be exactly 1, and is at first.
 
     σ comes near 1 but never reaches it, so that the paper's gate loses whatever a state holds after some thousands of
     tokens. The gradient is that of the gate without the bound, since one of zero would leave a gate at 1 for good.
@@ -167,7 +167,8 @@ def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: fl
     """The gate called `kind`: one of GATES.
 
     Args:
-        initial_gate: γ before training, between 0 and 1, of the kinds that learn it; None: about 0.999.
+        initial_gate: γ before training, between 0 and 1, of the kinds that learn it; None: about 0.999. A clamped gate
+            with 0.9989 or more starts at exactly 1.
     """
     check_choice("gating", kind, GATES)
     if initial_gate is None:
