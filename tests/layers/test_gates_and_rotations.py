@@ -184,9 +184,10 @@ def test_a_count_on_the_grid_is_exact_at_any_length(modulus):
     assert min(distance, math.pi - distance) < 1e-6
 
 
-def test_a_head_needs_two_pairs_to_turn_one():
-    with pytest.raises(ValueError, match="head_dim must be at least 4, so that a pair of two can be turned; got 2"):
-        make_rotation("grid", WIDTH, HEADS, 2, 100)
+@pytest.mark.parametrize("kind", ["signed", "grid"])
+def test_a_head_needs_two_pairs_to_turn_one(kind):
+    with pytest.raises(ValueError, match=f"head_dim must be at least 4 for rotary='{kind}', so that .*; got 2"):
+        make_rotation(kind, WIDTH, HEADS, 2, 100)
 
 
 def test_unknown_kinds_are_named():

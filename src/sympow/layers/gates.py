@@ -142,8 +142,6 @@ class HalfGate(DataDependentGate):
     """The paper's gate in the first half of the heads, rounded down, and γ = 1 in the others."""
 
     def __init__(self, width: int, heads: int, initial_logit: float = INITIAL_LOGIT) -> None:
-        if heads < 2:
-            raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
         super().__init__(width, heads // 2, initial_logit)
         self.ungated = heads - heads // 2
 
@@ -163,6 +161,12 @@ _MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
 GATES = tuple(_MAKERS)
 
 
+def check_gate_heads(kind: str, heads: int) -> None:
+    """Raises a ValueError unless a gate of this kind can have so many key/value heads."""
+    if kind == "half" and heads < 2:
+        raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
+
+
 def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: float | None = None) -> Gate:
     """The gate called `kind`: one of GATES.
 
@@ -171,6 +175,7 @@ def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: fl
             with 0.9989 or more starts at exactly 1.
     """
     check_choice("gating", kind, GATES)
+    check_gate_heads(kind, heads)
     if initial_gate is None:
         return _MAKERS[kind](width, heads, head_dim, INITIAL_LOGIT)
     check_finite("initial_gate", initial_gate)

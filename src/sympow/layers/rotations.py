@@ -147,8 +147,6 @@ class SignedRotation(DataDependentRotation):
 
     def __init__(self, width: int, heads: int, rates: Tensor, divisions: int = 0) -> None:
         turned = len(rates) // 2
-        if not turned:
-            raise ValueError(f"head_dim must be at least 4, so that a pair of two can be turned; got {2 * len(rates)}")
         unit = math.pi / divisions if divisions else math.pi / 2
         # Every other rate: as far apart as those of all pairs together.
         super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
@@ -171,6 +169,16 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "grid": partial(SignedRotation, divisions=GRID),
 }
 ROTATIONS = ("none", *_MAKERS)
+# Kinds that turn half of the pairs by angles of their own instead of scaling the rates of all pairs.
+TURNING = ("signed", "grid")
+
+
+def check_rotation_dim(kind: str, head_dim: int) -> None:
+    """Raises a ValueError unless a rotation of this kind can have heads of this size."""
+    if kind in TURNING and head_dim < 4:
+        raise ValueError(
+            f"head_dim must be at least 4 for rotary={kind!r}, so that a pair of two can be turned; got {head_dim}"
+        )
 
 
 def make_rotation(
@@ -183,6 +191,7 @@ def make_rotation(
         rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document.
     """
     check_choice("rotary", kind, ROTATIONS)
+    check_rotation_dim(kind, head_dim)
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
         raise ValueError(
             f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
