@@ -171,6 +171,8 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
 ROTATIONS = ("none", *_MAKERS)
 # Kinds that turn half of the pairs by angles of their own instead of scaling the rates of all pairs.
 TURNING = ("signed", "grid")
+# Kinds that start from given rates in all pairs, such as those of a pretrained model.
+WITH_GIVEN_RATES = tuple(kind for kind in ROTATIONS if kind not in TURNING)
 
 
 def check_rotation_dim(kind: str, head_dim: int) -> None:
@@ -181,6 +183,15 @@ def check_rotation_dim(kind: str, head_dim: int) -> None:
         )
 
 
+def check_takes_rates(kind: str) -> None:
+    """Raises a ValueError if a rotation of this kind would replace given rates."""
+    if kind in TURNING:
+        raise ValueError(
+            f"rotary must be one of {', '.join(map(repr, WITH_GIVEN_RATES))} where the rates are those of another "
+            f"layer: {kind!r} keeps every other rate, in half of the pairs, and stops the rest; got {kind!r}"
+        )
+
+
 def make_rotation(
     kind: str, width: int, heads: int, head_dim: int, max_document: int, rates: Tensor | None = None
 ) -> Rotation:
@@ -188,10 +199,13 @@ def make_rotation(
 
     Args:
         max_document: N of the rates θ_i = 2π / N^(2(i-1)/d), the longest document expected.
-        rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document.
+        rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document. Only the kinds
+            WITH_GIVEN_RATES take them.
     """
     check_choice("rotary", kind, ROTATIONS)
     check_rotation_dim(kind, head_dim)
+    if rates is not None:
+        check_takes_rates(kind)
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
         raise ValueError(
             f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
