@@ -34,6 +34,14 @@ class Rotation(nn.Module, ABC):
         """The projection of x, or None."""
         return None
 
+    @property
+    def scales_rates(self) -> bool:
+        """Whether β, where there is one, scales the rates of RoPE: between 0 and 2, and 1 is RoPE.
+
+        Statistics of β are of such rotations only.
+        """
+        return True
+
     @abstractmethod
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales: ...
 
@@ -151,6 +159,11 @@ class SignedRotation(DataDependentRotation):
         # Every other rate: as far apart as those of all pairs together.
         super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
         self.heads, self.still, self.divisions = heads, len(rates) - turned, divisions
+
+    @property
+    def scales_rates(self) -> bool:
+        # β is a constant 1 in one half of the pairs, and in the other an angle in units of its own.
+        return False
 
     def by_heads(self, beta: Tensor) -> Tensor:
         steps = beta - 1
