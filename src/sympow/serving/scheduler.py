@@ -408,9 +408,12 @@ class Scheduler:
         reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
         while not reading.finished:
             reading.advance(self._model, PrefixCache(0), self._prefill_graphs)
-        assert reading.prefix is not None
-        for _ in range(3 if on_gpu else 1):
-            self._slots.put(0, reading.prefix)
+        if self._prefill_graphs is not None:
+            # States are put into rows by a graph too. Keys and values of a softmax model are not, and those of a whole
+            # segment may be more than a row takes.
+            assert reading.prefix is not None
+            for _ in range(3):
+                self._slots.put(0, reading.prefix)
         kinds = [
             (replace(sampling, repetition_penalty=penalty), logprobs)
             for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
