@@ -3,6 +3,8 @@ function runs at every call.
 """
 
 import random
+import threading
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -180,6 +182,35 @@ def test_an_engine_gives_what_the_model_gives(four_lengths, on_any_device):
     expected = logits[0].log_softmax(-1).detach()[torch.arange(46), torch.tensor(prompts[6][1:])]
     own = torch.tensor([entry.logprob for entry in scored.prompt_logprobs[1:]], dtype=torch.float64)
     assert_close(own, expected, 1e-9, "log-probabilities of the prompt")
+
+
+def test_padding_counts_for_what_is_prefilled_between_two_steps(four_lengths, on_any_device, monkeypatch):
+    model = TextModel(make(layers=1), ByteTokenizer())
+    log: list[int] = []
+    prefill, step = PrefillGraphs.prefill, model.model.step
+    monkeypatch.setattr(
+        PrefillGraphs,
+        "prefill",
+        lambda self, ids, state: (log.append(self.padded(len(ids))), prefill(self, ids, state))[1],
+    )
+    monkeypatch.setattr(model.model, "step", lambda *a: (log.append(0), step(*a))[1])
+    gate = threading.Event()
+    with Engine(model, 13, segment_size=SEGMENT, prefix_cache_bytes=0) as engine:
+        running = engine.submit("a", max_tokens=10**6, seed=1, ignore_boundary=True)
+        next(iter(running))
+        # The worker waits here until all others are submitted.
+        first = engine.submit_prefill([0], progress=lambda *_: gate.wait(60))
+        short = [engine.submit([n] * count, max_tokens=1) for n in range(4) for count in (1, 5, 9)]
+        gate.set()
+        for awaited in (first, *short):
+            awaited.result(60)
+        running.cancel()
+    assert sorted(n for n in log if n) == [4] * 6 + [8] * 4 + [16] * 4
+    steps = [place for place, length in enumerate(log) if not length]
+    rounds = [sum(log[a:b]) for a, b in pairwise(steps)]
+    # 1, 5 and 9 tokens would fit, and are computed as 4, 8 and 16.
+    assert max(rounds) <= SEGMENT
+    assert any(len(log[a + 1 : b]) > 1 for a, b in pairwise(steps))
 
 
 @torch.no_grad()

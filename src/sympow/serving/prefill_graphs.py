@@ -90,6 +90,13 @@ class PrefillGraphs:
         """Bytes of the buffers, without those of the state and without the pool."""
         return sum(x.nbytes for x in (self._positions, self._tokens, self._count, self._features))
 
+    def padded(self, count: int) -> int:
+        """The length that a segment of `count` tokens is computed with."""
+        longest = self.lengths[-1]
+        if not 1 <= count <= longest:
+            raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
+        return next(length for length in self.lengths if length >= count)
+
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], state: ModelState | None) -> tuple[Tensor, Tensor, ModelState]:
         """Prefills a segment, and does not wait for the device.
@@ -102,10 +109,8 @@ class PrefillGraphs:
             the tokens (1, t) on the model's device and their features (1, t, width), both of which the next call
             overwrites; and the state after them, which is the caller's.
         """
-        count, longest = len(tokens), self.lengths[-1]
-        if not 1 <= count <= longest:
-            raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
-        length = next(length for length in self.lengths if length >= count)
+        count = len(tokens)
+        length = self.padded(count)
         # From pinned memory, so that the copy does not wait for what was launched before.
         staged = torch.zeros(length, dtype=torch.int64, pin_memory=self._tokens.is_cuda)
         staged[:count] = torch.tensor(tokens)

@@ -274,6 +274,8 @@ class Scheduler:
     def _prefill(self) -> None:
         """Prefills whole segments of the texts on their way, in turn, of no more than one segment's tokens in all.
 
+        With graphs those count that are computed, padding included.
+
         A text whose next segment is its last has its turn among all others. Of longer ones, which hold a state from
         turn to turn, only `READINGS_IN_TURN` are under way; the others wait for them in the order of their arrival.
         """
@@ -293,9 +295,12 @@ class Scheduler:
                     continue
                 reading.begun = True
             length = reading.next_length
-            if length > left:
+            computed = length
+            if length and self._prefill_graphs is not None:
+                computed = self._prefill_graphs.padded(length)
+            if computed > left:
                 return
-            left -= length
+            left -= computed
             try:
                 if length:
                     reading.advance(self._model, self.cache, self._prefill_graphs)
