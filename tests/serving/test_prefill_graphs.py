@@ -4,6 +4,7 @@ function runs at every call.
 
 import random
 import threading
+import weakref
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -112,6 +113,27 @@ def test_states_belong_to_the_caller_and_buffers_leave_no_trace(four_lengths):
         for (name, actual), (_, wanted) in zip(members(again), members(second), strict=True):
             assert torch.equal(actual, wanted), name
             assert not any(actual.data_ptr() == x.data_ptr() for _, x in members(graphs._buffer.layers))
+
+
+def test_a_segment_holds_the_new_state_of_one_layer_at_a_time(monkeypatch):
+    """Graphs keep the memory that they compute in."""
+    taken: list[weakref.ref] = []
+    load_layer = StateBuffer.load_layer
+
+    def watched(self, number, layer):
+        assert number == len(taken)
+        taken.append(weakref.ref(layer.kv))
+        load_layer(self, number, layer)
+
+    def before_a_block(*_):
+        assert not any(state() is not None for state in taken)
+
+    monkeypatch.setattr(StateBuffer, "load_layer", watched)
+    model = make(layers=3)
+    for block in model.blocks:
+        block.register_forward_pre_hook(before_a_block)
+    graphs_of(model).prefill(some_tokens(7), None)
+    assert len(taken) == 3
 
 
 def test_every_segment_fits_the_next_recorded_length():

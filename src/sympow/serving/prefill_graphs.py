@@ -134,7 +134,9 @@ class PrefillGraphs:
     def _prefill_padded(self, length: int) -> None:
         """Prefills the first `length` tokens, of which those from `_count` on are padding."""
         mask = (self._positions[:length] < self._count).unsqueeze(0)
-        features, after = self._model.features(self._tokens[:, :length], self._buffer.layers, mask=mask)
-        assert after is not None
+        # Each layer's state is written over the one before as soon as it is computed: graphs keep their memory, which
+        # would otherwise be that of one more state.
+        features, _ = self._model.features(
+            self._tokens[:, :length], self._buffer.layers, mask=mask, take_state=self._buffer.load_layer
+        )
         self._features[:, :length] = features
-        self._buffer.load(after)
