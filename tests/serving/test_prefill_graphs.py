@@ -136,6 +136,38 @@ def test_a_segment_holds_the_new_state_of_one_layer_at_a_time(monkeypatch):
     assert len(taken) == 3
 
 
+@torch.no_grad()
+def test_without_memory_for_a_graph_segments_are_the_same_without_it(four_lengths, monkeypatch):
+    """Bit for bit, with one warning for each length, and no second attempt."""
+    attempts: list[int] = []
+
+    class NoMemory:
+        def __init__(self, *_, **__):
+            attempts.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = make(dtype=torch.float32)
+    graphs, expected = graphs_of(model), graphs_of(model).prefill(some_tokens(7), None)
+    for call in graphs._calls.values():
+        call._capture = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoMemory)
+    graphs.prefill(some_tokens(3), None)
+    graphs.prefill(some_tokens(5), None)
+    # The second call of this length, which would be captured, and later ones.
+    with pytest.warns(RuntimeWarning, match="CUDA out of memory"):
+        results = [graphs.prefill(some_tokens(7), None)]
+    for _ in range(3):
+        results.append(graphs.prefill(some_tokens(7), None))
+        assert torch.equal(results[-1][1], expected[1])
+    for _, _, state in results:
+        for (name, actual), (_, wanted) in zip(members(state), members(expected[2]), strict=True):
+            assert torch.equal(actual, wanted), name
+    assert len(attempts) == 1
+    with pytest.warns(RuntimeWarning, match="CUDA out of memory"):
+        graphs.record()
+    assert len(attempts) == len(graphs.lengths)
+
+
 def test_every_segment_fits_the_next_recorded_length():
     assert recorded_lengths(2_048) == (128, 256, 512, 1_024, 2_048)
     assert recorded_lengths(300) == (128, 256, 300)
