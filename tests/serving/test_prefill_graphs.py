@@ -30,6 +30,10 @@ KINDS = [
     pytest.param({"gating": "fixed", "rotary": "fixed"}, id="fixed"),
     pytest.param({"gating": "learned", "rotary": "learned"}, id="learned"),
     pytest.param({"gating": "none", "rotary": "none"}, id="plain"),
+    pytest.param({"gating": "clamped", "rotary": "signed"}, id="clamped gates"),
+    pytest.param({"gating": "half", "rotary": "grid", "key_value_heads": 2}, id="half gates"),
+    pytest.param({"form": "attention"}, id="attention form"),
+    pytest.param({"form": "chunked", "chunk_size": 8}, id="chunked form"),
 ]
 SEGMENT = 20
 
@@ -197,9 +201,9 @@ def test_a_state_of_another_model_is_refused():
 
 
 def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatch):
-    def model_on(device: str, *others: str, mixer: str = "conformal"):
+    def model_on(device: str, *others: str, mixer: str = "sympow", form: str = "auto"):
         parameters = [SimpleNamespace(device=torch.device(name)) for name in (device, *others)]
-        config = SimpleNamespace(mixer=mixer)
+        config = SimpleNamespace(mixer=mixer, form=form)
         return SimpleNamespace(
             embedding=SimpleNamespace(weight=parameters[0]), config=config, parameters=lambda: parameters
         )
@@ -207,6 +211,9 @@ def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatc
     assert unsupported_reason(model_on("cuda:0", "cuda:0")) is None
     assert "the model is on cpu" in unsupported_reason(make())
     assert "softmax" in unsupported_reason(model_on("cuda:0", mixer="softmax"))
+    assert "every token" in unsupported_reason(model_on("cuda:0", form="recurrent"))
+    for form in ("attention", "chunked"):
+        assert unsupported_reason(model_on("cuda:0", form=form)) is None
     assert "not all parameters are on cuda:0" in unsupported_reason(model_on("cuda:0", "meta"))
     monkeypatch.setenv("SYMPOW_CHECK_VALUES", "1")
     assert "SYMPOW_CHECK_VALUES" in unsupported_reason(model_on("cuda:0"))

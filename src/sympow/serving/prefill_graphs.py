@@ -45,6 +45,8 @@ def unsupported_reason(model: GPT) -> str | None:
         return f"CUDA graphs need a CUDA device, and the model is on {device}."
     if model.config.mixer == "softmax":
         return "Keys and values of a softmax model grow with the text, and the shapes of a graph are fixed."
+    if model.config.form == "recurrent":
+        return "The recurrent form launches kernels for every token, and a graph would hold them all."
     if any(parameter.device != device for parameter in model.parameters()):
         return f"A graph runs on one device, and not all parameters are on {device}."
     if values_are_checked_on_devices():
