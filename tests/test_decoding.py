@@ -8,7 +8,7 @@ import torch
 from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.generation.cache import break_even_tokens
-from sympow.generation.decoder import CapturedCall, Decoder, decode
+from sympow.generation.decoder import Decoder, decode
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import NonFiniteLogitsError, Sampling, generate
 from sympow.ops.state import State
@@ -300,14 +300,6 @@ def test_logits_that_are_no_numbers_are_not_passed_over():
     next(tokens)
     with pytest.raises(NonFiniteLogitsError, match="logits are NaN or infinite"):
         next(tokens)
-
-
-def test_the_first_call_of_recorded_work_runs_as_it_is():
-    calls = []
-    work = CapturedCall(lambda: calls.append(1), capture=False)
-    work()
-    work()
-    assert len(calls) == 2
 
 
 def test_mistakes_are_named():

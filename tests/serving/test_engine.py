@@ -590,6 +590,17 @@ def test_warming_up_changes_no_output(small):
         running.cancel()
 
 
+@pytest.mark.parametrize("max_context", [1, 7, 8, 9, 30])
+def test_softmax_models_warm_up_with_slots_shorter_than_a_segment(max_context):
+    model = text_model(mixer="softmax", layers=1)
+    with engine_of(model, max_context=max_context) as engine:
+        engine.warm_up()
+        generated = min(max_context, 6) - 1
+        prompt = [5] * (max_context - generated)
+        completion = engine.submit(prompt, max_tokens=generated, seed=2)
+        assert list(completion.result(60).tokens) == alone(model, prompt, Sampling(), generated, 2)
+
+
 def test_nothing_is_left_to_capture_after_warming_up(monkeypatch):
     """As on a GPU, with calls that are counted in the place of CUDA graphs: from the third on they would be replays."""
     counts: Counter[str] = Counter()

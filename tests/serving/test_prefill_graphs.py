@@ -3,6 +3,9 @@ function runs at every call.
 """
 
 import random
+import threading
+import weakref
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +30,10 @@ KINDS = [
     pytest.param({"gating": "fixed", "rotary": "fixed"}, id="fixed"),
     pytest.param({"gating": "learned", "rotary": "learned"}, id="learned"),
     pytest.param({"gating": "none", "rotary": "none"}, id="plain"),
+    pytest.param({"gating": "clamped", "rotary": "signed"}, id="clamped gates"),
+    pytest.param({"gating": "half", "rotary": "grid", "key_value_heads": 2}, id="half gates"),
+    pytest.param({"form": "attention"}, id="attention form"),
+    pytest.param({"form": "chunked", "chunk_size": 8}, id="chunked form"),
 ]
 SEGMENT = 20
 
@@ -112,6 +119,59 @@ def test_states_belong_to_the_caller_and_buffers_leave_no_trace(four_lengths):
             assert not any(actual.data_ptr() == x.data_ptr() for _, x in members(graphs._buffer.layers))
 
 
+def test_a_segment_holds_the_new_state_of_one_layer_at_a_time(monkeypatch):
+    """Graphs keep the memory that they compute in."""
+    taken: list[weakref.ref] = []
+    load_layer = StateBuffer.load_layer
+
+    def watched(self, number, layer):
+        assert number == len(taken)
+        taken.append(weakref.ref(layer.kv))
+        load_layer(self, number, layer)
+
+    def before_a_block(*_):
+        assert not any(state() is not None for state in taken)
+
+    monkeypatch.setattr(StateBuffer, "load_layer", watched)
+    model = make(layers=3)
+    for block in model.blocks:
+        block.register_forward_pre_hook(before_a_block)
+    graphs_of(model).prefill(some_tokens(7), None)
+    assert len(taken) == 3
+
+
+@torch.no_grad()
+def test_without_memory_for_a_graph_segments_are_the_same_without_it(four_lengths, monkeypatch):
+    """Bit for bit, with one warning for each length, and no second attempt."""
+    attempts: list[int] = []
+
+    class NoMemory:
+        def __init__(self, *_, **__):
+            attempts.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = make(dtype=torch.float32)
+    graphs, expected = graphs_of(model), graphs_of(model).prefill(some_tokens(7), None)
+    for call in graphs._calls.values():
+        call._capture = True
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoMemory)
+    graphs.prefill(some_tokens(3), None)
+    graphs.prefill(some_tokens(5), None)
+    # The second call of this length, which would be captured, and later ones.
+    with pytest.warns(RuntimeWarning, match="CUDA out of memory"):
+        results = [graphs.prefill(some_tokens(7), None)]
+    for _ in range(3):
+        results.append(graphs.prefill(some_tokens(7), None))
+        assert torch.equal(results[-1][1], expected[1])
+    for _, _, state in results:
+        for (name, actual), (_, wanted) in zip(members(state), members(expected[2]), strict=True):
+            assert torch.equal(actual, wanted), name
+    assert len(attempts) == 1
+    with pytest.warns(RuntimeWarning, match="CUDA out of memory"):
+        graphs.record()
+    assert len(attempts) == len(graphs.lengths)
+
+
 def test_every_segment_fits_the_next_recorded_length():
     assert recorded_lengths(2_048) == (128, 256, 512, 1_024, 2_048)
     assert recorded_lengths(300) == (128, 256, 300)
@@ -141,9 +201,9 @@ def test_a_state_of_another_model_is_refused():
 
 
 def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatch):
-    def model_on(device: str, *others: str, mixer: str = "conformal"):
+    def model_on(device: str, *others: str, mixer: str = "sympow", form: str = "auto"):
         parameters = [SimpleNamespace(device=torch.device(name)) for name in (device, *others)]
-        config = SimpleNamespace(mixer=mixer)
+        config = SimpleNamespace(mixer=mixer, form=form)
         return SimpleNamespace(
             embedding=SimpleNamespace(weight=parameters[0]), config=config, parameters=lambda: parameters
         )
@@ -151,6 +211,9 @@ def test_where_graphs_cannot_serve_segments_are_prefilled_as_they_are(monkeypatc
     assert unsupported_reason(model_on("cuda:0", "cuda:0")) is None
     assert "the model is on cpu" in unsupported_reason(make())
     assert "softmax" in unsupported_reason(model_on("cuda:0", mixer="softmax"))
+    assert "every token" in unsupported_reason(model_on("cuda:0", form="recurrent"))
+    for form in ("attention", "chunked"):
+        assert unsupported_reason(model_on("cuda:0", form=form)) is None
     assert "not all parameters are on cuda:0" in unsupported_reason(model_on("cuda:0", "meta"))
     monkeypatch.setenv("SYMPOW_CHECK_VALUES", "1")
     assert "SYMPOW_CHECK_VALUES" in unsupported_reason(model_on("cuda:0"))
@@ -180,6 +243,35 @@ def test_an_engine_gives_what_the_model_gives(four_lengths, on_any_device):
     expected = logits[0].log_softmax(-1).detach()[torch.arange(46), torch.tensor(prompts[6][1:])]
     own = torch.tensor([entry.logprob for entry in scored.prompt_logprobs[1:]], dtype=torch.float64)
     assert_close(own, expected, 1e-9, "log-probabilities of the prompt")
+
+
+def test_padding_counts_for_what_is_prefilled_between_two_steps(four_lengths, on_any_device, monkeypatch):
+    model = TextModel(make(layers=1), ByteTokenizer())
+    log: list[int] = []
+    prefill, step = PrefillGraphs.prefill, model.model.step
+    monkeypatch.setattr(
+        PrefillGraphs,
+        "prefill",
+        lambda self, ids, state: (log.append(self.padded(len(ids))), prefill(self, ids, state))[1],
+    )
+    monkeypatch.setattr(model.model, "step", lambda *a: (log.append(0), step(*a))[1])
+    gate = threading.Event()
+    with Engine(model, 13, segment_size=SEGMENT, prefix_cache_bytes=0) as engine:
+        running = engine.submit("a", max_tokens=10**6, seed=1, ignore_boundary=True)
+        next(iter(running))
+        # The worker waits here until all others are submitted.
+        first = engine.submit_prefill([0], progress=lambda *_: gate.wait(60))
+        short = [engine.submit([n] * count, max_tokens=1) for n in range(4) for count in (1, 5, 9)]
+        gate.set()
+        for awaited in (first, *short):
+            awaited.result(60)
+        running.cancel()
+    assert sorted(n for n in log if n) == [4] * 6 + [8] * 4 + [16] * 4
+    steps = [place for place, length in enumerate(log) if not length]
+    rounds = [sum(log[a:b]) for a, b in pairwise(steps)]
+    # 1, 5 and 9 tokens would fit, and are computed as 4, 8 and 16.
+    assert max(rounds) <= SEGMENT
+    assert any(len(log[a + 1 : b]) > 1 for a, b in pairwise(steps))
 
 
 @torch.no_grad()

@@ -126,3 +126,15 @@ def test_a_prompt_joins_without_synchronization():
             worker._slots.put(1, reading.prefix)
             worker._sampler.put(1, Sampling(), 5, logprobs=False)
         worker._sampler.clear(1)
+
+
+@torch.no_grad()
+def test_a_context_is_computed_when_it_is_handed_over():
+    """As is what its progress reports: the host is no more than two segments ahead."""
+    model = TextModel(make(), ByteTokenizer())
+    with Engine(model, 2, segment_size=SEGMENT, prefix_cache_bytes=0) as engine:
+        engine.warm_up()
+        reported = []
+        engine.prefill(some_tokens(20 * SEGMENT), progress=lambda done, _: reported.append(done))
+        assert torch.cuda.current_stream().query()
+    assert reported == [SEGMENT * segment for segment in range(1, 21)]

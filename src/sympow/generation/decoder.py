@@ -13,7 +13,10 @@ state, there is no state. With softmax it is a key/value cache.
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +27,15 @@ from sympow.generation.cache import CachePolicy, DecodingCache
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT
 
+# torch captures one graph at a time in a process.
+_CAPTURING = threading.Lock()
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Where the graphs of a device are captured: one stream for all, so that they can share memory."""
+    return torch.cuda.Stream(device)
+
 
 class CapturedCall:
     """A function of fixed tensors that is captured as a CUDA graph at its second call and replayed from then on.
@@ -31,29 +43,57 @@ class CapturedCall:
     The first call runs eagerly: it compiles kernels and builds tables, neither of which can be captured.
 
     Args:
-        function: launches the same work on the device each time, and does not wait for it.
+        function: launches the same work on the current device each time, and does not wait for it.
         capture: whether to capture it at all.
         pool: memory that graphs share which never run at the same time and leave no results there
             (`torch.cuda.graph_pool_handle`); None: the graph has its own.
+        optional: whether to warn and run eagerly from then on where a capture fails, as without memory. Only for a
+            function that does nothing on the host that matters if it is done again.
     """
 
-    def __init__(self, function: Callable[[], None], *, capture: bool, pool: Any = None) -> None:
-        self._function, self._capture, self._pool = function, capture, pool
+    def __init__(
+        self, function: Callable[[], None], *, capture: bool, pool: Any = None, optional: bool = False
+    ) -> None:
+        self._function, self._capture, self._pool, self._optional = function, capture, pool, optional
         self._graph: torch.cuda.CUDAGraph | None = None
         self._ran = False
 
     def __call__(self) -> None:
         if self._graph is None and self._capture and self._ran:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile, for example to load data.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                self._function()
-            self._graph = graph
+            self._try_capture()
         if self._graph is None:
             self._function()
             self._ran = True
         else:
             self._graph.replay()
+
+    def _try_capture(self) -> None:
+        try:
+            self._graph = self._captured()
+        except RuntimeError as error:  # torch.OutOfMemoryError and CUDA's own are such
+            if not self._optional:
+                raise
+            # Work that is at fault itself raises the error again when it runs.
+            self._capture = False
+            warnings.warn(
+                "a CUDA graph could not be captured; its kernels are launched one by one from now on, which is slower: "
+                f"{type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with _CAPTURING:
+            stream = _capture_stream(torch.cuda.current_device())
+            # `torch.cuda.graph` does not leave the stream if the capture fails at its end. In its mode, other threads
+            # may use the device meanwhile, for example to load data.
+            with (
+                torch.cuda.stream(stream),
+                torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
+            ):
+                self._function()
+        return graph
 
 
 class Decoder:

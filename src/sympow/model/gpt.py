@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,17 +148,27 @@ class GPT(nn.Module):
         cu_seqlens: Tensor | None = None,
         mask: Tensor | None = None,
         shards: Shards | None = None,
+        take_state: Callable[[int, LayerState], None] | None = None,
     ) -> tuple[Tensor, ModelState | None]:
-        """As `forward`, with the output of the final norm, (b, t, width), in place of the logits."""
+        """As `forward`, with the output of the final norm, (b, t, width), in place of the logits.
+
+        Args:
+            take_state: called after each layer with its number and its state after the tokens, and may overwrite that
+                before them. Then no state is returned, and there is only one layer's in memory at a time.
+        """
         self._check(tokens, state)
         x = self.embedding_norm(self.embedding(tokens))
         after: list[LayerState] = []
         for layer, block in enumerate(self.blocks):
             before = None if state is None else Sealed(state[layer])
             x, sealed = block(x, before, return_state, cu_seqlens, mask, shards)
-            if sealed is not None:
+            if sealed is not None and take_state is not None:
+                take_state(layer, sealed.record)
+            elif sealed is not None:
                 after.append(sealed.record)
-        return self.final_norm(x), tuple(after) if return_state else None
+            # Not kept while the next layer runs.
+            del sealed
+        return self.final_norm(x), tuple(after) if return_state and take_state is None else None
 
     def step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         """Logits (b, vocab_size) after one more token (b,), without gradients; updates the caches, one a layer."""

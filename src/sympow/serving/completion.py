@@ -279,7 +279,7 @@ class Prefilling:
         return self._cancelled
 
     def cancel(self) -> None:
-        """Ends it after the segment at hand; `result` then raises `RequestError`. Returns at once."""
+        """Ends it after the segments at hand, two at most; `result` then raises `RequestError`. Returns at once."""
         if not self.done:
             self._cancelled = True
             self._on_cancel()

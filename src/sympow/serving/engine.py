@@ -124,7 +124,7 @@ class Engine:
         step_rows: rows of every matrix product of a step, by which rounding is the same however many requests run.
             None: all slots on a GPU, where weights are read once for all rows; at most 16 on a CPU.
         graphs: whether to capture steps and segments of prompts as CUDA graphs, on a GPU. Segments of softmax models,
-            and of models that are not on one device, are prefilled eagerly all the same.
+            of form="recurrent", and of models that are not on one device, are prefilled eagerly all the same.
     """
 
     def __init__(

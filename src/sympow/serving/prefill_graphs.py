@@ -45,6 +45,8 @@ def unsupported_reason(model: GPT) -> str | None:
         return f"CUDA graphs need a CUDA device, and the model is on {device}."
     if model.config.mixer == "softmax":
         return "Keys and values of a softmax model grow with the text, and the shapes of a graph are fixed."
+    if model.config.form == "recurrent":
+        return "The recurrent form launches kernels for every token, and a graph would hold them all."
     if any(parameter.device != device for parameter in model.parameters()):
         return f"A graph runs on one device, and not all parameters are on {device}."
     if values_are_checked_on_devices():
@@ -55,7 +57,8 @@ def unsupported_reason(model: GPT) -> str | None:
 class PrefillGraphs:
     """Prefills segments of one sequence, with a recorded graph for each of a few lengths.
 
-    On a CPU the same is computed without graphs, for tests.
+    Where one cannot be captured, as without memory, the same is computed without it, to the same bits; so it is on a
+    CPU, for tests.
 
     Args:
         model: a model for which `unsupported_reason` is None.
@@ -81,7 +84,7 @@ class PrefillGraphs:
         self.pool = torch.cuda.graph_pool_handle() if capture else None
         # Not lambdas, through which an error's traceback would keep the buffers.
         self._calls = {
-            length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=self.pool)
+            length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=self.pool, optional=True)
             for length in self.lengths
         }
 
@@ -89,6 +92,13 @@ class PrefillGraphs:
     def nbytes(self) -> int:
         """Bytes of the buffers, without those of the state and without the pool."""
         return sum(x.nbytes for x in (self._positions, self._tokens, self._count, self._features))
+
+    def padded(self, count: int) -> int:
+        """The length that a segment of `count` tokens is computed with."""
+        longest = self.lengths[-1]
+        if not 1 <= count <= longest:
+            raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
+        return next(length for length in self.lengths if length >= count)
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], state: ModelState | None) -> tuple[Tensor, Tensor, ModelState]:
@@ -102,10 +112,8 @@ class PrefillGraphs:
             the tokens (1, t) on the model's device and their features (1, t, width), both of which the next call
             overwrites; and the state after them, which is the caller's.
         """
-        count, longest = len(tokens), self.lengths[-1]
-        if not 1 <= count <= longest:
-            raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
-        length = next(length for length in self.lengths if length >= count)
+        count = len(tokens)
+        length = self.padded(count)
         # From pinned memory, so that the copy does not wait for what was launched before.
         staged = torch.zeros(length, dtype=torch.int64, pin_memory=self._tokens.is_cuda)
         staged[:count] = torch.tensor(tokens)
@@ -129,7 +137,9 @@ class PrefillGraphs:
     def _prefill_padded(self, length: int) -> None:
         """Prefills the first `length` tokens, of which those from `_count` on are padding."""
         mask = (self._positions[:length] < self._count).unsqueeze(0)
-        features, after = self._model.features(self._tokens[:, :length], self._buffer.layers, mask=mask)
-        assert after is not None
+        # Each layer's state is written over the one before as soon as it is computed: graphs keep their memory, which
+        # would otherwise be that of one more state.
+        features, _ = self._model.features(
+            self._tokens[:, :length], self._buffer.layers, mask=mask, take_state=self._buffer.load_layer
+        )
         self._features[:, :length] = features
-        self._buffer.load(after)

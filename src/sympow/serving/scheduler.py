@@ -1,7 +1,8 @@
 """The engine's worker: a thread that owns the model, and decides what runs next.
 
 Each round it drops what was cancelled, gives free slots to requests that wait, prefills at most one segment's worth of
-tokens, in turn among the texts on their way, and decodes one token for every running request.
+tokens, in turn among the texts on their way, and decodes one token for every running request. The device may be a round
+behind, and no more.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from traceback import clear_frames
 
 import torch
@@ -21,6 +23,7 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder
 from sympow.model.gpt import GPT
 from sympow.serving.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
+from sympow.serving.launches import Launches, mark_now
 from sympow.serving.prefill_graphs import PrefillGraphs
 from sympow.serving.prefix_cache import PrefixCache
 from sympow.serving.reading import Reading
@@ -111,6 +114,7 @@ class Scheduler:
         self._prefill_graphs = prefill_graphs
         self._segment_size, self._limit = segment_size, rows + max_queue
         self._device = model.embedding.weight.device
+        self._launches = Launches(partial(mark_now, self._device))
         self._changed = threading.Condition()
         self._queue: deque[Request] = deque()
         self._arrived: deque[Context] = deque()
@@ -270,9 +274,12 @@ class Scheduler:
     def _prefill(self) -> None:
         """Prefills whole segments of the texts on their way, in turn, of no more than one segment's tokens in all.
 
+        With graphs those count that are computed, padding included.
+
         A text whose next segment is its last has its turn among all others. Of longer ones, which hold a state from
         turn to turn, only `READINGS_IN_TURN` are under way; the others wait for them in the order of their arrival.
         """
+        self._launches.next_round()
         left = self._segment_size
         while self._turns or self._put_off:
             begun = sum(work.reading.begun for work in self._turns)
@@ -288,15 +295,20 @@ class Scheduler:
                     continue
                 reading.begun = True
             length = reading.next_length
-            if length > left:
+            computed = length
+            if length and self._prefill_graphs is not None:
+                computed = self._prefill_graphs.padded(length)
+            if computed > left:
                 return
-            left -= length
+            left -= computed
             try:
                 if length:
                     reading.advance(self._model, self.cache, self._prefill_graphs)
                     self.counts["prompt_tokens"] += length
-                if isinstance(work, Context):
-                    work.handle.advance(reading.position)
+                self._launches.add(partial(self._report, work, reading.position))
+                if work not in self._turns:
+                    # What was told of its progress has failed.
+                    continue
                 if not reading.finished:
                     self._turns.rotate(-1)
                     continue
@@ -304,11 +316,25 @@ class Scheduler:
                 if isinstance(work, Request):
                     self._join(work)
                 else:
-                    self._end(work, "stop")
+                    self._launches.wait()
+                    if not work.handle.done:
+                        self._end(work, "stop")
             except Exception as error:  # noqa: BLE001 - of this text alone; its caller is told
-                if work in self._turns:
-                    self._turns.remove(work)
-                self._end(work, "error", f"{type(error).__name__}: {error}")
+                self._fail(work, error)
+
+    def _report(self, work: Request | Context, position: int) -> None:
+        """Tells a context's caller how many of its tokens are prefilled, once they are."""
+        if isinstance(work, Context) and not work.handle.done:
+            try:
+                work.handle.advance(position)
+            except Exception as error:  # noqa: BLE001 - of this context alone; its caller is told
+                self._fail(work, error)
+
+    def _fail(self, work: Request | Context, error: Exception) -> None:
+        """Ends a text that is being prefilled with an error."""
+        if work in self._turns:
+            self._turns.remove(work)
+        self._end(work, "error", f"{type(error).__name__}: {error}")
 
     def _join(self, request: Request) -> None:
         """Puts a request whose prompt is prefilled into a free slot."""
@@ -317,6 +343,7 @@ class Scheduler:
             logprobs = None if request.logprobs is None else tuple(reading.logprobs)
             request.handle.append(Event(request.echo, reading.tokens, logprobs, echo=True))
         if request.max_tokens == 0:
+            self._launches.wait()
             self._end(request, "length")
             return
         assert reading.prefix is not None
@@ -408,9 +435,12 @@ class Scheduler:
         reading = Reading((0,) * (self._segment_size + 1), self._segment_size)
         while not reading.finished:
             reading.advance(self._model, PrefixCache(0), self._prefill_graphs)
-        assert reading.prefix is not None
-        for _ in range(3 if on_gpu else 1):
-            self._slots.put(0, reading.prefix)
+        if self._prefill_graphs is not None:
+            # States are put into rows by a graph too. Keys and values of a softmax model are not, and those of a whole
+            # segment may be more than a row takes.
+            assert reading.prefix is not None
+            for _ in range(3):
+                self._slots.put(0, reading.prefix)
         kinds = [
             (replace(sampling, repetition_penalty=penalty), logprobs)
             for sampling in (Sampling(temperature=0.0), Sampling(), Sampling(top_p=0.9))
@@ -466,6 +496,7 @@ class Scheduler:
             self._end(work, reason, message)
         for _, future in tasks:
             future.set_exception(EngineClosedError(message or "the engine is closed"))
+        self._launches.clear()
         self._slots.close()
         self._sampler.close()
         if self._prefill_graphs is not None:

@@ -155,7 +155,10 @@ class Slots:
         self._calls: dict[tuple[str, int, int], CapturedCall] = {}
         self._buffer = buffer
         self._row = torch.zeros(1, dtype=torch.int64, device=device)
-        self._put = CapturedCall(partial(self._put_buffer), capture=self._capture, pool=self._pool) if buffer else None
+        self._put = None
+        if buffer is not None:
+            put = partial(self._put_buffer)
+            self._put = CapturedCall(put, capture=self._capture, pool=self._pool, optional=True)
 
     @property
     def nbytes(self) -> int:

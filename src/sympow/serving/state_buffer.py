@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sympow.layers.mixers import ConformalAttention
+from sympow.layers.mixers import ConformalAttention, LayerState
 from sympow.model.gpt import GPT, ModelState
 from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
@@ -61,6 +61,11 @@ class StateBuffer:
         else:
             self._check(state)
             _copy(state, self.layers)
+
+    def load_layer(self, number: int, layer: LayerState) -> None:
+        """Copies the state of one layer into the buffer; of the same model, which is not checked."""
+        assert isinstance(layer, State)
+        _copy((layer,), self.layers[number : number + 1])
 
     def copy(self) -> ModelState:
         """A copy of what is in the buffer."""
