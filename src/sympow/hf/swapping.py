@@ -35,7 +35,7 @@ from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
 from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
-from sympow.hf.swapped_attention import SwappedAttention, install_hook
+from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
 from sympow.layers.gates import LearnedGate
 from sympow.layers.precision import FloatLinear
@@ -320,7 +320,7 @@ def _put(model: PreTrainedModel, made: dict[int, SwappedAttention]) -> None:
         parent, _, name = places[id(before)].rpartition(".")
         setattr(model.get_submodule(parent), name, layer.train(before.training))
     whole = all(isinstance(module, SwappedAttention) for module in attention_modules(model).values())
-    install_hook(model.base_model, whole=whole)
+    install_hooks(model, model.base_model, whole=whole)
 
 
 def _change_classes(model: PreTrainedModel) -> None:
