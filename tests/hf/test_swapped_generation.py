@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from support import assert_close
 from sympow.hf import StateLayer, attention_modules, swapped_layers
@@ -179,6 +180,52 @@ def test_a_given_cache_is_continued(swapped, tokens, layers, make_cache):
     fork = copy.deepcopy(cache)
     for past in (cache, fork):
         assert model.generate(first, max_new_tokens=5, past_key_values=past, **GREEDY).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("layers", ["all", "every-other", [0, 1], [1, 2]])
+@torch.no_grad()
+def test_an_offloaded_cache_is_brought_back_in_time(swapped, tokens, layers, monkeypatch):
+    """A cache whose keys and values are not there until they are prefetched; streams of a GPU are stood in for."""
+
+    class Stream:
+        def wait_stream(self, other):
+            """All is done at once."""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            """Raises what was raised."""
+
+    gone = []
+
+    def offload(layer):
+        gone.append(layer)
+        layer.kept, layer.keys, layer.values = (layer.keys, layer.values), "offloaded", "offloaded"
+
+    def prefetch(layer):
+        if layer.keys == "offloaded":
+            layer.keys, layer.values = layer.kept
+
+    monkeypatch.setattr(DynamicLayer, "offload", offload)
+    monkeypatch.setattr(DynamicLayer, "prefetch", prefetch)
+    monkeypatch.setattr(DynamicLayer, "get_seq_length", lambda layer: getattr(layer, "seen", 0))
+    update = DynamicLayer.update
+
+    def count(layer, keys, values, *others, **named):
+        layer.seen = getattr(layer, "seen", 0) + keys.shape[2]
+        return update(layer, keys, values, *others, **named)
+
+    monkeypatch.setattr(DynamicLayer, "update", count)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    model, ids = swapped(layers=layers), tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, Stream()
+    found, _ = read(model, ids, [7, 1, 1, 3], cache)
+    assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
+    # Every softmax layer, after each of the four calls.
+    assert len(gone) == 4 * (3 - len(swapped_layers(model)))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -18,7 +18,7 @@ from transformers import Cache
 
 from sympow.generation.cache import CachePolicy
 from sympow.hf.packing import check_continuation, packed_offsets
-from sympow.hf.state_layer import state_layer
+from sympow.hf.state_layer import prefetch_next, state_layer
 from sympow.layers.mixers import ConformalAttention
 from sympow.ops.state import State
 from sympow.ops.window import Window
@@ -73,6 +73,7 @@ class SwappedAttention(ConformalAttention):
         if offsets is not None:
             raise ValueError("use_cache and past_key_values are not supported with packed documents")
         layer = state_layer(past_key_values, self.layer_idx, self.cache_policy)
+        prefetch_next(past_key_values, self.layer_idx, x.device)
         if layer.pending is not None:
             again = layer.pending
             _, after = super().forward(again.inputs, layer.start(self, again.inputs), mask=again.mask)
@@ -122,7 +123,7 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         return (), named
     shape = torch.Size(tokens.shape[:2])
     cache, given = named.get("past_key_values"), named.get("attention_mask")
-    seen = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    seen: Any = cache.get_seq_length() if isinstance(cache, Cache) else 0
     # Static caches, which swapped layers refuse, count in a tensor.
     seen = int(seen) if isinstance(seen, Tensor) else seen
     mask = _real_tokens(given, shape, seen)
