@@ -45,7 +45,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8_192,
 }
-# Model types and configs, as published with the models.
+# Model types and configs, as published with the models but for max_position_embeddings, which is 40,960 and 131,072
+# there: room for the longest context measured and for tokens after it. It changes neither weights nor rotation rates.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-0.6b": (
         "qwen3",

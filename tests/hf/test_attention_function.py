@@ -77,3 +77,22 @@ def test_what_it_does_not_do_is_refused(dropped_in, pretrained, tokens):
         dropped_in(attention_dropout=0.5).train()(ids)
     with pytest.raises(ValueError, match="attention_mask must be 2-D"):
         dropped_in()(ids, attention_mask=torch.ones(1, 1, 8, 8))
+    with pytest.raises(ValueError, match=r"attention_mask must cover all 8 tokens .*got \(1, 4\)"):
+        dropped_in()(ids, attention_mask=torch.tensor([[0, 1, 1, 1]]))
+    for kind in ("gpt2", "qwen3"):
+        model = dropped_in(kind)
+        with pytest.raises(ValueError, match="output_attentions must not be set"):
+            model(ids, output_attentions=True)
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        model.set_attn_implementation("sympow")
+        with pytest.raises(ValueError, match="output_attentions must not be set"):
+            model(ids)
+        assert model(ids, output_attentions=False).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_a_mask_may_have_columns_for_tokens_to_come(dropped_in, tokens):
+    model, ids = dropped_in(), tokens(2, 12)
+    mask = torch.cat([torch.ones(2, 12), torch.zeros(2, 8)], dim=1)
+    assert torch.equal(model(ids, attention_mask=mask).logits, model(ids).logits)

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from support import assert_close
 from sympow.hf import StateLayer, attention_modules, swapped_layers
@@ -100,6 +101,61 @@ def test_the_logits_of_a_padded_text_are_those_of_the_text(swapped, tokens):
         assert_close(out.logits[:, places[inside] - start], expected[:, inside], 1e-9, f"logits from {start}")
 
 
+@pytest.mark.parametrize("layers", ["all", [0, 2]])
+@torch.no_grad()
+def test_a_mask_may_be_of_more_or_of_fewer_tokens_than_so_far(swapped, tokens, layers):
+    model, ids = swapped(layers=layers), tokens(2, 20)
+    expected = model(ids).logits
+    # Columns for tokens to come, whatever they hold, do not count.
+    longer = torch.cat([torch.ones(2, 20), torch.zeros(2, 10)], dim=1)
+    for use_cache in (False, True):
+        assert_close(model(ids, attention_mask=longer, use_cache=use_cache).logits, expected, 1e-9, "logits")
+    cache, segments = DynamicCache(), ids.split([11, 1, 8], dim=1)
+    found = [model(segment, attention_mask=longer, past_key_values=cache).logits for segment in segments]
+    assert_close(torch.cat(found, dim=1), expected, 1e-9, "logits")
+    # A mask of the new tokens alone: the first of these is padding.
+    if layers == "all":
+        _, cache = read(model, ids[:, :12], [12])
+        new = torch.cat([torch.full((2, 1), PADDING), ids[:, 12:]], dim=1)
+        mask = (torch.arange(9) > 0).long().expand(2, 9)
+        assert_close(
+            model(new, attention_mask=mask, past_key_values=cache).logits[:, 1:], expected[:, 12:], 1e-9, "logits"
+        )
+
+
+@pytest.mark.parametrize("layers", ["all", [0, 2]])
+@torch.no_grad()
+def test_positions_must_continue_those_of_a_cache(swapped, tokens, layers):
+    model, ids = swapped(layers=layers), tokens(2, 12)
+    expected = model(ids).logits
+    mask = (torch.arange(12) >= torch.tensor([[3], [0]])).long()
+    counted = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = model(ids, attention_mask=mask, position_ids=counted).logits
+
+    def after(start, positions, before=None, mask=None):
+        """Logits of the tokens from `start` on, which get these positions."""
+        cache = model(ids[:, :start], use_cache=True, attention_mask=mask, position_ids=before).past_key_values
+        return model(ids[:, start:], past_key_values=cache, attention_mask=mask, position_ids=positions).logits
+
+    for start in (8, 11):
+        places = torch.arange(start, 12).unsqueeze(0)
+        assert_close(after(start, places), expected[:, start:], 1e-9, "logits")
+        for wrong in (places + 3, places - start):
+            message = f"position_ids must continue those .*got {wrong[0, 0]} for the token after {start} others"
+            with pytest.raises(ValueError, match=message):
+                after(start, wrong)
+    assert_close(after(8, counted[:, 8:], counted[:, :8], mask), padded[:, 8:], 1e-9, "logits")
+    with pytest.raises(ValueError, match="position_ids must continue those"):
+        after(8, counted[:, 8:] - 1, counted[:, :8], mask)
+    gap = torch.tensor([[0, 1, 2, 5, 6, 7]])
+    for cache in (None, DynamicCache()):
+        with pytest.raises(ValueError, match=r"position_ids must increase by 1 .*got 5 after 2"):
+            model(ids[:, :6], position_ids=gap, past_key_values=cache)
+    for documents in ({"position_ids": gap % 5 % 3}, {"seq_idx": gap // 5}, {"cu_seq_lens_q": torch.tensor([0, 3, 6])}):
+        with pytest.raises(ValueError, match="not supported with packed documents"):
+            model(ids[:1, :6], past_key_values=DynamicCache(), **documents)
+
+
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("beams", [1, 4])
 @pytest.mark.parametrize("layers", ["all", "every-other", [0, 1]])
@@ -124,6 +180,52 @@ def test_a_given_cache_is_continued(swapped, tokens, layers, make_cache):
     fork = copy.deepcopy(cache)
     for past in (cache, fork):
         assert model.generate(first, max_new_tokens=5, past_key_values=past, **GREEDY).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("layers", ["all", "every-other", [0, 1], [1, 2]])
+@torch.no_grad()
+def test_an_offloaded_cache_is_brought_back_in_time(swapped, tokens, layers, monkeypatch):
+    """A cache whose keys and values are not there until they are prefetched; streams of a GPU are stood in for."""
+
+    class Stream:
+        def wait_stream(self, other):
+            """All is done at once."""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            """Raises what was raised."""
+
+    gone = []
+
+    def offload(layer):
+        gone.append(layer)
+        layer.kept, layer.keys, layer.values = (layer.keys, layer.values), "offloaded", "offloaded"
+
+    def prefetch(layer):
+        if layer.keys == "offloaded":
+            layer.keys, layer.values = layer.kept
+
+    monkeypatch.setattr(DynamicLayer, "offload", offload)
+    monkeypatch.setattr(DynamicLayer, "prefetch", prefetch)
+    monkeypatch.setattr(DynamicLayer, "get_seq_length", lambda layer: getattr(layer, "seen", 0))
+    update = DynamicLayer.update
+
+    def count(layer, keys, values, *others, **named):
+        layer.seen = getattr(layer, "seen", 0) + keys.shape[2]
+        return update(layer, keys, values, *others, **named)
+
+    monkeypatch.setattr(DynamicLayer, "update", count)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    model, ids = swapped(layers=layers), tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    cache.offloading, cache.only_non_sliding, cache.prefetch_stream = True, True, Stream()
+    found, _ = read(model, ids, [7, 1, 1, 3], cache)
+    assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
+    # Every softmax layer, after each of the four calls.
+    assert len(gone) == 4 * (3 - len(swapped_layers(model)))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from sympow.hf import attention_modules, swap_attention, swapped_layers
@@ -71,6 +72,23 @@ def test_gates_stay_in_float32_in_a_model_of_half_precision(swapped, tmp_path, d
         assert parameter.dtype == (torch.float32 if small else dtype), name
 
 
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
+@pytest.mark.parametrize(("gating", "rotary"), [("scalar", "scale"), ("learned", "learned")])
+def test_gates_stay_in_float32_when_a_model_is_cast(swapped, pretrained, tmp_path, cast, gating, rotary):
+    model = swapped(model=pretrained(dtype=torch.float32), gating=gating, rotary=rotary)
+    held = {name: p.clone() for name, p in model.named_parameters() if ".gate." in name or ".rotation." in name}
+    assert len(held) == 3 * (3 if gating == "scalar" else 2)
+    dtype = torch.float16 if cast == "half" else torch.bfloat16
+    model = model.to(dtype) if cast == "to" else getattr(model, cast)()
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())
+    for name, parameter in model.named_parameters():
+        for tensor in (parameter, saved[name], loaded[name]):
+            assert tensor.dtype == (torch.float32 if name in held else dtype), name
+            assert name not in held or torch.equal(tensor, held[name]), name
+
+
 @torch.no_grad()
 def test_layers_on_disk_are_loaded_where_they_are_used(swapped, tokens, tmp_path):
     model, ids = swapped("qwen3", layers=[1]), tokens()
@@ -102,6 +120,31 @@ def test_a_base_model_is_swapped_as_well(pretrained, tokens):
     base = swap_attention(pretrained("qwen2").model, layers=[2])
     assert type(base).__name__ == "SympowQwen2Model"
     assert base(tokens()).last_hidden_state.isfinite().all()
+
+
+def test_a_base_model_inside_of_another_model_is_refused(pretrained):
+    model = pretrained("qwen2")
+    with pytest.raises(ValueError, match=r"inside of a Qwen2ForCausalLM.* swap the outermost model"):
+        swap_attention(model.model)
+    assert swapped_layers(model) == []
+    # Nothing else is left of the other model, once the cycle that it was in is collected.
+    model.itself, base = [model], model.model
+    del model
+    assert swapped_layers(swap_attention(base)) == [0, 1, 2]
+
+
+def test_a_model_with_offloaded_weights_is_refused(pretrained, tmp_path):
+    pretrained().save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "offload"
+    )
+    for layers in ("all", [2]):
+        with pytest.raises(ValueError, match=r"meta device.*swap first, save, then load with device_map"):
+            swap_attention(loaded, layers=layers)
+        assert swapped_layers(loaded) == []
+    swap_attention(loaded, layers=[0])
 
 
 def test_a_swapped_model_is_pickled(swapped, tokens):

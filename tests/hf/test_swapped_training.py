@@ -40,6 +40,23 @@ def test_checkpointing_changes_no_gradient(swapped, tokens, kind, reentrant):
         assert torch.equal(gradient, expected[name]), name
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("policy", ["auto", "keys"])
+def test_a_step_of_training_makes_no_cache(swapped, tokens, kind, policy):
+    model, ids = swapped(kind, layers=[0, 2], cache_policy=policy).eval(), tokens()
+    with_cache = swapped(kind, layers=[0, 2]).eval()(ids, labels=ids, use_cache=True)
+    assert with_cache.past_key_values is not None
+    for inputs in ((ids,), ()):
+        out = model(*inputs, **({} if inputs else {"input_ids": ids}), labels=ids)
+        assert out.past_key_values is None
+        assert_close(out.loss, with_cache.loss, 1e-9, "loss")
+    assert model.train()(ids).past_key_values is None
+    assert model.base_model(ids).past_key_values is None
+    with torch.no_grad():
+        assert model.eval()(ids, labels=ids).past_key_values is not None
+        assert model.train()(ids, use_cache=True).past_key_values is not None
+
+
 @pytest.mark.parametrize("layers", LAYERS)
 def test_padding_learns_nothing(swapped, tokens, pad_left, layers):
     # GPT-2, whose norms do not round to float32.

@@ -194,6 +194,8 @@ def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
     model = swap_attention(pretrained(), layers=[0])
     with pytest.raises(ValueError, match=r"swapped already, in layers \[0\]"):
         swap_attention(model, layers=[1])
+    with pytest.raises(ValueError, match="layers='every-other' is for models of at least two layers"):
+        swap_attention(pretrained(num_hidden_layers=1), layers="every-other")
     with pytest.raises(ValueError, match="rotary must be 'none' for a model without a rotary embedding"):
         swap_attention(pretrained("gpt2"), rotary="fixed")
 
@@ -236,6 +238,8 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "facto
         ("stablelm", {"partial_rotary_factor": 0.5}, "by 4 rates for 8 entries; got 2"),
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "must have k_proj, o_proj, q_proj, v_proj or c_attn"),
         ("mamba", {}, "must have self-attention"),
+        ("olmo", {"clip_qkv": 8.0}, "does not make its queries in the way that its submodules suggest"),
+        ("gemma2", {"head_dim": 8}, "passes softcap to its attention function"),
     ],
 )
 def test_attention_of_another_kind_is_refused_with_what_was_found(model_type, changes, message):
@@ -246,7 +250,7 @@ def test_attention_of_another_kind_is_refused_with_what_was_found(model_type, ch
     assert not any(isinstance(module, SwappedAttention) for module in model.modules())
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "granite", "starcoder2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["gemma", "granite", "olmo", "starcoder2", "qwen3_moe", "mixtral"])
 @torch.no_grad()
 def test_other_architectures_of_the_same_shape_are_swapped(model_type, tokens):
     changes = {

@@ -28,6 +28,39 @@ def test_gates_give_logs_in_float32_or_better(kind, dtype):
     assert (log_gamma <= 0).all()
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_gate("learned", WIDTH, HEADS, DIM),
+        lambda: make_gate("scalar", WIDTH, HEADS, DIM),
+        lambda: make_rotation("learned", WIDTH, HEADS, DIM, max_document=100),
+        lambda: make_rotation("scale", WIDTH, HEADS, DIM, max_document=100),
+    ],
+)
+def test_weights_of_gates_and_rotations_are_not_rounded_with_a_model(make):
+    module = make()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.rand_like(parameter))
+            parameter.grad = torch.rand_like(parameter)
+    held = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    for cast in (lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to("cpu")):
+        cast(torch.nn.Sequential(module))
+        for name, parameter in module.named_parameters():
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+            assert torch.equal(parameter, held[name])
+            assert torch.equal(parameter.grad, grads[name])
+    assert {p.dtype for p in module.double().parameters()} == {torch.float64}
+    assert {p.dtype for p in module.bfloat16().parameters()} == {torch.float32}
+    assert all(p.is_meta and p.dtype == torch.float32 for p in module.to("meta", torch.bfloat16).parameters())
+    assert {p.device.type for p in module.to_empty(device="cpu").parameters()} == {"cpu"}
+    # Weights that came in half precision, as from a file.
+    module.load_state_dict({name: x.bfloat16() for name, x in held.items()}, assign=True)
+    assert {p.dtype for p in module.to("cpu").parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in module.float().parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize("kind", ["learned", "scalar", "vector"])
 def test_learned_gates_start_where_the_authors_do(kind):
     gamma = make_gate(kind, WIDTH, HEADS, DIM)(sample()).exp()
@@ -78,8 +111,8 @@ def test_rotations_give_rates_and_scales(kind, dtype):
         assert torch.equal(theta[:1], sympow.rotary_rates(DIM // 2, 100))
         assert torch.equal(beta, torch.tensor([1.0, 0.0], dtype=beta.dtype).expand(2, 5, HEADS, 2))
         return
-    if kind == "learned":  # a parameter: its precision is the user's choice
-        torch.testing.assert_close(theta, sympow.rotary_rates(DIM, 100, dtype=dtype).to(theta.dtype))
+    if kind == "learned":  # a parameter, in float32 whatever the model is cast to
+        torch.testing.assert_close(theta, sympow.rotary_rates(DIM, 100, dtype=torch.float32))
     else:
         assert torch.equal(theta, sympow.rotary_rates(DIM, 100)), "constant rates keep all their bits"
     if kind in ("scale", "pairs"):

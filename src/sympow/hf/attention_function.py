@@ -15,6 +15,12 @@ from transformers.masking_utils import causal_mask_function
 
 from sympow.ops.interface import attention
 
+try:
+    # What the outermost call of a model is to return besides its usual outputs; None outside of calls.
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:
+    _active_collector = None  # type: ignore[assignment]
+
 NAME = "sympow"
 # Arguments of attention functions of transformers that would change what is computed.
 UNSUPPORTED = ("softcap", "position_bias", "s_aux", "cache", "cu_seq_lens_q")
@@ -44,6 +50,11 @@ def power_attention(
     """
     if dropout:
         raise ValueError(f"attention dropout must be 0 with attn_implementation='{NAME}', got {dropout}")
+    if _weights_asked_for(module, others):
+        raise ValueError(
+            f"output_attentions must not be set with attn_implementation='{NAME}': attention weights are never "
+            "materialised"
+        )
     if asked := [name for name in UNSUPPORTED if others.get(name) is not None]:
         raise ValueError(f"attn_implementation='{NAME}' does not support {', '.join(asked)}")
     if not (others.get("is_causal") is not False and getattr(module, "is_causal", True)):
@@ -59,6 +70,16 @@ def power_attention(
         key, value = key.masked_fill(padding, 0.0), value.masked_fill(padding, 0.0)
     power = getattr(module.config, "sympow_power", 2)
     return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), power), None
+
+
+def _weights_asked_for(module: nn.Module, others: dict[str, Any]) -> bool:
+    """Whether a caller of the model set output_attentions, which not all models pass on to their layers."""
+    if _active_collector is not None and not torch.compiler.is_compiling():
+        collected = _active_collector.get()
+        if collected is not None:
+            return "attentions" in collected
+    asked = others.get("output_attentions")
+    return bool(getattr(module.config, "output_attentions", False) if asked is None else asked)
 
 
 def power_attention_mask(
@@ -96,7 +117,13 @@ def power_attention_mask(
         raise ValueError(f"attn_implementation='{NAME}' attends to all earlier tokens: it takes no packed documents")
     if attention_mask is None or bool(attention_mask.all()):
         return None
-    return attention_mask[:, -kv_length:]
+    if attention_mask.shape[1] < kv_offset + kv_length:
+        raise ValueError(
+            f"attention_mask must cover all {kv_offset + kv_length} tokens with attn_implementation='{NAME}'; "
+            f"got {tuple(attention_mask.shape)}"
+        )
+    # It may have columns for tokens to come.
+    return attention_mask[:, kv_offset : kv_offset + kv_length]
 
 
 AttentionInterface.register(NAME, power_attention)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from sympow.hf.attention_function import UNSUPPORTED
 from sympow.layers.projections import FusedProjections, Projections, SeparateProjections
 from sympow.ops.rotary import rotate, wrap_angle
 
@@ -31,6 +32,10 @@ OUT_DROPOUT = {"resid_dropout": "out_dropout"}
 WEIGHTS_DROPOUT = "attn_dropout"
 # What the probe may be off by, relative to the largest entry: eight bits of a mantissa, and some steps.
 TOLERANCE = 0.03
+# Sizes of inputs that a layer is probed with: as norms make them, and so large that a clamp would show; in float16 less
+# large, so that nothing overflows.
+SIZES = (1.0, 100.0)
+FLOAT16_SIZES = (1.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -189,12 +194,13 @@ def _attention_like(model: nn.Module) -> str:
 
 
 _PROBE = "sympow_probe"
-_CAPTURED: list[tuple[Tensor, Tensor, Tensor]] = []
+# Queries, keys and values, and the names of other arguments that would change what is computed.
+_CAPTURED: list[tuple[tuple[Tensor, Tensor, Tensor], list[str]]] = []
 
 
-def _probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+def _probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **others: Any) -> tuple[Tensor, None]:
     """Takes the place of an attention function: keeps what it is given, and returns the queries."""
-    _CAPTURED.append((query, key, value))
+    _CAPTURED.append(((query, key, value), [name for name in UNSUPPORTED if others.get(name) is not None]))
     return query.transpose(1, 2).contiguous(), None
 
 
@@ -204,11 +210,22 @@ AttentionInterface.register(_PROBE, _probe)
 @torch.no_grad()
 def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
     """Raises unless the module makes the queries, keys, values and outputs that `parts` describe."""
+    training = attention.training
+    attention.eval()
+    try:
+        for size in FLOAT16_SIZES if model.dtype == torch.float16 else SIZES:
+            _verify_for(size, parts, model, attention, where)
+    finally:
+        attention.train(training)
+
+
+def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
+    """The same for inputs of one size."""
     weight = next(attention.parameters())
     length, how = 5, parts.projections
     generator = torch.Generator().manual_seed(0)
     # Not the dtype of the weights, which may be quantized.
-    x = torch.randn(1, length, parts.width, generator=generator).to(weight.device, model.dtype)
+    x = (size * torch.randn(1, length, parts.width, generator=generator)).to(weight.device, model.dtype)
     expected = [y.transpose(1, 2) for y in how.project(attention, x)]
     arguments: dict[str, Any] = {"attention_mask": None}
     if parts.rates is not None:
@@ -223,23 +240,24 @@ def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module,
     if missing:
         raise ValueError(f"{where} must take {', '.join(missing)}, as attention of transformers does")
     config: Any = attention.config
-    training = attention.training
     probed = copy.copy(config)
     probed._attn_implementation = _PROBE
     _CAPTURED.clear()
     try:
         attention.config = probed
-        attention.eval()
         y = attention(x, **arguments)[0]
     finally:
         attention.config = config
-        attention.train(training)
         captured, _CAPTURED[:] = list(_CAPTURED), []
     if len(captured) != 1:
         raise ValueError(f"{where} must call transformers' attention interface once, got {len(captured)} calls")
-    wanted = [*expected, how.output(attention.eval(), captured[0][0].transpose(1, 2))]
-    attention.train(training)
-    for what, got, want in zip(("queries", "keys", "values", "outputs"), (*captured[0], y), wanted, strict=True):
+    [(found, unsupported)] = captured
+    if unsupported:
+        raise ValueError(
+            f"{where} passes {', '.join(unsupported)} to its attention function, which a swapped layer would drop"
+        )
+    wanted = [*expected, how.output(attention, found[0].transpose(1, 2))]
+    for what, got, want in zip(("queries", "keys", "values", "outputs"), (*found, y), wanted, strict=True):
         if got.shape != want.shape or not bool((got - want).abs().amax() <= TOLERANCE * want.abs().amax()):
             raise ValueError(
                 f"{where} does not make its {what} in the way that its submodules suggest "

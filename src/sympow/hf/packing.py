@@ -67,6 +67,42 @@ def packed_offsets(
     return torch.cat([offsets, offsets.new_tensor([starts.numel()])]).to(torch.int32)
 
 
+def check_continuation(
+    position_ids: Tensor, attention_mask: Tensor | None, mask: Tensor | None, seen: int, shape: torch.Size
+) -> None:
+    """Raises unless positions continue those of the tokens in a cache, which a model counted itself.
+
+    Padding may be counted or not. Where no mask says how much there was among earlier tokens, any number is accepted.
+
+    Args:
+        position_ids: (b, t) or (1, t), of the new tokens.
+        attention_mask: (b, n), 0 for padding, of all tokens or of fewer; None: there is none.
+        mask: (b, t) bool, False for padding among the new tokens; None: no padding.
+        seen: the number of earlier tokens, at least 1.
+        shape: (b, t).
+
+    Raises:
+        ValueError: there is a gap, or a position of an earlier token again.
+    """
+    given = _rows("position_ids", position_ids, shape)
+    highest = seen + torch.arange(shape[1], device=given.device)
+    lowest = torch.ones_like(highest)
+    if attention_mask is not None and attention_mask.shape[1] >= seen + shape[1]:
+        so_far = attention_mask[:, : seen + shape[1]].to(given.device) != 0
+        lowest = so_far.cumsum(1)[:, seen:] - 1
+    wrong = (given > highest) | (given < lowest)
+    if mask is not None:
+        wrong &= mask.to(given.device)
+    if torch.compiler.is_compiling():
+        torch._assert_async(~wrong.any(), "position_ids must continue those of the tokens in past_key_values")
+    elif wrong.any():
+        row, place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            "position_ids must continue those of the tokens in past_key_values: the model counts positions itself; "
+            f"got {int(given[row, place])} for the token after {seen + place} others"
+        )
+
+
 def _rows(name: str, x: Tensor, shape: torch.Size) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

@@ -254,6 +254,21 @@ def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLay
     return layer
 
 
+def prefetch_next(cache: Cache, index: int, device: torch.device) -> None:
+    """Starts to bring the keys and values of the layer after `index` back to a GPU, if the cache offloads them.
+
+    `Cache.update` does this for the layer after its own, and is not called for swapped layers. As there, each stream
+    first waits for the other: keys must have arrived before they are read, and left before they are fetched.
+    """
+    # Not every version of transformers has the attribute.
+    if not getattr(cache, "offloading", False):
+        return
+    streams: Any = cache.prefetch_stream, torch.cuda.default_stream(device)
+    streams[1].wait_stream(streams[0])
+    streams[0].wait_stream(streams[1])
+    cache.prefetch(index + 1, cache.only_non_sliding)
+
+
 def _select(past: State | Window | None, indices: Tensor) -> State | Window | None:
     if isinstance(past, Window):
         # The kernels' workspace is allocated again.

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from sympow.generation.cache import CachePolicy
-from sympow.hf.packing import packed_offsets
-from sympow.hf.state_layer import state_layer
+from sympow.hf.packing import check_continuation, packed_offsets
+from sympow.hf.state_layer import prefetch_next, state_layer
 from sympow.layers.mixers import ConformalAttention
 from sympow.ops.state import State
 from sympow.ops.window import Window
@@ -72,6 +73,7 @@ class SwappedAttention(ConformalAttention):
         if offsets is not None:
             raise ValueError("use_cache and past_key_values are not supported with packed documents")
         layer = state_layer(past_key_values, self.layer_idx, self.cache_policy)
+        prefetch_next(past_key_values, self.layer_idx, x.device)
         if layer.pending is not None:
             again = layer.pending
             _, after = super().forward(again.inputs, layer.start(self, again.inputs), mask=again.mask)
@@ -89,15 +91,18 @@ class SwappedAttention(ConformalAttention):
 WHOLE = "_sympow_swapped_whole"
 
 
-def install_hook(base: nn.Module, *, whole: bool) -> None:
-    """Makes a base model pass padding and packed documents on to its swapped layers.
+def install_hooks(model: nn.Module, base: nn.Module, *, whole: bool) -> None:
+    """Makes a base model pass padding and packed documents on to its swapped layers, and none make a cache in training.
 
     Args:
-        whole: whether all its layers were swapped.
+        model: the model around the base model, or that itself.
+        whole: whether all layers were swapped.
     """
     setattr(base, WHOLE, whole)
     if read_inputs not in base._forward_pre_hooks.values():
         base.register_forward_pre_hook(read_inputs, with_kwargs=True)
+    if model is not base and without_cache_in_training not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(without_cache_in_training, with_kwargs=True)
 
 
 def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -106,7 +111,7 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     A function and not a closure, so that copies of a model have it too.
 
     Raises:
-        ValueError: attention weights are asked for, or the attention mask is not 2-D.
+        ValueError: attention weights are asked for, the attention mask is not 2-D, or positions have gaps.
     """
     # Without arguments by position, which models themselves do not pass, nothing is looked up.
     named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
@@ -118,19 +123,30 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         return (), named
     shape = torch.Size(tokens.shape[:2])
     cache, given = named.get("past_key_values"), named.get("attention_mask")
-    mask = _real_tokens(given, shape)
+    seen: Any = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    # Static caches, which swapped layers refuse, count in a tensor.
+    seen = int(seen) if isinstance(seen, Tensor) else seen
+    mask = _real_tokens(given, shape, seen)
     if mask is not None:
         named[MASK] = mask
+    offsets = named.get("cu_seq_lens_q")
+    if offsets is not None and mask is not None:
+        raise ValueError("attention_mask must not have padding where cu_seq_lens_q is given")
+    if offsets is None:
+        offsets = packed_offsets(named.get("position_ids"), named.get("seq_idx"), mask, shape)
     if cache is None:
-        offsets = named.get("cu_seq_lens_q")
-        if offsets is not None and mask is not None:
-            raise ValueError("attention_mask must not have padding where cu_seq_lens_q is given")
-        if offsets is None:
-            offsets = packed_offsets(named.get("position_ids"), named.get("seq_idx"), mask, shape)
         if offsets is not None:
             named[OFFSETS] = offsets
-            if named.get("use_cache") is None:
-                named["use_cache"] = False
+        if named.get("use_cache") is None and (offsets is not None or base.training):
+            # A state would be made, and differentiated, for nothing.
+            named["use_cache"] = False
+        if given is not None and given.shape[1] > shape[1]:
+            # Softmax layers would expect a key for every column.
+            named["attention_mask"] = given[:, : shape[1]]
+    elif offsets is not None:
+        raise ValueError("use_cache and past_key_values are not supported with packed documents")
+    elif seen and named.get("position_ids") is not None:
+        check_continuation(named["position_ids"], given, mask, seen, shape)
     if getattr(base, WHOLE):
         # No layer reads the mask that the model makes, which has t² entries where there is padding. It leaves a 4-D
         # mask as it is.
@@ -138,8 +154,27 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     return (), named
 
 
-def _real_tokens(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | None:
-    """Which of the new tokens are not padding, (b, t) bool; None: all."""
+def without_cache_in_training(
+    model: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes no cache where labels are given and gradients are enabled, unless one is asked for; a forward pre-hook.
+
+    The base model, which does the same in training, does not get the labels.
+    """
+    named = {**(dict(zip(_parameters(type(model)), arguments, strict=False)) if arguments else {}), **named}
+    asked = named.get("use_cache") is not None or named.get("past_key_values") is not None
+    if named.get("labels") is not None and torch.is_grad_enabled() and not asked:
+        named["use_cache"] = False
+    return (), named
+
+
+def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, seen: int) -> Tensor | None:
+    """Which of the new tokens are not padding, (b, t) bool; None: all.
+
+    Args:
+        attention_mask: (b, n), of all tokens, with or without columns for tokens to come; or of the new tokens only.
+        seen: the number of tokens before them.
+    """
     if attention_mask is None:
         return None
     batch, length = shape
@@ -148,11 +183,13 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size) -> Tensor | N
         raise ValueError(
             f"attention_mask must be (batch, tokens so far), 0 for padding, in a swapped model; got {came}"
         )
-    if attention_mask.shape[0] != batch or attention_mask.shape[1] < length:
+    width = attention_mask.shape[1]
+    if attention_mask.shape[0] != batch or width < length:
         raise ValueError(
             f"attention_mask must be ({batch}, at least {length}), 0 for padding; got {tuple(attention_mask.shape)}"
         )
-    mask = attention_mask[:, attention_mask.shape[1] - length :] != 0
+    first = seen if width >= seen + length else width - length
+    mask = attention_mask[:, first : first + length] != 0
     if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None
     return mask

@@ -11,6 +11,7 @@ folder is loaded.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -35,7 +36,7 @@ from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
 from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
-from sympow.hf.swapped_attention import SwappedAttention, install_hook
+from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
 from sympow.layers.gates import LearnedGate
 from sympow.layers.precision import FloatLinear
@@ -103,8 +104,9 @@ def swap_attention(
     in the new layers, which attend to all earlier tokens.
 
     Args:
-        model: a causal language model such as those of Llama, Mistral, Qwen2, Qwen3 and GPT-2, or its base model. Its
-            attention is recognised by its submodules, whatever the architecture is called.
+        model: a causal language model such as those of Llama, Mistral, Qwen2, Qwen3 and GPT-2, or a base model that is
+            not inside of one. Its attention is recognised by its submodules, whatever the architecture is called. Its
+            weights must not be offloaded: swap it first, save it, and load it with a device_map.
         power: p, even.
         layers: "all"; "every-other": layers 1, 3, 5, …; or indices. The others keep softmax, and the keys and values of
             all tokens in their cache.
@@ -135,8 +137,19 @@ def swap_attention(
     if hasattr(model.config, "sympow_attention"):
         raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
     check_choice("cache_policy", cache_policy, CACHE_POLICIES)
+    if around := _models_around(model):
+        raise ValueError(
+            f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "
+            "model: swap the outermost model"
+        )
     found = attention_modules(model)
     chosen = _chosen(layers, sorted(found))
+    for index in chosen:
+        if any(parameter.is_meta for parameter in found[index].parameters()):
+            raise ValueError(
+                f"model must have its weights in memory, but those of layer {index} are on the meta device, where "
+                "offloaded ones are: swap first, save, then load with device_map"
+            )
     parts = {index: read_attention(model, index, found[index]) for index in chosen}
     if rotary is None:
         rotary = "none" if parts[chosen[0]].rates is None else "fixed"
@@ -320,7 +333,7 @@ def _put(model: PreTrainedModel, made: dict[int, SwappedAttention]) -> None:
         parent, _, name = places[id(before)].rpartition(".")
         setattr(model.get_submodule(parent), name, layer.train(before.training))
     whole = all(isinstance(module, SwappedAttention) for module in attention_modules(model).values())
-    install_hook(model.base_model, whole=whole)
+    install_hooks(model, model.base_model, whole=whole)
 
 
 def _change_classes(model: PreTrainedModel) -> None:
@@ -359,11 +372,27 @@ def _init_new_weights(module: nn.Module) -> bool:
     return True
 
 
+def _models_around(model: PreTrainedModel) -> set[str]:
+    """Names of the classes of models that hold a base model.
+
+    A module does not know its parents, so they are looked up among all objects. Only base models are held by others.
+    """
+    if model.base_model is not model:
+        return set()
+    # Without those that are about to be freed, such as the rest of a model of which only the base model was kept.
+    gc.collect()
+    # By type and not by isinstance, which some objects answer by importing a library.
+    others = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and x is not model]
+    return {type(x).__name__ for x in others if any(module is model for module in x.modules())}
+
+
 def _chosen(layers: Layers, present: list[int]) -> list[int]:
     """The indices of the layers to be swapped."""
     if layers == "all":
         return present
     if layers == "every-other":
+        if len(present) < 2:
+            raise ValueError("layers='every-other' is for models of at least two layers; the model has one")
         return present[1::2]
     given: Any = layers
     if not isinstance(given, list | tuple | range):

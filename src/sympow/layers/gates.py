@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
 from sympow.checks import check_choice, check_finite
-from sympow.layers.precision import ConstantTable, FloatLinear, project
+from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
@@ -67,7 +67,7 @@ class FixedGate(Gate):
         return log_gamma.expand(*x.shape[:2], -1)
 
 
-class LearnedGate(Gate):
+class LearnedGate(KeepsFloat32, Gate):
     """One learned γ = σ(logit) per head, the same for every input.
 
     Args:

@@ -12,7 +12,27 @@ from torch.nn.functional import linear
 from sympow.ops.numerics import without_autocast
 
 
-class FloatLinear(nn.Linear):
+class KeepsFloat32(nn.Module):
+    """A module whose parameters follow `module.to` to other devices and to float64, but not to half precision.
+
+    Parameters that were loaded in half precision stay what they are.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def convert(x: Tensor) -> Tensor:
+            y = fn(x)
+            if not (x.is_floating_point() and y.is_floating_point()) or _is_half(x.dtype) or not _is_half(y.dtype):
+                return y
+            return x.to(y.device, torch.float32)
+
+        return super()._apply(convert, recurse)
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return torch.promote_types(dtype, torch.float32) != dtype
+
+
+class FloatLinear(KeepsFloat32, nn.Linear):
     """x Wᵀ + b in float32 or better, whatever the dtype of x and with or without autocast.
 
     Gates and rotation scales are summed over the whole sequence; near γ = 1 a bfloat16 logit would leave three

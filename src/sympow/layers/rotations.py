@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sympow.checks import check_choice
-from sympow.layers.precision import ConstantTable, FloatLinear, project
+from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
 from sympow.ops.rotary import rotary_rates
 
 # Divisions of a half turn: counts modulo 2, 3, 4, 5, 6, 8, 10, 12, 15 and multiples that divide it are exact.
@@ -68,7 +68,7 @@ class FixedRotation(Rotation):
         return self.rates(x.device), None
 
 
-class LearnedRotation(Rotation):
+class LearnedRotation(KeepsFloat32, Rotation):
     """θ learned, starting from the fixed rates, the same for every input."""
 
     def __init__(self, rates: Tensor) -> None:
