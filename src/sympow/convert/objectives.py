@@ -68,6 +68,9 @@ class Matching:
             expected = _first(output).detach()
             expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
             with torch.enable_grad():
+                if self.dtype is None:
+                    # The student is trained in float32, whatever the teacher's dtype; autocast would see to it.
+                    args, kwargs = _cast((args, kwargs), _dtype(attention))
                 difference = _first(attention(*args, **kwargs)) - expected
                 loss = difference.square().sum() / expected.square().sum()
                 with torch.autocast(expected.device.type, enabled=False):
@@ -165,6 +168,21 @@ def _first(output: Any) -> Tensor:
     """The output of an attention module, which returns a tuple that begins with it."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The same structure of arguments, floating-point tensors in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(one, dtype) for name, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cast(one, dtype) for one in value)
+    return value
 
 
 def _bound(call: Callable[..., None], number: int, attention: nn.Module) -> Callable[..., None]:
