@@ -164,9 +164,9 @@ class ExecutionConfig:
         check_choice("precision", self.precision, PRECISIONS)
 
 
-# Settings that a resumed conversion may change, since they do not change what is computed. Data are compared by their
-# fingerprint, wherever they are.
-FREE = frozenset({"data", "compile", "recompute", "log_every", "save_every", "tensorboard"})
+# Settings that a resumed conversion may change, since they do not change what is computed beyond rounding. Data are
+# compared by their fingerprint, wherever they are.
+FREE = frozenset({"data", "compile", "recompute", "micro_batch_tokens", "log_every", "save_every", "tensorboard"})
 
 
 @dataclass(frozen=True)
