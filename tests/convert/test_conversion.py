@@ -24,7 +24,9 @@ def whole(teacher, texts, tmp_path_factory):
     from sympow.convert import ConvertConfig
 
     out = tmp_path_factory.mktemp("conversions") / "whole"
-    changes = {"data": str(texts), "extend_tokens": 8 * 128, "extend_context": 32, "without_match": True}
+    # Not multiples of a batch, whose remainders would make another.
+    tokens = {"match_tokens": 8 * 128 + 100, "distill_tokens": 8 * 128 + 50, "extend_tokens": 8 * 128 + 127}
+    changes = {"data": str(texts), **tokens, "extend_context": 32, "without_match": True}
     config = ConvertConfig().changed(**{**TINY, **changes})
     assert convert(teacher, config, out, device="cpu")
     return out, config
@@ -47,6 +49,7 @@ def test_stage_1_is_evaluated_against_the_teacher_at_every_context(whole):
         assert len(one.by_context[16].of_each) == 16
     assert (start.tokens, match.tokens, distill.tokens) == (0, 1_024, 2_048)
     assert read(out, "distill-without-match").tokens == 2_048
+    assert [read(out, f"extend{ending}").tokens for ending in ("", "-without-match")] == [3_072, 3_072]
 
 
 def test_matching_trains_only_the_converted_attention(whole, teacher):
@@ -190,16 +193,26 @@ def test_activation_checkpointing_changes_nothing(teacher, settings, tmp_path):
 
 def test_a_teacher_in_bfloat16_gives_a_student_in_bfloat16_trained_in_float32(settings, tmp_path):
     """In both stages that run the teacher: its hidden states are in bfloat16, the student's parameters in float32."""
+    from transformers import AutoModelForCausalLM
+
     make_llama().bfloat16().save_pretrained(tmp_path / "teacher")
-    assert convert(tmp_path / "teacher", settings(), tmp_path / "out", device="cpu")
+    assert convert(tmp_path / "teacher", settings(rotary="learned"), tmp_path / "out", device="cpu")
     matching = losses_of(tmp_path / "out", "match")
     assert sum(matching[-2:]) < 0.9 * sum(matching[:2])
     result, stage = weights_of(tmp_path / "out" / "model"), weights_of(tmp_path / "out" / "stages/distill/model")
+    assert result.keys() == stage.keys()
+    # Gates and rotations stay exact; the first has a weight and a bias in each layer, the second here θ.
+    exact = {name for name in result if ".gate." in name or ".rotation." in name}
+    assert len(exact) == 6
+    for name, weight in result.items():
+        assert stage[name].dtype == torch.float32
+        assert weight.dtype == (torch.float32 if name in exact else torch.bfloat16), name
+        assert torch.equal(weight, stage[name].to(weight.dtype)), name
     name = "model.layers.0.mlp.up_proj.weight"
-    assert result[name].dtype == torch.bfloat16
-    assert stage[name].dtype == torch.float32
-    assert torch.equal(result[name], stage[name].bfloat16())
     assert not torch.equal(stage[name], stage[name].bfloat16().float())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(parameter, result[name]) for name, parameter in loaded.named_parameters() if name in exact)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ The folder of a conversion:
     stages/NAME/model/                the student after a stage, in float32
     stages/NAME/metrics.jsonl         with TensorBoard events beside it
     stages/NAME/checkpoints/          while the stage runs
-    model/                            the result, in the teacher's dtype, with its tokenizer
+    model/                            the result, in the teacher's dtype but for gates and rotations, with its tokenizer
     report.md, report.html, figures/  what came out
 """
 
@@ -27,6 +27,7 @@ from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
 from sympow.convert.lora import Adapters
 from sympow.convert.models import (
     TOKENIZER_FILES,
+    cast_weights,
     check_teacher,
     check_tokens,
     decoder_layers,
@@ -157,7 +158,7 @@ class _Conversion:
             student = adapters.merge()
         student.eval()
         self._save(student, folder / EXPORT)
-        tokens = stage.before + steps * self.config.execution.batch_tokens
+        tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
         # Last: its file says that the stage is complete.
         self._evaluate(stage.name, tokens, student)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -190,7 +191,7 @@ class _Conversion:
         main = [stage for stage in self.stages if stage.name == stage.kind]
         student = self._student_after(main[-1].name if main else START)
         folder = self.out / EXPORT
-        self._save(student.to(output_weight(self.teacher).dtype), folder)
+        self._save(cast_weights(student, output_weight(self.teacher).dtype), folder)
         if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
             require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
 

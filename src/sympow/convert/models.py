@@ -55,6 +55,19 @@ def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) ->
     return student.to(device).eval()
 
 
+def cast_weights(student: Any, dtype: torch.dtype) -> Any:
+    """Casts a student's parameters in place, but for those of gates and rotations, whose errors add up over a text."""
+    from sympow.hf import attention_modules, swapped_layers
+
+    attention = attention_modules(student)
+    parts = [attention[n].get_submodule(part) for n in swapped_layers(student) for part in ("gate", "rotation")]
+    exact = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in student.parameters():
+        if id(parameter) not in exact:
+            parameter.data = parameter.data.to(dtype)
+    return student
+
+
 def features(model: Any, inputs: Tensor) -> Tensor:
     """What the output embedding is applied to, (b, t, width), for (b, t) integers."""
     hidden: Tensor = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
