@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from convert.tiny import losses_of, make_llama, weights_of
+from convert.tiny import losses_of, make_gpt2, make_llama, weights_of
 
 from sympow.convert import convert
 from sympow.convert.evaluation import Evaluation
@@ -182,6 +182,18 @@ def test_lora_changes_weights_by_a_low_rank_and_trains_gates(teacher, settings, 
     gates = [weight for name, weight in after.items() if name.endswith("gamma_proj.weight")]
     assert len(gates) == 2
     assert all(gate.any() for gate in gates)
+
+
+def test_a_teacher_with_learned_positions(settings, tmp_path, capsys):
+    """GPT-2, which has no rotary embedding: contexts beyond its positions are not evaluated, and that is said."""
+    make_gpt2().save_pretrained(tmp_path / "gpt2")
+    assert convert(tmp_path / "gpt2", settings(), tmp_path / "out", device="cpu")
+    for stage in ("match", "distill"):
+        losses = losses_of(tmp_path / "out", stage)
+        assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage
+    assert set(read(tmp_path / "out", "distill").by_context) == {16, 64}
+    note = "not evaluated at 256 tokens: the teacher has embeddings of 64 positions"
+    assert note in capsys.readouterr().err
 
 
 def test_activation_checkpointing_changes_nothing(teacher, settings, tmp_path):

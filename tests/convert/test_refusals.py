@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from convert.tiny import make_llama
+from convert.tiny import make_gpt2, make_llama
 
 from sympow.convert import ConvertConfig, convert
 from sympow.data.preparation import prepare
@@ -29,6 +29,15 @@ def refused(teacher, config, out, message, kind=ValueError):
         ({"warmup": 1.5}, "warmup must be a share of the steps, below 1; got 1.5"),
         ({"without_match": True, "match_tokens": 0}, "match_tokens must be above 0; got 0"),
         ({"short": "pack"}, "short must be one of 'refuse', 'drop', 'join'; got 'pack'"),
+        (
+            {"evaluate_factors": "1,-4"},
+            "evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got '1,-4'",
+        ),
+        (
+            {"evaluate_factors": "4,16"},
+            "evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got '4,16'",
+        ),
+        ({"evaluate_factors": ""}, "evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got ''"),
         ({"precision": "fp16"}, "precision must be one of 'auto', 'bf16', 'fp32'; got 'fp16'"),
         (
             {"extend_tokens": 1, "extend_context": 3_000},
@@ -74,6 +83,17 @@ def test_logits_that_are_more_than_a_product(settings, tmp_path):
     refused(tmp_path / "scaled", settings(), tmp_path / "out", "GraniteForCausalLM of")
 
 
+@pytest.mark.parametrize(
+    ("changes", "name", "length"),
+    [({"context": 128}, "context", 128), ({"extend_tokens": 1, "extend_context": 128}, "extend_context", 128)],
+)
+def test_a_context_beyond_learned_positions(settings, tmp_path, changes, name, length):
+    make_gpt2().save_pretrained(tmp_path / "gpt2")
+    message = f"{name} must be at most 64, the positions that the teacher has embeddings of; got {length}"
+    refused(tmp_path / "gpt2", settings(**changes), tmp_path / "out", message)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_vocabulary_larger_than_the_teachers(settings, tmp_path):
     make_llama(vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path / "few")
     message = "data must have the teacher's token ids, below 200; "
@@ -112,6 +132,31 @@ def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     assert convert(teacher, settings(**short, **free), tmp_path / "out", device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"power": 3}, "power must be even and at least 2, got 3"),
+        ({"gating": "open"}, "gating must be one of "),
+        ({"rotary": "half"}, "rotary must be one of "),
+        ({"layers": "0,7"}, "layers must be among 0 to 1, got 7"),
+        (
+            {"context": 2_048, "batch_tokens": 65_536},
+            "context must be short enough for batches of ",
+        ),
+        (
+            {"extend_tokens": 1, "extend_context": 8_192, "batch_tokens": 8_192, "short": "drop"},
+            "extend_context must be short enough for batches of ",
+        ),
+        ({"context": 1_200, "batch_tokens": 1_200}, "(heldout) gives 0 rows of context=1,200"),
+    ],
+)
+def test_a_refusal_leaves_the_folder_free(teacher, settings, texts, tmp_path, changes, message):
+    """Nothing is recorded, so that the corrected command runs in the same folder."""
+    out = tmp_path / "out"
+    refused(teacher, settings(**changes), out, message)
+    assert not out.exists()
+
+
 def test_lora_without_peft(teacher, settings, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     message = "peft is not installed; it comes with: pip install 'conformal-sympow[lora]'"
@@ -122,10 +167,6 @@ def test_lora_without_peft(teacher, settings, tmp_path, monkeypatch):
 def test_several_processes(teacher, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     refused(teacher, settings(), tmp_path / "out", "convert runs in one process, on one device; it was started by")
-
-
-def test_layers_that_the_teacher_does_not_have(teacher, settings, tmp_path):
-    refused(teacher, settings(layers="0,7"), tmp_path / "out", "layers must be among 0 to 1, got 7")
 
 
 def test_a_loss_that_is_not_finite(teacher, settings, tmp_path, monkeypatch):

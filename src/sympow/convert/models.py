@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sympow.convert.config import SwapConfig
+from sympow.checks import check_at_most
+from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
 from sympow.extras import require
 
@@ -44,15 +47,19 @@ def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) ->
     from sympow.hf import swap_attention
 
     student = load_model(teacher, torch.device("cpu"), torch.float32)
-    swap_attention(
-        student,
-        power=swap.power,
-        layers=swap.chosen_layers(),
-        gating=swap.gating,
-        rotary=None if swap.rotary == "auto" else swap.rotary,
-        initial_gate=swap.initial_gate,
-    )
+    swap_attention(student, **_arguments(swap))
     return student.to(device).eval()
+
+
+def _arguments(swap: SwapConfig) -> dict[str, Any]:
+    """Of `swap_attention`."""
+    return {
+        "power": swap.power,
+        "layers": swap.chosen_layers(),
+        "gating": swap.gating,
+        "rotary": None if swap.rotary == "auto" else swap.rotary,
+        "initial_gate": swap.initial_gate,
+    }
 
 
 def cast_weights(student: Any, dtype: torch.dtype) -> Any:
@@ -110,6 +117,44 @@ def check_teacher(model: Any, source: Path | str) -> None:
             f"teacher must compute logits as features times its output embedding alone, and {type(model).__name__} of "
             f"{source} does not (a bias, a scale or a cap on logits)"
         )
+
+
+def check_swap(teacher: Any, swap: SwapConfig) -> None:
+    """Refuses what `swap_attention` would refuse, without a second copy of the model."""
+    from sympow.hf import attention_modules, swap_attention, swapped_layers
+    from sympow.hf.attention_parts import read_attention
+
+    with torch.device("meta"), warnings.catch_warnings():
+        # Of dropout, of which the swap itself will warn.
+        warnings.simplefilter("ignore")
+        trial = type(teacher)(copy.deepcopy(teacher.config))
+        swap_attention(trial, **_arguments(swap))
+    # On the meta device there is nothing to verify what is read by.
+    attention = attention_modules(teacher)
+    for number in swapped_layers(trial):
+        read_attention(teacher, number, attention[number])
+
+
+def most_positions(model: Any) -> int | None:
+    """Tokens of a sequence that a model can take; None: any number, since it has a rotary embedding."""
+    from sympow.hf import attention_modules
+    from sympow.hf.attention_parts import read_attention
+
+    number, attention = next(iter(attention_modules(model).items()))
+    if read_attention(model, number, attention).rates is not None:
+        return None
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
+def check_contexts(config: ConvertConfig, positions: int | None) -> None:
+    """Refuses training contexts that are longer than the sequences that the teacher can take."""
+    contexts = {"context": config.text.context}
+    if config.recipe.extend_tokens:
+        contexts["extend_context"] = config.extended_context
+    for name, context in contexts.items():
+        if positions is not None:
+            check_at_most(name, context, positions, "the positions that the teacher has embeddings of")
 
 
 def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str | None:
