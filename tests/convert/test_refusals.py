@@ -113,6 +113,37 @@ def test_data_of_another_tokenizer(teacher, settings, texts, tmp_path):
     refused(teacher, settings(data=str(tmp_path / "data")), tmp_path / "out", message)
 
 
+def test_data_that_begin_documents_with_another_token(settings, tmp_path):
+    """As Llama-3 and Mistral, whose tokenizers begin every text with a token that ends none."""
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    source, folder = tmp_path / "texts", tmp_path / "teacher"
+    source.mkdir()
+    for number in range(4):
+        (source / f"{number}.txt").write_text(f"{number} and then " * 60)
+    train_bpe(["and then"], 257).save(tmp_path / "bpe")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|begin|>"])
+    begin = tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    make_llama(vocab_size=258).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>").save_pretrained(folder)
+    for name, boundary in (("ended", None), ("begun", "<|begin|>")):
+        file = str(folder / "tokenizer.json")
+        prepare([source], tmp_path / name, heldout=0.3, tokenizer=file, boundary_token=boundary, workers=1)
+    short = {"match_tokens": 0, "distill_tokens": 0}
+    message = (
+        "data must begin documents with the token that the teacher begins texts with, '<|begin|>' (257); "
+        f"{tmp_path}/ended (train) begins them with 0. Prepare it with the teacher's tokenizer: "
+        f"sympow data prepare … --tokenizer {folder}/tokenizer.json --boundary-token '<|begin|>'"
+    )
+    refused(folder, settings(**short, data=str(tmp_path / "ended")), tmp_path / "out", message)
+    assert convert(folder, settings(**short, data=str(tmp_path / "begun")), tmp_path / "out", device="cpu")
+
+
 def test_a_teacher_without_a_tokenizer_is_said(teacher, settings, tmp_path, capsys):
     shutil.copytree(teacher, tmp_path / "bare")
     for path in (tmp_path / "bare").glob("*token*"):
@@ -130,6 +161,21 @@ def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     # What does not change the result may differ.
     free = {"log_every": 5, "recompute": True, "micro_batch_tokens": 16}
     assert convert(teacher, settings(**short, **free), tmp_path / "out", device="cpu")
+
+
+def test_a_teacher_that_was_replaced(teacher, settings, tmp_path):
+    """The same path with other weights is another teacher; another path with the same weights is not."""
+    config = settings(match_tokens=0, distill_tokens=0)
+    shutil.copytree(teacher, tmp_path / "teacher")
+    assert convert(tmp_path / "teacher", config, tmp_path / "out", device="cpu")
+    assert convert(f"{tmp_path}/teacher/", config, tmp_path / "out", device="cpu")
+    assert convert(teacher, config, tmp_path / "out", device="cpu")
+    make_llama(seed=1).save_pretrained(tmp_path / "teacher")
+    message = f"teacher_fingerprint must be that of the conversion in {tmp_path}/out, "
+    refused(tmp_path / "teacher", config, tmp_path / "out", message)
+    # The same weights, which rotate otherwise.
+    make_llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}).save_pretrained(tmp_path / "teacher")
+    refused(tmp_path / "teacher", config, tmp_path / "out", message)
 
 
 @pytest.mark.parametrize(

@@ -177,10 +177,11 @@ class ExecutionConfig:
         check_choice("precision", self.precision, PRECISIONS)
 
 
-# Settings that a resumed conversion may change, since they do not change what is computed beyond rounding. Data are
-# compared by their fingerprint, wherever they are.
+# Settings that a resumed conversion may change, since they do not change what is computed beyond rounding. Teacher
+# and data are compared by their fingerprints, wherever they are.
 FREE = frozenset(
     {
+        "teacher",
         "data",
         "evaluate_factors",
         "micro_batch_tokens",

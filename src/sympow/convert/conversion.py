@@ -33,6 +33,7 @@ from sympow.convert.models import (
     check_teacher,
     check_tokens,
     decoder_layers,
+    fingerprint,
     load_model,
     make_student,
     most_positions,
@@ -104,6 +105,7 @@ class _Conversion:
         self.dataset: TokenDataset = open_dataset(config.text.data)
         self.teacher = load_model(source, place.device).requires_grad_(False)
         check_teacher(self.teacher, source)
+        self.fingerprint = fingerprint(self.teacher)
         self._check_same_settings()
         check_swap(self.teacher, config.swap)
         positions = most_positions(self.teacher)
@@ -220,6 +222,7 @@ class _Conversion:
         """What determines the result."""
         return {
             "teacher": str(self.source),
+            "teacher_fingerprint": self.fingerprint,
             "data_fingerprint": self.dataset.fingerprint,
             "precision_used": "fp32" if self.dtype is None else "bf16",
             **self.config.settings(),

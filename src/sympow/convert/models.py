@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,10 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Tokens that are decoded and encoded again to compare tokenizers.
 SAMPLE_TOKENS = 512
+# Of each parameter, for a model's fingerprint.
+SAMPLE_WEIGHTS = 4_096
+# Entries of a config that do not describe the model.
+UNRELATED = ("_name_or_path", "transformers_version")
 
 
 def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
@@ -40,6 +46,21 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
             f"teacher must be a folder or the name of a model of transformers, got {str(source)!r}: {reason}"
         ) from error
     return model.to(device).eval()
+
+
+def fingerprint(model: Any) -> str:
+    """Changes with a model's config and weights, and not with the place that it was loaded from.
+
+    Of each parameter a sample is enough: training changes all of its values.
+    """
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in UNRELATED}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        sample = values[:: max(1, len(values) // SAMPLE_WEIGHTS)].float().cpu()
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(sample.numpy().tobytes())
+    return found.hexdigest()
 
 
 def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) -> Any:
@@ -158,7 +179,7 @@ def check_contexts(config: ConvertConfig, positions: int | None) -> None:
 
 
 def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str | None:
-    """Refuses data whose ids are not those of the teacher's tokenizer.
+    """Refuses data whose ids are not those of the teacher's tokenizer, or whose documents begin with another token.
 
     Returns:
         a note if the teacher has no tokenizer to compare with.
@@ -167,8 +188,7 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
     if dataset.vocab_size > known:
         raise ValueError(
             f"data must have the teacher's token ids, below {known:,}; {dataset.name} has a vocabulary of "
-            f"{dataset.vocab_size:,}. Prepare it with the teacher's tokenizer: "
-            f"sympow data prepare … --tokenizer {Path(str(source)) / 'tokenizer.json'}"
+            f"{dataset.vocab_size:,}. {_advice(source)}"
         )
     path = Path(source)
     if path.exists() and not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -186,7 +206,27 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
         raise ValueError(
             f"data must be tokenized by the teacher's tokenizer, and {dataset.name} is not: the text of its first "
             f"document becomes {found[place : place + 4]} from token {place} on, and with the tokenizer of {source} "
-            f"{expected[place : place + 4]}. Prepare it with the teacher's: sympow data prepare … --tokenizer "
-            f"{path / 'tokenizer.json'}"
+            f"{expected[place : place + 4]}. {_advice(source)}"
+        )
+    first = _first_token(theirs, text, expected)
+    if first is not None and first != dataset.boundary:
+        token = theirs.convert_ids_to_tokens(first)
+        raise ValueError(
+            f"data must begin documents with the token that the teacher begins texts with, {token!r} ({first}); "
+            f"{dataset.name} begins them with {dataset.boundary}. {_advice(source)} --boundary-token '{token}'"
         )
     return None
+
+
+def _first_token(tokenizer: Any, text: str, ids: list[int]) -> int | None:
+    """What a tokenizer puts before the ids of a text, as its last; None: nothing."""
+    whole = list(tokenizer(text)["input_ids"])
+    before = next((at for at in range(len(whole)) if whole[at : at + len(ids)] == ids), 0)
+    return whole[before - 1] if before else None
+
+
+def _advice(source: Path | str) -> str:
+    """How to make data for a teacher."""
+    path = Path(source)
+    file = str(path / "tokenizer.json") if path.exists() else f'"$(hf download -q {source} tokenizer.json)"'
+    return f"Prepare it with the teacher's tokenizer: sympow data prepare … --tokenizer {file}"
