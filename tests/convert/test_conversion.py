@@ -1,5 +1,7 @@
 """Whole conversions of a small teacher: every stage learns, is resumed exactly, and can be left out."""
 
+import json
+import math
 import os
 import signal
 
@@ -8,8 +10,9 @@ import torch
 from convert.tiny import losses_of, make_gpt2, make_llama, weights_of
 
 from sympow.convert import convert
-from sympow.convert.evaluation import Evaluation
+from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
 from sympow.convert.training import StageTraining
+from sympow.data import open_dataset
 
 
 def read(folder, name):
@@ -196,11 +199,76 @@ def test_a_teacher_with_learned_positions(settings, tmp_path, capsys):
     assert note in capsys.readouterr().err
 
 
-def test_activation_checkpointing_changes_nothing(teacher, settings, tmp_path):
+def test_activation_checkpointing_runs_layers_again_and_changes_nothing(teacher, settings, tmp_path, monkeypatch):
+    from sympow.hf.swapped_attention import SwappedAttention
+
+    forward = SwappedAttention.forward
+    calls = []
+
+    def counting(self, *args, **kwargs):
+        # Evaluation has no gradients.
+        if torch.is_grad_enabled():
+            calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(SwappedAttention, "forward", counting)
+    counts = {}
     for name, recompute in (("plain", False), ("recomputed", True)):
+        calls.clear()
         assert convert(teacher, settings(match_tokens=0, recompute=recompute), tmp_path / name, device="cpu")
+        counts[name] = len(calls)
+    # 2 layers in 8 steps of 2 micro-batches, and once more in each backward pass.
+    assert counts == {"plain": 32, "recomputed": 64}
     one, other = (weights_of(tmp_path / name / "model") for name in ("plain", "recomputed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_evaluations_are_of_held_out_text(whole, teacher, texts):
+    """Each file has the losses of its own model on the held-out documents, which training does not read."""
+    from transformers import AutoModelForCausalLM
+
+    out, config = whole
+    sequences, _ = held_out_sequences(open_dataset(texts, "heldout"), config.text, config.execution.micro_batch_tokens)
+    read_in_training, _ = held_out_sequences(open_dataset(texts), config.text, config.execution.micro_batch_tokens)
+    for name, folder in (("teacher", teacher), ("distill", out / "stages" / "distill" / "model")):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert read(out, name).by_context == evaluate(model, sequences, None)
+        assert read(out, name).by_context != evaluate(model, read_in_training, None)
+
+
+def test_the_optimizer_is_the_one_asked_for(teacher, settings, tmp_path, monkeypatch):
+    """Learning rates by step, Adam's decay, weight decay of matrices alone, and the clipped gradient."""
+    chosen = {"warmup": 0.25, "final_rate": 0.2, "beta2": 0.9, "weight_decay": 0.125, "clip_norm": 1e-3}
+    step = StageTraining._step
+    clipped, groups = [], []
+
+    def watched(self, batch):
+        def look(optimizer, args, kwargs):
+            gradients = [p.grad.double() for group in optimizer.param_groups for p in group["params"]]
+            clipped.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+        groups[:] = self.optimizer.param_groups
+        handle = self.optimizer.register_step_pre_hook(look)
+        try:
+            return step(self, batch)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(StageTraining, "_step", watched)
+    config = settings(match_tokens=0, distill_rate=1e-2, **chosen)
+    assert convert(teacher, config, tmp_path / "out", device="cpu")
+    lines = [json.loads(line) for line in (tmp_path / "out/stages/distill/metrics.jsonl").read_text().splitlines()]
+    # 2 steps up to the peak, and 6 from it down a cosine, to the final rate.
+    rising = [1e-2 / 3, 2e-2 / 3]
+    falling = [1e-2 * (0.2 + 0.8 * (1 + math.cos(math.pi * n / 5)) / 2) for n in range(6)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rising + falling, rel=1e-12)
+    assert {group["betas"][1] for group in groups} == {0.9}
+    decayed = [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups]
+    assert decayed[0] == (0.125, {2})
+    assert {decay for decay, _ in decayed[1:]} == {0.0}
+    assert all(line["gradient_norm"] > 1e-2 for line in lines)
+    assert all(0.9e-3 < norm <= 1e-3 for norm in clipped)
+    assert len(clipped) == 8
 
 
 def test_a_teacher_in_bfloat16_gives_a_student_in_bfloat16_trained_in_float32(settings, tmp_path):
