@@ -22,6 +22,16 @@ def refused(teacher, config, out, message, kind=ValueError):
     ("changes", "message"),
     [
         ({"layers": "odd"}, "layers must be 'all', 'every-other', or numbers from 0 as in '0,2,5'; got 'odd'"),
+        (
+            {"gating": "soft"},
+            "gating must be one of 'none', 'fixed', 'learned', 'scalar', 'vector', 'clamped', 'half'; got 'soft'",
+        ),
+        (
+            {"rotary": "soft"},
+            "rotary must be one of 'auto', 'none', 'fixed', 'learned', 'scale', 'pairs'; got 'soft'",
+        ),
+        ({"rotary": "signed"}, "'signed' keeps every other rate, in half of the pairs, and stops the rest"),
+        ({"rotary": "grid"}, "'grid' keeps every other rate, in half of the pairs, and stops the rest"),
         ({"initial_gate": 1.0}, "initial_gate must be above 0 and below 1, got 1.0"),
         ({"batch_tokens": 100}, "batch_tokens must be a multiple of the context, 2,048; got 100"),
         ({"match_tokens": -1}, "match_tokens must be at least 0, got -1"),

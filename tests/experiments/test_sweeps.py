@@ -15,6 +15,7 @@ from sympow.experiments import sweep as module
 from sympow.experiments.grid import describe, find_sweeps
 from sympow.experiments.sweep import SweepResults, best_accuracies, run_sweep, run_sweeps
 from sympow.report.sweep_report import accuracy_table
+from sympow.train.ensemble import train_stacked
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "none", "rotary": "pairs"}
@@ -79,7 +80,45 @@ def test_a_sweep_has_a_row_for_every_task(found):
 def test_the_best_rate_is_chosen_by_accuracy_then_loss():
     assert module._mean_score([(0.9, 1.0), (0.7, 1.0)]) > module._mean_score([(0.7, 0.1), (0.8, 0.1)])
     assert module._mean_score([(1.0, 0.1)]) > module._mean_score([(1.0, 0.2)])
-    assert module._mean_score([(1.0, 0.2)]) > module._mean_score([(1.0, float("nan"))])
+
+
+@pytest.mark.parametrize("diverged", [float("nan"), float("inf")])
+def test_a_rate_at_which_a_model_diverged_is_not_the_best(diverged):
+    every = module._mean_score([(0.6, 1.0)] * 3)
+    two = module._mean_score([(1.0, 0.1), (1.0, 0.1), (0.0, diverged)])
+    one = module._mean_score([(1.0, 0.1), (1.0, diverged), (1.0, diverged)])
+    none = module._mean_score([(1.0, diverged)] * 3)
+    assert every > two > one > none
+
+
+def test_results_of_a_model_that_diverged_are_json(tmp_path, found, monkeypatch):
+    def diverge(*arguments, **options):
+        logged, losses = train_stacked(*arguments, **options)
+        losses[:, 1] = float("nan")
+        losses[:, 2] = float("inf")
+        return logged, losses
+
+    monkeypatch.setattr(module, "train_stacked", diverge)
+    results = SweepResults.read(tmp_path, "mine")
+    assert run_sweeps([TINY], results, "cpu", str, None, lambda _: None) == []
+
+    def refuse(constant):
+        pytest.fail(f"{constant} is not JSON")
+
+    for path in (results.table, results.accuracies):
+        lines = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+        assert {line["run"] for line in lines} == set(found.rows)
+    for line in lines:
+        first = found.curves[line["run"]]["loss"]["value"]
+        assert line["loss"]["value"] == [[of_seed[0], None, None] for of_seed in first]
+
+
+def test_losses_that_earlier_versions_wrote_as_nan_are_read(tmp_path):
+    (tmp_path / "mine.accuracy.jsonl").write_text('{"run": "a", "loss": {"step": [1, 2], "value": [[2.5, NaN]]}}\n')
+    results = SweepResults.read(tmp_path, "mine")
+    assert results.curves["a"]["loss"]["value"] == [[2.5, None]]
+    results.write()
+    assert "NaN" not in results.accuracies.read_text()
 
 
 def test_a_sweep_is_the_same_again(found):

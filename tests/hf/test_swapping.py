@@ -159,6 +159,16 @@ def test_the_config_of_another_model_is_not_changed(pretrained):
     assert {type(m.config).__name__ for m in model.modules() if hasattr(m, "config")} == {"SympowLlamaConfig"}
 
 
+@torch.no_grad()
+def test_clamped_gates_start_as_none_and_half_of_the_heads_can_have_one(pretrained):
+    ids = torch.arange(40).view(1, -1)
+    ungated, clamped, half = (
+        swap_attention(pretrained().double(), gating=gating)(ids).logits for gating in ("none", "clamped", "half")
+    )
+    torch.testing.assert_close(clamped, ungated, rtol=0, atol=1e-12)
+    assert (half - ungated).abs().max() > 1e-6
+
+
 def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
     cases = [
         (ValueError, "power", {"power": 3}),
@@ -168,6 +178,8 @@ def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
         (TypeError, "layers must hold integers", {"layers": ["0"]}),
         (ValueError, "gating", {"gating": "soft"}),
         (ValueError, "rotary", {"rotary": "soft"}),
+        (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'signed'", {"rotary": "signed"}),
+        (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'grid'", {"rotary": "grid"}),
         (ValueError, "initial_gate must lie between 0 and 1", {"initial_gate": 1.0}),
         (ValueError, "cache_policy", {"cache_policy": "soft"}),
     ]

@@ -111,6 +111,7 @@ def test_modules_and_names_that_do_not_fit_are_refused():
         (ValueError, "k and v must both be modules", (q, k, None, o), {}),
         (TypeError, "v must be a module, got int", (q, k, 3, o), {}),
         (ValueError, "rates must hold one rate per pair", (q, k, v, o), {"rates": torch.ones(2)}),
+        (ValueError, "'grid' keeps every other rate", (q, k, v, o), {"rates": torch.ones(3), "rotary": "grid"}),
         (ValueError, "rates or max_document must be given for rotary='fixed'", (q, k, v, o), {"rotary": "fixed"}),
         (ValueError, "pairs must be one of", (q, k, v, o), {"pairs": "thirds"}),
         (ValueError, "names must be for q, k, v, o.*; got w", (q, k, v, o), {"names": {"w": "x"}}),
@@ -120,3 +121,9 @@ def test_modules_and_names_that_do_not_fit_are_refused():
     for kind, message, given, options in cases:
         with pytest.raises(kind, match=message):
             around(*given, **options)
+
+
+def test_a_rotation_with_rates_of_its_own_needs_max_document():
+    layer = around(*modules(), rotary="signed", max_document=50)
+    theta, _ = layer.rotation(torch.randn(1, 3, WIDTH, dtype=torch.float64))
+    assert torch.equal(theta[:2], rotary_rates(DIM, 50)[::2])

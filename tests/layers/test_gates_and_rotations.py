@@ -106,7 +106,7 @@ def test_a_clamped_gate_is_exactly_one_from_its_first_value_on_and_still_learns(
     torch.nn.init.normal_(gate.gamma_proj.weight)
     x = sample(torch.float64)
     logits = x @ gate.gamma_proj.weight.T + gate.gamma_proj.bias
-    ratio = torch.sigmoid(logits) / 0.999
+    ratio = torch.sigmoid(logits) / 0.9989
     log_gamma = gate(x)
     assert torch.equal(log_gamma == 0, ratio >= 1)
     assert (log_gamma == 0).any()
@@ -114,6 +114,13 @@ def test_a_clamped_gate_is_exactly_one_from_its_first_value_on_and_still_learns(
     torch.testing.assert_close(log_gamma, ratio.clamp(max=1).log(), rtol=0, atol=1e-12)
     (gradient,) = torch.autograd.grad(log_gamma.sum(), logits_of(gate), retain_graph=True)
     torch.testing.assert_close(gradient, torch.sigmoid(-logits).sum((0, 1)), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("initial_gate", [None, 0.999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_clamped_gate_starts_at_exactly_one_in_every_dtype(dtype, initial_gate):
+    gate = make_gate("clamped", WIDTH, HEADS, DIM, initial_gate).to(dtype)
+    assert not gate(sample(dtype)).any()
 
 
 def logits_of(gate):
@@ -177,9 +184,10 @@ def test_a_count_on_the_grid_is_exact_at_any_length(modulus):
     assert min(distance, math.pi - distance) < 1e-6
 
 
-def test_a_head_needs_two_pairs_to_turn_one():
-    with pytest.raises(ValueError, match="head_dim must be at least 4, so that a pair of two can be turned; got 2"):
-        make_rotation("grid", WIDTH, HEADS, 2, 100)
+@pytest.mark.parametrize("kind", ["signed", "grid"])
+def test_a_head_needs_two_pairs_to_turn_one(kind):
+    with pytest.raises(ValueError, match=f"head_dim must be at least 4 for rotary='{kind}', so that .*; got 2"):
+        make_rotation(kind, WIDTH, HEADS, 2, 100)
 
 
 def test_unknown_kinds_are_named():

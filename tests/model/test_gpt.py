@@ -268,6 +268,12 @@ class TestConfig:
             ({"mixer": "softmax", "chunk_size": 8}, ValueError, "chunk_size is for mixer='sympow'"),
             ({"heads": 4, "key_value_heads": 3}, ValueError, "multiple of key_value_heads"),
             ({"head_dim": 5}, ValueError, "head_dim must be even"),
+            (
+                {"gating": "half", "key_value_heads": 1},
+                ValueError,
+                "key_value_heads must be at least 2 for gating='half', got 1",
+            ),
+            ({"rotary": "grid", "head_dim": 2}, ValueError, "head_dim must be at least 4 for rotary='grid'.*; got 2"),
             ({"mixer": "linear"}, ValueError, "mixer must be one of 'sympow', 'softmax'; got 'linear'"),
             ({"gating": "on"}, ValueError, "gating must be one of"),
             ({"rotary": "on"}, ValueError, "rotary must be one of"),

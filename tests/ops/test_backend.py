@@ -157,6 +157,7 @@ ABOUT_CUDA = {
     "model/losses.py",  # cuBLAS
     "ops/key_value_cache.py",  # waiting for the device
     "serving/engine.py",  # sizes of segments and steps
+    "serving/prefill_graphs.py",  # CUDA graphs
     "serving/row_sampling.py",  # CUDA graphs and events
     "train/optimizer.py",  # PyTorch's fused optimisers
 }

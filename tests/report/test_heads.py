@@ -23,6 +23,7 @@ from sympow.evaluate.head_statistics import (
 )
 from sympow.generation.prefix import Prefix
 from sympow.model.storage import save_model
+from sympow.train.monitoring import gate_and_rotation_metrics
 
 TOKENS = 50
 
@@ -115,6 +116,14 @@ def test_pairs_of_a_head_count_together():
     table = measure_heads(lively_model(gating="vector", rotary="pairs"), batches())
     assert [len(row) for row in table.quantities["half_life"]] == [2, 2]
     assert all(0 < x < 2 for row in table.quantities["beta_mean"] for x in row)
+
+
+@pytest.mark.parametrize("rotary", ["signed", "grid"])
+def test_angles_are_not_taken_for_scales(rotary):
+    model = lively_model(rotary=rotary)
+    assert set(measure_heads(model, batches()).quantities) == {"half_life", "half_life_short"}
+    metrics = gate_and_rotation_metrics(model, lambda: model(batches()[0].inputs))
+    assert set(metrics) == {"half_life/layer_0", "half_life/layer_1"}
 
 
 def test_a_state_that_keeps_all_has_no_half_life():

@@ -91,14 +91,26 @@ def test_pairs_are_averaged():
     np.testing.assert_allclose(unpacked(first["beta"], 2) / 65535 * 2, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("rotary", ["signed", "grid"])
+def test_angles_are_not_shown_as_scales_and_the_page_says_so(text_model, rotary):
+    assert inspection_data(inspect_text(text_model, "abc"), "")["hiddenRotation"] is None
+    data = inspection_data(inspect_text(TextModel(lively_model(rotary=rotary), ByteTokenizer()), "abc"), "")
+    assert data["hiddenRotation"] == rotary
+    for layer in data["layers"]:
+        assert layer["beta"] is None
+        assert layer["forgetting"] is not None
+        assert not layer["pairs"]
+
+
 def test_what_cannot_be_shown_is_refused(text_model):
     with pytest.raises(ValueError, match="must not be empty"):
         inspect_text(text_model, "")
     with pytest.raises(ValueError, match="tokens must be at least 1, got 0"):
         inspect_text(text_model, "a", tokens=0)
-    plain = TextModel(lively_model(gating="none", rotary="fixed"), ByteTokenizer())
-    with pytest.raises(ValueError, match="nothing to show: neither its decay nor its rotation"):
-        inspect_text(plain, "a")
+    for rotary in ("fixed", "grid"):
+        plain = TextModel(lively_model(gating="none", rotary=rotary), ByteTokenizer())
+        with pytest.raises(ValueError, match=f"nothing to show: neither its decay nor a scale .*rotary='{rotary}'"):
+            inspect_text(plain, "a")
 
 
 @pytest.fixture(scope="module")

@@ -152,6 +152,20 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     assert note.startswith("The heads of run were not measured: the model was trained on gone, and there is no")
 
 
+def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):
+    changes = {"layers": 1, "width": 16, "heads": 2, "gating": "none", "rotary": "grid"}
+    folder = write_run(tmp_path / "run", [3.0], data="stdlib", **changes)
+    config = GPTConfig(vocab_size=257, **changes)
+    save_model(folder / "model", config, GPT(config).state_dict())
+    write_report([tmp_path], tmp_path / "out", device="cpu")
+    data = embedded((tmp_path / "out" / "index.html").read_text())
+    assert data["notes"] == [
+        "Rotations of run turn half of the pairs by angles of their own and have no scale β to show."
+    ]
+    assert data["runs"][0]["heads"] is None
+    assert not (folder / "heads.json").exists()
+
+
 def test_the_page_reads_what_the_runs_hold(experiment):
     data = data_of(experiment)
     assert data["notes"] == ["a note"]

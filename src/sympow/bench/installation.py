@@ -22,6 +22,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "train": ("pyyaml", "safetensors", "tensorboard"),
     "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate", "safetensors"),
+    "lora": ("peft",),
     "serve": ("fastapi", "uvicorn", "python-multipart", "safetensors"),
 }
 # Calls of `sympow.attention`: head dimensions of the paper and of current models, and variants. The device is filled in

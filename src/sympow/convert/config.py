@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from sympow.checks import check_at_least, check_at_most, check_choice, check_finite
+from sympow.layers.gates import GATES
+from sympow.layers.rotations import WITH_GIVEN_RATES, check_takes_rates
 from sympow.ops.validation import check_bool, check_positive
 from sympow.train.config import MOST_TOKENS, REASON
 
@@ -23,7 +25,7 @@ class SwapConfig:
     Attributes:
         layers: layers to convert: all, every-other, or their numbers from 0, as in 0,2,5.
         power: p, the even degree of the scores.
-        gating: of the state: none, fixed, learned, scalar (one per head and token) or vector.
+        gating: of the state: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
         rotary: of queries and keys: fixed (the teacher's), learned, scale, pairs, none, or auto: fixed if it has one.
         initial_gate: γ that gates start with, as the share of the state that is kept at each token.
     """
@@ -37,6 +39,9 @@ class SwapConfig:
     def __post_init__(self) -> None:
         self.chosen_layers()
         check_positive("power", self.power)
+        check_choice("gating", self.gating, GATES)
+        check_takes_rates(self.rotary)
+        check_choice("rotary", self.rotary, ("auto", *WITH_GIVEN_RATES))
         check_finite("initial_gate", self.initial_gate)
         if not 0 < self.initial_gate < 1:
             raise ValueError(f"initial_gate must be above 0 and below 1, got {self.initial_gate}")

@@ -74,7 +74,8 @@ class LayerCapture:
 
     Attributes:
         log_gamma: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no gate.
-        beta: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no rotation, or one without β.
+        beta: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no rotation, or one without β, or one whose β
+            is no scale of RoPE ("signed" and "grid").
         rate_change: learned θ over its initial value, (d/2,); None: θ is not learned.
     """
 
@@ -99,7 +100,7 @@ def capture(model: GPT, run: Callable[[], Any]) -> list[LayerCapture]:
             gates.setdefault(layer, []).append(_of_the_batch(output))
         if isinstance(module, Rotation):
             theta, beta = output
-            if beta is not None:
+            if beta is not None and module.scales_rates:
                 scales.setdefault(layer, []).append(_of_the_batch(beta))
             if isinstance(module, LearnedRotation):
                 changes[layer] = (theta / module.initial(theta.device)).float().cpu()

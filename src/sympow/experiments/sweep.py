@@ -52,7 +52,8 @@ class Sweep:
         name: of the variant, with what was changed.
         model: fields of a GPTConfig besides the vocabulary.
         tasks: names of tasks.
-        learning_rates: of which the best is chosen for each task, by the accuracy on other rows of the same length.
+        learning_rates: of which the best is chosen for each task, by the accuracy on other rows of the same length. One
+            at which fewer models diverged is better than any other.
         seeds: of parameters and rows.
         length: tokens of a training row.
         key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
@@ -140,7 +141,8 @@ class SweepResults:
             if path.is_file():
                 for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
                     try:
-                        line = json.loads(text)
+                        # Earlier versions wrote losses that are not finite as NaN, which is not JSON.
+                        line = json.loads(text, parse_constant=lambda _: None)
                         lines[line["run"]] = line
                     except (ValueError, KeyError, TypeError) as error:
                         raise ValueError(f"{path}: line {number} is not the result of a sweep") from error
@@ -167,7 +169,8 @@ class SweepResults:
     def write(self) -> list[Path]:
         """Writes both files, the table last: every run in it has its curves."""
         for path, lines in ((self.accuracies, self.curves), (self.table, self.rows)):
-            write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines.values()).encode())
+            text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines.values())
+            write_atomically(path, text.encode())
         return [self.table, self.accuracies]
 
 
@@ -220,7 +223,7 @@ def run_sweep(sweep: Sweep, device: str, command: str, deadline: float | None = 
         name = run_name(task, sweep)
         found.rows[name] = {"run": name, "task": task, "sweep": sweep.name, **row, **facts}
         best = [losses[of_task[row["best_rate"], seed]].tolist() for seed in sweep.seeds]
-        curves["loss"] = {"step": logged, "value": [[_rounded(x) for x in values] for values in best]}
+        curves["loss"] = {"step": logged, "value": [[_loss(x) for x in values] for values in best]}
         found.curves[name] = {"run": name, **curves}
     return found
 
@@ -259,10 +262,15 @@ def _evaluate(
     return row, {"by_position": {"position": places, "accuracy": positions[best]}}
 
 
-def _mean_score(scores: list[tuple[float, float]]) -> tuple[float, float]:
-    """Mean accuracy; where that is equal, the lower loss; a model that diverged is worse than any other."""
-    loss = statistics.fmean(loss for _, loss in scores)
-    return statistics.fmean(accuracy for accuracy, _ in scores), -loss if math.isfinite(loss) else -math.inf
+def _mean_score(scores: list[tuple[float, float]]) -> tuple[int, float, float]:
+    """What the best learning rate has most of: models that did not diverge; then mean accuracy; then minus mean loss.
+
+    Args:
+        scores: accuracy and loss of the model of each seed.
+    """
+    finite = [loss for _, loss in scores if math.isfinite(loss)]
+    mean_accuracy = statistics.fmean(accuracy for accuracy, _ in scores)
+    return len(finite), mean_accuracy, -statistics.fmean(finite) if finite else -math.inf
 
 
 def _batches(sweep: Sweep, device: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -318,6 +326,11 @@ def _timed(
 
 def _rounded(number: float) -> float:
     return round(number, _DIGITS)
+
+
+def _loss(number: float) -> float | None:
+    """Rounded; None, which is null in JSON, for that of a model that diverged."""
+    return _rounded(number) if math.isfinite(number) else None
 
 
 def run_sweeps(

@@ -20,8 +20,8 @@ from sympow.layers.precision import ConstantTable, FloatLinear, project
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
-# From here on a clamped gate is 1: just below the initial value.
-KEEPS_ALL = 0.999
+# From here on a clamped gate is 1: so far below the initial value that a logit rounded to bfloat16 is still above it.
+KEEPS_ALL = 0.9989
 
 
 class Gate(nn.Module, ABC):
@@ -127,7 +127,7 @@ class VectorGate(DataDependentGate):
 
 
 class ClampedGate(ScalarGate):
-    """γ_i = min(1, σ(W_γ x_i) / 0.999): a gate that can be exactly 1, and is at first.
+    """γ_i = min(1, σ(W_γ x_i) / 0.9989): a gate that can be exactly 1, and is at first.
 
     σ comes near 1 but never reaches it, so that the paper's gate loses whatever a state holds after some thousands of
     tokens. The gradient is that of the gate without the bound, since one of zero would leave a gate at 1 for good.
@@ -142,8 +142,6 @@ class HalfGate(DataDependentGate):
     """The paper's gate in the first half of the heads, rounded down, and γ = 1 in the others."""
 
     def __init__(self, width: int, heads: int, initial_logit: float = INITIAL_LOGIT) -> None:
-        if heads < 2:
-            raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
         super().__init__(width, heads // 2, initial_logit)
         self.ungated = heads - heads // 2
 
@@ -163,13 +161,21 @@ _MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
 GATES = tuple(_MAKERS)
 
 
+def check_gate_heads(kind: str, heads: int) -> None:
+    """Raises a ValueError unless a gate of this kind can have so many key/value heads."""
+    if kind == "half" and heads < 2:
+        raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
+
+
 def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: float | None = None) -> Gate:
     """The gate called `kind`: one of GATES.
 
     Args:
-        initial_gate: γ before training, between 0 and 1, of the kinds that learn it; None: about 0.999.
+        initial_gate: γ before training, between 0 and 1, of the kinds that learn it; None: about 0.999. A clamped gate
+            with 0.9989 or more starts at exactly 1.
     """
     check_choice("gating", kind, GATES)
+    check_gate_heads(kind, heads)
     if initial_gate is None:
         return _MAKERS[kind](width, heads, head_dim, INITIAL_LOGIT)
     check_finite("initial_gate", initial_gate)

@@ -86,7 +86,7 @@ class Mixer(nn.Module, ABC):
         rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "scale" is the paper's.
         max_document: N of the rotation rates, the longest document expected.
         bias: whether the projections to queries, keys, values and back have biases.
-        rates: other rotation rates than those of max_document, (head_dim / 2,).
+        rates: other rotation rates than those of max_document, (head_dim / 2,); not for rotary "signed" and "grid".
         initial_gate: γ before training, for gates that learn it; None: about 0.999.
         projections: modules of another layer, which this one takes over, and how they project (`from_projections`);
             None: new ones.
@@ -161,7 +161,8 @@ class Mixer(nn.Module, ABC):
             width: size of x and of the output.
             heads: h; key_value_heads: h_kv, None: as many; head_dim: d, None: width / heads.
             rates: rotation rates θ (d/2,), such as the `inv_freq` of a rotary embedding.
-            rotary: as in `Mixer`; None: "fixed" with rates, "none" without.
+            rotary: as in `Mixer`, but with rates not "signed" or "grid", which would replace them; None: "fixed" with
+                rates, "none" without.
             pairs: which entries of a head are rotated together: "half" (j and j + d/2, as in most models of
                 transformers) or "interleaved" (2j and 2j + 1).
             q_norm, k_norm: norms of each query and each key, (…, d) to (…, d), before the rotation.

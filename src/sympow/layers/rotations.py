@@ -34,6 +34,14 @@ class Rotation(nn.Module, ABC):
         """The projection of x, or None."""
         return None
 
+    @property
+    def scales_rates(self) -> bool:
+        """Whether β, where there is one, scales the rates of RoPE: between 0 and 2, and 1 is RoPE.
+
+        Statistics of β are of such rotations only.
+        """
+        return True
+
     @abstractmethod
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales: ...
 
@@ -147,12 +155,15 @@ class SignedRotation(DataDependentRotation):
 
     def __init__(self, width: int, heads: int, rates: Tensor, divisions: int = 0) -> None:
         turned = len(rates) // 2
-        if not turned:
-            raise ValueError(f"head_dim must be at least 4, so that a pair of two can be turned; got {2 * len(rates)}")
         unit = math.pi / divisions if divisions else math.pi / 2
         # Every other rate: as far apart as those of all pairs together.
         super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
         self.heads, self.still, self.divisions = heads, len(rates) - turned, divisions
+
+    @property
+    def scales_rates(self) -> bool:
+        # β is a constant 1 in one half of the pairs, and in the other an angle in units of its own.
+        return False
 
     def by_heads(self, beta: Tensor) -> Tensor:
         steps = beta - 1
@@ -171,6 +182,27 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "grid": partial(SignedRotation, divisions=GRID),
 }
 ROTATIONS = ("none", *_MAKERS)
+# Kinds that turn half of the pairs by angles of their own instead of scaling the rates of all pairs.
+TURNING = ("signed", "grid")
+# Kinds that start from given rates in all pairs, such as those of a pretrained model.
+WITH_GIVEN_RATES = tuple(kind for kind in ROTATIONS if kind not in TURNING)
+
+
+def check_rotation_dim(kind: str, head_dim: int) -> None:
+    """Raises a ValueError unless a rotation of this kind can have heads of this size."""
+    if kind in TURNING and head_dim < 4:
+        raise ValueError(
+            f"head_dim must be at least 4 for rotary={kind!r}, so that a pair of two can be turned; got {head_dim}"
+        )
+
+
+def check_takes_rates(kind: str) -> None:
+    """Raises a ValueError if a rotation of this kind would replace given rates."""
+    if kind in TURNING:
+        raise ValueError(
+            f"rotary must be one of {', '.join(map(repr, WITH_GIVEN_RATES))} where the rates are those of another "
+            f"layer: {kind!r} keeps every other rate, in half of the pairs, and stops the rest; got {kind!r}"
+        )
 
 
 def make_rotation(
@@ -180,9 +212,13 @@ def make_rotation(
 
     Args:
         max_document: N of the rates θ_i = 2π / N^(2(i-1)/d), the longest document expected.
-        rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document.
+        rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document. Only the kinds
+            WITH_GIVEN_RATES take them.
     """
     check_choice("rotary", kind, ROTATIONS)
+    check_rotation_dim(kind, head_dim)
+    if rates is not None:
+        check_takes_rates(kind)
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
         raise ValueError(
             f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "

@@ -6,9 +6,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from sympow.checks import check_at_most, check_choice
-from sympow.layers.gates import GATES
+from sympow.layers.gates import GATES, check_gate_heads
 from sympow.layers.mixers import HeadShape, acts_on_pairs
-from sympow.layers.rotations import ROTATIONS
+from sympow.layers.rotations import ROTATIONS, check_rotation_dim
 from sympow.ops.dispatch import Backend, Form
 from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
@@ -80,6 +80,8 @@ class GPTConfig:
                 default = GPTConfig.__dataclass_fields__[name].default
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
+        check_gate_heads(self.gating, self.head_shape.key_value_heads)
+        check_rotation_dim(self.rotary, self.head_shape.head_dim)
         self._check_mlp_ratio()
         check_at_most("the number of weights", self.weights, MOST_WEIGHTS, "which is 4 TB in float32")
         if self.mixer == "sympow" and self.form in ("chunked", "recurrent"):
@@ -104,7 +106,6 @@ class GPTConfig:
         return round(self.mlp_ratio * self.width)
 
     def _check_mlp_ratio(self) -> None:
-        self.head_shape  # noqa: B018 - checks the width
         if not isinstance(self.mlp_ratio, int | float) or isinstance(self.mlp_ratio, bool):
             raise TypeError(f"mlp_ratio must be a number, got {type(self.mlp_ratio).__name__}")
         if not 0.5 < self.mlp_ratio * self.width <= MOST_WEIGHTS:  # nor NaN

@@ -16,6 +16,7 @@ from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 from sympow.evaluate.head_statistics import LayerCapture, capture
 from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
+from sympow.layers.rotations import TURNING
 from sympow.model.gpt import SEGMENT_SIZE
 from sympow.report.html_page import build_page
 
@@ -37,6 +38,7 @@ class Inspection:
         layers: γ and β of each layer at these tokens.
         left_out: number of tokens of the text after these.
         unit: the name of one token, "byte" or "token".
+        hidden_rotation: kind of the rotation if it depends on the text and has no scale β to show; None: there is none.
     """
 
     texts: list[str]
@@ -44,6 +46,7 @@ class Inspection:
     layers: list[LayerCapture]
     left_out: int
     unit: str
+    hidden_rotation: str | None = None
 
 
 def inspect_text(
@@ -56,7 +59,7 @@ def inspect_text(
         segment_size: tokens prefilled at a time; memory depends on it.
 
     Raises:
-        ValueError: the text is empty, or the model has neither a gate nor a rotation that depends on the text.
+        ValueError: the text is empty, or the model has neither a gate nor a rotation scale that depends on the text.
     """
     check_at_least("tokens", tokens, 1)
     all_ids = text_model.encode(text)
@@ -65,10 +68,10 @@ def inspect_text(
     # The boundary before the text is not counted.
     read = all_ids[:, : tokens + 1]
     layers = capture(text_model.model, lambda: Prefix.prefill(text_model.model, read, segment_size=segment_size))
+    config = text_model.model.config
     if all(layer.log_gamma is None and layer.beta is None for layer in layers):
-        config = text_model.model.config
         raise ValueError(
-            "the model has nothing to show: neither its decay nor its rotation depends on the text "
+            "the model has nothing to show: neither its decay nor a scale of its rotation depends on the text "
             f"(gating={config.gating!r}, rotary={config.rotary!r})"
         )
     ids = read[0].tolist()
@@ -78,6 +81,7 @@ def inspect_text(
         layers,
         left_out=all_ids.shape[1] - read.shape[1],
         unit="byte" if text_model.tokenizer.kind == ByteTokenizer.kind else "token",
+        hidden_rotation=config.rotary if config.rotary in TURNING else None,
     )
 
 
@@ -102,6 +106,7 @@ def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
         "ids": inspection.ids,
         "leftOut": inspection.left_out,
         "unit": inspection.unit,
+        "hiddenRotation": inspection.hidden_rotation,
         "slowest": SLOWEST,
         "fastest": FASTEST,
         "layers": [

@@ -12,6 +12,7 @@ from typing import Any
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, quantity_labels, write_heads
 from sympow.extras import require
 from sympow.files import write_atomically
+from sympow.layers.rotations import TURNING
 from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.model.storage import load_model
@@ -76,7 +77,7 @@ def write_report(
     if heads:
         collection = measure_missing_heads(collection, device)
     groups = group_runs(collection.runs)
-    notes = collection.notes + repeated_seeds(groups)
+    notes = collection.notes + repeated_seeds(groups) + _hidden_rotations(collection.runs)
     styles = assign_styles((group.series, group.variant) for group in groups)
     with _progress() as progress:
         task = progress.add_task("drawing figures", total=None)
@@ -120,9 +121,18 @@ def _progress() -> Any:
 
 
 def _learned_something(run: Run) -> bool:
-    """Whether the run has a model whose gates or rotations are learned."""
+    """Whether the run has a model whose gates or rotations are learned, and have statistics."""
     has_model = (run.folder / EXPORT).is_dir()
-    return has_model and (run.settings["gating"] != "none" or run.settings["rotary"] not in ("none", "fixed"))
+    without = ("none", "fixed", *TURNING)
+    return has_model and (run.settings["gating"] != "none" or run.settings["rotary"] not in without)
+
+
+def _hidden_rotations(runs: Sequence[Run]) -> list[str]:
+    """A sentence on the runs whose rotations have no statistics, if there are any."""
+    names = [run.name for run in runs if run.settings["rotary"] in TURNING]
+    if not names:
+        return []
+    return [f"Rotations of {_some(names)} turn half of the pairs by angles of their own and have no scale β to show."]
 
 
 def _table(groups: Sequence[Group]) -> str:

@@ -65,7 +65,8 @@ def peak_flops(device: torch.device) -> float | None:
 def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, float]:
     """Per layer: the median half-life of the state in tokens, and mean and standard deviation of β.
 
-    A layer whose median gate is exactly 1 has no half-life.
+    A layer whose median gate is exactly 1 has no half-life, and one whose β is no scale of RoPE ("signed" and "grid")
+    has no statistics of it.
 
     Args:
         run: calls the model on the data to measure with.
@@ -78,7 +79,7 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
             median = -output.float().flatten().median().item()
             if median:
                 numbers[f"half_life/layer_{layer}"] = math.log(2) / median
-        if isinstance(module, Rotation) and output[1] is not None:
+        if isinstance(module, Rotation) and module.scales_rates and output[1] is not None:
             numbers[f"beta_mean/layer_{layer}"] = output[1].float().mean().item()
             numbers[f"beta_deviation/layer_{layer}"] = output[1].float().std().item()
 

@@ -322,6 +322,7 @@ function start() {
   const notes = [];
   if (data.leftOut) notes.push(`The text continues for ${formatNumber(data.leftOut)} ${data.unit}s that are not shown; sympow inspect --tokens shows more.`);
   if (layers.some((layer) => layer.pairs)) notes.push("Gates or rotations of this model act on pairs of a head's dimensions; the page shows the mean over pairs of log γ and of β.");
+  if (data.hiddenRotation) notes.push(`The rotation of this model (rotary="${data.hiddenRotation}") turns half of the pairs by angles of their own and has no scale β to show.`);
   showNotes(notes);
 
   byId("layer").append(...layers.map((layer, n) => option(n, n, false)));
