@@ -2,10 +2,11 @@
 
     python experiments/conversion.py --corpus books-tokens.tar.xz --out build/conversion --results RESULTS
 
-The steps, in order: `data` unpacks the corpus (an archive of `prepare_corpus.py`, or a folder that it prepared),
-`teacher` trains the teacher, `all-0` to `all-2` convert every layer with three seeds (the first also without stage 1),
-`hybrid-0` to `hybrid-2` every other layer, `extended` spends a part of its tokens on longer contexts, and `results`
-writes tables and figures of what there is. Each step is skipped if it is done and continues where it was interrupted,
+The steps: `data` unpacks the corpus (an archive of `prepare_corpus.py`, or a folder that it prepared), `teacher` trains
+the teacher, `all-0` to `all-2` convert every layer with three seeds (the first also without stage 1), `hybrid-0` to
+`hybrid-2` every other layer, `extended` spends a part of its tokens on longer contexts, and `results` writes tables and
+figures of what there is. They run in this order, but for `hybrid-0`, which comes before `all-1`: one student of each
+kind is there early. Each step is skipped if it is done and continues where it was interrupted,
 so the same command may be called again. --only chooses steps; --minutes stops in good order when the time is over, and
 writes results.
 
@@ -35,12 +36,13 @@ from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import Evaluation, difference
 from sympow.convert.objectives import NextToken
 from sympow.convert.report import draw_by_context, draw_by_position
-from sympow.convert.stages import START, TEACHER, WITHOUT_MATCH, Stage
+from sympow.convert.stages import START, TEACHER, WITHOUT_MATCH, Stage, plan
 from sympow.convert.training import StageTraining
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.experiments.store import condense
 from sympow.files import write_atomically
+from sympow.parsing import read_json
 from sympow.train.distributed import process_group
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import METRICS_FILE, claimed_folder
@@ -59,6 +61,8 @@ STEPS = (
     "extended",
     "results",
 )
+# In the teacher's folder: what it was trained with, which a later call may not say again.
+TRAINED_FILE = "trained.json"
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,11 @@ class Experiment:
             return self._train_teacher()
         return convert(self.teacher_folder, self.conversion(step), self.students / step, device=self.device)
 
+    def teacher_tokens(self) -> int:
+        """Tokens that the teacher was trained on, or will be."""
+        trained = self.teacher_folder / TRAINED_FILE
+        return int(read_json(trained)["teacher_tokens"]) if trained.is_file() else self.scale.teacher_tokens
+
     def conversion(self, step: str) -> ConvertConfig:
         """The settings of a conversion by its step."""
         kind, _, seed = step.partition("-")
@@ -198,10 +207,11 @@ class Experiment:
             settings["distill_tokens"] -= self.scale.extend_tokens
             settings["extend_tokens"] = self.scale.extend_tokens
         config = ConvertConfig().changed(**settings)
-        recipe = config.recipe
-        seen = recipe.match_tokens + recipe.distill_tokens + recipe.extend_tokens
-        if 5 * seen > self.scale.teacher_tokens:
-            raise SystemExit(f"{step} would see {seen:,} tokens, more than a fifth of {self.scale.teacher_tokens:,}")
+        batch_tokens = config.execution.batch_tokens
+        seen = max(stage.before + stage.seen(batch_tokens) for stage in plan(config))
+        of_teacher = self.teacher_tokens()
+        if 5 * seen > of_teacher:
+            raise SystemExit(f"{step} would see {seen:,} tokens, more than a fifth of {of_teacher:,}")
         return config
 
     def _train_teacher(self) -> bool:
@@ -243,19 +253,31 @@ class Experiment:
                 return False
             unfinished = folder / "unfinished"
             model.save_pretrained(unfinished)
+            trained = {
+                "teacher_tokens": stage.seen(config.execution.batch_tokens),
+                "teacher_rate": scale.teacher_rate,
+            }
+            write_atomically(unfinished / TRAINED_FILE, (json.dumps(trained) + "\n").encode())
             to_fast_tokenizer(dataset.load_tokenizer()).save_pretrained(unfinished)
             unfinished.rename(self.teacher_folder)
         return True
 
 
 def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -> None:
-    """Writes a line per model, tables, curves and figures of all conversions that have been evaluated."""
+    """Writes a line per model, tables, curves and figures of all conversions that have been evaluated.
+
+    Args:
+        facts: to record; of the teacher, those that are stored beside it count.
+    """
     students = out / label
     found = dict(_evaluations(students))
     teacher = next((one for (_, name), one in found.items() if name == TEACHER), None)
     if teacher is None:
         print("no results yet", file=sys.stderr)
         return
+    trained = out / "teacher" / "model" / TRAINED_FILE
+    if trained.is_file():
+        facts = {**facts, **read_json(trained)}
     lines = [json.dumps({"facts": facts})]
     curves = []
     students_alone = [(key, one) for key, one in found.items() if one.name != TEACHER]

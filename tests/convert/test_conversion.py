@@ -1,15 +1,18 @@
 """Whole conversions of a small teacher: every stage learns, is resumed exactly, and can be left out."""
 
+import json
+import math
 import os
 import signal
 
 import pytest
 import torch
-from convert.tiny import losses_of, make_llama, weights_of
+from convert.tiny import losses_of, make_gpt2, make_llama, weights_of
 
 from sympow.convert import convert
-from sympow.convert.evaluation import Evaluation
+from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
 from sympow.convert.training import StageTraining
+from sympow.data import open_dataset
 
 
 def read(folder, name):
@@ -24,7 +27,9 @@ def whole(teacher, texts, tmp_path_factory):
     from sympow.convert import ConvertConfig
 
     out = tmp_path_factory.mktemp("conversions") / "whole"
-    changes = {"data": str(texts), "extend_tokens": 8 * 128, "extend_context": 32, "without_match": True}
+    # Not multiples of a batch, whose remainders would make another.
+    tokens = {"match_tokens": 8 * 128 + 100, "distill_tokens": 8 * 128 + 50, "extend_tokens": 8 * 128 + 127}
+    changes = {"data": str(texts), **tokens, "extend_context": 32, "without_match": True}
     config = ConvertConfig().changed(**{**TINY, **changes})
     assert convert(teacher, config, out, device="cpu")
     return out, config
@@ -47,6 +52,7 @@ def test_stage_1_is_evaluated_against_the_teacher_at_every_context(whole):
         assert len(one.by_context[16].of_each) == 16
     assert (start.tokens, match.tokens, distill.tokens) == (0, 1_024, 2_048)
     assert read(out, "distill-without-match").tokens == 2_048
+    assert [read(out, f"extend{ending}").tokens for ending in ("", "-without-match")] == [3_072, 3_072]
 
 
 def test_matching_trains_only_the_converted_attention(whole, teacher):
@@ -181,22 +187,112 @@ def test_lora_changes_weights_by_a_low_rank_and_trains_gates(teacher, settings, 
     assert all(gate.any() for gate in gates)
 
 
-def test_activation_checkpointing_changes_nothing(teacher, settings, tmp_path):
+def test_a_teacher_with_learned_positions(settings, tmp_path, capsys):
+    """GPT-2, which has no rotary embedding: contexts beyond its positions are not evaluated, and that is said."""
+    make_gpt2().save_pretrained(tmp_path / "gpt2")
+    assert convert(tmp_path / "gpt2", settings(), tmp_path / "out", device="cpu")
+    for stage in ("match", "distill"):
+        losses = losses_of(tmp_path / "out", stage)
+        assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage
+    assert set(read(tmp_path / "out", "distill").by_context) == {16, 64}
+    note = "not evaluated at 256 tokens: the teacher has embeddings of 64 positions"
+    assert note in capsys.readouterr().err
+
+
+def test_activation_checkpointing_runs_layers_again_and_changes_nothing(teacher, settings, tmp_path, monkeypatch):
+    from sympow.hf.swapped_attention import SwappedAttention
+
+    forward = SwappedAttention.forward
+    calls = []
+
+    def counting(self, *args, **kwargs):
+        # Evaluation has no gradients.
+        if torch.is_grad_enabled():
+            calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(SwappedAttention, "forward", counting)
+    counts = {}
     for name, recompute in (("plain", False), ("recomputed", True)):
+        calls.clear()
         assert convert(teacher, settings(match_tokens=0, recompute=recompute), tmp_path / name, device="cpu")
+        counts[name] = len(calls)
+    # 2 layers in 8 steps of 2 micro-batches, and once more in each backward pass.
+    assert counts == {"plain": 32, "recomputed": 64}
     one, other = (weights_of(tmp_path / name / "model") for name in ("plain", "recomputed"))
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_evaluations_are_of_held_out_text(whole, teacher, texts):
+    """Each file has the losses of its own model on the held-out documents, which training does not read."""
+    from transformers import AutoModelForCausalLM
+
+    out, config = whole
+    sequences, _ = held_out_sequences(open_dataset(texts, "heldout"), config.text, config.execution.micro_batch_tokens)
+    read_in_training, _ = held_out_sequences(open_dataset(texts), config.text, config.execution.micro_batch_tokens)
+    for name, folder in (("teacher", teacher), ("distill", out / "stages" / "distill" / "model")):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert read(out, name).by_context == evaluate(model, sequences, None)
+        assert read(out, name).by_context != evaluate(model, read_in_training, None)
+
+
+def test_the_optimizer_is_the_one_asked_for(teacher, settings, tmp_path, monkeypatch):
+    """Learning rates by step, Adam's decay, weight decay of matrices alone, and the clipped gradient."""
+    chosen = {"warmup": 0.25, "final_rate": 0.2, "beta2": 0.9, "weight_decay": 0.125, "clip_norm": 1e-3}
+    step = StageTraining._step
+    clipped, groups = [], []
+
+    def watched(self, batch):
+        def look(optimizer, args, kwargs):
+            gradients = [p.grad.double() for group in optimizer.param_groups for p in group["params"]]
+            clipped.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+        groups[:] = self.optimizer.param_groups
+        handle = self.optimizer.register_step_pre_hook(look)
+        try:
+            return step(self, batch)
+        finally:
+            handle.remove()
+
+    monkeypatch.setattr(StageTraining, "_step", watched)
+    config = settings(match_tokens=0, distill_rate=1e-2, **chosen)
+    assert convert(teacher, config, tmp_path / "out", device="cpu")
+    lines = [json.loads(line) for line in (tmp_path / "out/stages/distill/metrics.jsonl").read_text().splitlines()]
+    # 2 steps up to the peak, and 6 from it down a cosine, to the final rate.
+    rising = [1e-2 / 3, 2e-2 / 3]
+    falling = [1e-2 * (0.2 + 0.8 * (1 + math.cos(math.pi * n / 5)) / 2) for n in range(6)]
+    assert [line["learning_rate"] for line in lines] == pytest.approx(rising + falling, rel=1e-12)
+    assert {group["betas"][1] for group in groups} == {0.9}
+    decayed = [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups]
+    assert decayed[0] == (0.125, {2})
+    assert {decay for decay, _ in decayed[1:]} == {0.0}
+    assert all(line["gradient_norm"] > 1e-2 for line in lines)
+    assert all(0.9e-3 < norm <= 1e-3 for norm in clipped)
+    assert len(clipped) == 8
+
+
 def test_a_teacher_in_bfloat16_gives_a_student_in_bfloat16_trained_in_float32(settings, tmp_path):
+    """In both stages that run the teacher: its hidden states are in bfloat16, the student's parameters in float32."""
+    from transformers import AutoModelForCausalLM
+
     make_llama().bfloat16().save_pretrained(tmp_path / "teacher")
-    assert convert(tmp_path / "teacher", settings(match_tokens=0), tmp_path / "out", device="cpu")
+    assert convert(tmp_path / "teacher", settings(rotary="learned"), tmp_path / "out", device="cpu")
+    matching = losses_of(tmp_path / "out", "match")
+    assert sum(matching[-2:]) < 0.9 * sum(matching[:2])
     result, stage = weights_of(tmp_path / "out" / "model"), weights_of(tmp_path / "out" / "stages/distill/model")
+    assert result.keys() == stage.keys()
+    # Gates and rotations stay exact; the first has a weight and a bias in each layer, the second here θ.
+    exact = {name for name in result if ".gate." in name or ".rotation." in name}
+    assert len(exact) == 6
+    for name, weight in result.items():
+        assert stage[name].dtype == torch.float32
+        assert weight.dtype == (torch.float32 if name in exact else torch.bfloat16), name
+        assert torch.equal(weight, stage[name].to(weight.dtype)), name
     name = "model.layers.0.mlp.up_proj.weight"
-    assert result[name].dtype == torch.bfloat16
-    assert stage[name].dtype == torch.float32
-    assert torch.equal(result[name], stage[name].bfloat16())
     assert not torch.equal(stage[name], stage[name].bfloat16().float())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model", dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    assert all(torch.equal(parameter, result[name]) for name, parameter in loaded.named_parameters() if name in exact)
 
 
 @pytest.mark.gpu

@@ -6,13 +6,16 @@ import pytest
 import torch
 from convert.tiny import make_llama
 
+from sympow.convert.config import TextConfig
 from sympow.convert.evaluation import Evaluation, LossAtContext, difference, evaluate, held_out_sequences
 from sympow.data import open_dataset
 
 
 def test_losses_are_those_of_the_models_own_logits(texts):
     model = make_llama().double()
-    sequences, notes = held_out_sequences(open_dataset(texts, "heldout"), 16, 256, 64, "join")
+    sequences, notes = held_out_sequences(
+        open_dataset(texts, "heldout"), TextConfig(context=16, evaluate_tokens=256), 64
+    )
     assert {length: sum(len(inputs) for inputs, _ in batches) for length, batches in sequences.items()} == {
         16: 16,
         64: 4,
@@ -37,16 +40,25 @@ def test_losses_are_those_of_the_models_own_logits(texts):
 def test_contexts_that_no_document_has_are_left_out_and_said(texts):
     heldout = open_dataset(texts, "heldout")
     longest = int(heldout.lengths.max())
-    sequences, notes = held_out_sequences(heldout, longest // 3, 256, 64, "join")
+    sequences, notes = held_out_sequences(heldout, TextConfig(context=longest // 3, evaluate_tokens=256), 64)
     assert list(sequences) == [longest // 3]
     assert [note.partition(":")[0] for note in notes] == [
         f"not evaluated at {4 * (longest // 3):,} tokens",
         f"not evaluated at {16 * (longest // 3):,} tokens",
     ]
     # Documents shorter than the training context are joined, as in training.
-    sequences, notes = held_out_sequences(heldout, longest + 1, 256, 64, "join")
+    sequences, notes = held_out_sequences(heldout, TextConfig(context=longest + 1, evaluate_tokens=256), 64)
     assert list(sequences) == [longest + 1]
     assert sequences[longest + 1][0][0].shape == (1, longest + 1)
+
+
+def test_contexts_are_those_asked_for_that_the_model_can_take(texts):
+    heldout = open_dataset(texts, "heldout")
+    text = TextConfig(context=16, evaluate_tokens=256, evaluate_factors="4, 1,2,16")
+    assert list(held_out_sequences(heldout, text, 64)[0]) == [16, 32, 64, 256]
+    sequences, notes = held_out_sequences(heldout, text, 64, positions=64)
+    assert list(sequences) == [16, 32, 64]
+    assert notes == ["not evaluated at 256 tokens: the teacher has embeddings of 64 positions"]
 
 
 def test_a_difference_has_the_error_over_sequences():

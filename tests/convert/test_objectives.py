@@ -36,7 +36,7 @@ def pair():
 
 
 @pytest.mark.parametrize(("layers", "make_teacher"), [("all", make_llama), ([1], make_llama), ("all", make_gpt2)])
-def test_matching_is_the_mean_relative_error_of_layers_given_the_teachers_inputs(pair, batch, layers, make_teacher):
+def test_matching_is_the_mean_relative_error_given_the_teachers_inputs(pair, batch, layers, make_teacher):
     from sympow.hf import attention_modules, swapped_layers
 
     teacher, student = pair(layers, make_teacher)
@@ -50,7 +50,9 @@ def test_matching_is_the_mean_relative_error_of_layers_given_the_teachers_inputs
     for number in swapped_layers(expected):
         args, kwargs, output = taken[number]
         found = attention_modules(expected)[number](*args, **kwargs)[0]
-        errors.append((found - output).square().sum() / output.square().sum())
+        errors += [
+            (ours - theirs).square().sum() / theirs.square().sum() for ours, theirs in zip(found, output, strict=True)
+        ]
     loss = sum(errors) / len(errors)
     (0.3 * loss).backward()
 
@@ -67,6 +69,20 @@ def test_matching_is_the_mean_relative_error_of_layers_given_the_teachers_inputs
     before = [parameter.grad.clone() for parameter in objective.trainable()]
     features(teacher, batch.inputs)
     assert all(torch.equal(one, other.grad) for one, other in zip(before, objective.trainable(), strict=True))
+
+
+@pytest.mark.parametrize("kind", [Matching, Distillation])
+def test_micro_batches_add_up_to_the_batch(pair, batch, kind):
+    teacher, student = pair()
+    other = copy.deepcopy(student)
+    whole = kind(teacher, student, None).backward(batch, 1.0)
+    accumulated, pieces = kind(teacher, other, None), batch.split(3)
+    assert [piece.rows for piece in pieces] == [3, 1]
+    total = sum(accumulated.backward(piece, piece.rows / batch.rows) for piece in pieces)
+    assert torch.allclose(total, whole, rtol=0, atol=1e-12)
+    for (name, mine), theirs in zip(student.named_parameters(), other.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        assert mine.grad is None or torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
 
 
 def test_matching_of_an_unchanged_layer_is_zero(batch):

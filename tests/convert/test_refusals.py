@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from convert.tiny import make_llama
+from convert.tiny import make_gpt2, make_llama
 
 from sympow.convert import ConvertConfig, convert
 from sympow.data.preparation import prepare
@@ -39,6 +39,15 @@ def refused(teacher, config, out, message, kind=ValueError):
         ({"warmup": 1.5}, "warmup must be a share of the steps, below 1; got 1.5"),
         ({"without_match": True, "match_tokens": 0}, "match_tokens must be above 0; got 0"),
         ({"short": "pack"}, "short must be one of 'refuse', 'drop', 'join'; got 'pack'"),
+        (
+            {"evaluate_factors": "1,-4"},
+            "evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got '1,-4'",
+        ),
+        (
+            {"evaluate_factors": "4,16"},
+            "evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got '4,16'",
+        ),
+        ({"evaluate_factors": ""}, "evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got ''"),
         ({"precision": "fp16"}, "precision must be one of 'auto', 'bf16', 'fp32'; got 'fp16'"),
         (
             {"extend_tokens": 1, "extend_context": 3_000},
@@ -84,6 +93,17 @@ def test_logits_that_are_more_than_a_product(settings, tmp_path):
     refused(tmp_path / "scaled", settings(), tmp_path / "out", "GraniteForCausalLM of")
 
 
+@pytest.mark.parametrize(
+    ("changes", "name", "length"),
+    [({"context": 128}, "context", 128), ({"extend_tokens": 1, "extend_context": 128}, "extend_context", 128)],
+)
+def test_a_context_beyond_learned_positions(settings, tmp_path, changes, name, length):
+    make_gpt2().save_pretrained(tmp_path / "gpt2")
+    message = f"{name} must be at most 64, the positions that the teacher has embeddings of; got {length}"
+    refused(tmp_path / "gpt2", settings(**changes), tmp_path / "out", message)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_vocabulary_larger_than_the_teachers(settings, tmp_path):
     make_llama(vocab_size=200, bos_token_id=0, eos_token_id=0, pad_token_id=0).save_pretrained(tmp_path / "few")
     message = "data must have the teacher's token ids, below 200; "
@@ -103,6 +123,37 @@ def test_data_of_another_tokenizer(teacher, settings, texts, tmp_path):
     refused(teacher, settings(data=str(tmp_path / "data")), tmp_path / "out", message)
 
 
+def test_data_that_begin_documents_with_another_token(settings, tmp_path):
+    """As Llama-3 and Mistral, whose tokenizers begin every text with a token that ends none."""
+    from tokenizers import Tokenizer, processors
+    from transformers import PreTrainedTokenizerFast
+
+    source, folder = tmp_path / "texts", tmp_path / "teacher"
+    source.mkdir()
+    for number in range(4):
+        (source / f"{number}.txt").write_text(f"{number} and then " * 60)
+    train_bpe(["and then"], 257).save(tmp_path / "bpe")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "bpe" / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|begin|>"])
+    begin = tokenizer.token_to_id("<|begin|>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", begin)]
+    )
+    make_llama(vocab_size=258).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|begin|>").save_pretrained(folder)
+    for name, boundary in (("ended", None), ("begun", "<|begin|>")):
+        file = str(folder / "tokenizer.json")
+        prepare([source], tmp_path / name, heldout=0.3, tokenizer=file, boundary_token=boundary, workers=1)
+    short = {"match_tokens": 0, "distill_tokens": 0}
+    message = (
+        "data must begin documents with the token that the teacher begins texts with, '<|begin|>' (257); "
+        f"{tmp_path}/ended (train) begins them with 0. Prepare it with the teacher's tokenizer: "
+        f"sympow data prepare … --tokenizer {folder}/tokenizer.json --boundary-token '<|begin|>'"
+    )
+    refused(folder, settings(**short, data=str(tmp_path / "ended")), tmp_path / "out", message)
+    assert convert(folder, settings(**short, data=str(tmp_path / "begun")), tmp_path / "out", device="cpu")
+
+
 def test_a_teacher_without_a_tokenizer_is_said(teacher, settings, tmp_path, capsys):
     shutil.copytree(teacher, tmp_path / "bare")
     for path in (tmp_path / "bare").glob("*token*"):
@@ -118,7 +169,46 @@ def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     message = f"power must be that of the conversion in {tmp_path}/out, 2; got 4"
     refused(teacher, settings(**short, power=4), tmp_path / "out", message)
     # What does not change the result may differ.
-    assert convert(teacher, settings(**short, log_every=5, recompute=True), tmp_path / "out", device="cpu")
+    free = {"log_every": 5, "recompute": True, "micro_batch_tokens": 16}
+    assert convert(teacher, settings(**short, **free), tmp_path / "out", device="cpu")
+
+
+def test_a_teacher_that_was_replaced(teacher, settings, tmp_path):
+    """The same path with other weights is another teacher; another path with the same weights is not."""
+    config = settings(match_tokens=0, distill_tokens=0)
+    shutil.copytree(teacher, tmp_path / "teacher")
+    assert convert(tmp_path / "teacher", config, tmp_path / "out", device="cpu")
+    assert convert(f"{tmp_path}/teacher/", config, tmp_path / "out", device="cpu")
+    assert convert(teacher, config, tmp_path / "out", device="cpu")
+    make_llama(seed=1).save_pretrained(tmp_path / "teacher")
+    message = f"teacher_fingerprint must be that of the conversion in {tmp_path}/out, "
+    refused(tmp_path / "teacher", config, tmp_path / "out", message)
+    # The same weights, which rotate otherwise.
+    make_llama(rope_parameters={"rope_type": "default", "rope_theta": 500.0}).save_pretrained(tmp_path / "teacher")
+    refused(tmp_path / "teacher", config, tmp_path / "out", message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"power": 3}, "power must be even and at least 2, got 3"),
+        ({"layers": "0,7"}, "layers must be among 0 to 1, got 7"),
+        (
+            {"context": 2_048, "batch_tokens": 65_536},
+            "context must be short enough for batches of ",
+        ),
+        (
+            {"extend_tokens": 1, "extend_context": 8_192, "batch_tokens": 8_192, "short": "drop"},
+            "extend_context must be short enough for batches of ",
+        ),
+        ({"context": 1_200, "batch_tokens": 1_200}, "(heldout) gives 0 rows of context=1,200"),
+    ],
+)
+def test_a_refusal_leaves_the_folder_free(teacher, settings, texts, tmp_path, changes, message):
+    """Nothing is recorded, so that the corrected command runs in the same folder."""
+    out = tmp_path / "out"
+    refused(teacher, settings(**changes), out, message)
+    assert not out.exists()
 
 
 def test_lora_without_peft(teacher, settings, tmp_path, monkeypatch):
@@ -131,10 +221,6 @@ def test_lora_without_peft(teacher, settings, tmp_path, monkeypatch):
 def test_several_processes(teacher, settings, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     refused(teacher, settings(), tmp_path / "out", "convert runs in one process, on one device; it was started by")
-
-
-def test_layers_that_the_teacher_does_not_have(teacher, settings, tmp_path):
-    refused(teacher, settings(layers="0,7"), tmp_path / "out", "layers must be among 0 to 1, got 7")
 
 
 def test_a_loss_that_is_not_finite(teacher, settings, tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ def make_gpt2():
 
     torch.manual_seed(0)
     shape = {"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=256, eos_token_id=256)).eval()
+    config = GPT2Config(**shape, bos_token_id=256, eos_token_id=256, initializer_range=SHAPE["initializer_range"])
+    return GPT2LMHeadModel(config).eval()
 
 
 def losses_of(folder, stage):

@@ -162,11 +162,16 @@ def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
         measured("distill", 40, [loss - 0.5, loss + 0.5]).save(folder / "distill.json")
     (tmp_path / "teacher").mkdir()
     (tmp_path / "teacher" / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
-    script.write_results(tmp_path, "students", tmp_path / "results", {"scale": "smoke"})
+    # The teacher was trained by an earlier call, with --teacher-tokens, which this one does not repeat.
+    (tmp_path / "teacher" / "model").mkdir()
+    (tmp_path / "teacher" / "model" / script.TRAINED_FILE).write_text('{"teacher_tokens": 640}')
+    facts = {"scale": "smoke", "teacher_tokens": 51_200}
+    script.write_results(tmp_path, "students", tmp_path / "results", facts)
     tables = (tmp_path / "results" / "conversion.md").read_text()
     assert "| teacher | | | 3.000 | 3.000 |" in tables
     assert "| all layers, after stage 2 | 3 | 40 | 3.200 (+0.200 ± 0.100) | 3.200 (+0.200 ± 0.100) |" in tables
     lines = [json.loads(line) for line in (tmp_path / "results" / "conversion.jsonl").read_text().splitlines()]
+    assert lines[0] == {"facts": {"scale": "smoke", "teacher_tokens": 640}}
     assert [line.get("step") for line in lines] == [None, "teacher", "all-0", "all-1", "all-2"]
     last = lines[-1]["by_context"]["256"]
     assert last == {"loss": 3.3, "late": 3.8, "sequences": 2, "less_teacher": 0.3, "error": 0.0}
@@ -200,3 +205,5 @@ def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
     script.main()
     assert "| every other layer, after stage 2 | 1 | 10,240 |" in (tmp_path / "results" / "conversion.md").read_text()
     assert (tmp_path / "out" / "students" / "hybrid-0" / "model" / "model.safetensors").is_file()
+    trained = json.loads((tmp_path / "out" / "teacher" / "model" / script.TRAINED_FILE).read_text())
+    assert trained == {"teacher_tokens": 51_200, "teacher_rate": 3e-3}

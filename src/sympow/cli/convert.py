@@ -26,6 +26,8 @@ def convert(
 
         sympow data prepare TEXTS --tokenizer TEACHER/tokenizer.json --out DATA
         sympow convert TEACHER --data DATA --out converted
+
+    For a name on the Hub: --tokenizer "$(hf download -q TEACHER tokenizer.json)".
     """
     from sympow.convert.config import ConvertConfig
     from sympow.convert.conversion import convert as run

@@ -69,18 +69,31 @@ class TextConfig:
         context: tokens of a sequence in the first two stages.
         short: what to do with documents and tails shorter than the context: refuse, drop or join.
         evaluate_tokens: tokens of each held-out evaluation, approximately.
+        evaluate_factors: contexts to evaluate at, as multiples of the training context; long ones take memory.
     """
 
     data: str = "stdlib"
     context: int = 2_048
     short: Literal["refuse", "drop", "join"] = "join"
     evaluate_tokens: int = 262_144
+    evaluate_factors: str = "1,4,16"
 
     def __post_init__(self) -> None:
+        self.factors()
         for name in ("context", "evaluate_tokens"):
             check_positive(name, getattr(self, name))
         check_at_most("context", self.context, MOST_TOKENS, REASON)
         check_choice("short", self.short, SHORT)
+
+    def factors(self) -> tuple[int, ...]:
+        """Evaluated contexts relative to the training context, in ascending order: 1 and others."""
+        numbers = [part.strip() for part in self.evaluate_factors.split(",")]
+        factors = sorted({int(number) for number in numbers if number.isdecimal()})
+        if not all(number.isdecimal() for number in numbers) or factors[0] != 1:
+            raise ValueError(
+                f"evaluate_factors must be 1 and whole numbers above it, as in '1,4,16'; got {self.evaluate_factors!r}"
+            )
+        return tuple(factors)
 
 
 @dataclass(frozen=True)
@@ -169,9 +182,21 @@ class ExecutionConfig:
         check_choice("precision", self.precision, PRECISIONS)
 
 
-# Settings that a resumed conversion may change, since they do not change what is computed. Data are compared by their
-# fingerprint, wherever they are.
-FREE = frozenset({"data", "compile", "recompute", "log_every", "save_every", "tensorboard"})
+# Settings that a resumed conversion may change, since they do not change what is computed beyond rounding. Teacher
+# and data are compared by their fingerprints, wherever they are.
+FREE = frozenset(
+    {
+        "teacher",
+        "data",
+        "evaluate_factors",
+        "micro_batch_tokens",
+        "compile",
+        "recompute",
+        "log_every",
+        "save_every",
+        "tensorboard",
+    }
+)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ The folder of a conversion:
     stages/NAME/model/                the student after a stage, in float32
     stages/NAME/metrics.jsonl         with TensorBoard events beside it
     stages/NAME/checkpoints/          while the stage runs
-    model/                            the result, in the teacher's dtype, with its tokenizer
+    model/                            the result, in the teacher's dtype but for gates and rotations, with its tokenizer
     report.md, report.html, figures/  what came out
 """
 
@@ -27,17 +27,22 @@ from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
 from sympow.convert.lora import Adapters
 from sympow.convert.models import (
     TOKENIZER_FILES,
+    cast_weights,
+    check_contexts,
+    check_swap,
     check_teacher,
     check_tokens,
     decoder_layers,
+    fingerprint,
     load_model,
     make_student,
+    most_positions,
     output_weight,
 )
 from sympow.convert.objectives import Distillation, Matching, NextToken, Objective
 from sympow.convert.report import describe, write_report
 from sympow.convert.stages import START, TEACHER, Stage, plan
-from sympow.convert.training import StageTraining
+from sympow.convert.training import StageTraining, make_loader
 from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.extras import require
 from sympow.files import write_atomically
@@ -100,16 +105,19 @@ class _Conversion:
         self.dataset: TokenDataset = open_dataset(config.text.data)
         self.teacher = load_model(source, place.device).requires_grad_(False)
         check_teacher(self.teacher, source)
-        notes = [check_tokens(self.teacher, source, self.dataset)]
+        self.fingerprint = fingerprint(self.teacher)
         self._check_same_settings()
+        check_swap(self.teacher, config.swap)
+        positions = most_positions(self.teacher)
+        check_contexts(config, positions)
+        self._check_rows()
+        notes = [check_tokens(self.teacher, source, self.dataset)]
         self.sequences, more = held_out_sequences(
-            open_dataset(config.text.data, "heldout"),
-            config.text.context,
-            config.text.evaluate_tokens,
-            config.execution.micro_batch_tokens,
-            config.text.short,
+            open_dataset(config.text.data, "heldout"), config.text, config.execution.micro_batch_tokens, positions
         )
         self.notes = [note for note in (*notes, *more) if note]
+        # After all checks: a folder with settings belongs to this conversion, and refuses others.
+        write_atomically(self.out / SETTINGS_FILE, (json.dumps(self._facts(), indent=2) + "\n").encode())
 
     def run(self, stop: StopRequest) -> bool:
         for note in self.notes:
@@ -157,7 +165,7 @@ class _Conversion:
             student = adapters.merge()
         student.eval()
         self._save(student, folder / EXPORT)
-        tokens = stage.before + steps * self.config.execution.batch_tokens
+        tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
         # Last: its file says that the stage is complete.
         self._evaluate(stage.name, tokens, student)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
@@ -190,7 +198,7 @@ class _Conversion:
         main = [stage for stage in self.stages if stage.name == stage.kind]
         student = self._student_after(main[-1].name if main else START)
         folder = self.out / EXPORT
-        self._save(student.to(output_weight(self.teacher).dtype), folder)
+        self._save(cast_weights(student, output_weight(self.teacher).dtype), folder)
         if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
             require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
 
@@ -214,6 +222,7 @@ class _Conversion:
         """What determines the result."""
         return {
             "teacher": str(self.source),
+            "teacher_fingerprint": self.fingerprint,
             "data_fingerprint": self.dataset.fingerprint,
             "precision_used": "fp32" if self.dtype is None else "bf16",
             **self.config.settings(),
@@ -221,18 +230,28 @@ class _Conversion:
 
     def _check_same_settings(self) -> None:
         path = self.out / SETTINGS_FILE
-        facts = self._facts()
-        if path.is_file():
-            saved = read_json(path)
-            if not isinstance(saved, dict):
-                raise ValueError(f"{path} must hold the settings of a conversion")
-            for name, value in facts.items():
-                if name not in FREE and saved.get(name) != value:
-                    raise ValueError(
-                        f"{name} must be that of the conversion in {self.out}, {saved.get(name)!r}; got {value!r}. "
-                        "Choose another folder for another conversion"
-                    )
-        write_atomically(path, (json.dumps(facts, indent=2) + "\n").encode())
+        if not path.is_file():
+            return
+        saved = read_json(path)
+        if not isinstance(saved, dict):
+            raise ValueError(f"{path} must hold the settings of a conversion")
+        for name, value in self._facts().items():
+            if name not in FREE and saved.get(name) != value:
+                raise ValueError(
+                    f"{name} must be that of the conversion in {self.out}, {saved.get(name)!r}; got {value!r}. "
+                    "Choose another folder for another conversion"
+                )
+
+    def _check_rows(self) -> None:
+        """Refuses data that are too little for a batch of a stage now, and not when the stages before are done."""
+        for stage in {stage.context: stage for stage in reversed(self.stages)}.values():
+            try:
+                make_loader(stage, self.config, self.dataset)
+            except ValueError as error:
+                name = "extend_context" if stage.kind == "extend" else "context"
+                raise ValueError(
+                    f"{name} must be short enough for batches of {self.dataset.name}, got {stage.context:,} ({error})"
+                ) from error
 
     def _describe(self) -> None:
         parameters = sum(parameter.numel() for parameter in self.teacher.parameters())

@@ -1,4 +1,4 @@
-"""Held-out loss of teacher and student, at the training context and at 4 and 16 times as much."""
+"""Held-out loss of teacher and student, at the training context and at multiples of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sympow.convert.config import TextConfig
 from sympow.convert.models import features, output_weight
 from sympow.data.dataset import TokenDataset
 from sympow.data.loader import Loader
@@ -22,8 +23,6 @@ from sympow.files import write_atomically
 from sympow.model.losses import token_losses
 from sympow.parsing import read_json
 
-# Evaluated contexts, relative to that of the training.
-FACTORS = (1, 4, 16)
 Sequences = list[tuple[Tensor, Tensor]]
 
 
@@ -72,25 +71,36 @@ class Evaluation:
 
 
 def held_out_sequences(
-    dataset: TokenDataset, context: int, tokens: int, batch_tokens: int, short: str
+    dataset: TokenDataset,
+    text: TextConfig,
+    batch_tokens: int,
+    positions: int | None = None,
 ) -> tuple[dict[int, Sequences], list[str]]:
-    """Inputs and targets to evaluate on, by length: about `tokens` tokens of each, at least one sequence.
+    """Inputs and targets to evaluate on, by length: about as many tokens of each as asked for, at least one sequence.
 
     Beyond the training context only documents that are long enough count. At the training context, shorter ones are
     treated as in training if there is none.
 
+    Args:
+        dataset: held-out documents.
+        text: contexts and tokens.
+        batch_tokens: of a batch, which has at least one sequence.
+        positions: tokens of a sequence that the model can take; None: any number.
+
     Returns:
-        batches by length, and notes on lengths that no document has.
+        batches by length, and notes on lengths that no document or not the model has.
     """
     found: dict[int, Sequences] = {}
     notes = []
     longest = int(np.asarray(dataset.lengths).max())
-    for length in (factor * context for factor in FACTORS):
-        count, batch = max(1, tokens // length), max(1, batch_tokens // length)
-        if longest >= length:
+    for length in (factor * text.context for factor in text.factors()):
+        count, batch = max(1, text.evaluate_tokens // length), max(1, batch_tokens // length)
+        if positions is not None and length > positions:
+            notes.append(f"not evaluated at {length:,} tokens: the teacher has embeddings of {positions:,} positions")
+        elif longest >= length:
             found[length] = list(document_sequences(dataset, length, count, batch))
-        elif length == context:
-            rows = Loader(dataset, context, 1, short=short, shuffle=False, epochs=1, prefetch=0)
+        elif length == text.context:
+            rows = Loader(dataset, length, 1, short=text.short, shuffle=False, epochs=1, prefetch=0)
             found[length] = [(row.inputs, row.targets) for row in islice(rows, count)]
         else:
             notes.append(

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sympow.convert.config import SwapConfig
+from sympow.checks import check_at_most
+from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
 from sympow.extras import require
 
@@ -16,6 +21,10 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Tokens that are decoded and encoded again to compare tokenizers.
 SAMPLE_TOKENS = 512
+# Of each parameter, for a model's fingerprint.
+SAMPLE_WEIGHTS = 4_096
+# Entries of a config that do not describe the model.
+UNRELATED = ("_name_or_path", "transformers_version")
 
 
 def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
@@ -39,20 +48,52 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
     return model.to(device).eval()
 
 
+def fingerprint(model: Any) -> str:
+    """Changes with a model's config and weights, and not with the place that it was loaded from.
+
+    Of each parameter a sample is enough: training changes all of its values.
+    """
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in UNRELATED}
+    found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().flatten()
+        sample = values[:: max(1, len(values) // SAMPLE_WEIGHTS)].float().cpu()
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        found.update(sample.numpy().tobytes())
+    return found.hexdigest()
+
+
 def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) -> Any:
     """The teacher in float32 with some of its attention replaced; new parameters are drawn on the CPU."""
     from sympow.hf import swap_attention
 
     student = load_model(teacher, torch.device("cpu"), torch.float32)
-    swap_attention(
-        student,
-        power=swap.power,
-        layers=swap.chosen_layers(),
-        gating=swap.gating,
-        rotary=None if swap.rotary == "auto" else swap.rotary,
-        initial_gate=swap.initial_gate,
-    )
+    swap_attention(student, **_arguments(swap))
     return student.to(device).eval()
+
+
+def _arguments(swap: SwapConfig) -> dict[str, Any]:
+    """Of `swap_attention`."""
+    return {
+        "power": swap.power,
+        "layers": swap.chosen_layers(),
+        "gating": swap.gating,
+        "rotary": None if swap.rotary == "auto" else swap.rotary,
+        "initial_gate": swap.initial_gate,
+    }
+
+
+def cast_weights(student: Any, dtype: torch.dtype) -> Any:
+    """Casts a student's parameters in place, but for those of gates and rotations, whose errors add up over a text."""
+    from sympow.hf import attention_modules, swapped_layers
+
+    attention = attention_modules(student)
+    parts = [attention[n].get_submodule(part) for n in swapped_layers(student) for part in ("gate", "rotation")]
+    exact = {id(parameter) for part in parts for parameter in part.parameters()}
+    for parameter in student.parameters():
+        if id(parameter) not in exact:
+            parameter.data = parameter.data.to(dtype)
+    return student
 
 
 def features(model: Any, inputs: Tensor) -> Tensor:
@@ -99,8 +140,46 @@ def check_teacher(model: Any, source: Path | str) -> None:
         )
 
 
+def check_swap(teacher: Any, swap: SwapConfig) -> None:
+    """Refuses what `swap_attention` would refuse, without a second copy of the model."""
+    from sympow.hf import attention_modules, swap_attention, swapped_layers
+    from sympow.hf.attention_parts import read_attention
+
+    with torch.device("meta"), warnings.catch_warnings():
+        # Of dropout, of which the swap itself will warn.
+        warnings.simplefilter("ignore")
+        trial = type(teacher)(copy.deepcopy(teacher.config))
+        swap_attention(trial, **_arguments(swap))
+    # On the meta device there is nothing to verify what is read by.
+    attention = attention_modules(teacher)
+    for number in swapped_layers(trial):
+        read_attention(teacher, number, attention[number])
+
+
+def most_positions(model: Any) -> int | None:
+    """Tokens of a sequence that a model can take; None: any number, since it has a rotary embedding."""
+    from sympow.hf import attention_modules
+    from sympow.hf.attention_parts import read_attention
+
+    number, attention = next(iter(attention_modules(model).items()))
+    if read_attention(model, number, attention).rates is not None:
+        return None
+    found = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if found is None else int(found)
+
+
+def check_contexts(config: ConvertConfig, positions: int | None) -> None:
+    """Refuses training contexts that are longer than the sequences that the teacher can take."""
+    contexts = {"context": config.text.context}
+    if config.recipe.extend_tokens:
+        contexts["extend_context"] = config.extended_context
+    for name, context in contexts.items():
+        if positions is not None:
+            check_at_most(name, context, positions, "the positions that the teacher has embeddings of")
+
+
 def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str | None:
-    """Refuses data whose ids are not those of the teacher's tokenizer.
+    """Refuses data whose ids are not those of the teacher's tokenizer, or whose documents begin with another token.
 
     Returns:
         a note if the teacher has no tokenizer to compare with.
@@ -109,8 +188,7 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
     if dataset.vocab_size > known:
         raise ValueError(
             f"data must have the teacher's token ids, below {known:,}; {dataset.name} has a vocabulary of "
-            f"{dataset.vocab_size:,}. Prepare it with the teacher's tokenizer: "
-            f"sympow data prepare … --tokenizer {Path(str(source)) / 'tokenizer.json'}"
+            f"{dataset.vocab_size:,}. {_advice(source)}"
         )
     path = Path(source)
     if path.exists() and not any((path / name).is_file() for name in TOKENIZER_FILES):
@@ -128,7 +206,27 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
         raise ValueError(
             f"data must be tokenized by the teacher's tokenizer, and {dataset.name} is not: the text of its first "
             f"document becomes {found[place : place + 4]} from token {place} on, and with the tokenizer of {source} "
-            f"{expected[place : place + 4]}. Prepare it with the teacher's: sympow data prepare … --tokenizer "
-            f"{path / 'tokenizer.json'}"
+            f"{expected[place : place + 4]}. {_advice(source)}"
+        )
+    first = _first_token(theirs, text, expected)
+    if first is not None and first != dataset.boundary:
+        token = theirs.convert_ids_to_tokens(first)
+        raise ValueError(
+            f"data must begin documents with the token that the teacher begins texts with, {token!r} ({first}); "
+            f"{dataset.name} begins them with {dataset.boundary}. {_advice(source)} --boundary-token '{token}'"
         )
     return None
+
+
+def _first_token(tokenizer: Any, text: str, ids: list[int]) -> int | None:
+    """What a tokenizer puts before the ids of a text, as its last; None: nothing."""
+    whole = list(tokenizer(text)["input_ids"])
+    before = next((at for at in range(len(whole)) if whole[at : at + len(ids)] == ids), 0)
+    return whole[before - 1] if before else None
+
+
+def _advice(source: Path | str) -> str:
+    """How to make data for a teacher."""
+    path = Path(source)
+    file = str(path / "tokenizer.json") if path.exists() else f'"$(hf download -q {source} tokenizer.json)"'
+    return f"Prepare it with the teacher's tokenizer: sympow data prepare … --tokenizer {file}"

@@ -38,10 +38,12 @@ class Objective(Protocol):
 class Matching:
     """Stage 1: the attention outputs of converted layers, each from the teacher's own inputs of that layer.
 
-    The loss of a layer is |student − teacher|² / |teacher|², the share of the output that is not reproduced; the stage
-    minimizes its mean over layers. The teacher runs once without gradients. When an attention module of it has run, the
-    student's runs on the same inputs, and its backward pass follows at once, so that the activations of only one layer
-    are in memory.
+    The loss of a layer is |student − teacher|² / |teacher|², the share of a sequence's output that is not reproduced;
+    the stage minimizes its mean over sequences and layers. A ratio for each sequence, and not one for all, so that the
+    loss of a batch does not depend on how it is split into micro-batches.
+
+    The teacher runs once without gradients. When an attention module of it has run, the student's runs on the same
+    inputs, and its backward pass follows at once, so that the activations of only one layer are in memory.
 
     Args:
         teacher: model with softmax attention.
@@ -68,8 +70,11 @@ class Matching:
             expected = _first(output).detach()
             expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
             with torch.enable_grad():
+                if self.dtype is None:
+                    # The student is trained in float32, whatever the teacher's dtype; autocast would see to it.
+                    args, kwargs = _cast((args, kwargs), _dtype(attention))
                 difference = _first(attention(*args, **kwargs)) - expected
-                loss = difference.square().sum() / expected.square().sum()
+                loss = (_energy(difference) / _energy(expected)).mean()
                 with torch.autocast(expected.device.type, enabled=False):
                     (loss * (weight / len(self.pairs))).backward()
             losses[number] = loss.detach()
@@ -165,6 +170,26 @@ def _first(output: Any) -> Tensor:
     """The output of an attention module, which returns a tuple that begins with it."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
+
+
+def _energy(output: Tensor) -> Tensor:
+    """Squared norm of each sequence, (b,), of (b, t, width)."""
+    return output.square().sum((1, 2))
+
+
+def _dtype(module: nn.Module) -> torch.dtype:
+    return next(parameter.dtype for parameter in module.parameters() if parameter.is_floating_point())
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """The same structure of arguments, floating-point tensors in another dtype."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {name: _cast(one, dtype) for name, one in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_cast(one, dtype) for one in value)
+    return value
 
 
 def _bound(call: Callable[..., None], number: int, attention: nn.Module) -> Callable[..., None]:

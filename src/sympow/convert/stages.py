@@ -29,7 +29,7 @@ class Stage:
         context: tokens of a sequence.
         rate: peak learning rate.
         seed: of the order of the data.
-        before: tokens of the stages before it.
+        before: tokens that the stages before it see.
     """
 
     name: str
@@ -45,14 +45,22 @@ class Stage:
         """As many batches as fit into the tokens, at least one."""
         return max(1, self.tokens // batch_tokens)
 
+    def seen(self, batch_tokens: int) -> int:
+        """Tokens of its batches, which may be fewer than asked for."""
+        return self.steps(batch_tokens) * batch_tokens
+
 
 def plan(config: ConvertConfig) -> list[Stage]:
-    """All stages: match, distill, extend as far as they have tokens, and then those without stage 1."""
-    recipe = config.recipe
+    """All stages: match, distill, extend as far as they have tokens, and then those without stage 1.
+
+    Without it, stage 2 has the steps of both.
+    """
+    recipe, batch_tokens = config.recipe, config.execution.batch_tokens
     main = _branch(config, "", recipe.match_tokens, recipe.distill_tokens)
     if not recipe.without_match:
         return main
-    return main + _branch(config, f"-{WITHOUT_MATCH}", 0, recipe.match_tokens + recipe.distill_tokens)
+    both = sum(stage.seen(batch_tokens) for stage in main if stage.kind in ("match", "distill"))
+    return main + _branch(config, f"-{WITHOUT_MATCH}", 0, both)
 
 
 def _branch(config: ConvertConfig, ending: str, match_tokens: int, distill_tokens: int) -> list[Stage]:
@@ -69,5 +77,5 @@ def _branch(config: ConvertConfig, ending: str, match_tokens: int, distill_token
             # Stages read the documents in different orders, so that none repeats the batches of another.
             seed = config.execution.seed * len(asked) + number
             stages.append(Stage(kind + ending, kind, after, tokens, length, rate, seed, before))
-            before, after = before + tokens, stages[-1].name
+            before, after = before + stages[-1].seen(config.execution.batch_tokens), stages[-1].name
     return stages

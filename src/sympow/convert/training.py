@@ -31,6 +31,22 @@ from sympow.train.trainer import NonFiniteLossError
 KEEP = 2
 
 
+def make_loader(stage: Stage, config: ConvertConfig, dataset: TokenDataset, *, pin_memory: bool = False) -> Loader:
+    """The batches of a stage.
+
+    Raises:
+        ValueError: the dataset has too little text for one.
+    """
+    return Loader(
+        dataset,
+        stage.context,
+        config.execution.batch_tokens // stage.context,
+        short=config.text.short,
+        seed=stage.seed,
+        pin_memory=pin_memory,
+    )
+
+
 class StageTraining:
     """Trains a student for one stage.
 
@@ -74,14 +90,7 @@ class StageTraining:
             parameter.requires_grad_(True)
         self.trainable = trainable
         self.optimizer = make_optimizer(student, self.schedule)
-        self.loader = Loader(
-            dataset,
-            stage.context,
-            config.execution.batch_tokens // stage.context,
-            short=config.text.short,
-            seed=stage.seed,
-            pin_memory=place.device.type == "cuda",
-        )
+        self.loader = make_loader(stage, config, dataset, pin_memory=place.device.type == "cuda")
         self.step_number = 0
         self.skipped = torch.zeros((), dtype=torch.bool, device=place.device)
 
