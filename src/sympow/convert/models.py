@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import warnings
@@ -142,18 +141,12 @@ def check_teacher(model: Any, source: Path | str) -> None:
 
 def check_swap(teacher: Any, swap: SwapConfig) -> None:
     """Refuses what `swap_attention` would refuse, without a second copy of the model."""
-    from sympow.hf import attention_modules, swap_attention, swapped_layers
-    from sympow.hf.attention_parts import read_attention
+    from sympow.hf import swapping
 
-    with torch.device("meta"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         # Of dropout, of which the swap itself will warn.
         warnings.simplefilter("ignore")
-        trial = type(teacher)(copy.deepcopy(teacher.config))
-        swap_attention(trial, **_arguments(swap))
-    # On the meta device there is nothing to verify what is read by.
-    attention = attention_modules(teacher)
-    for number in swapped_layers(trial):
-        read_attention(teacher, number, attention[number])
+        swapping.check_swap(teacher, **_arguments(swap))
 
 
 def most_positions(model: Any) -> int | None:

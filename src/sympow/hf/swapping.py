@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -132,11 +133,45 @@ def swap_attention(
         >>> type(model).__name__, swapped_layers(model)
         ('SympowLlamaForCausalLM', [0, 1])
     """
+    record, made = _prepare(
+        model,
+        layers,
+        power=power,
+        gating=gating,
+        rotary=rotary,
+        initial_gate=initial_gate,
+        form=form,
+        backend=backend,
+        chunk_size=chunk_size,
+        cache_policy=cache_policy,
+    )
+    _put(model, made)
+    before, after = model.config, copy.deepcopy(model.config)
+    after.__class__ = swapped_config_class(type(before))
+    after.sympow_attention = {**asdict(record), "layers": list(record.layers)}
+    holders: list[Any] = [module for module in model.modules() if getattr(module, "config", None) is before]
+    for module in holders:
+        module.config = after
+    _change_classes(model)
+    return model
+
+
+def check_swap(model: PreTrainedModel, **settings: Any) -> None:
+    """Raises what `swap_attention` raises for the same arguments; the model stays as it is."""
+    defaults = inspect.signature(swap_attention).parameters
+    named = {name: defaults[name].default for name in defaults if name != "model"} | settings
+    _prepare(model, **named)
+
+
+def _prepare(
+    model: PreTrainedModel, layers: Layers, *, rotary: str | None, initial_gate: float, **others: Any
+) -> tuple[SwapRecord, dict[int, SwappedAttention]]:
+    """What `swap_attention` will put in place, by the index of a layer, and the record of it."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model must be a model of transformers, got {type(model).__name__}")
     if hasattr(model.config, "sympow_attention"):
         raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
-    check_choice("cache_policy", cache_policy, CACHE_POLICIES)
+    check_choice("cache_policy", others["cache_policy"], CACHE_POLICIES)
     if around := _models_around(model):
         raise ValueError(
             f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "
@@ -157,31 +192,13 @@ def swap_attention(
         warnings.warn(
             f"model has attention dropout {dropout}, which swapped layers do not apply: they never materialise "
             "attention weights",
-            stacklevel=2,
+            stacklevel=3,
         )
     record = SwapRecord(
-        model.config.model_type,
-        tuple(chosen),
-        power,
-        gating,
-        rotary,
-        float(initial_gate),
-        form,
-        backend,
-        chunk_size,
-        cache_policy,
+        model.config.model_type, tuple(chosen), rotary=rotary, initial_gate=float(initial_gate), **others
     )
     # All are made before any is put in place, so that an error leaves the model as it was.
-    made = {index: _make_layer(part, index, record) for index, part in parts.items()}
-    _put(model, made)
-    before, after = model.config, copy.deepcopy(model.config)
-    after.__class__ = swapped_config_class(type(before))
-    after.sympow_attention = {**asdict(record), "layers": list(record.layers)}
-    holders: list[Any] = [module for module in model.modules() if getattr(module, "config", None) is before]
-    for module in holders:
-        module.config = after
-    _change_classes(model)
-    return model
+    return record, {index: _make_layer(part, index, record) for index, part in parts.items()}
 
 
 def swapped_layers(model: nn.Module) -> list[int]:
