@@ -24,7 +24,7 @@ class StandIn:
         texts: the uploaded texts, by context id.
         tokens: what a completion consists of: texts, whole events, WAIT (until `go_on` is set) and BREAK_OFF.
         finish: the reason why a completion ends.
-        refusals: answers to the next requests that are not for files: (path, status, headers, error message).
+        refusals: answers to the next POST requests: (path, status, headers, error message).
         requests: (method, path, headers, body) of every request that is not for a file.
         send_lists: cleared while lists of contexts wait before they are sent.
         cut_off: set when a client has gone away during a completion.
@@ -132,7 +132,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self.refuse(401, "a key is needed")
         for refusal in server.refusals:
             path, status, headers, message = refusal
-            if path == self.path:
+            # Not the lists of contexts that the page asks for by itself.
+            if (self.command, self.path) == ("POST", path):
                 server.refusals.remove(refusal)
                 return self.refuse(status, message, headers)
         match self.command, self.path.strip("/").split("/"):
