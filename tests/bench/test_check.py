@@ -88,6 +88,7 @@ def test_a_mistake_is_found(monkeypatch, mistake, form):
 
 
 @pytest.mark.usefixtures("without_interpreter")
+@pytest.mark.slow
 def test_a_failure_is_the_exit_code(monkeypatch):
     monkeypatch.setattr(accuracy, "attention", with_gates_off_by_one)
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing"])

@@ -97,6 +97,7 @@ def test_a_complete_conversion_is_not_repeated(whole, teacher, monkeypatch):
     assert convert(teacher, config, out, device="cpu")
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_continues_exactly(whole, teacher, tmp_path, monkeypatch):
     """A signal in each stage, between two checkpoints: the same command gives the same weights bit for bit."""
     reference, config = whole
@@ -123,6 +124,7 @@ def test_an_interrupted_conversion_continues_exactly(whole, teacher, tmp_path, m
         assert not (out / "stages" / stage / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_continues_from_its_checkpoint(whole, teacher, tmp_path, monkeypatch):
     """As after a crash: nothing is saved at the end, and the steps since the last checkpoint are repeated."""
     reference, config = whole
@@ -168,6 +170,7 @@ def test_in_a_hybrid_only_the_chosen_layers_change_in_stage_1(teacher, settings,
         assert torch.equal(weight, after[name]) == ("layers.1.self_attn" not in name), name
 
 
+@pytest.mark.slow
 def test_lora_changes_weights_by_a_low_rank_and_trains_gates(teacher, settings, tmp_path):
     pytest.importorskip("peft", reason="needs peft")
     config = settings(match_tokens=0, lora=2, save_every=3)
@@ -187,6 +190,7 @@ def test_lora_changes_weights_by_a_low_rank_and_trains_gates(teacher, settings, 
     assert all(gate.any() for gate in gates)
 
 
+@pytest.mark.slow
 def test_a_teacher_with_learned_positions(settings, tmp_path, capsys):
     """GPT-2, which has no rotary embedding: contexts beyond its positions are not evaluated, and that is said."""
     make_gpt2().save_pretrained(tmp_path / "gpt2")
@@ -199,6 +203,7 @@ def test_a_teacher_with_learned_positions(settings, tmp_path, capsys):
     assert note in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_runs_layers_again_and_changes_nothing(teacher, settings, tmp_path, monkeypatch):
     from sympow.hf.swapped_attention import SwappedAttention
 
@@ -223,6 +228,7 @@ def test_activation_checkpointing_runs_layers_again_and_changes_nothing(teacher,
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_evaluations_are_of_held_out_text(whole, teacher, texts):
     """Each file has the losses of its own model on the held-out documents, which training does not read."""
     from transformers import AutoModelForCausalLM
@@ -271,6 +277,7 @@ def test_the_optimizer_is_the_one_asked_for(teacher, settings, tmp_path, monkeyp
     assert len(clipped) == 8
 
 
+@pytest.mark.slow
 def test_a_teacher_in_bfloat16_gives_a_student_in_bfloat16_trained_in_float32(settings, tmp_path):
     """In both stages that run the teacher: its hidden states are in bfloat16, the student's parameters in float32."""
     from transformers import AutoModelForCausalLM

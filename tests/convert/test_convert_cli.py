@@ -23,6 +23,7 @@ def flags(settings):
     return words
 
 
+@pytest.mark.slow
 def test_a_conversion_from_the_command_line(teacher, texts, tmp_path):
     out = tmp_path / "converted"
     words = [str(teacher), "--data", str(texts), "--out", str(out), "--device", "cpu", *flags(TINY)]

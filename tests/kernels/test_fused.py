@@ -328,6 +328,7 @@ def test_rounding_to_bfloat16_keeps_infinities_and_what_is_not_a_number():
 
 
 @interpreted
+@pytest.mark.slow
 def test_operators_pass_pytorchs_own_checks():
     from sympow.kernels import rotary as rotation_op
     from sympow.kernels.attention import op as attention_op

@@ -117,6 +117,7 @@ def test_states_of_earlier_versions_are_read(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.slow
 def test_a_flipped_bit_of_an_earlier_file_is_noticed_or_harmless(tmp_path):
     save_as_before_checksums(small_state(), tmp_path / "old.pt")
     content = (tmp_path / "old.pt").read_bytes()

@@ -12,7 +12,7 @@ def assert_small(answers):
             assert difference <= TOLERANCE, f"rank {rank}: {name} is off by {difference:.1e}"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_equal_one_process(pool, ranks):
     for found in pool.run(cases.random_cases, ranks, seeds=range(1000 * ranks, 1000 * ranks + 20)):
         for differences, case in found:

@@ -31,10 +31,10 @@ trainer._Run.step = hanging
     [
         ("learning_rate", 0.01, 0.003),
         ("seed", 5, 0),
-        ("power", 4, 2),
-        ("batch_tokens", 384, 192),
-        ("steps", 7, 6),
-        ("save_every", 3, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("power", 4, 2), ("batch_tokens", 384, 192), ("steps", 7, 6), ("save_every", 3, 2))
+        ),
     ],
 )
 def test_processes_with_other_settings_are_refused(start, tmp_path, name, value, here):
