@@ -90,6 +90,7 @@ def test_a_model_is_compiled_once_for_all_lengths(form, marked):
     assert graphs() == (1 if marked else 2)
 
 
+@pytest.mark.slow
 def test_a_model_trains_at_all_lengths_compiled_once():
     model = GPT(GPTConfig(**SMALL, gating="vector", rotary="pairs")).double()
     call = compiled(lambda tokens: model(tokens, return_state=False)[0], dynamic=True)
@@ -158,6 +159,7 @@ def test_a_layer_is_exported_for_all_lengths(form, strict, return_state):
             assert_close(state.kv, after.kv, 1e-10, f"state of {length}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"gating": "vector"}, {"form": "chunked"}, {"mixer": "softmax"}], ids=str)
 def test_a_model_is_exported_for_all_lengths(options, tmp_path):
     model = GPT(GPTConfig(**SMALL, **options)).double().eval()

@@ -11,6 +11,8 @@ from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.generation.text import TextModel
 from sympow.report.inspection import build_inspection_page, inspect_text
 
+pytestmark = pytest.mark.slow  # a browser, and runs to report on
+
 LINE = "A state <b>that</b> forgets, naïvely;\n\tand turns.\n"
 TEXT = LINE * 120
 

@@ -12,6 +12,8 @@ from sympow.report.plotting import DARK_PAPER, LIGHT_PAPER, VARIANTS, assign_sty
 from sympow.report.run_collection import collect
 from sympow.report.run_report import build_report_page
 
+pytestmark = pytest.mark.slow  # a browser, and runs to report on
+
 pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 
 
