@@ -52,6 +52,21 @@ class SympowBlock(GradientCheckpointingLayer, Block):
             setattr(into_residual, INTO_RESIDUAL, True)
 
 
+def initialise_gate_or_rotation(module: nn.Module) -> bool:
+    """Initialises the weights of a gate or rotation; returns whether the module has such weights."""
+    if isinstance(module, FloatLinear):
+        init.zeros_(module.weight)
+        if module.initial_bias is not None:
+            init.constant_(module.bias, module.initial_bias)
+    elif isinstance(module, LearnedGate):
+        init.constant_(module.logit, module.initial_logit)
+    elif isinstance(module, LearnedRotation):
+        init.copy_(module.theta, module.initial(module.theta.device))
+    else:
+        return False
+    return True
+
+
 class SympowPreTrainedModel(PreTrainedModel):
     """The base class of the models, with their initialisation."""
 
@@ -75,19 +90,12 @@ class SympowPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As `GPT.reset_parameters`."""
-        if isinstance(module, FloatLinear):
-            init.zeros_(module.weight)
-            if module.initial_bias is not None:
-                init.constant_(module.bias, module.initial_bias)
-        elif isinstance(module, LearnedGate):
-            init.constant_(module.logit, module.initial_logit)
-        elif isinstance(module, LearnedRotation):
-            init.copy_(module.theta, module.initial(module.theta.device))
-        else:
-            super()._init_weights(module)
-            if isinstance(module, nn.Linear) and hasattr(module, INTO_RESIDUAL):
-                std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
-                init.normal_(module.weight, std=std)
+        if initialise_gate_or_rotation(module):
+            return
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear) and hasattr(module, INTO_RESIDUAL):
+            std = self.config.initializer_range / math.sqrt(2 * self.config.num_hidden_layers)
+            init.normal_(module.weight, std=std)
 
 
 class SympowModel(SympowPreTrainedModel):

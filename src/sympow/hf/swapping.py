@@ -30,18 +30,15 @@ from transformers import (
     PreTrainedModel,
     modeling_utils,
 )
-from transformers import initialization as init
 
 from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
+from sympow.hf.modeling import initialise_gate_or_rotation
 from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
-from sympow.layers.gates import LearnedGate
-from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import LearnedRotation
 from sympow.ops.dispatch import Backend, Form
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
@@ -250,7 +247,7 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         _swap_by_record(self, SwapRecord.of(config))
 
     def initialise_weights(self: PreTrainedModel, module: nn.Module) -> None:
-        if not _init_new_weights(module):
+        if not initialise_gate_or_rotation(module):
             base._init_weights(self, module)
 
     def prepare_cache(
@@ -372,21 +369,6 @@ def _change_classes(model: PreTrainedModel) -> None:
             for name, _ in layer.get_submodule(part).named_parameters()
         ]
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), *parameters}
-
-
-def _init_new_weights(module: nn.Module) -> bool:
-    """Initialises a gate or rotation; whether the module is one."""
-    if isinstance(module, FloatLinear):
-        init.zeros_(module.weight)
-        if module.initial_bias is not None:
-            init.constant_(module.bias, module.initial_bias)
-    elif isinstance(module, LearnedGate):
-        init.constant_(module.logit, module.initial_logit)
-    elif isinstance(module, LearnedRotation):
-        init.copy_(module.theta, module.initial(module.theta.device))
-    else:
-        return False
-    return True
 
 
 def _models_around(model: PreTrainedModel) -> set[str]:
