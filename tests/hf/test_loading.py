@@ -48,6 +48,9 @@ def test_a_saved_model_comes_back(make, tokens, tmp_path):
     [
         "import sympow; from transformers import AutoModelForCausalLM",
         pytest.param("from transformers import AutoModelForCausalLM; import sympow", marks=pytest.mark.slow),
+        pytest.param(
+            "import sympow; from transformers import LlamaForCausalLM, AutoModelForCausalLM", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_the_auto_classes_know_it_in_a_fresh_process(folder, tokens, order):

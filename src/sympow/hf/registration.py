@@ -15,10 +15,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Module of transformers → the modules here that register something with it.
+MODELS, LAYERS = "transformers.models.auto.modeling_auto", "transformers.modeling_layers"
+# Module of transformers → the modules here that register something with it. Our models need both MODELS and LAYERS,
+# and transformers imports the first while it executes the second if a model is imported by its own name.
 REGISTRARS = {
     "transformers.models.auto.configuration_auto": ("sympow.hf.config", "sympow.hf.swapped_config"),
-    "transformers.models.auto.modeling_auto": ("sympow.hf.modeling",),
+    MODELS: ("sympow.hf.modeling",),
+    LAYERS: ("sympow.hf.modeling",),
     "transformers.modeling_utils": ("sympow.hf.attention_function",),
 }
 
@@ -78,6 +81,9 @@ def _follow(spec: ModuleSpec) -> None:
 
 
 def _register(awaited: str) -> None:
+    if awaited == MODELS and getattr(getattr(sys.modules.get(LAYERS), "__spec__", None), "_initializing", False):
+        # LAYERS is being executed, and registers the same at its end.
+        return
     try:
         # If our module is being imported, which imported the awaited one, it registers at its end.
         for registrar in REGISTRARS[awaited]:
