@@ -437,9 +437,11 @@ class _Run:
 @contextmanager
 def fast_float32(precision: str, place: Place) -> Iterator[None]:
     """With bf16 on a GPU, computes float32 products (gates, rotations) in TF32, which is still finer than bf16."""
+    if precision != "bf16" or place.device.type != "cuda":
+        yield
+        return
     before = torch.get_float32_matmul_precision()
-    if precision == "bf16" and place.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
