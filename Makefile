@@ -33,14 +33,17 @@ demo: $(INSTALLED)
 forms: $(INSTALLED)
 	$(BIN)/python examples/three_forms.py $(ARGS)
 
-# One thread each: two workers with their own thread pools would fight over the cores. tests/conftest.py says which files
-# are a group.
+# One thread each: two workers with their own thread pools would fight over the cores. Bytecode is written in any case:
+# tests start hundreds of processes, each of which would compile the package again.
+TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+
+# tests/conftest.py says which files are a group.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
 test-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)
