@@ -22,6 +22,7 @@ KINDS = [
     pytest.param({"power": 2, "gating": "scalar", "rotary": "none"}, id="p2-gated"),
     pytest.param({"power": 4, "gating": "none", "rotary": "fixed"}, id="p4-rotary"),
     pytest.param({"power": 2, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
+    pytest.param({"power": 2, "rotary": "pair-step", "rotary_from": 1, "max_rate": 1.0}, id="p2-upper-steps"),
 ]
 SOFTMAX = [
     pytest.param({"mixer": "softmax"}, id="softmax"),

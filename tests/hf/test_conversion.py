@@ -32,6 +32,7 @@ CONFIGS = [
     {"mlp_ratio": 43 / 16},
     {"head_dim": 8},
     {"gating": "learned", "rotary": "learned", "head_dim": 6, "form": "chunked", "chunk_size": 8},
+    {"rotary": "pair-step", "rotary_from": 1, "max_rate": 1.0},
 ]
 
 
