@@ -22,7 +22,6 @@ KINDS = [
     pytest.param({"power": 2, "gating": "scalar", "rotary": "none"}, id="p2-gated"),
     pytest.param({"power": 4, "gating": "none", "rotary": "fixed"}, id="p4-rotary"),
     pytest.param({"power": 2, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
-    pytest.param({"power": 2, "rotary": "pair-step", "rotary_from": 1, "max_rate": 1.0}, id="p2-upper-steps"),
 ]
 SOFTMAX = [
     pytest.param({"mixer": "softmax"}, id="softmax"),
@@ -76,6 +75,16 @@ def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, toleranc
         assert_relative(logits, expected[:, split:], tolerance, f"split {split}")
         assert after.tokens == 9
         assert after.folded == (cache_policy == "state" or (cache_policy == "auto" and break_even_tokens(model) < 9))
+
+
+@pytest.mark.parametrize("rotary", ["scale", "step", "pair-step", "half"])
+def test_rotations_of_upper_layers_decode_as_the_forward_pass(rotary):
+    model, tokens = make(rotary=rotary, rotary_from=1, max_rate=1.0), text()
+    expected = whole(model, tokens)
+    prefix = Prefix.prefill(model, tokens[:, :5], segment_size=3, cache_policy="state")
+    assert_relative(prefix.logits, expected[:, 4], 1e-9, "read")
+    logits, _ = decode(model, prefix, tokens[:, 5:], cache_policy="state")
+    assert_relative(logits, expected[:, 5:], 1e-9, "decoded")
 
 
 @pytest.mark.parametrize("kind", SOFTMAX)
