@@ -71,6 +71,14 @@ def test_info_takes_options():
     assert info["parameters"]["gating_and_rotary_overhead_percent"] == 0
 
 
+def test_info_counts_rotations_of_the_layers_that_have_them():
+    for first, layers in ((0, 2), (1, 1)):
+        options = ("--gating", "none", "--rotary", "step", "--rotary-from", str(first))
+        found = json.loads(invoke("byte-400k", "--json", *options).output)["parameters"]
+        # Of each layer W_β, width × heads, and a number per head.
+        assert found["total"] - found["without_gating_and_data_dependent_rotary"] == layers * (128 * 4 + 4)
+
+
 def test_info_describes_softmax_without_a_state():
     result = invoke("--mixer", "softmax")
     assert result.exit_code == 0

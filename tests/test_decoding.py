@@ -77,6 +77,16 @@ def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, toleranc
         assert after.folded == (cache_policy == "state" or (cache_policy == "auto" and break_even_tokens(model) < 9))
 
 
+@pytest.mark.parametrize("rotary", ["scale", "step", "pair-step", "half"])
+def test_rotations_of_upper_layers_decode_as_the_forward_pass(rotary):
+    model, tokens = make(rotary=rotary, rotary_from=1, max_rate=1.0), text()
+    expected = whole(model, tokens)
+    prefix = Prefix.prefill(model, tokens[:, :5], segment_size=3, cache_policy="state")
+    assert_relative(prefix.logits, expected[:, 4], 1e-9, "read")
+    logits, _ = decode(model, prefix, tokens[:, 5:], cache_policy="state")
+    assert_relative(logits, expected[:, 5:], 1e-9, "decoded")
+
+
 @pytest.mark.parametrize("kind", SOFTMAX)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 def test_the_same_with_softmax(kind, dtype, tolerance):

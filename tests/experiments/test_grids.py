@@ -1,6 +1,8 @@
 """The grids of the paper at every scale: they have the points of its figures, and compare like with like."""
 
-from dataclasses import asdict
+import math
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,56 @@ def lambda_named_pair(scale):
 
 
 lambda_named_pair.__name__ = "pair"
+
+
+def grown(scale, loss):
+    """All runs of `text_rotation` and their rows, with a made-up loss of the switch, batch, rate and seed."""
+    rows, runs = {}, []
+    while True:
+        found = runs_of(EXPERIMENTS["text_rotation"], replace(scale, finished=rows))
+        assert {run.name for run in runs} <= {run.name for run in found}
+        runs = found
+        new = [run for run in found if run.name not in rows]
+        if not new:
+            return runs
+        # Some at a time, as they finish.
+        for run in new[::2]:
+            switch = re.search(r"c\d+_(.+)_b\d+_lr", run.name)[1]
+            setting = run.config
+            value = loss(switch, setting.run.batch_tokens, setting.optimizer.learning_rate, setting.run.seed)
+            rows[run.name] = {"status": "done" if value else "diverged", "heldout_loss": value}
+
+
+def test_rotation_on_text_grows_by_its_results():
+    """The best rate has all seeds, a best rate at an end is followed beyond it, and three switches go on."""
+    order = ["pair-step", "gating", "half", "1rad", "gating-1rad", "detached", "upper", "step", "paper"]
+
+    def loss(switch, batch, rate, seed):
+        if switch == "paper" and rate > 2e-3:
+            return None
+        # The best rates, of which one is beyond those at the start and one beyond all.
+        best = {"half": 5e-4, "step": 1.0}.get(switch, 2e-3 if batch == 131_072 else 4e-3)
+        return 4 + order.index(switch) / 10 + abs(math.log(rate / best)) / 100 + seed / 1000
+
+    found = {}
+    for run in grown(SCALES["small"](), loss):
+        switch = re.search(r"c\d+_(.+)_b\d+_lr", run.name)[1]
+        rates = found.setdefault((run.config.run.batch_tokens, switch), {})
+        rates.setdefault(run.config.optimizer.learning_rate, []).append(run.config.run.seed)
+    all_seeds, first = [0, 1, 2], [0]
+    usual = {1e-3: first, 2e-3: all_seeds, 4e-3: first}
+    special = {"half": {**usual, 2e-3: first, 5e-4: all_seeds}, "step": {**usual, 2e-3: first, 8e-3: all_seeds}}
+    larger = {"pair-step": 2e-3, "gating": 2e-3, "1rad": 2e-3, "gating-1rad": 2e-3}
+    assert found == {
+        **{(131_072, switch): special.get(switch, usual) for switch in order},
+        **{(524_288, switch): {rate: first, 2 * rate: all_seeds} for switch, rate in larger.items()},
+        (524_288, "half"): {5e-4: all_seeds, 1e-3: first},
+    }
+
+
+def test_rotation_on_text_sees_each_book_once_and_compares_equal_tokens():
+    runs = grown(SCALES["small"](), lambda switch, batch, rate, seed: len(switch) + seed)
+    assert {run.tokens for run in runs if run.config.run.batch_tokens == 131_072} == {46_137_344}
+    assert {run.tokens for run in runs if run.config.run.batch_tokens == 524_288} == {92_274_688}
+    assert {run.config.data.context for run in runs} == {1_024}
+    assert all(run.config.model.gating == "scalar" for run in runs)

@@ -6,7 +6,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
+from dataclasses import asdict
 from statistics import fmean
 
 import pytest
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from sympow.cli.app import app
 from sympow.experiments import grid
-from sympow.experiments.store import Store, read_results, read_rows, read_table
+from sympow.experiments.store import Store, read_results, read_rows, read_table, write_result
 from sympow.experiments.worker import STOPPED, JobSpec, work, write_job
 from sympow.report.run_collection import collect
 from sympow.train.config import TrainConfig
@@ -48,6 +50,45 @@ def command(folder, tmp_path, *arguments):
     where = ["--folder", folder, "--out", tmp_path / "runs", "--results", tmp_path / "results", "--device", "cpu"]
     result = CliRunner().invoke(app, ["experiment", *map(str, [*arguments, *where]), *settings])
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+GROWING = """
+    def growing(scale):
+        '''The better of two rates, on another seed.'''
+        rates = [scale.run("gating", context=32, learning_rate=rate) for rate in (0.1, 0.2)]
+        best = scale.best(rates)
+        return rates if best is None else [*rates, scale.run("gating", context=32, seed=1, **best.changes)]
+"""
+
+
+def test_a_grid_grows_by_its_results(folder, tmp_path, monkeypatch):
+    """Within one command, and where the results are there already; runs are stood in for by made-up results."""
+    (folder / "more.py").write_text(textwrap.dedent(GROWING))
+
+    def start(run, scale, config, index):
+        loss = 1 - run.config.optimizer.learning_rate
+        numbers = {"status": "done", "final_loss": loss, "heldout_loss": loss, "total_seconds": 1, "tokens": run.tokens}
+        about = {"run": run.name, "variant": run.variant, "power": 2, "context": 32, "seed": run.config.run.seed}
+        others = {"device": "cpu", "changes": run.changes, "config": asdict(run.config)}
+        (config.out / run.name).mkdir(parents=True)
+        write_result(config.out / run.name, {**about, **numbers, **others}, {"metrics": {}})
+        return subprocess.Popen([sys.executable, "-S", "-c", ""])
+
+    monkeypatch.setattr("sympow.experiments.runner._start", start)
+    monkeypatch.setattr("sympow.experiments.runner.POLL_SECONDS", 0.01)
+    names = [f"gating_p2_c32_learning_rate-{end}" for end in ("0.1_s0", "0.2_s0", "0.2_s1")]
+    code, output = command(folder, tmp_path, "growing", "--plan")
+    assert code == 0, output
+    assert "2 of 2 runs to do" in output
+    code, output = command(folder, tmp_path, "growing", "--only", "*_s1")
+    assert code != 0, "the third run is not known yet"
+    code, output = command(folder, tmp_path, "growing", "--jobs", 2)
+    assert code == 0, output
+    assert "1 runs more, 0 of them done" in output
+    assert "(3 of 3)" in output
+    assert [row["run"] for row in read_rows(tmp_path / "results" / "growing.jsonl")] == names
+    code, output = command(folder, tmp_path, "growing", "--only", "*_s1")
+    assert "1 runs, 1 of them done" in output
 
 
 @pytest.mark.slow

@@ -110,17 +110,20 @@ def test_swapped_layers_compute_the_formula_of_their_weights(swapped, tokens, ki
 def test_data_dependent_rotations_start_as_the_rotary_embedding(pretrained, tokens):
     ids = tokens(2, 20)
     fixed = swap_attention(pretrained("llama3"))(ids).logits
-    for rotary in ("scale", "pairs"):
+    for rotary in ("scale", "pairs", "pair-step", "half"):
         model = swap_attention(pretrained("llama3"), rotary=rotary)
         assert_close(model(ids).logits, fixed, 1e-10, rotary)
         for layer in attention_modules(model).values():
             layer.rotation.beta_proj.weight.normal_()
+            if rotary == "pair-step":
+                layer.rotation.step_size.weight.normal_()
         assert (model(ids).logits - fixed).abs().max() > 1e-3
     assert (swap_attention(pretrained("llama3"), rotary="none")(ids).logits - fixed).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
-    ("gating", "rotary"), [("learned", "learned"), ("vector", "pairs"), ("fixed", "fixed"), ("none", "none")]
+    ("gating", "rotary"),
+    [("learned", "learned"), ("vector", "pairs"), ("fixed", "fixed"), ("none", "none"), ("scalar", "step")],
 )
 @torch.no_grad()
 def test_all_gates_and_rotations_decode_as_they_prefill(swapped, tokens, gating, rotary):

@@ -35,6 +35,7 @@ def test_gates_give_logs_in_float32_or_better(kind, dtype):
         lambda: make_gate("scalar", WIDTH, HEADS, DIM),
         lambda: make_rotation("learned", WIDTH, HEADS, DIM, max_document=100),
         lambda: make_rotation("scale", WIDTH, HEADS, DIM, max_document=100),
+        lambda: make_rotation("step", WIDTH, HEADS, DIM, max_document=100),
     ],
 )
 def test_weights_of_gates_and_rotations_are_not_rounded_with_a_model(make):
@@ -115,8 +116,8 @@ def test_rotations_give_rates_and_scales(kind, dtype):
         torch.testing.assert_close(theta, sympow.rotary_rates(DIM, 100, dtype=torch.float32))
     else:
         assert torch.equal(theta, sympow.rotary_rates(DIM, 100)), "constant rates keep all their bits"
-    if kind in ("scale", "pairs"):
-        assert beta.shape == (2, 5, HEADS, DIM // 2)[: 4 if kind == "pairs" else 3]
+    if kind in ("scale", "pairs", "step", "pair-step", "half"):
+        assert beta.shape == (2, 5, HEADS, DIM // 2)[: 3 if kind in ("scale", "step") else 4]
         assert torch.equal(beta, torch.ones_like(beta)), "W_β = 0 is fixed rotary"
     else:
         assert beta is None
@@ -217,7 +218,7 @@ def test_a_count_on_the_grid_is_exact_at_any_length(modulus):
     assert min(distance, math.pi - distance) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["signed", "grid"])
+@pytest.mark.parametrize("kind", ["signed", "grid", "half"])
 def test_a_head_needs_two_pairs_to_turn_one(kind):
     with pytest.raises(ValueError, match=f"head_dim must be at least 4 for rotary='{kind}', so that .*; got 2"):
         make_rotation(kind, WIDTH, HEADS, 2, 100)
@@ -233,3 +234,71 @@ def test_unknown_kinds_are_named():
 def test_half_life_of_a_fresh_gate():
     log_gamma = make_gate("scalar", WIDTH, HEADS, DIM)(sample())
     assert math.log(0.5) / log_gamma[0, 0, 0].item() == pytest.approx(693, rel=0.01)
+
+
+def lively(kind, dim=8, **options):
+    """A rotation in float64 away from its start."""
+    rotation = make_rotation(kind, WIDTH, HEADS, dim, max_document=100, **options).double()
+    torch.manual_seed(2)
+    for parameter in rotation.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return rotation
+
+
+@pytest.mark.parametrize(("kind", "outputs"), [("step", (HEADS,)), ("pair-step", (HEADS, 4))])
+def test_steps_are_a_learned_share_of_the_rate_and_of_either_sign(kind, outputs):
+    rotation, x = lively(kind), sample(torch.float64)
+    _, beta = rotation(x)
+    steps = torch.tanh(x @ rotation.beta_proj.weight.T) * rotation.step_size.weight
+    torch.testing.assert_close(beta, 1 + steps.unflatten(-1, outputs), rtol=0, atol=1e-14)
+    assert (beta < 1).any()
+    assert (beta > 1).any()
+
+
+def test_half_of_the_pairs_have_the_papers_scale_and_the_others_none():
+    for dim, moving in ((8, [1, 3]), (6, [1])):
+        half, paper = lively("half", dim), lively("scale", dim)
+        paper.load_state_dict(half.state_dict())
+        beta, scale = half(sample(torch.float64))[1], paper(sample(torch.float64))[1]
+        still = [pair for pair in range(dim // 2) if pair not in moving]
+        assert beta.shape == (2, 5, HEADS, dim // 2)
+        assert torch.equal(beta[..., moving], scale.unsqueeze(-1).expand(-1, -1, -1, len(moving)))
+        assert torch.equal(beta[..., still], torch.ones_like(beta[..., still]))
+
+
+@pytest.mark.parametrize("kind", ["step", "pair-step"])
+def test_a_step_learns_from_its_start(kind):
+    """With s = 0 and W_β = 0 neither would have a gradient, ever."""
+    rotation = make_rotation(kind, WIDTH, HEADS, 8, max_document=100).double()
+    x = sample(torch.float64).requires_grad_()
+    weight, step = rotation.beta_proj.weight, rotation.step_size.weight
+    _, beta = rotation(x)
+    (beta * torch.rand_like(beta)).sum().backward()
+    assert weight.grad.abs().min() > 0
+    with torch.no_grad():
+        weight -= weight.grad
+    rotation(x)[1].square().sum().backward()
+    assert step.grad.abs().min() > 0
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ROTATIONS if kind != "none"])
+def test_the_fastest_rate_is_the_one_asked_for(kind):
+    fast, slow = (make_rotation(kind, WIDTH, HEADS, 8, 100, **rate) for rate in ({}, {"max_rate": 1.0}))
+    pairs = 2 if kind in ("signed", "grid") else 4  # the others turn by angles of their own
+    expected, actual = (rotation(sample())[0][:pairs].double() for rotation in (fast, slow))
+    assert actual[0] == 1.0
+    torch.testing.assert_close(2 * math.pi * actual, expected, rtol=1e-6 if kind == "learned" else 1e-14, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("scale", {"max_rate": 0.0}, "max_rate must be above 0 radians per token, got 0.0"),
+        ("fixed", {"max_rate": math.nan}, "max_rate must be finite, got nan"),
+        ("none", {"max_rate": 1.0}, "max_rate is for models with a rotation; got 1.0 with rotary='none'"),
+        ("fixed", {"max_rate": 1.0, "rates": torch.ones(2)}, "max_rate cannot be combined with rates.*; got 1.0"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_rotation(kind, WIDTH, HEADS, DIM, 100, **options)

@@ -55,13 +55,41 @@ def test_the_layer_is_the_papers_equation():
     assert_close(actual, layer.out_proj(expected.flatten(2)), 1e-9, "y")
 
 
-def test_a_fresh_conformal_layer_is_its_gated_rotary_self():
-    torch.manual_seed(0)
-    conformal = ConformalAttention(WIDTH, 4, gating="learned", rotary="scale")
-    fixed = ConformalAttention(WIDTH, 4, gating="learned", rotary="fixed")
-    fixed.load_state_dict(conformal.state_dict(), strict=False)
-    x = sample().float()
-    assert_close(conformal(x)[0], fixed(x)[0], 1e-6, "y")
+@pytest.mark.parametrize("rotary", ["scale", "pairs", "step", "pair-step", "half"])
+def test_a_fresh_layer_is_its_gated_rotary_self(rotary):
+    """Also in the parameters that both have, at the same seed."""
+    layers = []
+    for kind in (rotary, "fixed"):
+        torch.manual_seed(0)
+        layers.append(ConformalAttention(WIDTH, 4, gating="learned", rotary=kind, max_rate=1.0).double())
+    moving, fixed = layers
+    assert all(torch.equal(parameter, moving.get_parameter(name)) for name, parameter in fixed.named_parameters())
+    assert torch.equal(moving(sample())[0], fixed(sample())[0])
+
+
+@pytest.mark.parametrize("rotary", ["scale", "pair-step", "half"])
+def test_a_detached_rotation_gives_its_input_no_gradient(rotary):
+    """The gradient of x is that of a layer whose β are constants of the same values; all others are as before."""
+    layer, x = make(ConformalAttention, rotary=rotary, key_value_heads=2), sample().requires_grad_()
+
+    def gradients():
+        y, _ = layer(x, return_state=False)
+        found = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], allow_unused=True)
+        return y.detach(), found[0], dict(zip(dict(layer.named_parameters()), found[1:], strict=True))
+
+    attached = gradients()
+    layer.rotation.detached = True
+    detached = gradients()
+    theta, beta = layer.rotation(x)
+    layer.rotation.forward = lambda *_: (theta.detach(), beta.detach())
+    constant = gradients()
+    for y, *_ in (attached, detached, constant):
+        assert torch.equal(y, attached[0])
+    assert torch.equal(detached[1], constant[1])
+    assert (attached[1] - detached[1]).abs().max() > 1e-3
+    for name, gradient in attached[2].items():
+        torch.testing.assert_close(detached[2][name], gradient, rtol=1e-12, atol=1e-12)
+        assert (constant[2][name] is None) == name.startswith("rotation.")
 
 
 @pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
@@ -191,7 +219,10 @@ def test_mistakes_are_named_when_the_layer_is_made(options, error, message):
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize(("gating", "rotary"), [("clamped", "grid"), ("half", "signed"), ("scalar", "pairs")])
+@pytest.mark.parametrize(
+    ("gating", "rotary"),
+    [("clamped", "grid"), ("half", "signed"), ("scalar", "pairs"), ("scalar", "step"), ("none", "half")],
+)
 def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, gating, rotary, kernel):
     """Also where a kernel projects them, in whose place is its reference here."""
     layer = make(ConformalAttention, gating=gating, rotary=rotary, key_value_heads=2)

@@ -47,6 +47,34 @@ def test_the_state_threads_through(mixer, power):
     assert_close(torch.cat(outputs, dim=1), whole, 1e-9, "logits")
 
 
+@pytest.mark.parametrize("rotary", ["scale", "pair-step", "half", "grid"])
+@pytest.mark.parametrize("mixer", ["sympow", "softmax"])
+def test_rotation_begins_at_the_layer_asked_for(mixer, rotary):
+    model, x = make(mixer=mixer, layers=3, rotary=rotary, rotary_from=1, max_rate=1), tokens()
+    kinds = [type(block.mixer.rotation).__name__ for block in model.blocks]
+    assert kinds[0] == "FixedRotation"
+    assert kinds[1] == kinds[2] != "FixedRotation"
+    assert {block.mixer.rotation.rates.values[0] for block in model.blocks} == {1.0}
+    whole, _ = model(x, return_state=False)
+    first, state = model(x[:, :13])
+    assert_close(torch.cat([first, model(x[:, 13:], state)[0]], dim=1), whole, 1e-9, "logits")
+
+
+@pytest.mark.parametrize("rotary", ["scale", "pairs", "step", "pair-step", "half"])
+def test_a_fresh_model_is_that_of_fixed_rotary_with_the_same_seed(rotary):
+    """Parameters, logits and, of what both have, gradients."""
+    models = []
+    for changes in ({"rotary": rotary, "rotary_from": 1}, {"rotary": "fixed"}):
+        torch.manual_seed(0)
+        models.append(GPT(GPTConfig(**SMALL, **changes)).double())
+        models[-1](tokens())[0].square().sum().backward()
+    moving, fixed = models
+    for name, parameter in fixed.named_parameters():
+        assert torch.equal(moving.get_parameter(name), parameter)
+        torch.testing.assert_close(moving.get_parameter(name).grad, parameter.grad, rtol=1e-10, atol=1e-12)
+    assert torch.equal(moving(tokens())[0], fixed(tokens())[0])
+
+
 def test_every_parameter_learns():
     model = make()
     logits, _ = model(tokens())
@@ -274,6 +302,13 @@ class TestConfig:
                 "key_value_heads must be at least 2 for gating='half', got 1",
             ),
             ({"rotary": "grid", "head_dim": 2}, ValueError, "head_dim must be at least 4 for rotary='grid'.*; got 2"),
+            ({"rotary_from": -1}, ValueError, "rotary_from must be at least 0, got -1"),
+            ({"rotary_from": 2}, ValueError, "rotary_from must be at most 1, the last layer; got 2"),
+            ({"rotary_from": 1.0}, TypeError, "rotary_from must be an int, got float"),
+            ({"rotary_from": 1, "rotary": "fixed"}, ValueError, "rotary_from is for .*; got 1 with rotary='fixed'"),
+            ({"max_rate": 0}, ValueError, "max_rate must be above 0 radians per token, got 0"),
+            ({"max_rate": "1"}, TypeError, "max_rate must be a number, got str"),
+            ({"max_rate": 1, "rotary": "none"}, ValueError, "max_rate is for .*; got 1 with rotary='none'"),
             ({"mixer": "linear"}, ValueError, "mixer must be one of 'sympow', 'softmax'; got 'linear'"),
             ({"gating": "on"}, ValueError, "gating must be one of"),
             ({"rotary": "on"}, ValueError, "rotary must be one of"),

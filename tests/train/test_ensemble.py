@@ -38,7 +38,14 @@ def loss_alone(model: GPT, inputs: torch.Tensor, labels: torch.Tensor) -> torch.
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
 def test_losses_and_gradients_are_those_of_each_model_alone(variant, bias):
-    models = models_of(variant, bias=bias)
+    compare_with_each_alone(models_of(variant, bias=bias))
+
+
+def test_step_sizes_are_stacked_and_lower_layers_can_have_fixed_rotary():
+    compare_with_each_alone(models_of("conformal", rotary="pair-step", rotary_from=1))
+
+
+def compare_with_each_alone(models):
     inputs, labels = rows_for(3)
     stacked = stack(models)
     losses = stacked_losses(stacked, inputs, labels)

@@ -6,8 +6,9 @@ import fnmatch
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +16,9 @@ from sympow.checks import DEVICES, check_at_least, check_choice, choose_device
 from sympow.cli.common import Device
 from sympow.files import check_can_write
 from sympow.parsing import parse_yaml
+
+if TYPE_CHECKING:
+    from sympow.experiments.grid import Run
 
 OUT = Path("runs/experiments")
 RESULTS = Path("experiments/results")
@@ -87,10 +91,20 @@ def experiment(
     except TypeError as error:
         # The name and type of a --set value come from the user: a TypeError here is an invalid argument, not a bug.
         raise ValueError(str(error)) from error
-    all_runs = runs_of(found[name], size)
-    runs = _chosen(all_runs, only)
     out, results = out or OUT / scale, results or RESULTS / scale
     store = Store(results, out)
+
+    def all_runs() -> list[Run]:
+        """All runs of the experiment that can be told from the results so far."""
+        return runs_of(found[name], replace(size, finished={row["run"]: row for row in store.rows()}))
+
+    def runs_after_writing() -> list[Run]:
+        # The table has all finished runs of the experiment, including those that --only excludes.
+        runs = all_runs()
+        store.write(name, runs)
+        return [run for run in runs if _is_chosen(run, only)]
+
+    runs = _chosen(all_runs(), only)
     if plan:
         print_plan(name, runs, size, store, jobs, minutes, device)
         return
@@ -105,15 +119,15 @@ def experiment(
         None if minutes is None else 60 * minutes,
         device,
         lambda run: f"sympow experiment {name} --scale {scale} --only {run}{extra}",
-        # The table has all finished runs of the experiment, including those that --only excludes.
-        lambda: store.write(name, all_runs),
+        runs_after_writing,
     )
     with Display() as display:
         outcome = run_all(runs, size, config, store, display)
+    runs = [run for run in all_runs() if _is_chosen(run, only)]
     rows = [outcome.done[run.name] for run in runs if run.name in outcome.done]
     if rows:
         print_rows(rows)
-        typer.echo(f"wrote {', '.join(map(str, store.write(name, all_runs)))}", err=True)
+        typer.echo(f"wrote {', '.join(map(str, store.write(name, all_runs())))}", err=True)
     left = len(outcome.stopped) + len(outcome.not_started)
     if left:
         typer.echo(f"{left} of {len(runs)} runs are left; run the same command to resume", err=True)
@@ -172,12 +186,14 @@ def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
 
 
 def _chosen(runs: list[Any], only: list[str] | None) -> list[Any]:
-    if not only:
-        return runs
-    chosen = [run for run in runs if any(fnmatch.fnmatch(run.name, pattern) for pattern in only)]
-    if not chosen:
+    chosen = [run for run in runs if _is_chosen(run, only)]
+    if not chosen and only:
         raise ValueError(f"only must match some of {', '.join(run.name for run in runs)}; got {', '.join(only)}")
     return chosen
+
+
+def _is_chosen(run: Any, only: list[str] | None) -> bool:
+    return not only or any(fnmatch.fnmatch(run.name, pattern) for pattern in only)
 
 
 def _extra_flags(given: Sequence[str] | None, data: str | None, folder: Path | None) -> str:

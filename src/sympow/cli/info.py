@@ -15,6 +15,9 @@ def info(
     mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
     gating: Annotated[str | None, typer.Option(help=f"Kind of gate: {', '.join(GATES)}.")] = None,
     rotary: Annotated[str | None, typer.Option(help=f"Kind of rotation: {', '.join(ROTATIONS)}.")] = None,
+    rotary_from: Annotated[
+        int | None, typer.Option(help="First layer with that rotation; those below have fixed rotary.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
     heads: Annotated[int | None, typer.Option(help="Number of query heads.")] = None,
@@ -41,6 +44,7 @@ def info(
         "mixer": mixer,
         "gating": gating,
         "rotary": rotary,
+        "rotary_from": rotary_from,
         "layers": layers,
         "width": width,
         "heads": heads,

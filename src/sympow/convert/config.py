@@ -26,7 +26,8 @@ class SwapConfig:
         layers: layers to convert: all, every-other, or their numbers from 0, as in 0,2,5.
         power: p, the even degree of the scores.
         gating: of the state: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
-        rotary: of queries and keys: fixed (the teacher's), learned, scale, pairs, none, or auto: fixed if it has one.
+        rotary: of queries and keys: fixed (the teacher's), learned, scale, pairs, step, pair-step, half, none, or auto:
+            fixed if it has one.
         initial_gate: γ that gates start with, as the share of the state that is kept at each token.
     """
 

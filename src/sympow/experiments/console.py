@@ -60,6 +60,15 @@ class Display:
             self._all = self._bars.add_task("all runs", total=self._total, completed=done, numbers="")
         self.say(f"{self._total} runs, {done} of them done")
 
+    def added(self, runs: int, done: int) -> None:
+        """Called when the results so far have added runs, some of which have been finished earlier."""
+        if not runs:
+            return
+        self._total, self._done = self._total + runs, self._done + done
+        if self._bars is not None:
+            self._bars.update(self._all, total=self._total, completed=self._done)
+        self.say(f"{runs} runs more, {done} of them done")
+
     def started(self, run: Run, seconds: float, resumed: bool) -> None:
         self._steps[run.name] = run.config.run.steps
         if self._bars is not None:

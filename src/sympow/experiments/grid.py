@@ -1,14 +1,17 @@
 """Experiments as grids of training runs: a run, the three scales that runs start from, and the search for experiments.
 
-An experiment is a function of one argument `scale`, in a folder of Python files, that returns the runs of a grid.
+An experiment is a function of one argument `scale`, in a folder of Python files, that returns the runs of a grid. It is
+called again whenever a run has finished. So a grid can grow: runs can depend on the results of others, such as the best
+of several learning rates (`Scale.best`).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +121,11 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
     return [f"{name} {here[name]!r} and {there[name]!r}" for name in here if here[name] != there[name]]
 
 
+def heldout_loss(row: Mapping[str, Any]) -> float:
+    """The held-out loss of a finished run by its row; infinite if it diverged."""
+    return float(row["heldout_loss"]) if row["status"] == "done" else math.inf
+
+
 @dataclass(frozen=True)
 class Scale:
     """What all runs of a scale have in common.
@@ -134,6 +142,7 @@ class Scale:
         startup_seconds: time until the first step of a run; for time estimates only.
         processes: processes of a run, one per GPU.
         keep_checkpoints: whether finished runs keep their checkpoints; their exported models are always kept.
+        finished: rows of finished runs by their names, for experiments whose runs depend on them.
     """
 
     name: str
@@ -147,6 +156,7 @@ class Scale:
     startup_seconds: float
     processes: int = 1
     keep_checkpoints: bool = False
+    finished: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -156,6 +166,12 @@ class Scale:
     def changed(self, **changes: Any) -> Scale:
         """The scale with another base: fields of a TrainConfig, named without their section."""
         return replace(self, base=self.base.changed(**changes))
+
+    def best(self, runs: Sequence[Run]) -> Run | None:
+        """The run with the lowest held-out loss; None: some have not finished."""
+        if any(run.name not in self.finished for run in runs):
+            return None
+        return min(runs, key=lambda run: heldout_loss(self.finished[run.name]))
 
     def run(
         self,

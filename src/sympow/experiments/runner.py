@@ -40,7 +40,7 @@ class RunnerConfig:
         seconds: time limit; None: until all is done.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         command: returns the command that repeats one run, given its name.
-        on_finish: called after each run that has finished.
+        on_finish: called after each run that has finished; returns all runs to train, which may be more than before.
     """
 
     out: Path
@@ -48,7 +48,7 @@ class RunnerConfig:
     seconds: float | None
     device: str | None
     command: Callable[[str], str]
-    on_finish: Callable[[], object]
+    on_finish: Callable[[], Sequence[Run]]
 
 
 @dataclass
@@ -160,12 +160,10 @@ class _Job:
 
 
 def run_all(runs: Sequence[Run], scale: Scale, config: RunnerConfig, store: Store, display: Display) -> Outcome:
-    """Trains and evaluates those of the runs that are not done."""
+    """Trains and evaluates those of the runs that are not done, and those that an experiment adds to them."""
     outcome = Outcome()
-    for run in runs:
-        if (row := store.row(run)) is not None:
-            outcome.done[run.name] = row
-    waiting = [run for run in runs if run.name not in outcome.done]
+    known = {run.name for run in runs}
+    waiting = _take_done(runs, store, outcome)
     # Interrupted runs first, since they have made progress.
     waiting.sort(key=lambda run: store.state(run) != "begun")
     estimator = Estimator(scale, config.jobs, store.rows())
@@ -177,7 +175,12 @@ def run_all(runs: Sequence[Run], scale: Scale, config: RunnerConfig, store: Stor
             now = time.monotonic()
             for job in [job for job in jobs if job.process.poll() is not None]:
                 jobs.remove(job)
-                _record_exit(job, config, store, outcome, estimator, display)
+                if _record_exit(job, config, store, outcome, estimator, display):
+                    added = [run for run in config.on_finish() if run.name not in known]
+                    known |= {run.name for run in added}
+                    new = _take_done(added, store, outcome)
+                    waiting += new
+                    display.added(len(added), len(added) - len(new))
             stop = bool(interruption) or (deadline is not None and now >= deadline)
             if stop:
                 _stop(jobs, now)
@@ -190,6 +193,14 @@ def run_all(runs: Sequence[Run], scale: Scale, config: RunnerConfig, store: Stor
         outcome.interrupted = bool(interruption)
     outcome.not_started = [run.name for run in waiting]
     return outcome
+
+
+def _take_done(runs: Sequence[Run], store: Store, outcome: Outcome) -> list[Run]:
+    """Enters the rows of those runs that are done, and returns the others."""
+    for run in runs:
+        if (row := store.row(run)) is not None:
+            outcome.done[run.name] = row
+    return [run for run in runs if run.name not in outcome.done]
 
 
 def _start_what_fits(
@@ -257,19 +268,21 @@ def _resources(config: RunnerConfig, index: int) -> dict[str, str]:
 
 def _record_exit(
     job: _Job, config: RunnerConfig, store: Store, outcome: Outcome, estimator: Estimator, display: Display
-) -> None:
+) -> bool:
+    """Records what became of a run, and returns whether it has finished."""
     name, code = job.run.name, job.process.returncode
     if code == 0 and (row := store.row(job.run)) is not None:
         outcome.done[name] = row
         estimator.learn(row)
         display.finished(name, row)
-        config.on_finish()
-    elif code == STOPPED or job.asked_to_stop is not None:
+        return True
+    if code == STOPPED or job.asked_to_stop is not None:
         outcome.stopped.append(name)
         display.say(f"{name}: stopped; the same command resumes it")
     else:
         outcome.failed[name] = config.out / name / LOG_FILE
         display.say(f"{name}: failed with exit code {code}; see {outcome.failed[name]}")
+    return False
 
 
 def _stop(jobs: list[_Job], now: float) -> None:

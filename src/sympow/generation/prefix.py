@@ -26,7 +26,7 @@ from sympow import tensor_file
 from sympow.deprecated import accepts_old_arguments, deprecated_attribute, module_getattr
 from sympow.generation.cache import CachePolicy, fold, prefill_state
 from sympow.layers.mixers import LayerState
-from sympow.model.config import EXECUTION_OPTIONS
+from sympow.model.config import ADDED_FIELDS, EXECUTION_OPTIONS, GPTConfig
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.ops.compilation import DERIVED
 from sympow.ops.state import State
@@ -206,10 +206,12 @@ class Prefix:
 def fingerprint_of(model: GPT) -> str:
     """A hash of a model's config and parameters: a prefix is only valid for the model that prefilled it.
 
-    Execution options (form, backend, chunk size) are left out: all of them give the same numbers.
+    Execution options (form, backend, chunk size) are left out: all of them give the same numbers. So are fields that
+    version 0.1 did not have where they have their defaults: its prefixes are still valid.
     """
     described = asdict(model.config)
-    for name in EXECUTION_OPTIONS:
+    unchanged = [name for name in ADDED_FIELDS if described[name] == GPTConfig.__dataclass_fields__[name].default]
+    for name in (*EXECUTION_OPTIONS, *unchanged):
         described.pop(name)
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
     for name, parameter in sorted(model.state_dict().items()):

@@ -33,7 +33,7 @@ from sympow.hf.registration import publish
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import LearnedRotation
+from sympow.layers.rotations import INITIAL_STEP, LearnedRotation, StepSize
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
 from sympow.ops.compilation import Sealed
@@ -45,8 +45,8 @@ INTO_RESIDUAL = "_into_residual"
 class SympowBlock(GradientCheckpointingLayer, Block):
     """A block with gradient checkpointing."""
 
-    def __init__(self, config: GPTConfig) -> None:
-        Block.__init__(self, config)
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        Block.__init__(self, config, layer)
         # transformers initialises a module without telling its name.
         for into_residual in (self.mixer.out_proj, self.mlp.out_proj):
             setattr(into_residual, INTO_RESIDUAL, True)
@@ -62,6 +62,8 @@ def initialise_gate_or_rotation(module: nn.Module) -> bool:
         init.constant_(module.logit, module.initial_logit)
     elif isinstance(module, LearnedRotation):
         init.copy_(module.theta, module.initial(module.theta.device))
+    elif isinstance(module, StepSize):
+        init.constant_(module.weight, INITIAL_STEP)
     else:
         return False
     return True
@@ -108,7 +110,7 @@ class SympowModel(SympowPreTrainedModel):
         native = config.to_native()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embedding_norm = nn.LayerNorm(config.hidden_size, bias=config.use_bias)
-        self.blocks = nn.ModuleList(SympowBlock(native) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(SympowBlock(native, layer) for layer in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, bias=config.use_bias)
         self.gradient_checkpointing = False
         self.post_init()

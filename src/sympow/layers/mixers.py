@@ -14,7 +14,7 @@ from sympow.checks import check_choice
 from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.precision import is_plain_projection, project_together
 from sympow.layers.projections import PAIRS, FusedProjections, Pairs, Projections, SeparateProjections
-from sympow.layers.rotations import DataDependentRotation, Rotation, make_rotation
+from sympow.layers.rotations import MAX_RATE, DataDependentRotation, Rotation, make_rotation
 from sympow.ops.dispatch import Backend, Form, step_gates_unsupported_reason
 from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
@@ -85,8 +85,10 @@ class Mixer(nn.Module, ABC):
         gating: one of `GATES` (`sympow.layers.gates`); "scalar" is the paper's.
         rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "scale" is the paper's.
         max_document: N of the rotation rates, the longest document expected.
+        max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
         bias: whether the projections to queries, keys, values and back have biases.
-        rates: other rotation rates than those of max_document, (head_dim / 2,); not for rotary "signed" and "grid".
+        rates: other rotation rates than those of max_document and max_rate, (head_dim / 2,); not for rotary "signed"
+            and "grid".
         initial_gate: γ before training, for gates that learn it; None: about 0.999.
         projections: modules of another layer, which this one takes over, and how they project (`from_projections`);
             None: new ones.
@@ -107,6 +109,7 @@ class Mixer(nn.Module, ABC):
         gating: str = "scalar",
         rotary: str = "scale",
         max_document: int = 65_536,
+        max_rate: float = MAX_RATE,
         bias: bool = True,
         rates: Tensor | None = None,
         initial_gate: float | None = None,
@@ -126,7 +129,9 @@ class Mixer(nn.Module, ABC):
             for name, module in modules.items():
                 self.add_module(name, module)
         self.gate = make_gate(gating, width, self.key_value_heads, self.head_dim, initial_gate)
-        self.rotation = make_rotation(rotary, width, self.key_value_heads, self.head_dim, max_document, rates)
+        self.rotation = make_rotation(
+            rotary, width, self.key_value_heads, self.head_dim, max_document, rates, max_rate=max_rate
+        )
 
     @classmethod
     def from_projections(
@@ -260,7 +265,7 @@ class Mixer(nn.Module, ABC):
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(f"x must be (batch, time, {self.width}), the width of the layer; got {tuple(x.shape)}")
         q, k, v = self.projections.project(self, x)
-        for_gate, for_rotation = project_together(x, [self.gate.projection, self.rotation.projection], q.dtype)
+        for_gate, for_rotation = self._project_gate_and_rotation(x, q.dtype)
         log_gamma = self.gate(x, for_gate)
         theta, beta = self.rotation(x, for_rotation)
         if shards is not None and cu_seqlens is not None:
@@ -281,6 +286,14 @@ class Mixer(nn.Module, ABC):
             **({"cu_seqlens": cu_seqlens} if shards is None else {"shards": shards}),
         )
         return self.projections.output(self, y), after
+
+    def _project_gate_and_rotation(self, x: Tensor, dtype: torch.dtype) -> list[Tensor | None]:
+        """x as the gate and as the rotation project it, None where one does not; dtype as in `project_together`."""
+        gate, rotation = self.gate.projection, self.rotation.projection
+        if isinstance(self.rotation, DataDependentRotation) and self.rotation.detached:
+            of_gate = project_together(x, [gate], dtype)
+            return of_gate + project_together(self.rotation.source(x), [rotation], dtype)
+        return project_together(x, [gate, rotation], dtype)
 
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""

@@ -1,5 +1,8 @@
 """Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialised to zero (paper §2.2 and §3.2).
 
+Beside the paper's are rotations that move less than it does: by a learned share of the rate ("step", "pair-step"), or
+in half of the pairs ("half"). Others hold a state ("signed", "grid").
+
 Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
 not apply, in float32 or better. A rotation that projects x has a `projection`, and accepts its result if that is
 computed already.
@@ -18,10 +21,14 @@ from torch.nn.functional import pad
 
 from sympow.checks import check_choice
 from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
-from sympow.ops.rotary import rotary_rates
+from sympow.ops.rotary import check_max_rate, rotary_rates
 
 # Divisions of a half turn: counts modulo 2, 3, 4, 5, 6, 8, 10, 12, 15 and multiples that divide it are exact.
 GRID = 120
+# θ_1 in radians per token, the paper's (§2.2).
+MAX_RATE = 2 * math.pi
+# s of a `StepRotation` before training.
+INITIAL_STEP = 0.01
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
 
@@ -95,6 +102,7 @@ class DataDependentRotation(Rotation):
             Each β rotates all later queries and keys, so its gradient is a sum over all later positions. Adam is
             invariant to the scale of a parameter's gradient; the gradient of x and gradient clipping are not. Set by
             training, and not saved with a model.
+        detached: whether the gradient through β stops at W_β instead of reaching x. Set by training, likewise.
     """
 
     def __init__(self, width: int, outputs: int, rates: Tensor) -> None:
@@ -102,21 +110,26 @@ class DataDependentRotation(Rotation):
         self.rates = ConstantTable(rates)
         self.beta_proj = FloatLinear(width, outputs)
         self.gradient_scale = 1.0
+        self.detached = False
 
     @property
     def projection(self) -> nn.Module:
         return self.beta_proj
 
     def by_heads(self, beta: Tensor) -> Tensor:
-        """β (b, t, outputs) in the shape of a rotation's result."""
+        """What a rotation returns as β, from 1 + tanh(W_β x), (b, t, outputs)."""
         return beta
+
+    def source(self, x: Tensor) -> Tensor:
+        """x as the projection takes it."""
+        return x.detach() if self.detached else x
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         return self.rates(x.device), self.by_heads(self._scales(x, projected))
 
     def _scales(self, x: Tensor, projected: Tensor | None) -> Tensor:
-        """β, (b, t, outputs)."""
-        beta = 1 + (project(x, self.beta_proj) if projected is None else projected).tanh()
+        """1 + tanh(W_β x), (b, t, outputs)."""
+        beta = 1 + (project(self.source(x), self.beta_proj) if projected is None else projected).tanh()
         if self.gradient_scale == 1:
             return beta
         # The term added is exactly zero; only its gradient is not.
@@ -139,6 +152,55 @@ class PairRotation(DataDependentRotation):
 
     def by_heads(self, beta: Tensor) -> Tensor:
         return beta.unflatten(-1, (self.heads, -1))
+
+
+class HalfRotation(DataDependentRotation):
+    """The paper's β in every other pair, from the second on, and fixed rotary in the others."""
+
+    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
+        super().__init__(width, heads, rates)
+        self.pairs = len(rates)
+
+    def by_heads(self, beta: Tensor) -> Tensor:
+        couples = torch.stack([torch.ones_like(beta), beta], dim=-1)
+        return couples.repeat(1, 1, 1, (self.pairs + 1) // 2)[..., : self.pairs]
+
+
+class StepSize(KeepsFloat32):
+    """s of a `StepRotation`: multiplies steps (b, t, outputs) by learned numbers (outputs,)."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, INITIAL_STEP)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        return steps * self.weight
+
+
+class StepRotation(DataDependentRotation):
+    """β_i = 1 + s tanh(W_β x_i): a small step, of either sign, beside RoPE's, with s learned for each head.
+
+    W_β = 0 at first, so that the layer is fixed rotary, and s = 0.01, so that W_β has a gradient: with both zero
+    neither has one. With s = 0 and a random W_β, s would have one. But that draws random numbers, and all other
+    parameters of a model would differ from those of the same model with fixed rotary and the same seed.
+
+    Args:
+        per_pair: whether every rotated pair of a head has its own step and its own s.
+    """
+
+    def __init__(self, width: int, heads: int, rates: Tensor, per_pair: bool = False) -> None:
+        outputs = heads * len(rates) if per_pair else heads
+        super().__init__(width, outputs, rates)
+        self.step_size = StepSize(outputs)
+        self.heads, self.per_pair = heads, per_pair
+
+    def by_heads(self, beta: Tensor) -> Tensor:
+        beta = 1 + self.step_size(beta - 1)
+        return beta.unflatten(-1, (self.heads, -1)) if self.per_pair else beta
 
 
 class SignedRotation(DataDependentRotation):
@@ -178,6 +240,9 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "learned": lambda width, heads, rates: LearnedRotation(rates),
     "scale": ScaledRotation,
     "pairs": PairRotation,
+    "step": StepRotation,
+    "pair-step": partial(StepRotation, per_pair=True),
+    "half": HalfRotation,
     "signed": SignedRotation,
     "grid": partial(SignedRotation, divisions=GRID),
 }
@@ -190,7 +255,7 @@ WITH_GIVEN_RATES = tuple(kind for kind in ROTATIONS if kind not in TURNING)
 
 def check_rotation_dim(kind: str, head_dim: int) -> None:
     """Raises a ValueError unless a rotation of this kind can have heads of this size."""
-    if kind in TURNING and head_dim < 4:
+    if kind in (*TURNING, "half") and head_dim < 4:
         raise ValueError(
             f"head_dim must be at least 4 for rotary={kind!r}, so that a pair of two can be turned; got {head_dim}"
         )
@@ -205,20 +270,38 @@ def check_takes_rates(kind: str) -> None:
         )
 
 
+def check_rotation_settings(kind: str, max_rate: float) -> None:
+    """Raises unless a rotation of this kind can have this fastest rate, which has no effect without a rotation."""
+    check_max_rate(max_rate)
+    if kind == "none" and max_rate != MAX_RATE:
+        raise ValueError(f"max_rate is for models with a rotation; got {max_rate} with rotary='none'")
+
+
 def make_rotation(
-    kind: str, width: int, heads: int, head_dim: int, max_document: int, rates: Tensor | None = None
+    kind: str,
+    width: int,
+    heads: int,
+    head_dim: int,
+    max_document: int,
+    rates: Tensor | None = None,
+    *,
+    max_rate: float = MAX_RATE,
 ) -> Rotation:
     """The rotation called `kind`: one of ROTATIONS.
 
     Args:
-        max_document: N of the rates θ_i = 2π / N^(2(i-1)/d), the longest document expected.
+        max_document: N of the rates θ_i = θ_1 / N^(2(i-1)/d), the longest document expected.
         rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document. Only the kinds
             WITH_GIVEN_RATES take them.
+        max_rate: θ_1, radians per token of the fastest pair; the paper's is 2π.
     """
     check_choice("rotary", kind, ROTATIONS)
+    check_rotation_settings(kind, max_rate)
     check_rotation_dim(kind, head_dim)
     if rates is not None:
         check_takes_rates(kind)
+        if max_rate != MAX_RATE:
+            raise ValueError(f"max_rate cannot be combined with rates, which have a fastest one; got {max_rate}")
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
         raise ValueError(
             f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
@@ -226,4 +309,6 @@ def make_rotation(
         )
     if kind == "none":
         return NoRotation()
-    return _MAKERS[kind](width, heads, rotary_rates(head_dim, max_document, device="cpu") if rates is None else rates)
+    if rates is None:
+        rates = rotary_rates(head_dim, max_document, max_rate=max_rate, device="cpu")
+    return _MAKERS[kind](width, heads, rates)

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, linear
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import LearnedRotation
+from sympow.layers.rotations import LearnedRotation, StepSize
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
 from sympow.ops.compilation import Sealed
@@ -39,10 +39,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)). States are passed as `Sealed`, so that FSDP2 does not cast them."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mixer = make_mixer(config)
+        self.mixer = make_mixer(config, layer)
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = Mlp(config)
 
@@ -88,7 +88,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.reset_parameters()
 
@@ -100,7 +100,7 @@ class GPT(nn.Module):
         """
         nn.init.normal_(self.embedding.weight, std=0.02)
         for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation):
+            if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation | StepSize):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear):
                 into_residual = name.endswith("out_proj")
@@ -221,14 +221,15 @@ def _logits(features: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(features, weight.mT, out=padded[:, :vocabulary])
 
 
-def make_mixer(config: GPTConfig) -> Mixer:
-    """The attention layer that a config describes."""
+def make_mixer(config: GPTConfig, layer: int) -> Mixer:
+    """The attention layer that a config describes; layers are counted from 0."""
     shape: dict[str, Any] = {
         "key_value_heads": config.key_value_heads,
         "head_dim": config.head_dim,
         "gating": config.gating,
-        "rotary": config.rotary,
+        "rotary": config.rotary_of(layer),
         "max_document": config.max_document,
+        "max_rate": config.max_rate,
         "bias": config.bias,
     }
     if config.mixer == "softmax":

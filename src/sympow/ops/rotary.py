@@ -11,27 +11,39 @@ import math
 import torch
 from torch import Tensor
 
+from sympow.checks import check_finite
+
 
 def rotary_rates(
     dim: int,
     max_document: int,
     *,
+    max_rate: float = 2 * math.pi,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """θ_i = 2π / N^(2(i-1)/d), one rate per pair of entries (paper §2.2): (dim / 2,).
+    """θ_i = θ_1 / N^(2(i-1)/d), one rate per pair of entries (paper §2.2): (dim / 2,).
 
     Args:
         dim: head dim d, even.
         max_document: N, the length of the longest document expected.
+        max_rate: θ_1, radians per token of the fastest pair; the paper's is 2π.
         dtype: float64 unless asked otherwise: a rate is multiplied by the position, and so is its rounding.
     """
     if dim < 2 or dim % 2:
         raise ValueError(f"dim must be even and positive: rotation acts on pairs of entries; got {dim}")
     if max_document < 1:
         raise ValueError(f"max_document must be at least 1, got {max_document}")
+    check_max_rate(max_rate)
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
-    return (2 * math.pi / float(max_document) ** exponents).to(dtype)
+    return (max_rate / float(max_document) ** exponents).to(dtype)
+
+
+def check_max_rate(max_rate: float) -> None:
+    """Raises unless this can be the fastest of rotation rates, in radians per token."""
+    check_finite("max_rate", max_rate)
+    if max_rate <= 0:
+        raise ValueError(f"max_rate must be above 0 radians per token, got {max_rate}")
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ _ROTATIONS = {
     "learned": "learned rotation",
     "scale": "scaled rotation",
     "pairs": "per-pair rotation",
+    "step": "stepped rotation",
+    "pair-step": "per-pair stepped rotation",
+    "half": "rotation of half of the pairs",
     "signed": "signed rotation",
     "grid": "exact rotation",
 }

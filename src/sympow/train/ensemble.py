@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, layer_norm
 
 from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
+from sympow.layers.rotations import StepSize
 from sympow.model.gpt import GPT
 
 BETAS = (0.9, 0.99)
@@ -79,11 +80,25 @@ class StackedEmbedding(nn.Module):
         return self.weight.flatten(0, 1)[ids].reshape(*tokens.shape, -1)
 
 
+class StackedStepSize(nn.Module):
+    """n `StepSize`s: steps (n · b, t, outputs)."""
+
+    def __init__(self, members: Sequence[StepSize]) -> None:
+        super().__init__()
+        self.members = len(members)
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+
+    def forward(self, steps: Tensor) -> Tensor:
+        rows = steps.reshape(self.members, -1, steps.shape[-1])
+        return (rows * self.weight.unsqueeze(1)).view(steps.shape)
+
+
 _STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.Linear: StackedLinear,
     FloatLinear: StackedLinear,
     nn.LayerNorm: StackedNorm,
     nn.Embedding: StackedEmbedding,
+    StepSize: StackedStepSize,
 }
 
 
@@ -91,7 +106,8 @@ def stack(models: Sequence[GPT]) -> GPT:
     """One model that computes all of them: `features` takes tokens (n · b, t), the rows of each model together.
 
     Raises:
-        ValueError: the models differ in shape, or have parameters outside linear maps, norms and embeddings.
+        ValueError: the models differ in shape, or have parameters outside of linear maps, norms, embeddings and
+            step sizes.
     """
     if any(model.config != models[0].config for model in models):
         raise ValueError("models must have the same config")

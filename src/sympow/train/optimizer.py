@@ -18,7 +18,7 @@ RELATIVE_RATE = "relative_rate"
 
 
 def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
-    """Initializes W_β of data-dependent rotations by the config, and sets the factor on the gradient through β.
+    """Initializes W_β of data-dependent rotations by the config, and sets what becomes of the gradient through β.
 
     Random values are drawn after those of all other parameters, which therefore do not depend on `rotation_init`, and
     on the CPU, so that they are the same on every device.
@@ -27,6 +27,7 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
         if not isinstance(module, DataDependentRotation):
             continue
         module.gradient_scale = config.rotation_gradient
+        module.detached = config.rotation_detached
         if config.rotation_init:
             weight = module.beta_proj.weight
             with torch.no_grad():

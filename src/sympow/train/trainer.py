@@ -22,7 +22,7 @@ from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
 from sympow.model.accounting import check_fits
-from sympow.model.config import EXECUTION_OPTIONS
+from sympow.model.config import EXECUTION_OPTIONS, GPTConfig
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
@@ -463,8 +463,10 @@ def _check_extras(config: TrainConfig) -> None:
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     for name, value in wanted.items():
-        if name not in EXECUTION_OPTIONS and saved.get(name) != value:
-            raise ValueError(f"{name} must be that of {path}, {saved.get(name)!r}; got {value!r}")
+        # A checkpoint of an earlier version lacks fields, which then had no other value than their default now.
+        there = saved.get(name, GPTConfig.__dataclass_fields__[name].default)
+        if name not in EXECUTION_OPTIONS and there != value:
+            raise ValueError(f"{name} must be that of {path}, {there!r}; got {value!r}")
 
 
 def _first_tokens(batch: Batch, tokens: int) -> Batch:
