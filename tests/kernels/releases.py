@@ -30,7 +30,7 @@ def table_of(release: str, folder: Path) -> dict[str, str]:
         **os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": f"{folder}{os.pathsep}{SOURCE}",
         "TRITON_CACHE_DIR": str(folder / "cache"),
     }  # fmt: skip
-    tool = subprocess.run([sys.executable, str(TOOL)], env=environment, capture_output=True, text=True)
+    tool = subprocess.run([sys.executable, str(TOOL), "--all"], env=environment, capture_output=True, text=True)
     if not tool.stdout:
         raise RuntimeError(f"Triton {release} compiled nothing:\n{tool.stderr[-2000:]}")
     table = {}

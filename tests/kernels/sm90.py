@@ -3,6 +3,7 @@
 TRITON_INTERPRET must not be 1. `releases.py` runs this with every supported release of Triton.
 
 python tests/kernels/sm90.py            a table of all kernels at their default tiles
+python tests/kernels/sm90.py --all      the same with variants that differ little from others, or take the longest
 python tests/kernels/sm90.py NAME FILE  the machine code of one of them, and its loops with their instructions counted
 """
 
@@ -702,6 +703,9 @@ CASES = {
     "window fold, copy, wide": (fold_window_kernel, {}, FOLD | dict(COLUMNS=128, COPY=True), 4, 1),
 }  # fmt: skip
 
+# Parts of names of the cases that `--all` adds.
+WITH_ALL = re.compile("p=4|no gates|float32 .*, wide")
+
 
 def loops(sass: str) -> list[tuple[int, Counter]]:
     """Length and instructions of each loop, innermost first."""
@@ -715,10 +719,12 @@ def loops(sass: str) -> list[tuple[int, Counter]]:
     return sorted(found, key=lambda item: item[0])
 
 
-def print_table() -> bool:
+def print_table(everything: bool) -> bool:
     """Prints a line for each kernel; returns whether all of them compiled."""
     failed = []
     for name, case in CASES.items():
+        if WITH_ALL.search(name) and not everything:
+            continue
         try:
             r = compile_kernel(*case)
         except Exception as error:  # noqa: BLE001 (whatever a compiler raises: the table shows every kernel)
@@ -731,10 +737,13 @@ def print_table() -> bool:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        report = compile_kernel(*CASES[sys.argv[1]], disassemble=True)
-        Path(sys.argv[2]).write_text(report.sass)
-        for length, counts in loops(report.sass):
-            print(length, dict(counts.most_common(16)))
-    else:
-        sys.exit(0 if print_table() else 1)
+    match sys.argv[1:]:
+        case [] | ["--all"]:
+            sys.exit(0 if print_table("--all" in sys.argv) else 1)
+        case [name, path]:
+            report = compile_kernel(*CASES[name], disassemble=True)
+            Path(path).write_text(report.sass)
+            for length, counts in loops(report.sass):
+                print(length, dict(counts.most_common(16)))
+        case _:
+            sys.exit(__doc__)
