@@ -39,7 +39,13 @@ def losses(y, state):
 
 
 @pytest.mark.parametrize(
-    ("gate", "form"), [("none", "auto"), *itertools.product(["scalar", "vector"], ["auto", *FORMS])]
+    ("gate", "form"),
+    [
+        ("none", "auto"),
+        *itertools.product(["scalar"], ["auto", *FORMS]),
+        ("vector", "auto"),
+        *(pytest.param("vector", form, marks=pytest.mark.slow) for form in FORMS),
+    ],
 )
 def test_attention_is_compiled_once_for_all_lengths(gate, form):
     """Outputs and all gradients; in batches of different size, too."""
@@ -53,7 +59,11 @@ def test_attention_is_compiled_once_for_all_lengths(gate, form):
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(("rotation", "form"), [("none", "auto"), *(("pairs", form) for form in ("auto", *FORMS))])
+@pytest.mark.parametrize(
+    ("rotation", "form"),
+    [("none", "auto"), ("pairs", "chunked")]
+    + [pytest.param("pairs", form, marks=pytest.mark.slow) for form in ("auto", "attention", "recurrent")],
+)
 def test_attention_between_states_is_compiled_once_for_all_lengths(rotation, form):
     def continued(inputs, state):
         return run(inputs, 4, form, initial_state=state, return_state=True)

@@ -192,6 +192,7 @@ def test_a_record_of_layers_that_are_not_there_is_refused(swapped, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_without_sympow_a_swapped_model_is_refused(swapped, tmp_path):
     swapped().save_pretrained(tmp_path)
     code = f"import transformers; transformers.AutoConfig.from_pretrained({str(tmp_path)!r})"

@@ -185,10 +185,10 @@ def test_states_at_both_ends(form, options, rotation, gate):
     ("power", "form", "options", "gate"),
     [
         (2, "chunked", {"chunk_size": 128}, "scalar"),
-        (2, "chunked", {"chunk_size": 128}, "none"),
         (2, "attention", {}, "scalar"),
-        (4, "attention", {}, "scalar"),
         (4, "chunked", {"chunk_size": 128}, "scalar"),
+        pytest.param(2, "chunked", {"chunk_size": 128}, "none", marks=pytest.mark.slow),
+        pytest.param(4, "attention", {}, "scalar", marks=pytest.mark.slow),
     ],
 )
 def test_states_at_both_ends_are_differentiable(power, form, options, gate):

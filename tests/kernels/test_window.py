@@ -38,8 +38,8 @@ def open_window(inputs: Inputs, power: int, capacity: int) -> Window:
         (2, "none", "none", 2),
         (2, "pairs", "scalar", 3),
         (4, "fixed", "scalar", 1),
-        (4, "scale", "none", 2),
-        (4, "none", "scalar", 1),
+        pytest.param(4, "scale", "none", 2, marks=pytest.mark.slow),
+        pytest.param(4, "none", "scalar", 1, marks=pytest.mark.slow),
     ],
 )
 def test_steps_and_folds_behind_a_state(power, rotation, gate, group):
@@ -263,7 +263,7 @@ def inputs_of_a_copy(seed: int, group: int = 1, **options) -> Inputs:
                          dtype=torch.float32, **options)  # fmt: skip
 
 
-@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("group", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_outputs_in_bfloat16_are_as_good_from_the_copy_as_from_the_state(group, copies, monkeypatch):
     inputs = inputs_of_a_copy(12, group)
     expected, _ = exact(inputs, 2)

@@ -38,7 +38,7 @@ def counted_operations(work: Workload, form: str, chunk_size: int | None = None)
 
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(("initial", "returned"), [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("chunk_size", [None, 64, 100])
+@pytest.mark.parametrize("chunk_size", [None, 100, pytest.param(64, marks=pytest.mark.slow)])
 def test_operations_are_those_pytorch_counts(group, initial, returned, chunk_size, monkeypatch):
     # Small tiles, so that the half of a diagonal tile that is masked stays small beside the rest.
     monkeypatch.setattr(blocks, "MAX_ROWS", 4)

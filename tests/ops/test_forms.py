@@ -36,7 +36,7 @@ def test_odd_head_dims_work_without_rotation(form, power):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("gate", ["scalar", "vector"])
+@pytest.mark.parametrize("gate", ["scalar", pytest.param("vector", marks=pytest.mark.slow)])
 def test_gradcheck_with_states_at_both_ends(form, gate):
     inputs = random_inputs(1, length=5, heads=2, key_heads=1, dim=2, value_dim=2, gate=gate).requires_grad()
     _, state = run(

@@ -12,7 +12,7 @@ def assert_small(answers):
             assert difference <= TOLERANCE, f"rank {rank}: {name} is off by {difference:.1e}"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))])
 def test_ranks_equal_one_process(pool, ranks):
     for found in pool.run(cases.random_cases, ranks, seeds=range(1000 * ranks, 1000 * ranks + 20)):
         for differences, case in found:
@@ -20,7 +20,7 @@ def test_ranks_equal_one_process(pool, ranks):
 
 
 @pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(1, 8))])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
 def test_the_state_after_the_sequence_equals_that_of_one_process(pool, ranks, batch):
     """Over 500 cases, in batches that finish within the pool's timeout."""
     first = 1000 * ranks + 21 * batch

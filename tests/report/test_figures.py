@@ -77,7 +77,11 @@ def write_runs(folder, powers, contexts, rates, **changes):
 
 @pytest.mark.parametrize(
     ("powers", "contexts", "rates"),
-    [((2,), (64,), (6e-4,)), ((2,), (64, 96), (6e-4, 1e-3, 3e-3)), ((2, 4), (256, 512, 4096), (6e-4,))],
+    [
+        ((2,), (64,), (6e-4,)),
+        ((2,), (64, 96), (6e-4, 1e-3, 3e-3)),
+        pytest.param((2, 4), (256, 512, 4096), (6e-4,), marks=pytest.mark.slow),
+    ],
     ids=["one panel", "long names", "several panels"],
 )
 def test_the_papers_figures(tmp_path, saved, powers, contexts, rates):

@@ -30,10 +30,15 @@ trainer._Run.step = hanging
     ("name", "value", "here"),
     [
         ("learning_rate", 0.01, 0.003),
-        ("seed", 5, 0),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("power", 4, 2), ("batch_tokens", 384, 192), ("steps", 7, 6), ("save_every", 3, 2))
+            for case in (
+                ("seed", 5, 0),
+                ("power", 4, 2),
+                ("batch_tokens", 384, 192),
+                ("steps", 7, 6),
+                ("save_every", 3, 2),
+            )
         ),
     ],
 )

@@ -25,7 +25,8 @@ trainer._Run.step = dying
 IMPATIENT = "from sympow.train import heartbeat; heartbeat.DEAD_AFTER, heartbeat.EXIT_GRACE = 4.0, 1.0\n"
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_is_killed_ends_all_by_name(start, tmp_path, rank):
     began = time.monotonic()
     training = start(tmp_path / "run", processes=3, context_parallel=3, code=DYING.format(rank=rank, signal="SIGKILL"))
