@@ -35,10 +35,10 @@ def loss_alone(model: GPT, inputs: torch.Tensor, labels: torch.Tensor) -> torch.
     return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("changes", [{"short_conv": 4}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_losses_and_gradients_are_those_of_each_model_alone(variant, bias):
-    models = models_of(variant, bias=bias)
+def test_losses_and_gradients_are_those_of_each_model_alone(variant, changes):
+    models = models_of(variant, **changes)
     inputs, labels = rows_for(3)
     stacked = stack(models)
     losses = stacked_losses(stacked, inputs, labels)
@@ -75,7 +75,7 @@ def test_each_model_has_its_own_rate_and_clipping():
 
 
 def test_a_member_is_the_model_on_its_own():
-    models = models_of("pair-rotation")
+    models = models_of("pair-rotation", short_conv=4)
     inputs, _ = rows_for(3)
     stacked = stack(models)
     for number, model in enumerate(models):

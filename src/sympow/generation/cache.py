@@ -254,7 +254,7 @@ def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, devi
     Args:
         dtype: of queries, keys and values.
     """
-    return Window.empty(
+    window = Window.empty(
         batch,
         mixer.key_value_heads,
         mixer.head_dim,
@@ -266,6 +266,8 @@ def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, devi
         gate_per_pair=isinstance(mixer.gate, VectorGate),
         device=device,
     )
+    window.conv_state = mixer.initial_conv_state(batch, dtype, device)
+    return window
 
 
 def _offloaded(model: Model) -> bool:

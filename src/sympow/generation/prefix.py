@@ -162,6 +162,9 @@ class Prefix:
             members = {name: getattr(layer, name) for name in kept}
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
+            if layer.conv_state is None:
+                # So that earlier versions, which do not know it, read files of models without a short convolution.
+                del plain["conv_state"]
             layers.append({"kind": KIND_NAMES[type(layer)], **plain})
         words = {
             "tokens": str(self.tokens),
@@ -211,6 +214,9 @@ def fingerprint_of(model: GPT) -> str:
     described = asdict(model.config)
     for name in EXECUTION_OPTIONS:
         described.pop(name)
+    if not described["short_conv"]:
+        # Files of versions that did not know it stay valid.
+        del described["short_conv"]
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
     for name, parameter in sorted(model.state_dict().items()):
         digest.update(name.encode())

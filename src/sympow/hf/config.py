@@ -37,6 +37,7 @@ TRANSFORMERS_NAMES = {
     "rotary": "rotary",
     "max_document": "max_position_embeddings",
     "bias": "use_bias",
+    "short_conv": "short_conv",
     "form": "form",
     "backend": "backend",
     "chunk_size": "chunk_size",
@@ -72,7 +73,7 @@ class SympowConfig(PreTrainedConfig):
             filled in.
         head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which is filled in.
         intermediate_size: hidden size of the MLP; None: 4 times hidden_size.
-        mixer, power, gating, rotary, form, backend, chunk_size: as in `GPTConfig`.
+        mixer, power, gating, rotary, short_conv, form, backend, chunk_size: as in `GPTConfig`.
         max_position_embeddings: N of the rotation rates, the longest document expected; not a limit.
         use_bias: whether linear maps and norms have biases.
         initializer_range: standard deviation of initial weights.
@@ -103,6 +104,7 @@ class SympowConfig(PreTrainedConfig):
         rotary: str = "scale",
         max_position_embeddings: int = 65_536,
         use_bias: bool = True,
+        short_conv: int = 0,
         form: str = "auto",
         backend: str = "auto",
         chunk_size: int | None = None,
@@ -127,6 +129,7 @@ class SympowConfig(PreTrainedConfig):
         self.rotary = rotary
         self.max_position_embeddings = max_position_embeddings
         self.use_bias = use_bias
+        self.short_conv = short_conv
         self.form = form
         self.backend = backend
         self.chunk_size = chunk_size

@@ -9,6 +9,7 @@ from sympow.checks import check_at_most, check_choice
 from sympow.layers.gates import GATES, check_gate_heads
 from sympow.layers.mixers import HeadShape, acts_on_pairs
 from sympow.layers.rotations import ROTATIONS, check_rotation_dim
+from sympow.layers.short_conv import check_short_conv
 from sympow.ops.dispatch import Backend, Form
 from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
@@ -39,6 +40,7 @@ class GPTConfig:
         rotary: "none", "fixed", "learned", "scale" (the paper's), "pairs", "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.
         bias: whether linear maps have biases, as in GPT-2.
+        short_conv: taps of a causal convolution over the queries, keys and values of the last tokens; 0: none.
         form: algorithm of the sympow mixer, as in `sympow.attention`.
         backend: implementation of the sympow mixer, as in `sympow.attention`; "torch" also rules out other Triton
             kernels, such as that of the training loss.
@@ -58,6 +60,7 @@ class GPTConfig:
     rotary: Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"] = "scale"
     max_document: int = 65_536
     bias: bool = True
+    short_conv: int = 0
     form: Form = "auto"
     backend: Backend = "auto"
     chunk_size: int | None = None
@@ -74,6 +77,7 @@ class GPTConfig:
         check_choice("form", self.form, FORMS)
         check_choice("backend", self.backend, BACKENDS)
         check_power(self.power)
+        check_short_conv(self.short_conv)
         check_chunk_size(self.chunk_size, self.form)
         if self.mixer == "softmax":
             for name in ("power", *EXECUTION_OPTIONS):

@@ -14,6 +14,7 @@ from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation
+from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
 from sympow.ops.compilation import Sealed
@@ -95,12 +96,12 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: std 0.02, divided by √(2 layers) for projections into the residual stream.
 
-        Norms, gates and rotations initialise themselves. A model made on the meta device is initialised by `to_empty`
-        and then this.
+        Norms, gates, rotations and short convolutions initialise themselves. A model made on the meta device is
+        initialised by `to_empty` and then this.
         """
         nn.init.normal_(self.embedding.weight, std=0.02)
         for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation):
+            if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation | ShortConvolution):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear):
                 into_residual = name.endswith("out_proj")
@@ -230,6 +231,7 @@ def make_mixer(config: GPTConfig) -> Mixer:
         "rotary": config.rotary,
         "max_document": config.max_document,
         "bias": config.bias,
+        "short_conv": config.short_conv,
     }
     if config.mixer == "softmax":
         return SoftmaxAttention(config.width, config.heads, **shape)

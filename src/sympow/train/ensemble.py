@@ -19,7 +19,9 @@ from torch.nn.functional import cross_entropy, layer_norm
 
 from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
+from sympow.layers.short_conv import ShortConvolution
 from sympow.model.gpt import GPT
+from sympow.ops.short_convolution import short_convolution
 
 BETAS = (0.9, 0.99)
 EPSILON = 1e-8
@@ -79,11 +81,35 @@ class StackedEmbedding(nn.Module):
         return self.weight.flatten(0, 1)[ids].reshape(*tokens.shape, -1)
 
 
+class StackedShortConvolution(ShortConvolution):
+    """n short convolutions: x (n · b, t, channels), whole sequences only.
+
+    Attributes:
+        weight: (n, width, channels).
+    """
+
+    def __init__(self, members: Sequence[ShortConvolution]) -> None:
+        nn.Module.__init__(self)
+        self.members = len(members)
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+
+    def forward(
+        self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens is not supported by stacked models with short_conv")
+        rows = len(x) // self.members
+        # (width, n · b, 1, channels)
+        taps = self.weight.transpose(0, 1).repeat_interleave(rows, dim=1).unsqueeze(2)
+        return short_convolution(x, taps, past, mask=mask)
+
+
 _STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.Linear: StackedLinear,
     FloatLinear: StackedLinear,
     nn.LayerNorm: StackedNorm,
     nn.Embedding: StackedEmbedding,
+    ShortConvolution: StackedShortConvolution,
 }
 
 
@@ -91,7 +117,8 @@ def stack(models: Sequence[GPT]) -> GPT:
     """One model that computes all of them: `features` takes tokens (n · b, t), the rows of each model together.
 
     Raises:
-        ValueError: the models differ in shape, or have parameters outside linear maps, norms and embeddings.
+        ValueError: the models differ in shape, or have parameters outside linear maps, norms, embeddings and
+            short convolutions.
     """
     if any(model.config != models[0].config for model in models):
         raise ValueError("models must have the same config")
@@ -103,7 +130,7 @@ def stack(models: Sequence[GPT]) -> GPT:
     alone = dict(models[0].named_parameters())
     left = [name for name, x in stacked.named_parameters() if x.ndim != alone[name].ndim + 1]
     if left:
-        raise ValueError(f"models cannot be stacked: {left[0]} is not of a linear map, norm or embedding")
+        raise ValueError(f"models cannot be stacked: {left[0]} is not of a linear map, norm, embedding or convolution")
     return stacked
 
 

@@ -36,7 +36,8 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over three parameter groups: matrices, with weight decay; the rotation's projection W_β; all others.
 
-    The embedding counts as a matrix, learned rates θ of a rotation do not. Frozen parameters are left out. The fused
+    The embedding counts as a matrix; learned rates θ of a rotation and taps of short convolutions, which start at 1, do
+    not. Frozen parameters are left out. The fused
     implementation on a GPU.
     """
     rotation, matrices, others = [], [], []
@@ -45,7 +46,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
             continue
         if ".beta_proj." in name:
             rotation.append(parameter)
-        elif parameter.ndim >= 2 and "gate." not in name:
+        elif parameter.ndim >= 2 and "gate." not in name and ".short_conv." not in name:
             matrices.append(parameter)
         else:
             others.append(parameter)

@@ -22,7 +22,7 @@ from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
 from sympow.model.accounting import check_fits
-from sympow.model.config import EXECUTION_OPTIONS
+from sympow.model.config import EXECUTION_OPTIONS, GPTConfig
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
@@ -461,8 +461,10 @@ def _check_extras(config: TrainConfig) -> None:
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     for name, value in wanted.items():
-        if name not in EXECUTION_OPTIONS and saved.get(name) != value:
-            raise ValueError(f"{name} must be that of {path}, {saved.get(name)!r}; got {value!r}")
+        # What earlier versions did not know has its default in their checkpoints.
+        before = saved.get(name, GPTConfig.__dataclass_fields__[name].default)
+        if name not in EXECUTION_OPTIONS and before != value:
+            raise ValueError(f"{name} must be that of {path}, {before!r}; got {value!r}")
 
 
 def _first_tokens(batch: Batch, tokens: int) -> Batch:
