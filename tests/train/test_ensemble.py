@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.model.config import VARIANTS, GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import KeyNoise, StackedAdam, member_of, schedule, stack, stacked_losses, train_stacked
+from sympow.train.ensemble import KeyNoise, StackedAdam, StackedTraining, member_of, schedule, stack, stacked_losses
 
 VARIANT_NAMES = ("softmax", "sympow", "gating", "conformal", "pair-rotation", "vector-gate")
 
@@ -57,7 +57,7 @@ def test_each_model_has_its_own_rate_and_clipping():
     inputs, labels = rows_for(3)
     rates = torch.tensor([1e-3, 3e-3, 1e-2], dtype=torch.float64)
     stacked = stack(models)
-    optimizer = StackedAdam(stacked.parameters(), rates, clip_norm=0.5)
+    optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm=0.5)
     for factor in (1.0, 0.5, 0.25):
         stacked_losses(stacked, inputs, labels).sum().backward()
         optimizer.step(factor)
@@ -88,7 +88,9 @@ def test_a_model_that_diverges_leaves_the_others_alone():
         models[1].embedding.weight.fill_(float("nan"))
     inputs, labels = rows_for(3)
     stacked = stack(models)
-    train_stacked(stacked, [(inputs, labels)] * 3, torch.full((3,), 1e-2), 3, warmup=1)
+    training = StackedTraining(stacked, torch.full((3,), 1e-2), 3, warmup=1)
+    for _ in range(3):
+        training.update(inputs, labels)
     assert stacked.embedding.weight[1].isnan().all()
     for number in (0, 2):
         assert all(x[number].isfinite().all() for x in stacked.parameters())
@@ -100,7 +102,10 @@ def test_training_learns():
         model.reset_parameters()
     stacked = stack(models)
     inputs, labels = rows_for(3)
-    logged, losses = train_stacked(stacked, [(inputs, labels)] * 30, torch.full((3,), 1e-2), 30, warmup=5, log_every=10)
+    training = StackedTraining(stacked, torch.full((3,), 1e-2), 30, warmup=5, log_every=10)
+    for _ in range(30):
+        training.update(inputs, labels)
+    logged, losses = training.losses()
     assert logged == [10, 20, 30]
     assert losses.shape == (3, 3)
     assert (losses[:, -1] < 0.9 * losses[:, 0]).all()

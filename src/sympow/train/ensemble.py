@@ -22,6 +22,7 @@ from sympow.layers.precision import FloatLinear
 from sympow.layers.short_conv import ShortConvolution
 from sympow.model.gpt import GPT
 from sympow.ops.short_convolution import short_convolution
+from sympow.train.optimizer import is_decayed
 
 BETAS = (0.9, 0.99)
 EPSILON = 1e-8
@@ -141,12 +142,33 @@ def member_of(stacked: GPT, number: int) -> GPT:
     return model
 
 
-def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of each model over the labels that count: inputs and labels (n, b, t) → (n,)."""
-    members = len(inputs)
+def stacked_logits(stacked: GPT, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Logits of each model, (n, b · t, vocabulary), in float32 or better.
+
+    Args:
+        inputs: (n, b, t).
+        positions: (n, b, a) of those tokens of each row whose logits are wanted: then (n, b · a, vocabulary). With a
+            large vocabulary these products are most of the work.
+    """
     features, _ = stacked.features(inputs.flatten(0, 1), return_state=False)
-    logits = torch.bmm(features.reshape(members, -1, features.shape[-1]), stacked.embedding.weight.mT)
-    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(members, -1)
+    if positions is not None:
+        places = positions.flatten(0, 1).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        features = features.gather(1, places)
+    rows = features.reshape(len(inputs), -1, features.shape[-1])
+    logits = torch.bmm(rows, stacked.embedding.weight.mT)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The mean loss of each model over the labels that count, (n,).
+
+    Args:
+        inputs: (n, b, t).
+        labels: (n, b, t), or (n, b, a) with positions.
+        positions: of the labels, (n, b, a); None: every token has one.
+    """
+    logits = stacked_logits(stacked, inputs, positions)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(inputs), -1)
     return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
 
 
@@ -178,17 +200,24 @@ class KeyNoise:
 
 
 class StackedAdam:
-    """Adam for stacked models: a learning rate and a clipped gradient norm of its own for each.
+    """AdamW for stacked models: a learning rate and a clipped gradient norm of its own for each.
 
     Args:
-        parameters: (n, …) each.
+        named: parameters by name, (n, …) each.
         rates: the learning rate of each model, (n,).
         clip_norm: largest norm of a model's gradient.
+        weight_decay: of those parameters that `sympow.train.optimizer` decays.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rates: Tensor, clip_norm: float) -> None:
-        self._parameters = list(parameters)
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], rates: Tensor, clip_norm: float, weight_decay: float = 0.0
+    ) -> None:
+        names, self._parameters = zip(*named, strict=True)
         self._rates, self._clip_norm, self._step = rates, clip_norm, 0
+        self._decays = [
+            weight_decay if is_decayed(name, x.ndim - 1) else 0.0
+            for name, x in zip(names, self._parameters, strict=True)
+        ]
         self._first = [torch.zeros_like(x) for x in self._parameters]
         self._second = [torch.zeros_like(x) for x in self._parameters]
 
@@ -201,13 +230,26 @@ class StackedAdam:
         scale = (self._clip_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
         size = -schedule / first_bias * self._rates
-        for x, gradient, first, second in zip(self._parameters, gradients, self._first, self._second, strict=True):
+        moments = zip(self._parameters, gradients, self._first, self._second, self._decays, strict=True)
+        for x, gradient, first, second, decay in moments:
             shape = (-1, *[1] * (x.ndim - 1))
             clipped = gradient * scale.view(shape)
             first.lerp_(clipped, 1 - BETAS[0])
             second.mul_(BETAS[1]).addcmul_(clipped, clipped, value=1 - BETAS[1])
+            if decay:
+                x.mul_(1 - decay * schedule * self._rates.view(shape))
             x.addcdiv_(first * size.view(shape), (second / second_bias).sqrt_().add_(EPSILON))
             x.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "first": self._first, "second": self._second}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._step = saved["step"]
+        for own, other in ((self._first, saved["first"]), (self._second, saved["second"])):
+            for target, source in zip(own, other, strict=True):
+                target.copy_(source)
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:
@@ -217,40 +259,87 @@ def schedule(step: int, steps: int, warmup: int) -> float:
     return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
 
 
-def train_stacked(
-    stacked: GPT,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    rates: Tensor,
-    steps: int,
-    *,
-    warmup: int,
-    clip_norm: float = 1.0,
-    key_noise: float = 0.0,
-    log_every: int = 50,
-) -> tuple[list[int], Tensor]:
-    """Trains all models for `steps` batches of inputs and labels, (n, b, t) each on their device.
+class StackedTraining:
+    """Training of stacked models, one update at a time, which can be saved and continued.
 
     A model whose loss is not finite is left to itself: it does not touch the others.
 
     Args:
         rates: learning rates, (n,).
-        warmup: steps over which they rise.
+        steps: updates in all, for the schedule.
+        warmup: steps over which learning rates rise.
+        clip_norm: largest norm of a model's gradient.
+        weight_decay: as in `StackedAdam`.
         key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
             a task is learned much faster without it.
+        autocast: whether to compute in bfloat16 on a GPU.
+        log_every: steps between two losses that are kept.
 
-    Returns:
-        the steps that were logged, and the losses of each model there, (n, logged) on the CPU.
+    Attributes:
+        stacked: the models.
+        step: updates so far.
     """
-    optimizer = StackedAdam(stacked.parameters(), rates.to(stacked.embedding.weight), clip_norm)
-    noise = KeyNoise(stacked) if key_noise else None
-    logged, losses = [], []
-    for step, (inputs, labels) in zip(range(steps), batches, strict=False):
-        if noise is not None:
-            noise.deviation = key_noise * min(1.0, 2 * step / steps)
-        loss = stacked_losses(stacked, inputs, labels)
+
+    def __init__(
+        self,
+        stacked: GPT,
+        rates: Tensor,
+        steps: int,
+        *,
+        warmup: int,
+        clip_norm: float = 1.0,
+        weight_decay: float = 0.0,
+        key_noise: float = 0.0,
+        autocast: bool = False,
+        log_every: int = 50,
+    ) -> None:
+        self.stacked, self.step = stacked, 0
+        self._steps, self._warmup, self._log_every, self._key_noise = steps, warmup, log_every, key_noise
+        self._autocast = autocast and stacked.embedding.weight.is_cuda
+        rates = rates.to(stacked.embedding.weight)
+        self._optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm, weight_decay)
+        self._noise = KeyNoise(stacked) if key_noise else None
+        self._logged: list[int] = []
+        self._losses: list[Tensor] = []
+
+    def update(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> None:
+        """One update of every model; arguments as in `stacked_losses`, on the device of the models."""
+        if self._noise is not None:
+            self._noise.deviation = self._key_noise * min(1.0, 2 * self.step / self._steps)
+        with self.computing():
+            loss = stacked_losses(self.stacked, inputs, labels, positions)
         loss.sum().backward()
-        optimizer.step(schedule(step, steps, warmup))
-        if (step + 1) % log_every == 0 or step + 1 == steps:
-            logged.append(step + 1)
-            losses.append(loss.detach())
-    return logged, torch.stack(losses, dim=1).cpu()
+        self._optimizer.step(schedule(self.step, self._steps, self._warmup))
+        self.step += 1
+        if self.step % self._log_every == 0 or self.step == self._steps:
+            self._logged.append(self.step)
+            self._losses.append(loss.detach())
+
+    def computing(self) -> torch.autocast:
+        """The context in which the models compute."""
+        return torch.autocast("cuda", torch.bfloat16, enabled=self._autocast)
+
+    def losses(self) -> tuple[list[int], Tensor]:
+        """The steps that were logged, and the losses of each model there, (n, logged) on the CPU."""
+        members = len(self.stacked.embedding.weight)
+        return self._logged, torch.stack(self._losses, dim=1).cpu() if self._losses else torch.zeros(members, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        device = self.stacked.embedding.weight.device
+        return {
+            "step": self.step,
+            "stacked": self.stacked.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "logged": self._logged,
+            "losses": self.losses()[1],
+            "random": torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        weight = self.stacked.embedding.weight
+        self.step = saved["step"]
+        self.stacked.load_state_dict(saved["stacked"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._logged, self._losses = list(saved["logged"]), list(saved["losses"].to(weight.device).unbind(1))
+        restore = torch.cuda.set_rng_state if weight.is_cuda else torch.set_rng_state
+        restore(saved["random"].cpu())
