@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +59,7 @@ class RecallSweep(BaseSweep):
     target: float = 0.99
 
     CHANGEABLE: ClassVar[tuple[str, ...]] = ("weight_decay", "target", *BaseSweep.CHANGEABLE)
-    validate_every: ClassVar[int | None] = 250
+    validate_every: ClassVar[int | None] = 500
 
     def __post_init__(self) -> None:
         for length, pairs in (*self.mixture, *self.evaluation):
@@ -168,8 +169,8 @@ class RecallSweep(BaseSweep):
         device, members = stacked.embedding.weight.device, self.members
         stacked.eval()
         for length, pairs in self.evaluation:
-            drawn = draw_recall([0, kind], rows, length, pairs, self.tokens_known)
-            tokens, positions, answers = (torch.from_numpy(x).to(device) for x in drawn)
+            drawn = _evaluation_rows(kind, rows, length, pairs, self.tokens_known)
+            tokens, positions, answers = (x.to(device) for x in drawn)
             right = torch.zeros(members, dtype=torch.float64, device=device)
             size = max(1, EVALUATED_TOKENS // (members * length))
             for some in torch.arange(rows, device=device).split(size):
@@ -180,6 +181,12 @@ class RecallSweep(BaseSweep):
             found[length, pairs] = (right / (rows * pairs)).cpu()
         stacked.train()
         return found
+
+
+@cache
+def _evaluation_rows(kind: int, rows: int, length: int, pairs: int, vocabulary: int) -> tuple[Tensor, ...]:
+    """What `draw_recall` draws, once for all validations."""
+    return tuple(map(torch.from_numpy, draw_recall([0, kind], rows, length, pairs, vocabulary)))
 
 
 def best_recall(row: Mapping[str, Any]) -> tuple[list[float], dict[str, list[float]]]:

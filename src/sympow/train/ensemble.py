@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -315,9 +316,9 @@ class StackedTraining:
             self._logged.append(self.step)
             self._losses.append(loss.detach())
 
-    def computing(self) -> torch.autocast:
+    def computing(self) -> AbstractContextManager[Any]:
         """The context in which the models compute."""
-        return torch.autocast("cuda", torch.bfloat16, enabled=self._autocast)
+        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
 
     def losses(self) -> tuple[list[int], Tensor]:
         """The steps that were logged, and the losses of each model there, (n, logged) on the CPU."""
