@@ -62,7 +62,7 @@ def _convolve(extended: Tensor, taps: Tensor) -> Tensor:
     length = extended.shape[1] - before
     y = taps[0] * extended[:, before:]
     for j in range(1, before + 1):
-        y = y + taps[j] * extended.narrow(1, before - j, length)
+        y = torch.addcmul(y, taps[j], extended.narrow(1, before - j, length))
     return y
 
 
@@ -77,7 +77,7 @@ def _over_documents(x: Tensor, taps: Tensor, past: Tensor, offsets: Tensor) -> t
     padded = pad(x, (0, 0, before, 0))
     for j in range(1, before + 1):
         earlier = padded.narrow(1, before - j, length)
-        y = y + taps[j] * earlier.masked_fill((places < j)[:, None], 0.0)
+        y = torch.addcmul(y, taps[j], earlier.masked_fill((places < j)[:, None], 0.0))
     # What the past adds to the first tokens of each document, (documents, width − 1, channels).
     added = _convolve(pad(past, (0, 0, 0, before)), taps)
     ahead = torch.arange(before, device=x.device)
@@ -108,5 +108,5 @@ def _without_padding(x: Tensor, taps: Tensor, past: Tensor, mask: Tensor) -> tup
 
     y = taps[0] * x
     for j in range(1, before + 1):
-        y = y + taps[j] * taken((rank + before - j).clamp(min=0))
+        y = torch.addcmul(y, taps[j], taken((rank + before - j).clamp(min=0)))
     return y, taken(mask.sum(1, keepdim=True) + first)
