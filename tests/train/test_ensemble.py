@@ -7,7 +7,9 @@ from torch.nn.functional import cross_entropy
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.model.config import VARIANTS, GPTConfig
 from sympow.model.gpt import GPT
+from sympow.train.config import OptimizerConfig
 from sympow.train.ensemble import KeyNoise, StackedAdam, StackedTraining, member_of, schedule, stack, stacked_losses
+from sympow.train.optimizer import make_optimizer, set_rate
 
 VARIANT_NAMES = ("softmax", "sympow", "gating", "conformal", "pair-rotation", "vector-gate")
 
@@ -52,22 +54,23 @@ def test_losses_and_gradients_are_those_of_each_model_alone(variant, changes):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-8, atol=1e-10)
 
 
-def test_each_model_has_its_own_rate_and_clipping():
-    models = models_of("conformal")
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_each_model_has_its_own_rate_clipping_and_decay(decay):
+    models = models_of("conformal", short_conv=2)
     inputs, labels = rows_for(3)
     rates = torch.tensor([1e-3, 3e-3, 1e-2], dtype=torch.float64)
     stacked = stack(models)
-    optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm=0.5)
+    optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm=0.5, weight_decay=decay)
     for factor in (1.0, 0.5, 0.25):
         stacked_losses(stacked, inputs, labels).sum().backward()
         optimizer.step(factor)
     for number, (model, rate) in enumerate(zip(models, rates.tolist(), strict=True)):
-        alone = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
+        alone = make_optimizer(model, OptimizerConfig(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=decay))
         for factor in (1.0, 0.5, 0.25):
             loss_alone(model, inputs[number], labels[number]).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             assert norm > 0.5
-            alone.param_groups[0]["lr"] = factor * rate
+            set_rate(alone, factor * rate)
             alone.step()
             alone.zero_grad()
         for name, parameter in model.named_parameters():

@@ -203,6 +203,9 @@ class KeyNoise:
 class StackedAdam:
     """AdamW for stacked models: a learning rate and a clipped gradient norm of its own for each.
 
+    Gradients and moments of all parameters lie side by side, so that an update is few kernels: for small models,
+    launching them takes longer than running them.
+
     Args:
         named: parameters by name, (n, …) each.
         rates: the learning rate of each model, (n,).
@@ -213,33 +216,34 @@ class StackedAdam:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], rates: Tensor, clip_norm: float, weight_decay: float = 0.0
     ) -> None:
-        names, self._parameters = zip(*named, strict=True)
-        self._rates, self._clip_norm, self._step = rates, clip_norm, 0
-        self._decays = [
-            weight_decay if is_decayed(name, x.ndim - 1) else 0.0
-            for name, x in zip(names, self._parameters, strict=True)
-        ]
-        self._first = [torch.zeros_like(x) for x in self._parameters]
-        self._second = [torch.zeros_like(x) for x in self._parameters]
+        parameters = dict(named)
+        self._parameters = list(parameters.values())
+        self._decayed = [x for name, x in parameters.items() if is_decayed(name, x.ndim - 1)] if weight_decay else []
+        self._rates, self._clip_norm, self._weight_decay, self._step = rates, clip_norm, weight_decay, 0
+        self._sizes = [x[0].numel() for x in self._parameters]
+        self._first, self._second = (self._parameters[0].new_zeros(len(rates), sum(self._sizes)) for _ in range(2))
 
     @torch.no_grad()
     def step(self, schedule: float) -> None:
         """One update, the learning rates multiplied by `schedule`; clears the gradients."""
         self._step += 1
-        gradients = [x.grad for x in self._parameters if x.grad is not None]
-        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
-        scale = (self._clip_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
-        size = -schedule / first_bias * self._rates
-        moments = zip(self._parameters, gradients, self._first, self._second, self._decays, strict=True)
-        for x, gradient, first, second, decay in moments:
-            shape = (-1, *[1] * (x.ndim - 1))
-            clipped = gradient * scale.view(shape)
-            first.lerp_(clipped, 1 - BETAS[0])
-            second.mul_(BETAS[1]).addcmul_(clipped, clipped, value=1 - BETAS[1])
-            if decay:
-                x.mul_(1 - decay * schedule * self._rates.view(shape))
-            x.addcdiv_(first * size.view(shape), (second / second_bias).sqrt_().add_(EPSILON))
+        gradient = torch.cat([x.grad.flatten(1) for x in self._parameters if x.grad is not None], dim=1)
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._first.lerp_(gradient, 1 - BETAS[0])
+        self._second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        change = self._first * (-schedule / first_bias * self._rates).unsqueeze(1)
+        change.div_((self._second / second_bias).sqrt_().add_(EPSILON))
+        if self._decayed:
+            kept = 1 - self._weight_decay * schedule * self._rates
+            for x in self._decayed:
+                x.mul_(kept.view(-1, *[1] * (x.ndim - 1)))
+        parts = change.split(self._sizes, dim=1)
+        torch._foreach_add_(
+            self._parameters, [part.view_as(x) for part, x in zip(parts, self._parameters, strict=True)]
+        )
+        for x in self._parameters:
             x.grad = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,9 +252,8 @@ class StackedAdam:
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self._step = saved["step"]
-        for own, other in ((self._first, saved["first"]), (self._second, saved["second"])):
-            for target, source in zip(own, other, strict=True):
-                target.copy_(source)
+        self._first.copy_(saved["first"])
+        self._second.copy_(saved["second"])
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:
