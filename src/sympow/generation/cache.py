@@ -236,7 +236,8 @@ def break_even_tokens(model: Model) -> int:
 
 def state_nbytes(windows: ModelState) -> int:
     """The bytes of a state in place of these keys and values."""
-    return sum(w.state_nbytes * w.count.numel() for w in windows if isinstance(w, Window))
+    held = [w for w in windows if isinstance(w, Window)]
+    return sum(w.state_nbytes * w.count.numel() + (0 if w.conv_state is None else w.conv_state.nbytes) for w in held)
 
 
 def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
