@@ -216,7 +216,7 @@ class StackedAdam:
     def __init__(
         self, named: Iterable[tuple[str, nn.Parameter]], rates: Tensor, clip_norm: float, weight_decay: float = 0.0
     ) -> None:
-        parameters = dict(named)
+        parameters: dict[str, Tensor] = dict(named)
         self._parameters = list(parameters.values())
         self._decayed = [x for name, x in parameters.items() if is_decayed(name, x.ndim - 1)] if weight_decay else []
         self._rates, self._clip_norm, self._weight_decay, self._step = rates, clip_norm, weight_decay, 0
