@@ -157,3 +157,18 @@ def test_a_short_convolution_learns_to_recall(monkeypatch):
     row = found.rows["recall_learns"]
     assert row["overall"][0][0] > 0.95
     assert row["steps"] < 1_000
+
+
+@pytest.mark.gpu
+def test_a_sweep_continues_on_a_gpu_where_it_was_stopped(tmp_path, monkeypatch):
+    """In bfloat16, with the kernels."""
+    sweep = replace(TINY, model={**MODEL, "width": 64, "heads": 4, "layers": 2}, steps=12, tokens_known=8_192)
+    times = iter(range(10_000))
+    monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
+    with pytest.raises(OutOfTimeError, match=r"stopped at step"):
+        run_sweep(sweep, "cuda", "a command", deadline=8, checkpoint=tmp_path / "tiny.sweep")
+    found = run_sweep(sweep, "cuda", "a command", checkpoint=tmp_path / "tiny.sweep")
+    assert found.rows["recall_tiny"]["steps"] == 12
+    losses = [value for of_seed in found.curves["recall_tiny"]["loss"]["value"] for value in of_seed]
+    # About log 8,192, that of a guess.
+    assert all(8 < loss < 10 for loss in losses)

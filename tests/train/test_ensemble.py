@@ -77,6 +77,17 @@ def test_each_model_has_its_own_rate_clipping_and_decay(decay):
             torch.testing.assert_close(stacked.get_parameter(name)[number], parameter, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 9])
+def test_stacked_convolutions_of_rows_are_those_of_segments(length):
+    models = models_of("gating", short_conv=4)
+    inputs = torch.randint(VOCABULARY, (6, length + 2), generator=torch.Generator().manual_seed(0))
+    stacked = stack(models)
+    whole, _ = stacked.features(inputs, return_state=False)
+    first, state = stacked.features(inputs[:, :length])
+    second, _ = stacked.features(inputs[:, length:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-10, atol=1e-10)
+
+
 def test_a_member_is_the_model_on_its_own():
     models = models_of("pair-rotation", short_conv=4)
     inputs, _ = rows_for(3)

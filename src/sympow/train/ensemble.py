@@ -12,11 +12,11 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, layer_norm
+from torch.nn.functional import cross_entropy, layer_norm, pad
 
 from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
@@ -83,8 +83,37 @@ class StackedEmbedding(nn.Module):
         return self.weight.flatten(0, 1)[ids].reshape(*tokens.shape, -1)
 
 
+class _StackedConvolution(torch.autograd.Function):
+    """Short convolutions of whole sequences, x (n, b, t, channels) with weights (n, width, channels).
+
+    The gradient is written out: autograd's has a tensor as large as x for each tap, twice, and training of small
+    models waits for memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        taps, length = weight.to(x.dtype)[:, :, None, None], x.shape[2]
+        y = taps[:, 0] * x
+        for j in range(1, min(weight.shape[1], length)):
+            y[:, :, j:].addcmul_(taps[:, j], x[:, :, : length - j])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (d_y,), (x, weight) = gradients, ctx.saved_tensors
+        taps, length = weight.to(x.dtype)[:, :, None, None], x.shape[2]
+        d_x, d_weight = taps[:, 0] * d_y, torch.zeros_like(weight)
+        d_weight[:, 0] = (d_y * x).sum((1, 2), dtype=weight.dtype)
+        for j in range(1, min(weight.shape[1], length)):
+            later, earlier = d_y[:, :, j:], x[:, :, : length - j]
+            d_x[:, :, : length - j].addcmul_(taps[:, j], later)
+            d_weight[:, j] = (later * earlier).sum((1, 2), dtype=weight.dtype)
+        return d_x, d_weight
+
+
 class StackedShortConvolution(ShortConvolution):
-    """n short convolutions: x (n · b, t, channels), whole sequences only.
+    """n short convolutions: x (n · b, t, channels).
 
     Attributes:
         weight: (n, width, channels).
@@ -101,6 +130,10 @@ class StackedShortConvolution(ShortConvolution):
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens is not supported by stacked models with short_conv")
         rows = len(x) // self.members
+        if past is None and mask is None:
+            y = cast("Tensor", _StackedConvolution.apply(x.unflatten(0, (self.members, rows)), self.weight))
+            before = self.width - 1
+            return y.flatten(0, 1), pad(x[:, -before:], (0, 0, max(0, before - x.shape[1]), 0))
         # (width, n · b, 1, channels)
         taps = self.weight.transpose(0, 1).repeat_interleave(rows, dim=1).unsqueeze(2)
         return short_convolution(x, taps, past, mask=mask)
