@@ -1,15 +1,12 @@
-"""Experiments on what the paper leaves open: when data-dependent rotation pays, other gates, what the state holds."""
+"""Experiments on what the paper leaves open: when data-dependent rotation pays, other gates and rotations."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from sympow.experiments import Run, Scale
 
-CURVES = ("softmax", "sympow", "gating", "conformal")
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-PAIRS = (16, 64, 128)
 
 
 def learning_rate(scale: Scale) -> list[Run]:
@@ -79,18 +76,3 @@ def rotation(scale: Scale) -> list[Run]:
         for variants, changes in grid
         for variant in variants
     ]
-
-
-def recall(scale: Scale) -> list[Run]:
-    """What the state holds: models trained on associative recall of more and more pairs, p = 2."""
-    # Heads of 16 dimensions have 136 features, few enough for the pairs to fill the state.
-    size: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4}
-    runs = []
-    for seed in scale.seeds:
-        for pairs in PAIRS[:1] if scale.name == "cpu" else PAIRS:
-            context = 8 * pairs
-            evaluation = replace(scale.evaluation, tokens=64 * context, length=0, pairs=(pairs,), distances=())
-            what: dict[str, Any] = {"context": context, "evaluation": evaluation, "title": f"recall-{pairs}"}
-            data = f"mqar:pairs={pairs},length={context}"
-            runs += [scale.run(variant, seed=seed, **what, data=data, **size) for variant in CURVES]
-    return runs

@@ -24,6 +24,7 @@ from sympow.experiments.grid import heldout_loss
 from sympow.experiments.store import is_table, read_results, read_rows
 from sympow.experiments.sweep import SweepResults
 from sympow.files import write_atomically
+from sympow.report.recall_report import recall_table
 from sympow.report.sweep_report import accuracy_table
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -100,10 +101,9 @@ class Results:
             if row["status"] == "done"
         ]
 
-    def by_data(self) -> tuple[Results, Results]:
-        """Runs on the scale's own text, and those on something else."""
-        own = [row for row in self.rows if "data" not in row["changes"]]
-        return Results(own), Results([row for row in self.rows if "data" in row["changes"]])
+    def on_text(self) -> Results:
+        """Runs on the scale's own text."""
+        return Results([row for row in self.rows if "data" not in row["changes"]])
 
     def of(self, variant: str, power: int, context: int, changes: dict[str, Any] | None = None) -> dict[int, Row]:
         """By seed."""
@@ -150,13 +150,12 @@ def tables(results: Results) -> Iterator[str]:
     if not results.rows:
         yield "No results yet.\n"
         return
-    read, others = results.by_data()
+    read = results.on_text()
     yield from _losses(read)
     yield from _claims(read)
     yield from _beyond(read)
     yield from _variants(read)
     yield from _rotation(read)
-    yield from _recall(others)
 
 
 def text_rotation_tables(rows: Sequence[Row]) -> Iterator[str]:
@@ -231,6 +230,15 @@ def tracking_tables(folder: Path) -> Iterator[str]:
             yield f"### {title}\n"
             yield from accuracy_table(rows)
             yield ""
+
+
+def recall_tables(folder: Path) -> Iterator[str]:
+    """The table of recall, if there are results."""
+    recalled = list(SweepResults.read(folder, "recall").rows.values())
+    if recalled:
+        yield "### Associative recall: right answers in % against numbers of state, by length / pairs\n"
+        yield from recall_table(recalled)
+        yield ""
 
 
 def _losses(results: Results) -> Iterator[str]:
@@ -352,29 +360,6 @@ def _rotation(results: Results) -> Iterator[str]:
         yield ""
 
 
-def _recall(results: Results) -> Iterator[str]:
-    asked = sorted({probe["pairs"] for row in results.rows for probe in row["recall"]})
-    if not asked:
-        return
-    yield "### Associative recall: right answers, by number of pairs and seed, p = 2\n"
-    yield _table_head(["pairs", *CURVES])
-    for pairs in asked:
-        cells = [_answers(results, variant, pairs) for variant in CURVES]
-        yield _table_row([str(pairs), *cells])
-    yield ""
-
-
-def _answers(results: Results, variant: str, pairs: int) -> str:
-    """Of every seed, over all distances between question and answer."""
-    shares = {}
-    for row in results.rows:
-        asked = [probe for probe in row["recall"] if probe["pairs"] == pairs]
-        if row["variant"] == variant and asked:
-            right = sum(probe["accuracy"] * probe["answers"] for probe in asked)
-            shares[row["seed"]] = right / sum(probe["answers"] for probe in asked)
-    return ", ".join(f"{shares[seed]:.0%}" for seed in sorted(shares)) or "–"
-
-
 def _authors_difference(one: str, other: str, power: int, context: int) -> float | None:
     row = AUTHORS.get((power, context))
     return None if row is None else row[CURVES.index(one)] - row[CURVES.index(other)]
@@ -406,8 +391,8 @@ def main() -> None:
     table = arguments.results / f"{TEXT_ROTATION}.jsonl"
     of_text = read_rows(table) if is_table(table) else []
     others = runs.keys() - {row["run"] for row in of_text}
-    of_runs = tables(Results([runs[name].row for name in sorted(others)]))
-    written = "\n".join([*of_runs, *text_rotation_tables(of_text), *tracking_tables(arguments.results)])
+    of_runs = [*tables(Results([runs[name].row for name in sorted(others)])), *text_rotation_tables(of_text)]
+    written = "\n".join([*of_runs, *tracking_tables(arguments.results), *recall_tables(arguments.results)])
     write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
 
 

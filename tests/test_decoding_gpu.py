@@ -17,6 +17,7 @@ KINDS = [
     pytest.param({"power": 2, "heads": 2}, id="p2-64"),
     pytest.param({"power": 2, "heads": 8}, id="p2-16"),
     pytest.param({"power": 4, "heads": 8, "key_value_heads": 4}, id="p4-16"),
+    pytest.param({"power": 2, "heads": 4, "key_value_heads": 2, "short_conv": 4}, id="p2-32-conv"),
     pytest.param({"power": 2, "heads": 8, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
     pytest.param({"mixer": "softmax", "heads": 2, "gating": "none", "rotary": "fixed"}, id="softmax"),
     pytest.param({"mixer": "softmax", "heads": 4, "key_value_heads": 2}, id="softmax-gated"),

@@ -62,6 +62,7 @@ class Nothing:
     """A state from which every query returns zero."""
 
     values = torch.zeros(0, dtype=torch.bfloat16)
+    conv_state = None
 
     def step(self, q, k, v, log_gamma, beta, theta, backend):
         assert log_gamma.shape == beta.shape == (2, 1, 4)

@@ -80,9 +80,8 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
             row("conformal", 2, 8192, seed, 2.05 + noise + seed / 1000, changes={"rotation_rate": 0.1}),
         ]
         rows += [row("softmax", None, 256, seed, 2.0 + noise), row("sympow", 2, 256, seed, 2.1 + noise)]
-    # Two of three answers at one distance, none of one at another.
-    asked = [{"pairs": 16, "accuracy": 2 / 3, "answers": 3}, {"pairs": 16, "accuracy": 0.0, "answers": 1}]
-    rows.append(row("gating", 2, 128, 0, 4.0, changes={"data": "mqar:pairs=16"}, recall=asked))
+    # On other data, which no table has.
+    rows.append(row("gating", 2, 128, 0, 4.321, changes={"data": "mqar:pairs=16"}))
     rows.append(row("conformal", 2, 8192, 7, 9.0, status="diverged"))
     rows = [{**one, "run": f"{one['run']}{len(one['changes'])}"} for one in rows]
     table = tmp_path / "results" / "some.jsonl"
@@ -107,7 +106,7 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     assert conformal.endswith("| conformal is better | within the noise |")
     growth = next(line for line in lines if "growth of sympow − softmax" in line)
     assert "| p = 2, 256 to 8,192 | +0.102 | +0.400 (± 0.000, 3 seeds) | the gap grows | yes |" in growth
-    assert "| 16 | – | – | 50% | – |" in lines
+    assert "4.321" not in text
     slower = next(line for line in lines if "rotation_rate 0.1" in line)
     assert "-0.049 (± 0.001, 3 seeds)" in slower
     assert slower.endswith("| yes |")
@@ -147,6 +146,26 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
     assert "| | parity (chance 50) |" in lines
     assert "| conformal | 99.5, 50.0 |" in lines
     assert "| gating | 50.0, 50.0 |" in lines
+
+
+def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
+    script = load("reproduction_tables")
+    assert list(script.recall_tables(tmp_path)) == []
+    results = SweepResults(tmp_path, "recall")
+    numbers = {
+        "learning_rates": [0.1, 0.2],
+        "best_rate": 0.2,
+        "steps": 9,
+        "state_numbers": 5_000,
+        "state_bytes": 20_000,
+    }
+    found = {"overall": [[0.1, 0.1], [0.5, 0.7]], "by_shape": {"64/4": [[0.1, 0.1], [1.0, 1.0]]}}
+    results.rows["recall_mine"] = {"run": "recall_mine", "task": "recall", "sweep": "mine", **numbers, **found}
+    results.curves["recall_mine"] = {"run": "recall_mine"}
+    results.write()
+    lines = list(script.recall_tables(tmp_path))
+    assert "| mine | 5,000 | 20,000 | 0.2 | 9 | 60.0 ± 14.1 | 100.0 ± 0.0 |" in lines
+    assert "| GLA (published) | about 67,000 | | | | 95 | |" in lines
 
 
 def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):

@@ -13,9 +13,9 @@ from sympow.data.state_tracking import find_task
 from sympow.experiments import Sweep
 from sympow.experiments import sweep as module
 from sympow.experiments.grid import describe, find_sweeps
-from sympow.experiments.sweep import SweepResults, best_accuracies, run_sweep, run_sweeps
+from sympow.experiments.sweep import OutOfTimeError, SweepResults, best_accuracies, run_sweep, run_sweeps
 from sympow.report.sweep_report import accuracy_table
-from sympow.train.ensemble import train_stacked
+from sympow.train.ensemble import StackedTraining
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "none", "rotary": "pairs"}
@@ -40,7 +40,10 @@ def found():
 
 
 def test_every_model_is_given_the_rows_of_its_task_and_seed():
-    steps = list(module._batches(TINY, "cpu"))
+    steps = list(TINY.batches("cpu"))
+    later = list(TINY.batches("cpu", first=2))
+    assert len(later) == 1
+    assert torch.equal(later[0][0], steps[2][0])
     assert len(steps) == 3
     members = [(task, seed) for task in TINY.tasks for _ in TINY.learning_rates for seed in TINY.seeds]
     for member, (task, seed) in enumerate(members):
@@ -54,7 +57,7 @@ def test_every_model_is_given_the_rows_of_its_task_and_seed():
 
 def test_random_lengths_vary_and_fit_every_task():
     sweep = replace(TINY, length=64, random_lengths=True, steps=200, rows=1)
-    lengths = {given.shape[-1] for given, _ in module._batches(sweep, "cpu")}
+    lengths = {given.shape[-1] for given, _ in sweep.batches("cpu")}
     assert lengths == {17, 24, 32, 40, 48, 56, 64} & lengths
     assert len(lengths) > 4
 
@@ -92,13 +95,15 @@ def test_a_rate_at_which_a_model_diverged_is_not_the_best(diverged):
 
 
 def test_results_of_a_model_that_diverged_are_json(tmp_path, found, monkeypatch):
-    def diverge(*arguments, **options):
-        logged, losses = train_stacked(*arguments, **options)
+    measured = StackedTraining.losses
+
+    def diverge(self):
+        logged, losses = measured(self)
         losses[:, 1] = float("nan")
         losses[:, 2] = float("inf")
         return logged, losses
 
-    monkeypatch.setattr(module, "train_stacked", diverge)
+    monkeypatch.setattr(StackedTraining, "losses", diverge)
     results = SweepResults.read(tmp_path, "mine")
     assert run_sweeps([TINY], results, "cpu", str, None, lambda _: None) == []
 
@@ -176,13 +181,17 @@ def test_finished_sweeps_are_skipped_and_others_kept(tmp_path, found, monkeypatc
         all_of([replace(first, steps=4)])
 
 
-def test_a_sweep_that_would_not_finish_in_time_is_left(tmp_path):
-    longer = replace(TINY, steps=10**6)
-    said = []
-    left = run_sweeps([longer], SweepResults.read(tmp_path, "mine"), "cpu", str, 0.001, said.append)
-    assert left == ["tiny"]
-    assert "not trained" in said[0]
-    assert not (tmp_path / "mine.jsonl").exists()
+def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, monkeypatch):
+    # More steps than are drawn together, with noise, whose generator has to continue.
+    longer = replace(TINY, steps=20, key_noise=0.5)
+    whole = run_sweep(longer, "cpu", "a command")
+    times = iter(range(1000))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(times))
+    with pytest.raises(OutOfTimeError, match=r"stopped at step 1[78] of 20"):
+        run_sweep(longer, "cpu", "a command", deadline=37, checkpoint=tmp_path / "one.sweep")
+    continued = run_sweep(longer, "cpu", "a command", checkpoint=tmp_path / "one.sweep")
+    assert continued.curves == whole.curves
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_damaged_results_are_named(tmp_path):
@@ -217,15 +226,10 @@ def test_the_experiments_compare_like_with_like(name, size):
     assert len(set(names)) == len(names)
     settings = [sweep.settings() for sweep in sweeps]
     assert all(settings.count(one) == 1 for one in settings)
-    assert (
-        len(
-            {
-                (sweep.tasks, sweep.seeds, sweep.learning_rates, sweep.length, sweep.steps, sweep.rows)
-                for sweep in sweeps
-            }
-        )
-        == 1
-    )
+    for alike in ("task_names", "learning_rates", "longest", "steps", "rows", "evaluation_rows"):
+        assert len({getattr(sweep, alike) for sweep in sweeps}) == 1, alike
+    # More seeds where a comparison is close.
+    assert all(sweep.seeds[0] == 0 for sweep in sweeps)
 
 
 def invoke(*arguments):
@@ -253,7 +257,7 @@ def test_the_command_runs_and_reports_a_sweep(tmp_path):
     assert "| conformal |" in (tmp_path / "report" / "accuracy.md").read_text()
 
 
-@pytest.mark.parametrize("flags", [("--jobs", "2"), ("--data", "stdlib"), ("--out", "somewhere"), ("--set", "width=3")])
+@pytest.mark.parametrize("flags", [("--jobs", "2"), ("--data", "stdlib"), ("--set", "width=3")])
 def test_flags_that_do_not_apply_are_refused(flags, tmp_path):
     done = invoke("experiment", "state_tracking", "--scale", "cpu", "--results", tmp_path, *flags)
     assert done.exit_code != 0

@@ -89,8 +89,14 @@ def random_request(rng: random.Random) -> dict:
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"gating": "vector", "rotary": "pairs"}, {"gating": "none", "rotary": "none"}, {"mixer": "softmax"}],
-    ids=["conformal", "vector gates", "plain", "softmax"],
+    [
+        {},
+        {"gating": "vector", "rotary": "pairs"},
+        {"gating": "none", "rotary": "none"},
+        {"short_conv": 4},
+        {"mixer": "softmax", "short_conv": 4},
+    ],
+    ids=["conformal", "vector gates", "plain", "short convolution", "softmax"],
 )
 def test_requests_in_company_give_what_each_gives_alone(config):
     model, rng = text_model(**config), random.Random(1)

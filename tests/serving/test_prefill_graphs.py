@@ -32,6 +32,7 @@ KINDS = [
     pytest.param({"gating": "none", "rotary": "none"}, id="plain"),
     pytest.param({"gating": "clamped", "rotary": "signed"}, id="clamped gates"),
     pytest.param({"gating": "half", "rotary": "grid", "key_value_heads": 2}, id="half gates"),
+    pytest.param({"short_conv": 4}, id="short convolution"),
     pytest.param({"form": "attention"}, id="attention form"),
     pytest.param({"form": "chunked", "chunk_size": 8}, id="chunked form"),
 ]

@@ -23,6 +23,7 @@ KINDS = [
     pytest.param({"power": 2, "heads": 1}, id="p2-128"),
     pytest.param({"power": 2, "heads": 8, "gating": "fixed", "rotary": "fixed"}, id="p2-16-fixed"),
     pytest.param({"power": 4, "heads": 8, "key_value_heads": 4}, id="p4-16"),
+    pytest.param({"power": 2, "heads": 4, "key_value_heads": 2, "short_conv": 4}, id="p2-32-conv"),
     pytest.param({"power": 2, "heads": 8, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
     pytest.param({"power": 2, "heads": 4, "backend": "torch"}, id="p2-torch"),
 ]

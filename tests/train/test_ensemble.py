@@ -7,7 +7,9 @@ from torch.nn.functional import cross_entropy
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.model.config import VARIANTS, GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import KeyNoise, StackedAdam, member_of, schedule, stack, stacked_losses, train_stacked
+from sympow.train.config import OptimizerConfig
+from sympow.train.ensemble import KeyNoise, StackedAdam, StackedTraining, member_of, schedule, stack, stacked_losses
+from sympow.train.optimizer import make_optimizer, set_rate
 
 VARIANT_NAMES = ("softmax", "sympow", "gating", "conformal", "pair-rotation", "vector-gate")
 
@@ -35,10 +37,10 @@ def loss_alone(model: GPT, inputs: torch.Tensor, labels: torch.Tensor) -> torch.
     return cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("changes", [{"short_conv": 4}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
-def test_losses_and_gradients_are_those_of_each_model_alone(variant, bias):
-    compare_with_each_alone(models_of(variant, bias=bias))
+def test_losses_and_gradients_are_those_of_each_model_alone(variant, changes):
+    compare_with_each_alone(models_of(variant, **changes))
 
 
 def test_step_sizes_are_stacked_and_lower_layers_can_have_fixed_rotary():
@@ -59,30 +61,42 @@ def compare_with_each_alone(models):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-8, atol=1e-10)
 
 
-def test_each_model_has_its_own_rate_and_clipping():
-    models = models_of("conformal")
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_each_model_has_its_own_rate_clipping_and_decay(decay):
+    models = models_of("conformal", short_conv=2)
     inputs, labels = rows_for(3)
     rates = torch.tensor([1e-3, 3e-3, 1e-2], dtype=torch.float64)
     stacked = stack(models)
-    optimizer = StackedAdam(stacked.parameters(), rates, clip_norm=0.5)
+    optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm=0.5, weight_decay=decay)
     for factor in (1.0, 0.5, 0.25):
         stacked_losses(stacked, inputs, labels).sum().backward()
         optimizer.step(factor)
     for number, (model, rate) in enumerate(zip(models, rates.tolist(), strict=True)):
-        alone = torch.optim.Adam(model.parameters(), betas=(0.9, 0.99))
+        alone = make_optimizer(model, OptimizerConfig(beta1=0.9, beta2=0.99, epsilon=1e-8, weight_decay=decay))
         for factor in (1.0, 0.5, 0.25):
             loss_alone(model, inputs[number], labels[number]).backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             assert norm > 0.5
-            alone.param_groups[0]["lr"] = factor * rate
+            set_rate(alone, factor * rate)
             alone.step()
             alone.zero_grad()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(stacked.get_parameter(name)[number], parameter, rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 9])
+def test_stacked_convolutions_of_rows_are_those_of_segments(length):
+    models = models_of("gating", short_conv=4)
+    inputs = torch.randint(VOCABULARY, (6, length + 2), generator=torch.Generator().manual_seed(0))
+    stacked = stack(models)
+    whole, _ = stacked.features(inputs, return_state=False)
+    first, state = stacked.features(inputs[:, :length])
+    second, _ = stacked.features(inputs[:, length:], state)
+    torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-10, atol=1e-10)
+
+
 def test_a_member_is_the_model_on_its_own():
-    models = models_of("pair-rotation")
+    models = models_of("pair-rotation", short_conv=4)
     inputs, _ = rows_for(3)
     stacked = stack(models)
     for number, model in enumerate(models):
@@ -95,7 +109,9 @@ def test_a_model_that_diverges_leaves_the_others_alone():
         models[1].embedding.weight.fill_(float("nan"))
     inputs, labels = rows_for(3)
     stacked = stack(models)
-    train_stacked(stacked, [(inputs, labels)] * 3, torch.full((3,), 1e-2), 3, warmup=1)
+    training = StackedTraining(stacked, torch.full((3,), 1e-2), 3, warmup=1)
+    for _ in range(3):
+        training.update(inputs, labels)
     assert stacked.embedding.weight[1].isnan().all()
     for number in (0, 2):
         assert all(x[number].isfinite().all() for x in stacked.parameters())
@@ -107,7 +123,10 @@ def test_training_learns():
         model.reset_parameters()
     stacked = stack(models)
     inputs, labels = rows_for(3)
-    logged, losses = train_stacked(stacked, [(inputs, labels)] * 30, torch.full((3,), 1e-2), 30, warmup=5, log_every=10)
+    training = StackedTraining(stacked, torch.full((3,), 1e-2), 30, warmup=5, log_every=10)
+    for _ in range(30):
+        training.update(inputs, labels)
+    logged, losses = training.losses()
     assert logged == [10, 20, 30]
     assert losses.shape == (3, 3)
     assert (losses[:, -1] < 0.9 * losses[:, 0]).all()

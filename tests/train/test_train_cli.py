@@ -68,7 +68,7 @@ def test_every_flag_reaches_its_field(asked):
     for kind, left_out in SECTIONS.values():
         for field in fields(kind):
             value = getattr(getattr(laptop(), PARTS[kind]), field.name)
-            if field.name in left_out or field.name == "mixer":
+            if field.name in left_out or field.name in ("mixer", "short_conv"):
                 continue
             if field.name in others | choices:
                 changes[field.name] = (others | choices)[field.name]
@@ -86,6 +86,14 @@ def test_every_flag_reaches_its_field(asked):
     result = invoke(*arguments, "--out", "x")
     assert result.exit_code == 0, result.output
     assert asked.config == laptop().changed(**changes)
+
+
+def test_a_short_convolution_is_asked_for_and_refused_with_context_parallelism(asked):
+    assert invoke("--short-conv", 4, "--out", "x").exit_code == 0
+    assert asked.config == laptop().changed(short_conv=4)
+    refused = invoke("--short-conv", 4, "--context-parallel", 2, "--out", "x")
+    assert refused.exit_code == 2
+    assert "--short-conv is not supported with --context-parallel" in said(refused)
 
 
 def test_flags_override_a_file_which_overrides_a_preset(asked, tmp_path):

@@ -39,7 +39,9 @@ def experiment(
         list[str] | None, typer.Option("--set", help="Setting of every run, such as learning_rate=1e-3; repeatable.")
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Folder of experiments; by default experiments.")] = None,
-    out: Annotated[Path | None, typer.Option(help=f"Folder for runs; by default {OUT}/SCALE.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help=f"Folder for runs, or for unfinished sweeps; by default {OUT}/SCALE.")
+    ] = None,
     results: Annotated[Path | None, typer.Option(help=f"Folder for results; by default {RESULTS}/SCALE.")] = None,
     device: Device = None,
 ) -> None:
@@ -66,7 +68,7 @@ def experiment(
         return
     check_choice("experiment", name, known)
     if name in sweeps:
-        for option, given in (("jobs", jobs != 1), ("data", data is not None), ("out", out is not None)):
+        for option, given in (("jobs", jobs != 1), ("data", data is not None)):
             if given:
                 raise ValueError(f"{option} is not for {name}, whose models are trained together on generated rows")
         chosen = _chosen(sweeps[name](scale), only)
@@ -78,6 +80,7 @@ def experiment(
             plan,
             minutes,
             results or RESULTS / scale,
+            out or OUT / scale,
             device,
             lambda one: f"sympow experiment {name} --scale {scale} --only {one}{extra}",
         )
@@ -144,6 +147,7 @@ def _run_sweeps(
     plan: bool,
     minutes: float | None,
     folder: Path,
+    out: Path,
     device: str | None,
     command: Callable[[str], str],
 ) -> None:
@@ -152,6 +156,7 @@ def _run_sweeps(
     Args:
         changes: settings of all sweeps.
         folder: of results.
+        out: folder for a sweep that a time limit ends.
         command: what repeats one sweep, by its name.
     """
     from sympow.experiments.console import Display, print_sweep_plan, print_sweeps
@@ -164,7 +169,8 @@ def _run_sweeps(
         return
     device = choose_device(device)
     check_can_write("results", folder, "folder")
-    left = run_sweeps(sweeps, stored, device, command, minutes, Display().say)
+    check_can_write("out", out, "folder")
+    left = run_sweeps(sweeps, stored, device, command, minutes, Display().say, out)
     print_sweeps([row for row in stored.rows.values() if row["sweep"] in {sweep.name for sweep in sweeps}])
     if left:
         typer.echo(f"{len(left)} of {len(sweeps)} sweeps are left; run the same command to resume", err=True)

@@ -18,6 +18,7 @@ def info(
     rotary_from: Annotated[
         int | None, typer.Option(help="First layer with that rotation; those below have fixed rotary.")
     ] = None,
+    short_conv: Annotated[int | None, typer.Option(help="Taps of a short convolution; 0: none.")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
     heads: Annotated[int | None, typer.Option(help="Number of query heads.")] = None,
@@ -45,6 +46,7 @@ def info(
         "gating": gating,
         "rotary": rotary,
         "rotary_from": rotary_from,
+        "short_conv": short_conv,
         "layers": layers,
         "width": width,
         "heads": heads,

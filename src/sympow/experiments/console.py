@@ -12,9 +12,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from sympow.experiments.grid import Run, Scale
+from sympow.experiments.recall_sweep import TASK as RECALL
+from sympow.experiments.recall_sweep import best_recall
 from sympow.experiments.runner import Estimator, pack
 from sympow.experiments.store import Store
-from sympow.experiments.sweep import Sweep, SweepResults, best_accuracies
+from sympow.experiments.sweep import BaseSweep, SweepResults, best_accuracies
 from sympow.extras import require
 from sympow.train.run_folder import METRICS_FILE
 
@@ -162,19 +164,25 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     _console().print(table)
 
 
-def print_sweep_plan(name: str, sweeps: Sequence[Sweep], results: SweepResults) -> None:
+def print_sweep_plan(name: str, sweeps: Sequence[BaseSweep], results: SweepResults) -> None:
     """Prints the sweeps, their models and tokens, and whether they are done."""
     table = _table(name, ["sweep", "models", "tokens", "steps", "length", "state"])
     for sweep in sweeps:
         state = "done" if results.done(sweep) else "new"
         table.add_row(
-            sweep.name, str(sweep.members), f"{sweep.tokens:,}", f"{sweep.steps:,}", f"{sweep.length:,}", state
+            sweep.name, str(sweep.members), f"{sweep.tokens:,}", f"{sweep.steps:,}", f"{sweep.longest:,}", state
         )
     _console().print(table)
 
 
 def print_sweeps(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints accuracies at each length, the mean over seeds and the least, of the best learning rate."""
+    recalled = [row for row in rows if row["task"] == RECALL]
+    if recalled:
+        _print_recall(recalled)
+    rows = [row for row in rows if row["task"] != RECALL]
+    if not rows:
+        return
     lengths = sorted({length for row in rows for length in best_accuracies(row)})
     columns = ["task", "sweep", "best rate", *(f"at {length:,}" for length in lengths)]
     table = _table("Accuracy in the second half of rows, %: mean over seeds (least)", columns)
@@ -185,6 +193,23 @@ def print_sweeps(rows: Sequence[Mapping[str, Any]]) -> None:
             for length in lengths
         ]
         table.add_row(row["task"], row["sweep"], f"{row['best_rate']:g}", *cells)
+    _console().print(table)
+
+
+def _print_recall(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints accuracies of recall, the smallest state first."""
+    shapes = list(dict.fromkeys(shape for row in rows for shape in row["by_shape"]))
+    table = _table(
+        "Right answers, %, by length / pairs: mean over seeds (least) of the best learning rate",
+        ["sweep", "state", "best rate", "steps", "all", *shapes],
+    )
+    for row in sorted(rows, key=lambda row: (row["state_numbers"], row["run"])):
+        overall, by_shape = best_recall(row)
+        cells = [
+            f"{100 * statistics.fmean(found):.1f} ({100 * min(found):.1f})" if found else ""
+            for found in (overall, *(by_shape.get(shape, []) for shape in shapes))
+        ]
+        table.add_row(row["sweep"], f"{row['state_numbers']:,}", f"{row['best_rate']:g}", f"{row['steps']:,}", *cells)
     _console().print(table)
 
 

@@ -3,8 +3,8 @@
     RESULTS/EXPERIMENT.jsonl             for each task and sweep: accuracies by learning rate, seed and length
     RESULTS/EXPERIMENT.accuracy.jsonl    of the best learning rate: accuracy by position, loss over training
 
-A sweep takes seconds to minutes and is done all at once, so that there are no folders of runs: the files of the
-experiment are written anew whenever a sweep has finished, and a sweep that is in them is done.
+A sweep takes seconds to minutes, so that there are no folders of runs: the files of the experiment are written anew
+whenever a sweep has finished, and a sweep that is in them is done. One that a time limit ends is saved and continued.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import json
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +32,7 @@ from sympow.evaluate.state_tracking import draw_rows, score
 from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import member_of, stack, train_stacked
+from sympow.train.ensemble import StackedTraining, member_of, stack
 
 ACCURACY_ENDING = ".accuracy.jsonl"
 # First number of every seed after that of the run: rows of one kind are never those of another.
@@ -39,74 +41,169 @@ TRAINING, VALIDATION, EVALUATION = range(3)
 DRAWN_TOGETHER = 16
 # Positions of the accuracy at the greatest length, and losses over training.
 BINS, LOGGED = 64, 32
-# Steps after which the time of all steps is estimated.
-TIMED_STEPS = 50
+# Least seconds between two lines of progress.
+TOLD_SECONDS = 15
 _DIGITS = 4
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Models of one variant.
+class BaseSweep(ABC):
+    """Models of one shape that are trained as one: every task, learning rate and seed has one.
 
     Attributes:
         name: of the variant, with what was changed.
         model: fields of a GPTConfig besides the vocabulary.
-        tasks: names of tasks.
-        learning_rates: of which the best is chosen for each task, by the accuracy on other rows of the same length. One
-            at which fewer models diverged is better than any other.
+        learning_rates: of which the best is chosen for each task, by rows that are not those of the results.
         seeds: of parameters and rows.
-        length: tokens of a training row.
-        key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
-        random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
         steps: updates.
         rows: of a batch.
         warmup: steps over which the learning rate rises.
-        factors: evaluation lengths, as multiples of `length`.
-        evaluation_rows: at each length.
+        evaluation_rows: of each kind that models are evaluated on.
     """
 
     name: str
     model: dict[str, Any]
-    tasks: tuple[str, ...]
+    _: KW_ONLY
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
-    length: int = 64
-    key_noise: float = 0.0
-    random_lengths: bool = False
     steps: int = 2_000
     rows: int = 64
     warmup: int = 100
-    factors: tuple[int, ...] = (1, 4, 16)
     evaluation_rows: int = 128
 
+    # Fields that --set can change.
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("steps", "rows", "warmup", "evaluation_rows")
+    # Steps between two validations by which training may end early; None: it does not.
+    validate_every: ClassVar[int | None] = None
+
     def __post_init__(self) -> None:
-        for name in ("length", "steps", "rows", "evaluation_rows"):
+        for name in ("steps", "rows", "evaluation_rows"):
             check_at_least(name, getattr(self, name), 1)
-        shortest = max(find_task(task).shortest for task in self.tasks)
-        check_at_least("length", self.length, max(8, shortest))
-        check_finite("key_noise", self.key_noise)
-        if self.key_noise < 0:
-            raise ValueError(f"key_noise must be at least 0, got {self.key_noise}")
-        GPTConfig(vocab_size=VOCABULARY, **self.model)
+        GPTConfig(vocab_size=self.vocabulary, **self.model)
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of token ids."""
+
+    @property
+    @abstractmethod
+    def task_names(self) -> tuple[str, ...]:
+        """Tasks, each with models and results of its own."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Tokens of the longest training row."""
 
     @property
     def members(self) -> int:
         """Models that are trained."""
-        return len(self.tasks) * len(self.learning_rates) * len(self.seeds)
+        return len(self.task_names) * len(self.learning_rates) * len(self.seeds)
+
+    @property
+    def places(self) -> list[tuple[str, float, int]]:
+        """Task, learning rate and seed of each model, in the order in which they are stacked."""
+        return list(product(self.task_names, self.learning_rates, self.seeds))
 
     @property
     def tokens(self) -> int:
         """Tokens that all models together are trained on, at most."""
-        return self.members * self.steps * self.rows * self.length
+        return self.members * self.steps * self.rows * self.longest
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Options of `StackedTraining` besides learning rates and the schedule."""
+        return {}
 
     def settings(self) -> dict[str, Any]:
         """What results depend on, besides the task, as JSON has it."""
         named = {name: value for name, value in asdict(self).items() if name not in ("name", "tasks")}
         return json.loads(json.dumps(named))
 
+    @abstractmethod
+    def batches(self, device: str, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """What `StackedTraining.update` takes, from step `first` on."""
+
+    @abstractmethod
+    def evaluate(
+        self, task: str, training: StackedTraining, of_task: dict[tuple[float, int], int]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Results of a task's models, given by learning rate and seed: a row with `best_rate`, and curves."""
+
+    def validate(self, training: StackedTraining) -> tuple[str, bool]:
+        """What is said of the models every `validate_every` steps, and whether they need no more training."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep(BaseSweep):
+    """Models of one variant on tasks of `sympow.data.state_tracking`.
+
+    One learning rate at which fewer models diverged is better than any other; then the accuracy on other rows of the
+    same length decides.
+
+    Attributes:
+        tasks: names of tasks.
+        length: tokens of a training row.
+        key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
+        random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
+        factors: evaluation lengths, as multiples of `length`.
+    """
+
+    tasks: tuple[str, ...]
+    length: int = 64
+    key_noise: float = 0.0
+    random_lengths: bool = False
+    factors: tuple[int, ...] = (1, 4, 16)
+
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("length", "key_noise", "random_lengths", *BaseSweep.CHANGEABLE)
+
+    def __post_init__(self) -> None:
+        check_at_least("length", self.length, 1)
+        shortest = max(find_task(task).shortest for task in self.tasks)
+        check_at_least("length", self.length, max(8, shortest))
+        check_finite("key_noise", self.key_noise)
+        if self.key_noise < 0:
+            raise ValueError(f"key_noise must be at least 0, got {self.key_noise}")
+        super().__post_init__()
+
+    @property
+    def vocabulary(self) -> int:
+        return VOCABULARY
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        return self.tasks
+
+    @property
+    def longest(self) -> int:
+        return self.length
+
+    @property
+    def training(self) -> dict[str, Any]:
+        return {"key_noise": self.key_noise}
+
+    def batches(self, device: str, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
+        """Inputs and labels, (members, rows, length): models with the same task and seed have the same."""
+        rates, step = len(self.learning_rates), first - first % DRAWN_TOGETHER
+        for drawn in prefetch(_draw(self, step), 2):
+            on_device = drawn.to(device, non_blocking=True)
+            # (2, tasks, seeds, steps, rows, length)
+            for number in range(on_device.shape[3]):
+                step += 1
+                if step > first:
+                    batch = on_device[:, :, None, :, number].long().expand(-1, -1, rates, -1, -1, -1).flatten(1, 3)
+                    yield batch[0], batch[1]
+
+    def evaluate(
+        self, task: str, training: StackedTraining, of_task: dict[tuple[float, int], int]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        return _evaluate(self, task, training.stacked, of_task)
+
 
 class OutOfTimeError(Exception):
-    """A sweep would not finish within the time limit."""
+    """A sweep did not finish within the time limit. The next run of it continues."""
 
 
 @dataclass
@@ -148,13 +245,13 @@ class SweepResults:
                         raise ValueError(f"{path}: line {number} is not the result of a sweep") from error
         return found
 
-    def done(self, sweep: Sweep) -> bool:
+    def done(self, sweep: BaseSweep) -> bool:
         """Whether all tasks of a sweep have results.
 
         Raises:
             ValueError: there is a result of that name with other settings.
         """
-        for task in sweep.tasks:
+        for task in sweep.task_names:
             row = self.rows.get(run_name(task, sweep))
             if row is None or run_name(task, sweep) not in self.curves:
                 return False
@@ -174,58 +271,114 @@ class SweepResults:
         return [self.table, self.accuracies]
 
 
-def run_name(task: str, sweep: Sweep) -> str:
+def run_name(task: str, sweep: BaseSweep) -> str:
     return f"{task}_{sweep.name}"
 
 
-def run_sweep(sweep: Sweep, device: str, command: str, deadline: float | None = None) -> SweepResults:
+def run_sweep(
+    sweep: BaseSweep,
+    device: str,
+    command: str,
+    deadline: float | None = None,
+    checkpoint: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> SweepResults:
     """Trains and evaluates all models of a sweep.
 
     Args:
         device: "cpu" or "cuda".
         command: what repeats it, for the record.
         deadline: of `time.monotonic`; None: none.
+        checkpoint: where training is saved at the deadline and continued from, and which is removed at the end.
+        say: prints a line of progress.
 
     Returns:
         the rows and curves of its tasks, without a folder.
 
     Raises:
-        OutOfTimeError: soon after the start, if it would not finish in time.
+        OutOfTimeError: the deadline came before the last step.
     """
-    begin = time.monotonic()
-    config = GPTConfig(vocab_size=VOCABULARY, **sweep.model)
+    config = GPTConfig(vocab_size=sweep.vocabulary, **sweep.model)
     models = {}
     for seed in sweep.seeds:
         torch.manual_seed(seed)
         models[seed] = GPT(config)
-    places = [(task, rate, seed) for task in sweep.tasks for rate in sweep.learning_rates for seed in sweep.seeds]
-    stacked = stack([models[seed] for _, _, seed in places]).to(device)
-    rates = torch.tensor([rate for _, rate, _ in places])
-    batches = _timed(_batches(sweep, device), sweep.steps, begin, deadline)
+    stacked = stack([models[seed] for _, _, seed in sweep.places]).to(device)
+    rates = torch.tensor([rate for _, rate, _ in sweep.places])
     every = max(1, sweep.steps // LOGGED)
-    logged, losses = train_stacked(
-        stacked, batches, rates, sweep.steps, warmup=sweep.warmup, key_noise=sweep.key_noise, log_every=every
-    )
-    trained = time.monotonic() - begin
+    training = StackedTraining(stacked, rates, sweep.steps, warmup=sweep.warmup, log_every=every, **sweep.training)
+    trained = _train(sweep, training, device, deadline, checkpoint, say)
+    logged, losses = training.losses()
     facts = {
         "settings": sweep.settings(),
         "parameters": models[sweep.seeds[0]].count_parameters(),
+        "steps": training.step,
         "train_seconds": round(trained, 1),
         "members": sweep.members,
         "environment": {**environment(device), "sympow": __version__},
         "command": command,
     }
     found = SweepResults(Path(), sweep.name)
-    numbers = {place: number for number, place in enumerate(places)}
-    for task in sweep.tasks:
+    numbers = {place: number for number, place in enumerate(sweep.places)}
+    for task in sweep.task_names:
         of_task = {place[1:]: number for place, number in numbers.items() if place[0] == task}
-        row, curves = _evaluate(sweep, task, stacked, of_task)
+        row, curves = sweep.evaluate(task, training, of_task)
         name = run_name(task, sweep)
         found.rows[name] = {"run": name, "task": task, "sweep": sweep.name, **row, **facts}
         best = [losses[of_task[row["best_rate"], seed]].tolist() for seed in sweep.seeds]
         curves["loss"] = {"step": logged, "value": [[_loss(x) for x in values] for values in best]}
         found.curves[name] = {"run": name, **curves}
+    if checkpoint is not None:
+        checkpoint.unlink(missing_ok=True)
     return found
+
+
+def _train(
+    sweep: BaseSweep,
+    training: StackedTraining,
+    device: str,
+    deadline: float | None,
+    checkpoint: Path | None,
+    say: Callable[[str], None],
+) -> float:
+    """Trains from the checkpoint, if there is one, to the last step; returns the seconds of all calls together."""
+    begin, before = time.monotonic(), 0.0
+    if checkpoint is not None and checkpoint.is_file():
+        saved = torch.load(checkpoint, map_location=device, weights_only=True)
+        if saved["settings"] != json.dumps(sweep.settings()):
+            raise ValueError(f"{checkpoint} is of {sweep.name} with other settings: remove it to start anew")
+        training.load_state_dict(saved["training"])
+        before = saved["seconds"]
+        say(f"{sweep.name}: continued at step {training.step:,} of {sweep.steps:,}")
+    told = begin
+    for batch in sweep.batches(device, training.step):
+        if deadline is not None and time.monotonic() >= deadline:
+            seconds = before + time.monotonic() - begin
+            if checkpoint is not None:
+                state = {
+                    "settings": json.dumps(sweep.settings()),
+                    "seconds": seconds,
+                    "training": training.state_dict(),
+                }
+                checkpoint.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = checkpoint.with_suffix(".unfinished")
+                torch.save(state, unfinished)
+                unfinished.replace(checkpoint)
+            raise OutOfTimeError(f"stopped at step {training.step:,} of {sweep.steps:,}")
+        training.update(*batch)
+        if sweep.validate_every and training.step % sweep.validate_every == 0 and training.step < sweep.steps:
+            words, enough = sweep.validate(training)
+            if enough or time.monotonic() - told > TOLD_SECONDS:
+                told = time.monotonic()
+                say(f"{sweep.name}: step {training.step:,} of {sweep.steps:,}, {words}")
+            if enough:
+                break
+        elif not sweep.validate_every and time.monotonic() - told > TOLD_SECONDS:
+            told = time.monotonic()
+            say(f"{sweep.name}: step {training.step:,} of {sweep.steps:,}")
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return before + time.monotonic() - begin
 
 
 def _evaluate(
@@ -273,22 +426,13 @@ def _mean_score(scores: list[tuple[float, float]]) -> tuple[int, float, float]:
     return len(finite), mean_accuracy, -statistics.fmean(finite) if finite else -math.inf
 
 
-def _batches(sweep: Sweep, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels of all models, (members, rows, length): models with the same task and seed have the same."""
-    rates = len(sweep.learning_rates)
-    for drawn in prefetch(_draw(sweep), 2):
-        on_device = drawn.to(device, non_blocking=True)
-        # (2, tasks, seeds, steps, rows, length)
-        for step in range(on_device.shape[3]):
-            batch = on_device[:, :, None, :, step].long().expand(-1, -1, rates, -1, -1, -1).flatten(1, 3)
-            yield batch[0], batch[1]
-
-
-def _draw(sweep: Sweep) -> Iterator[Tensor]:
-    """Inputs and labels of some steps at a time, (2, tasks, seeds, steps, rows, length) int16."""
+def _draw(sweep: Sweep, start: int) -> Iterator[Tensor]:
+    """Inputs and labels of some steps at a time, (2, tasks, seeds, steps, rows, length) int16, from a step on."""
     lengths = _lengths(sweep)
     for first in range(0, sweep.steps, DRAWN_TOGETHER):
         length, steps = next(lengths), min(DRAWN_TOGETHER, sweep.steps - first)
+        if first < start:
+            continue
         drawn = [
             torch.stack(draw_rows(find_task(task), [seed, TRAINING, first], steps * sweep.rows, length))
             for task in sweep.tasks
@@ -307,23 +451,6 @@ def _lengths(sweep: Sweep) -> Iterator[int]:
         yield max(shortest, eighths * sweep.length // 8)
 
 
-def _timed(
-    batches: Iterator[tuple[Tensor, Tensor]], steps: int, begin: float, deadline: float | None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches, unless the first of them take so long that all would not be done before the deadline."""
-    start = begin
-    for number, batch in enumerate(batches):
-        # The first steps also compile kernels.
-        if number == TIMED_STEPS // 5:
-            start = time.monotonic()
-        if number == TIMED_STEPS and deadline is not None:
-            now = time.monotonic()
-            left = (now - start) / (number - TIMED_STEPS // 5) * (steps - number)
-            if now + left > deadline:
-                raise OutOfTimeError(f"{left:.0f} s are needed, {max(0.0, deadline - now):.0f} s are left")
-        yield batch
-
-
 def _rounded(number: float) -> float:
     return round(number, _DIGITS)
 
@@ -334,19 +461,21 @@ def _loss(number: float) -> float | None:
 
 
 def run_sweeps(
-    sweeps: Sequence[Sweep],
+    sweeps: Sequence[BaseSweep],
     results: SweepResults,
     device: str,
     command: Callable[[str], str],
     minutes: float | None,
     say: Callable[[str], None],
+    out: Path | None = None,
 ) -> list[str]:
     """Runs those sweeps that are not done, writes results after each, and returns the names of those left.
 
     Args:
         command: what repeats one sweep, by its name.
-        minutes: time limit: a sweep that would exceed it is left.
+        minutes: time limit, at which the sweep that is being trained is saved.
         say: prints a line of progress.
+        out: folder in which a sweep is saved at the time limit, for the next call to continue it; None: it is not.
     """
     begin = time.monotonic()
     deadline = None if minutes is None else begin + 60 * minutes
@@ -359,10 +488,11 @@ def run_sweeps(
             left.append(sweep.name)
             continue
         start = time.monotonic()
+        checkpoint = None if out is None else out / f"{results.experiment}_{sweep.name}.sweep"
         try:
-            found = run_sweep(sweep, device, command(sweep.name), deadline)
+            found = run_sweep(sweep, device, command(sweep.name), deadline, checkpoint, say)
         except OutOfTimeError as error:
-            say(f"{sweep.name}: not trained, {error}")
+            say(f"{sweep.name}: {error}")
             left.append(sweep.name)
             continue
         results.rows |= found.rows
@@ -378,10 +508,9 @@ def best_accuracies(row: Mapping[str, Any]) -> dict[int, list[float]]:
     return {int(length): by_rate[best] for length, by_rate in row["accuracy"].items()}
 
 
-def with_changes(sweep: Sweep, changes: dict[str, Any]) -> Sweep:
+def with_changes(sweep: BaseSweep, changes: dict[str, Any]) -> BaseSweep:
     """A sweep with other numbers of steps, rows and so on: the settings of `--set`."""
-    allowed = ("length", "key_noise", "random_lengths", "steps", "rows", "warmup", "evaluation_rows")
     for name in changes:
-        if name not in allowed:
-            raise ValueError(f"set takes {', '.join(allowed)} for sweeps; got {name!r}")
+        if name not in sweep.CHANGEABLE:
+            raise ValueError(f"set takes {', '.join(sweep.CHANGEABLE)} for {type(sweep).__name__}; got {name!r}")
     return replace(sweep, **changes)

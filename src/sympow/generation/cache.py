@@ -236,7 +236,8 @@ def break_even_tokens(model: Model) -> int:
 
 def state_nbytes(windows: ModelState) -> int:
     """The bytes of a state in place of these keys and values."""
-    return sum(w.state_nbytes * w.count.numel() for w in windows if isinstance(w, Window))
+    held = [w for w in windows if isinstance(w, Window)]
+    return sum(w.state_nbytes * w.count.numel() + (0 if w.conv_state is None else w.conv_state.nbytes) for w in held)
 
 
 def empty_windows(model: Model, batch: int) -> tuple[Window, ...]:
@@ -254,7 +255,7 @@ def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, devi
     Args:
         dtype: of queries, keys and values.
     """
-    return Window.empty(
+    window = Window.empty(
         batch,
         mixer.key_value_heads,
         mixer.head_dim,
@@ -266,6 +267,8 @@ def empty_window(mixer: ConformalAttention, batch: int, dtype: torch.dtype, devi
         gate_per_pair=isinstance(mixer.gate, VectorGate),
         device=device,
     )
+    window.conv_state = mixer.initial_conv_state(batch, dtype, device)
+    return window
 
 
 def _offloaded(model: Model) -> bool:

@@ -162,6 +162,9 @@ class Prefix:
             members = {name: getattr(layer, name) for name in kept}
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
+            if layer.conv_state is None:
+                # So that earlier versions, which do not know it, read files of models without a short convolution.
+                del plain["conv_state"]
             layers.append({"kind": KIND_NAMES[type(layer)], **plain})
         words = {
             "tokens": str(self.tokens),

@@ -40,6 +40,7 @@ TRANSFORMERS_NAMES = {
     "max_document": "max_position_embeddings",
     "max_rate": "max_rate",
     "bias": "use_bias",
+    "short_conv": "short_conv",
     "form": "form",
     "backend": "backend",
     "chunk_size": "chunk_size",
@@ -75,7 +76,7 @@ class SympowConfig(PreTrainedConfig):
             filled in.
         head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which is filled in.
         intermediate_size: hidden size of the MLP; None: 4 times hidden_size.
-        mixer, power, gating, rotary, rotary_from, max_rate, form, backend, chunk_size: as in `GPTConfig`.
+        mixer, power, gating, rotary, rotary_from, max_rate, short_conv, form, backend, chunk_size: as in `GPTConfig`.
         max_position_embeddings: N of the rotation rates, the longest document expected; not a limit.
         use_bias: whether linear maps and norms have biases.
         initializer_range: standard deviation of initial weights.
@@ -108,6 +109,7 @@ class SympowConfig(PreTrainedConfig):
         max_position_embeddings: int = 65_536,
         max_rate: float = MAX_RATE,
         use_bias: bool = True,
+        short_conv: int = 0,
         form: str = "auto",
         backend: str = "auto",
         chunk_size: int | None = None,
@@ -134,6 +136,7 @@ class SympowConfig(PreTrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.max_rate = max_rate
         self.use_bias = use_bias
+        self.short_conv = short_conv
         self.form = form
         self.backend = backend
         self.chunk_size = chunk_size

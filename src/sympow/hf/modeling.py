@@ -34,6 +34,7 @@ from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import INITIAL_STEP, LearnedRotation, StepSize
+from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
 from sympow.ops.compilation import Sealed
@@ -52,8 +53,8 @@ class SympowBlock(GradientCheckpointingLayer, Block):
             setattr(into_residual, INTO_RESIDUAL, True)
 
 
-def initialise_gate_or_rotation(module: nn.Module) -> bool:
-    """Initialises the weights of a gate or rotation; returns whether the module has such weights."""
+def initialise_own_module(module: nn.Module) -> bool:
+    """Initialises a gate, rotation or short convolution; returns whether the module has the weights of one."""
     if isinstance(module, FloatLinear):
         init.zeros_(module.weight)
         if module.initial_bias is not None:
@@ -64,6 +65,8 @@ def initialise_gate_or_rotation(module: nn.Module) -> bool:
         init.copy_(module.theta, module.initial(module.theta.device))
     elif isinstance(module, StepSize):
         init.constant_(module.weight, INITIAL_STEP)
+    elif isinstance(module, ShortConvolution):
+        init.copy_(module.weight, module.initial())
     else:
         return False
     return True
@@ -92,7 +95,7 @@ class SympowPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As `GPT.reset_parameters`."""
-        if initialise_gate_or_rotation(module):
+        if initialise_own_module(module):
             return
         super()._init_weights(module)
         if isinstance(module, nn.Linear) and hasattr(module, INTO_RESIDUAL):

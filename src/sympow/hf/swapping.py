@@ -34,7 +34,7 @@ from transformers import (
 from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
-from sympow.hf.modeling import initialise_gate_or_rotation
+from sympow.hf.modeling import initialise_own_module
 from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
@@ -247,7 +247,7 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         _swap_by_record(self, SwapRecord.of(config))
 
     def initialise_weights(self: PreTrainedModel, module: nn.Module) -> None:
-        if not initialise_gate_or_rotation(module):
+        if not initialise_own_module(module):
             base._init_weights(self, module)
 
     def prepare_cache(

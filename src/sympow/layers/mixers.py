@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -15,6 +15,7 @@ from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.precision import is_plain_projection, project_together
 from sympow.layers.projections import PAIRS, FusedProjections, Pairs, Projections, SeparateProjections
 from sympow.layers.rotations import MAX_RATE, DataDependentRotation, Rotation, make_rotation
+from sympow.layers.short_conv import ShortConvolution, check_short_conv
 from sympow.ops.dispatch import Backend, Form, step_gates_unsupported_reason
 from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
@@ -90,6 +91,8 @@ class Mixer(nn.Module, ABC):
         rates: other rotation rates than those of max_document and max_rate, (head_dim / 2,); not for rotary "signed"
             and "grid".
         initial_gate: γ before training, for gates that learn it; None: about 0.999.
+        short_conv: taps of a causal convolution over the queries, keys and values of the last tokens, before the
+            rotation (`sympow.layers.short_conv`); 0: none. Not with projections of another layer.
         projections: modules of another layer, which this one takes over, and how they project (`from_projections`);
             None: new ones.
 
@@ -113,6 +116,7 @@ class Mixer(nn.Module, ABC):
         bias: bool = True,
         rates: Tensor | None = None,
         initial_gate: float | None = None,
+        short_conv: int = 0,
         projections: tuple[Projections, Mapping[str, nn.Module]] | None = None,
     ) -> None:
         super().__init__()
@@ -132,6 +136,15 @@ class Mixer(nn.Module, ABC):
         self.rotation = make_rotation(
             rotary, width, self.key_value_heads, self.head_dim, max_document, rates, max_rate=max_rate
         )
+        check_short_conv(short_conv)
+        self.short_conv: ShortConvolution | None = None
+        if short_conv:
+            if projections is not None:
+                raise ValueError(
+                    "short_conv is for layers with projections of their own: those of another layer were trained "
+                    f"without a convolution; got {short_conv}"
+                )
+            self.short_conv = ShortConvolution((heads + 2 * self.key_value_heads) * self.head_dim, short_conv)
 
     @classmethod
     def from_projections(
@@ -264,14 +277,21 @@ class Mixer(nn.Module, ABC):
         """
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(f"x must be (batch, time, {self.width}), the width of the layer; got {tuple(x.shape)}")
-        q, k, v = self.projections.project(self, x)
+        if mask is not None:
+            _check_mask(mask, x, cu_seqlens)
+        if shards is not None and cu_seqlens is not None:
+            raise ValueError("cu_seqlens cannot be combined with shards: pass the offsets of the whole sequence there")
+        if shards is not None and self.short_conv is not None:
+            raise ValueError("short_conv does not support shards: the tokens before a shard are on another process")
+        q, k, v, conv_state = self._project(x, state, cu_seqlens, mask)
+        if getattr(state, "conv_state", None) is not None:
+            assert state is not None
+            # The operator does not know it.
+            state = replace(state, conv_state=None)
         for_gate, for_rotation = self._project_gate_and_rotation(x, q.dtype)
         log_gamma = self.gate(x, for_gate)
         theta, beta = self.rotation(x, for_rotation)
-        if shards is not None and cu_seqlens is not None:
-            raise ValueError("cu_seqlens cannot be combined with shards: pass the offsets of the whole sequence there")
         if mask is not None:
-            _check_mask(mask, x, cu_seqlens)
             k, v, log_gamma, beta = _without_padding(mask, k, v, log_gamma, beta, rotated=theta is not None)
         y, after = self._attend(
             q,
@@ -285,6 +305,8 @@ class Mixer(nn.Module, ABC):
             return_state=return_state,
             **({"cu_seqlens": cu_seqlens} if shards is None else {"shards": shards}),
         )
+        if after is not None and conv_state is not None:
+            after = replace(after, conv_state=conv_state)
         return self.projections.output(self, y), after
 
     def _project_gate_and_rotation(self, x: Tensor, dtype: torch.dtype) -> list[Tensor | None]:
@@ -295,10 +317,43 @@ class Mixer(nn.Module, ABC):
             return of_gate + project_together(self.rotation.source(x), [rotation], dtype)
         return project_together(x, [gate, rotation], dtype)
 
+    def _project(
+        self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q (b, t, h, d), k and v (b, t, h_kv, d), and the `conv_state` after x."""
+        # States of other types are refused by the operator.
+        past = getattr(state, "conv_state", None)
+        if self.short_conv is None:
+            if past is not None:
+                raise ValueError("state was made by a layer with short_conv, but this one has none")
+            return *self.projections.project(self, x), None
+        if state is not None and past is None:
+            raise ValueError("state was made by a layer without short_conv, but this one has it")
+        assert isinstance(self.projections, FusedProjections)
+        joint, after = self.short_conv(self.projections.joint(self, x), past, cu_seqlens, mask)
+        return *self.projections.split(joint), after
+
+    def initial_conv_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The `conv_state` of states before the first token; None without short_conv.
+
+        Args:
+            dtype: of queries, keys and values.
+        """
+        return None if self.short_conv is None else self.short_conv.initial_state(batch, dtype, device)
+
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""
         log_gamma, theta, beta = gate_and_rotate(x, self.gate, self.rotation, self.backend)
-        q, k, v = self.projections.project(self, x)
+        if self.short_conv is None:
+            if cache.conv_state is not None:
+                raise ValueError("cache was made by a layer with short_conv, but this one has none")
+            q, k, v = self.projections.project(self, x)
+        else:
+            if cache.conv_state is None:
+                raise ValueError("cache was made by a layer without short_conv, but this one has it")
+            assert isinstance(self.projections, FusedProjections)
+            joint = self.short_conv.step(self.projections.joint(self, x), cache.conv_state)
+            q, k, v = self.projections.split(joint)
         y = cache.step(*_in(cache.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
         return self.projections.output(self, y.to(q.dtype))
 

@@ -83,8 +83,16 @@ class FusedProjections(Projections):
     qkv: str = "qkv_proj"
 
     def linear(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        projected = getattr(layer, self.qkv)(x).unflatten(-1, (-1, self.head_dim))
-        q, k, v = projected.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
+        return self.split(self.joint(layer, x))
+
+    def joint(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """Queries, keys and values side by side, (b, t, (h + 2 h_kv) d)."""
+        return getattr(layer, self.qkv)(x)
+
+    def split(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (b, t, h, d), k and v (b, t, h_kv, d) of what `joint` returns."""
+        heads = joint.unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
         return q, k, v
 
 

@@ -69,16 +69,26 @@ def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> N
 def state_elements(config: GPTConfig) -> int:
     """Numbers in the state of one sequence, all layers: D (d + 1) per head, as the paper counts (§4.1).
 
+    With a short convolution of width w also the last w − 1 queries, keys and values of each layer.
+
     The paper gives sizes in bfloat16. States here are float32, so that sums over long contexts stay precise.
     """
     shape = config.head_shape
-    return config.layers * shape.key_value_heads * symmetric_dim(shape.head_dim, config.power) * (shape.head_dim + 1)
+    per_head = symmetric_dim(shape.head_dim, config.power) * (shape.head_dim + 1)
+    return config.layers * shape.key_value_heads * per_head + conv_elements(config)
+
+
+def conv_elements(config: GPTConfig) -> int:
+    """Numbers that the short convolutions of all layers keep of one sequence."""
+    shape = config.head_shape
+    channels = (shape.heads + 2 * shape.key_value_heads) * shape.head_dim
+    return config.layers * max(0, config.short_conv - 1) * channels
 
 
 def key_value_elements(config: GPTConfig, context: int) -> int:
     """Numbers in the key/value cache of one sequence of `context` tokens, all layers."""
     shape = config.head_shape
-    return config.layers * shape.key_value_heads * context * 2 * shape.head_dim
+    return config.layers * shape.key_value_heads * context * 2 * shape.head_dim + conv_elements(config)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from sympow.checks import check_at_least, check_at_most, check_choice
 from sympow.layers.gates import GATES, check_gate_heads
 from sympow.layers.mixers import HeadShape, acts_on_pairs
 from sympow.layers.rotations import MAX_RATE, ROTATIONS, check_rotation_dim, check_rotation_settings
+from sympow.layers.short_conv import check_short_conv
 from sympow.ops.dispatch import Backend, Form
 from sympow.ops.symmetric import check_features
 from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
@@ -21,7 +22,7 @@ MOST_WEIGHTS = 10**12
 EXECUTION_OPTIONS = ("form", "backend", "chunk_size")
 # Fields that version 0.1 did not have. A hash of a config leaves them out where they have their defaults, so that a
 # model of that version has the hash that it had.
-ADDED_FIELDS = ("max_rate", "rotary_from")
+ADDED_FIELDS = ("max_rate", "rotary_from", "short_conv")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class GPTConfig:
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
         bias: whether linear maps have biases, as in GPT-2.
+        short_conv: taps of a causal convolution over the queries, keys and values of the last tokens; 0: none.
         form: algorithm of the sympow mixer, as in `sympow.attention`.
         backend: implementation of the sympow mixer, as in `sympow.attention`; "torch" also rules out other Triton
             kernels, such as that of the training loss.
@@ -68,6 +70,7 @@ class GPTConfig:
     max_document: int = 65_536
     max_rate: float = MAX_RATE
     bias: bool = True
+    short_conv: int = 0
     form: Form = "auto"
     backend: Backend = "auto"
     chunk_size: int | None = None
@@ -88,6 +91,7 @@ class GPTConfig:
         check_choice("form", self.form, FORMS)
         check_choice("backend", self.backend, BACKENDS)
         check_power(self.power)
+        check_short_conv(self.short_conv)
         check_chunk_size(self.chunk_size, self.form)
         if self.mixer == "softmax":
             for name in ("power", *EXECUTION_OPTIONS):

@@ -14,6 +14,7 @@ from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import LearnedRotation, StepSize
+from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
 from sympow.ops.compilation import Sealed
@@ -22,6 +23,8 @@ from sympow.parallel.shards import Shards
 ModelState = tuple[LayerState, ...]
 # Default number of tokens that are prefilled at a time: memory depends on it, and not on the length of a text.
 SEGMENT_SIZE = 8_192
+# Modules that initialise their parameters themselves.
+_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, LearnedGate, LearnedRotation, StepSize, ShortConvolution)
 
 
 class Mlp(nn.Module):
@@ -95,12 +98,12 @@ class GPT(nn.Module):
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: std 0.02, divided by √(2 layers) for projections into the residual stream.
 
-        Norms, gates and rotations initialise themselves. A model made on the meta device is initialised by `to_empty`
-        and then this.
+        Norms, gates, rotations and short convolutions initialise themselves. A model made on the meta device is
+        initialised by `to_empty` and then this.
         """
         nn.init.normal_(self.embedding.weight, std=0.02)
         for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm | FloatLinear | LearnedGate | LearnedRotation | StepSize):
+            if isinstance(module, _SELF_INITIALISING):
                 module.reset_parameters()
             elif isinstance(module, nn.Linear):
                 into_residual = name.endswith("out_proj")
@@ -231,6 +234,7 @@ def make_mixer(config: GPTConfig, layer: int) -> Mixer:
         "max_document": config.max_document,
         "max_rate": config.max_rate,
         "bias": config.bias,
+        "short_conv": config.short_conv,
     }
     if config.mixer == "softmax":
         return SoftmaxAttention(config.width, config.heads, **shape)

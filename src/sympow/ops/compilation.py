@@ -77,12 +77,16 @@ def register_as_pytree(cls: type[TensorRecord], *values: str) -> None:
 
     def flatten(record: TensorRecord) -> tuple[list[Any], tuple[Any, ...]]:
         members = record._members()
-        return [m for n, m in members.items() if n not in values], tuple(members[n] for n in values)
+        # A member that is None is not a leaf: functions of tensors would be called with it.
+        present = tuple(n for n, m in members.items() if n not in values and m is not None)
+        return [members[n] for n in present], (present, *(members[n] for n in values))
 
     def unflatten(children: Any, context: tuple[Any, ...]) -> TensorRecord:
-        names = [field.name for field in fields(cls) if field.name not in values]  # type: ignore[arg-type]
+        present, *plain = context
         record = object.__new__(cls)
-        for name, value in zip((*names, *values), (*children, *context), strict=True):
+        for field in fields(cls):  # type: ignore[arg-type]
+            object.__setattr__(record, field.name, None)
+        for name, value in zip((*present, *values), (*children, *plain), strict=True):
             object.__setattr__(record, name, value)
         return record
 
@@ -95,6 +99,11 @@ def check_tensor_member(name: str, value: Any, dtypes: tuple[torch.dtype, ...]) 
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name} must be one of {', '.join(map(str, dtypes))}; got {value.dtype}")
+
+
+def conv_shape(record: Any) -> tuple[int, ...]:
+    """Tokens and channels of a state's `conv_state`; () without one."""
+    return () if record.conv_state is None else tuple(record.conv_state.shape[1:])
 
 
 def is_known(size: int) -> bool:

@@ -5,14 +5,14 @@ It is to softmax attention what `Window` is to symmetric power attention, so tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sympow.checks import check_choice
-from sympow.ops.compilation import TensorRecord, register_as_pytree
+from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
 from sympow.ops.sequence import Sequence, rotate_sequence
@@ -36,6 +36,7 @@ class KeyValueCache(TensorRecord):
         phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
         tokens: the largest `count` as the host knows it; the caller counts the steps that are replayed from a graph.
         workspace: for the kernel, allocated by the first step that uses it.
+        conv_state: as in `State`; a layer's steps update it in place.
     """
 
     keys: Tensor
@@ -46,6 +47,7 @@ class KeyValueCache(TensorRecord):
     phase: Tensor | None
     tokens: int
     workspace: Tensor | None = None
+    conv_state: Tensor | None = field(default=None, kw_only=True)
 
     @classmethod
     def open(cls, state: KeyValueState, *, capacity: int) -> KeyValueCache:
@@ -79,6 +81,7 @@ class KeyValueCache(TensorRecord):
             arrivals=torch.zeros_like(count),
             phase=None if state.phase is None else state.phase.clone(memory_format=torch.contiguous_format),
             tokens=length,
+            conv_state=None if state.conv_state is None else state.conv_state.clone(),
         )
 
     @property
@@ -105,13 +108,20 @@ class KeyValueCache(TensorRecord):
         if isinstance(sequence, KeyValueState):
             sequence = KeyValueCache.open(sequence, capacity=max(1, sequence.length))
         kinds = [
-            (c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.decay is not None, c.phase is not None)
+            (
+                c.keys.shape[1],
+                c.keys.shape[3],
+                c.values.shape[3],
+                c.decay is not None,
+                c.phase is not None,
+                conv_shape(c),
+            )
             for c in (sequence, self)
         ]
         if sequence.keys.shape[0] != 1 or kinds[0] != kinds[1]:
             raise ValueError(
-                "sequence must be one sequence and agree with the cache in (heads, key dim, value dim, gated, rotated);"
-                f" got {sequence.keys.shape[0]} of {kinds[0]}, expected 1 of {kinds[1]}"
+                "sequence must be one sequence and agree with the cache in (heads, key dim, value dim, gated, rotated, "
+                f"short_conv); got {sequence.keys.shape[0]} of {kinds[0]}, expected 1 of {kinds[1]}"
             )
         if sequence.tokens > self.capacity:
             raise ValueError(f"sequence has {sequence.tokens} tokens, more than the capacity of {self.capacity}")
@@ -144,10 +154,10 @@ class KeyValueCache(TensorRecord):
             return x.gather(1, positions.reshape(*positions.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
 
         decay = None if self.decay is None else taken(self.decay)
-        phase = None if self.phase is None else self.phase.clone()
+        phase, conv_state = (None if x is None else x.clone() for x in (self.phase, self.conv_state))
         if bool(mask.all()):
-            return KeyValueState(taken(self.keys), taken(self.values), decay, phase)
-        return PaddedKeyValueState(taken(self.keys), taken(self.values), decay, phase, mask)
+            return KeyValueState(taken(self.keys), taken(self.values), decay, phase, conv_state=conv_state)
+        return PaddedKeyValueState(taken(self.keys), taken(self.values), decay, phase, mask, conv_state=conv_state)
 
     def step(
         self,

@@ -6,7 +6,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sympow import tensor_file
 from sympow.checks import check_at_least
-from sympow.ops.compilation import TensorRecord, check_tensor_member, register_as_pytree
+from sympow.ops.compilation import TensorRecord, check_tensor_member, conv_shape, register_as_pytree
 from sympow.ops.symmetric import check_features, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +52,8 @@ class State(TensorRecord):
         phase: μ in radians, within ±π, (b, h_kv, d/2), float64; None without rotation.
         power: p.
         key_dim: d.
+        conv_state: the last inputs of a layer's short convolution, (b, width − 1, channels), for the layer alone; None
+            without one.
     """
 
     kv: Tensor
@@ -59,6 +61,7 @@ class State(TensorRecord):
     phase: Tensor | None
     power: int
     key_dim: int
+    conv_state: Tensor | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("kv", "normalizer"):
@@ -79,6 +82,13 @@ class State(TensorRecord):
             raise ValueError(
                 f"phase must be {(*self.kv.shape[:2], self.key_dim // 2)} to match kv, got {tuple(self.phase.shape)}"
             )
+        if self.conv_state is not None:
+            check_tensor_member("conv_state", self.conv_state, FLOAT_DTYPES)
+            if self.conv_state.ndim != 3 or len(self.conv_state) != len(self.kv):
+                raise ValueError(
+                    f"conv_state must be ({len(self.kv)}, tokens, channels) to match kv, "
+                    f"got {tuple(self.conv_state.shape)}"
+                )
         for name, tensor in self._tensors().items():
             if tensor.device != self.kv.device:
                 raise ValueError(f"{name} must be on the device of kv, {self.kv.device}; got {tensor.device}")
@@ -120,27 +130,33 @@ class State(TensorRecord):
         return self.kv.shape[3]
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> State:
-        """The state on another device or in another dtype; `phase` stays in float64, since it must not be rounded."""
-        phase = None if self.phase is None else self.phase.to(device=device)
+        """The state on another device or in another dtype.
+
+        `phase` stays in float64, since it must not be rounded, and `conv_state` in the dtype of a layer's activations.
+        """
+        phase, conv_state = (None if x is None else x.to(device=device) for x in (self.phase, self.conv_state))
         kv, normalizer = (x.to(device=device, dtype=dtype) for x in (self.kv, self.normalizer))
-        return replace(self, kv=kv, normalizer=normalizer, phase=phase)
+        return replace(self, kv=kv, normalizer=normalizer, phase=phase, conv_state=conv_state)
 
     @classmethod
     def cat(cls, states: Sequence[State]) -> State:
         """Joins states into one batch."""
         if not states:
             raise ValueError("states must hold at least one state, got none")
-        kinds = sorted({(s.power, s.key_dim, s.heads, s.value_dim, s.phase is not None) for s in states})
+        kinds = sorted({(s.power, s.key_dim, s.heads, s.value_dim, s.phase is not None, conv_shape(s)) for s in states})
         if len(kinds) > 1:
             raise ValueError(
-                f"states to be joined must agree in (power, key dim, heads, value dim, rotated); got {kinds}"
+                "states to be joined must agree in (power, key dim, heads, value dim, rotated, short_conv); "
+                f"got {kinds}"
             )
         phases = [s.phase for s in states if s.phase is not None]
+        inputs = [s.conv_state for s in states if s.conv_state is not None]
         return replace(
             states[0],
             kv=torch.cat([s.kv for s in states]),
             normalizer=torch.cat([s.normalizer for s in states]),
             phase=torch.cat(phases) if phases else None,
+            conv_state=torch.cat(inputs) if inputs else None,
         )
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -142,6 +142,8 @@ def check_state(
             raise ValueError(f"initial_state has {what} {came}, but {source} is {expected}")
     if state.kv.device != q.device:
         raise ValueError(f"initial_state is on {state.kv.device}, but q is on {q.device}")
+    if state.conv_state is not None:
+        raise ValueError("initial_state was made by a layer with short_conv: pass it to that layer")
     if rotated and state.phase is None:
         raise ValueError("initial_state has no phase, so it was made without rotation; but theta is given")
     if not rotated and state.phase is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sympow.checks import check_choice
 from sympow.deprecated import deprecated_attribute
-from sympow.ops.compilation import DERIVED, register_as_pytree
+from sympow.ops.compilation import DERIVED, conv_shape, register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
@@ -159,6 +159,8 @@ class Window(PortableWindow):
         )
         if window.phase is not None and state.phase is not None:
             window.phase.copy_(state.phase.detach())
+        if state.conv_state is not None:
+            window.conv_state = state.conv_state.detach().to(dtype, copy=copy).contiguous()
         return window
 
     @property
@@ -216,15 +218,17 @@ class Window(PortableWindow):
             raise TypeError(f"sequence must be a sympow.State or a Window, got {type(sequence).__name__}")
         fitted = sequence if sequence.capacity == self.capacity else sequence.resized(self.capacity)
         kinds = [
-            (w.power, *w.keys.shape[1:3], w.value_dim, w.decay.shape[3], w.phase is not None) for w in (fitted, self)
+            (w.power, *w.keys.shape[1:3], w.value_dim, w.decay.shape[3], w.phase is not None, conv_shape(w))
+            for w in (fitted, self)
         ]
         if fitted.keys.shape[0] != 1 or kinds[0] != kinds[1] or (self.kv is None and fitted.kv is not None):
             raise ValueError(
                 "sequence must be one sequence and agree with the window in (power, heads, key dim, value dim, gates, "
-                f"rotated), and have no state where the window has none; got {fitted.keys.shape[0]} of {kinds[0]}, "
+                "rotated, short_conv), and have no state where the window has none; "
+                f"got {fitted.keys.shape[0]} of {kinds[0]}, "
                 f"expected 1 of {kinds[1]}"
             )
-        for name in ("keys", "values", "decay", "count", "arrivals", "phase", "kv", "normalizer"):
+        for name in ("keys", "values", "decay", "count", "arrivals", "phase", "kv", "normalizer", "conv_state"):
             target, source = getattr(self, name), getattr(fitted, name)
             if target is not None:
                 # Before the first fold the state is zero.
@@ -267,12 +271,21 @@ class Window(PortableWindow):
         if not windows:
             raise ValueError("windows must hold at least one window, got none")
         kinds = {
-            (w.power, *w.keys.shape[1:3], w.value_dim, w.decay.shape[3], w.phase is not None, w.kv is not None)
+            (
+                w.power,
+                *w.keys.shape[1:3],
+                w.value_dim,
+                w.decay.shape[3],
+                w.phase is not None,
+                w.kv is not None,
+                conv_shape(w),
+            )
             for w in windows
         }
         if len(kinds) > 1:
             raise ValueError(
-                "windows to be joined must agree in (power, heads, key dim, value dim, gates, rotated, with a state); "
+                "windows to be joined must agree in (power, heads, key dim, value dim, gates, rotated, with a state, "
+                "short_conv); "
                 f"got {sorted(kinds)}"
             )
         tokens = max(window.tokens for window in windows)
@@ -400,7 +413,14 @@ class Window(PortableWindow):
         self.fold(backend)
         assert self.kv is not None
         assert self.normalizer is not None
-        return State(self.kv, self.normalizer, self.phase, power=self.power, key_dim=self.key_dim)
+        return State(
+            self.kv,
+            self.normalizer,
+            self.phase,
+            power=self.power,
+            key_dim=self.key_dim,
+            conv_state=self.conv_state,
+        )
 
     def folded(self, backend: str = "auto") -> State:
         """As `close`, without modifying the window.
@@ -429,7 +449,7 @@ class Window(PortableWindow):
         """Copies, by name, of all tensors but keys, values and decays, which a fold only reads; without kv_half."""
         copies = {
             name: None if x is None else x.clone(memory_format=torch.contiguous_format)
-            for name in ("count", "arrivals", "phase", "kv", "normalizer")
+            for name in ("count", "arrivals", "phase", "kv", "normalizer", "conv_state")
             for x in [getattr(self, name)]
         }
         return {**copies, "kv_half": None, "kv_scale": None}

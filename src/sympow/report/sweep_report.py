@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sympow.experiments.recall_sweep import TASK as RECALL
 from sympow.experiments.sweep import ACCURACY_ENDING, SweepResults, best_accuracies
 from sympow.files import write_atomically
+from sympow.report import recall_report
 from sympow.report.grouping import LABELS
 from sympow.report.plotting import (
     add_legend,
@@ -37,6 +39,11 @@ def write_sweep_report(table: Path, out: Path) -> list[Path]:
     results = SweepResults.read(table.parent, table.stem)
     if not results.rows:
         raise ValueError(f"{table} has no results")
+    if all(row["task"] == RECALL for row in results.rows.values()):
+        rows = list(results.rows.values())
+        write_atomically(out / recall_report.TABLE, ("\n".join(recall_report.recall_table(rows)) + "\n").encode())
+        recall_report.plot_recall(rows, out / recall_report.FIGURE)
+        return [out / recall_report.TABLE, out / recall_report.FIGURE]
     write_atomically(out / TABLE, ("\n".join(accuracy_table(list(results.rows.values()))) + "\n").encode())
     plot_accuracy_by_position(results, out / FIGURE)
     return [out / TABLE, out / FIGURE]

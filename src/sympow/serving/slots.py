@@ -9,6 +9,7 @@ Each row is folded when its own window is full.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -56,6 +57,8 @@ class SlotWindow(Window):
         self.normalizer.index_copy_(0, row, state.normalizer)
         if self.phase is not None and state.phase is not None:
             self.phase.index_copy_(0, row, state.phase)
+        if self.conv_state is not None and state.conv_state is not None:
+            self.conv_state.index_copy_(0, row, state.conv_state.to(self.conv_state.dtype))
         if self.kv_half is not None and self.kv_scale is not None:
             scale, factor = copy_scales(state.kv)
             half = torch.empty_like(state.kv, dtype=self.kv_half.dtype)
@@ -78,6 +81,10 @@ class PaddedCache:
     @property
     def values(self) -> Tensor:
         return self.cache.values
+
+    @property
+    def conv_state(self) -> Tensor | None:
+        return self.cache.conv_state
 
     def step(
         self,
@@ -283,9 +290,11 @@ def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context:
     heads, dim, device = mixer.key_value_heads, mixer.head_dim, mixer.device
     dtype = activation_dtype(model)
     rotated = model.config.rotary != "none"
+    conv_state = mixer.initial_conv_state(slots, dtype, device)
     if isinstance(mixer, ConformalAttention):
         kept = compute_dtype(dtype)
         state = State.zeros(slots, heads, dim, dim, mixer.power, rotated=rotated, dtype=kept, device=device)
+        state = replace(state, conv_state=conv_state)
         opened = Window.open(state, capacity=window, dtype=dtype, gate_per_pair=gates_per_pair(model), copy=False)
         slot_window = SlotWindow(**opened._members())
         if slot_window._backend(model.config.backend, device.type, dtype) == "triton":
@@ -296,4 +305,5 @@ def _empty_cache(model: GPT, mixer: Mixer, slots: int, window: int, max_context:
     nothing = torch.zeros(slots, 0, heads, dim, dtype=dtype, device=device)
     decay = None if model.config.gating == "none" else torch.zeros(slots, 0, heads, dtype=torch.float64, device=device)
     phase = torch.zeros(slots, heads, dim // 2, dtype=torch.float64, device=device) if rotated else None
-    return KeyValueCache.open(KeyValueState(nothing, nothing, decay, phase), capacity=max_context)
+    empty = KeyValueState(nothing, nothing, decay, phase, conv_state=conv_state)
+    return KeyValueCache.open(empty, capacity=max_context)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from sympow.layers.mixers import ConformalAttention, LayerState
 from sympow.model.gpt import GPT, ModelState
+from sympow.ops.compilation import conv_shape
 from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
 
@@ -31,18 +33,17 @@ class StateBuffer:
         for block in model.blocks:
             mixer = block.mixer
             assert isinstance(mixer, ConformalAttention)
-            layers.append(
-                State.zeros(
-                    1,
-                    mixer.key_value_heads,
-                    mixer.head_dim,
-                    mixer.head_dim,
-                    mixer.power,
-                    rotated=model.config.rotary != "none",
-                    dtype=compute_dtype(weight.dtype),
-                    device=weight.device,
-                )
+            state = State.zeros(
+                1,
+                mixer.key_value_heads,
+                mixer.head_dim,
+                mixer.head_dim,
+                mixer.power,
+                rotated=model.config.rotary != "none",
+                dtype=compute_dtype(weight.dtype),
+                device=weight.device,
             )
+            layers.append(replace(state, conv_state=mixer.initial_conv_state(1, weight.dtype, weight.device)))
         self.layers = tuple(layers)
 
     @property
@@ -82,10 +83,10 @@ class StateBuffer:
                 raise TypeError(
                     f"state must hold a State for each layer, got {type(layer).__name__} for layer {number}"
                 )
-            kinds = [(x.power, x.key_dim, tuple(x.kv.shape), x.phase is not None) for x in (layer, own)]
+            kinds = [(x.power, x.key_dim, tuple(x.kv.shape), x.phase is not None, conv_shape(x)) for x in (layer, own)]
             if kinds[0] != kinds[1]:
                 raise ValueError(
-                    "state must agree with the model in (power, key dim, shape of kv, rotated); "
+                    "state must agree with the model in (power, key dim, shape of kv, rotated, short_conv); "
                     f"layer {number} has {kinds[0]}, expected {kinds[1]}"
                 )
 

@@ -203,6 +203,11 @@ class TrainConfig:
                 f"context_parallel must leave each process a token of the context, {self.data.context}; "
                 f"got {self.run.context_parallel}"
             )
+        if self.run.context_parallel > 1 and self.model.short_conv:
+            raise ValueError(
+                f"short_conv is not supported with context_parallel above 1, got {self.model.short_conv} and "
+                f"{self.run.context_parallel}"
+            )
 
     @property
     def batch_rows(self) -> int:

@@ -11,16 +11,20 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, layer_norm
+from torch.nn.functional import cross_entropy, layer_norm, pad
 
 from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
 from sympow.layers.rotations import StepSize
+from sympow.layers.short_conv import ShortConvolution
 from sympow.model.gpt import GPT
+from sympow.ops.short_convolution import short_convolution
+from sympow.train.optimizer import is_decayed
 
 BETAS = (0.9, 0.99)
 EPSILON = 1e-8
@@ -93,12 +97,69 @@ class StackedStepSize(nn.Module):
         return (rows * self.weight.unsqueeze(1)).view(steps.shape)
 
 
+class _StackedConvolution(torch.autograd.Function):
+    """Short convolutions of whole sequences, x (n, b, t, channels) with weights (n, width, channels).
+
+    The gradient is written out: autograd's has a tensor as large as x for each tap, twice, and training of small
+    models waits for memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        taps, length = weight.to(x.dtype)[:, :, None, None], x.shape[2]
+        y = taps[:, 0] * x
+        for j in range(1, min(weight.shape[1], length)):
+            y[:, :, j:].addcmul_(taps[:, j], x[:, :, : length - j])
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (d_y,), (x, weight) = gradients, ctx.saved_tensors
+        taps, length = weight.to(x.dtype)[:, :, None, None], x.shape[2]
+        d_x, d_weight = taps[:, 0] * d_y, torch.zeros_like(weight)
+        d_weight[:, 0] = (d_y * x).sum((1, 2), dtype=weight.dtype)
+        for j in range(1, min(weight.shape[1], length)):
+            later, earlier = d_y[:, :, j:], x[:, :, : length - j]
+            d_x[:, :, : length - j].addcmul_(taps[:, j], later)
+            d_weight[:, j] = (later * earlier).sum((1, 2), dtype=weight.dtype)
+        return d_x, d_weight
+
+
+class StackedShortConvolution(ShortConvolution):
+    """n short convolutions: x (n · b, t, channels).
+
+    Attributes:
+        weight: (n, width, channels).
+    """
+
+    def __init__(self, members: Sequence[ShortConvolution]) -> None:
+        nn.Module.__init__(self)
+        self.members = len(members)
+        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
+
+    def forward(
+        self, x: Tensor, past: Tensor | None = None, cu_seqlens: Tensor | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if cu_seqlens is not None:
+            raise ValueError("cu_seqlens is not supported by stacked models with short_conv")
+        rows = len(x) // self.members
+        if past is None and mask is None:
+            y = cast("Tensor", _StackedConvolution.apply(x.unflatten(0, (self.members, rows)), self.weight))
+            before = self.width - 1
+            return y.flatten(0, 1), pad(x[:, -before:], (0, 0, max(0, before - x.shape[1]), 0))
+        # (width, n · b, 1, channels)
+        taps = self.weight.transpose(0, 1).repeat_interleave(rows, dim=1).unsqueeze(2)
+        return short_convolution(x, taps, past, mask=mask)
+
+
 _STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     nn.Linear: StackedLinear,
     FloatLinear: StackedLinear,
     nn.LayerNorm: StackedNorm,
     nn.Embedding: StackedEmbedding,
     StepSize: StackedStepSize,
+    ShortConvolution: StackedShortConvolution,
 }
 
 
@@ -106,8 +167,8 @@ def stack(models: Sequence[GPT]) -> GPT:
     """One model that computes all of them: `features` takes tokens (n · b, t), the rows of each model together.
 
     Raises:
-        ValueError: the models differ in shape, or have parameters outside of linear maps, norms, embeddings and
-            step sizes.
+        ValueError: the models differ in shape, or have parameters outside linear maps, norms, embeddings, step
+            sizes and short convolutions.
     """
     if any(model.config != models[0].config for model in models):
         raise ValueError("models must have the same config")
@@ -119,7 +180,7 @@ def stack(models: Sequence[GPT]) -> GPT:
     alone = dict(models[0].named_parameters())
     left = [name for name, x in stacked.named_parameters() if x.ndim != alone[name].ndim + 1]
     if left:
-        raise ValueError(f"models cannot be stacked: {left[0]} is not of a linear map, norm or embedding")
+        raise ValueError(f"models cannot be stacked: {left[0]} is not of a linear map, norm, embedding or convolution")
     return stacked
 
 
@@ -130,12 +191,33 @@ def member_of(stacked: GPT, number: int) -> GPT:
     return model
 
 
-def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of each model over the labels that count: inputs and labels (n, b, t) → (n,)."""
-    members = len(inputs)
+def stacked_logits(stacked: GPT, inputs: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Logits of each model, (n, b · t, vocabulary), in float32 or better.
+
+    Args:
+        inputs: (n, b, t).
+        positions: (n, b, a) of those tokens of each row whose logits are wanted: then (n, b · a, vocabulary). With a
+            large vocabulary these products are most of the work.
+    """
     features, _ = stacked.features(inputs.flatten(0, 1), return_state=False)
-    logits = torch.bmm(features.reshape(members, -1, features.shape[-1]), stacked.embedding.weight.mT)
-    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(members, -1)
+    if positions is not None:
+        places = positions.flatten(0, 1).unsqueeze(-1).expand(-1, -1, features.shape[-1])
+        features = features.gather(1, places)
+    rows = features.reshape(len(inputs), -1, features.shape[-1])
+    logits = torch.bmm(rows, stacked.embedding.weight.mT)
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    """The mean loss of each model over the labels that count, (n,).
+
+    Args:
+        inputs: (n, b, t).
+        labels: (n, b, t), or (n, b, a) with positions.
+        positions: of the labels, (n, b, a); None: every token has one.
+    """
+    logits = stacked_logits(stacked, inputs, positions)
+    losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(inputs), -1)
     return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
 
 
@@ -167,36 +249,59 @@ class KeyNoise:
 
 
 class StackedAdam:
-    """Adam for stacked models: a learning rate and a clipped gradient norm of its own for each.
+    """AdamW for stacked models: a learning rate and a clipped gradient norm of its own for each.
+
+    Gradients and moments of all parameters lie side by side, so that an update is few kernels: for small models,
+    launching them takes longer than running them.
 
     Args:
-        parameters: (n, …) each.
+        named: parameters by name, (n, …) each.
         rates: the learning rate of each model, (n,).
         clip_norm: largest norm of a model's gradient.
+        weight_decay: of those parameters that `sympow.train.optimizer` decays.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rates: Tensor, clip_norm: float) -> None:
-        self._parameters = list(parameters)
-        self._rates, self._clip_norm, self._step = rates, clip_norm, 0
-        self._first = [torch.zeros_like(x) for x in self._parameters]
-        self._second = [torch.zeros_like(x) for x in self._parameters]
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], rates: Tensor, clip_norm: float, weight_decay: float = 0.0
+    ) -> None:
+        parameters: dict[str, Tensor] = dict(named)
+        self._parameters = list(parameters.values())
+        self._decayed = [x for name, x in parameters.items() if is_decayed(name, x.ndim - 1)] if weight_decay else []
+        self._rates, self._clip_norm, self._weight_decay, self._step = rates, clip_norm, weight_decay, 0
+        self._sizes = [x[0].numel() for x in self._parameters]
+        self._first, self._second = (self._parameters[0].new_zeros(len(rates), sum(self._sizes)) for _ in range(2))
 
     @torch.no_grad()
     def step(self, schedule: float) -> None:
         """One update, the learning rates multiplied by `schedule`; clears the gradients."""
         self._step += 1
-        gradients = [x.grad for x in self._parameters if x.grad is not None]
-        squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
-        scale = (self._clip_norm / (squares.sum(0).sqrt() + 1e-6)).clamp(max=1.0)
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
-        size = -schedule / first_bias * self._rates
-        for x, gradient, first, second in zip(self._parameters, gradients, self._first, self._second, strict=True):
-            shape = (-1, *[1] * (x.ndim - 1))
-            clipped = gradient * scale.view(shape)
-            first.lerp_(clipped, 1 - BETAS[0])
-            second.mul_(BETAS[1]).addcmul_(clipped, clipped, value=1 - BETAS[1])
-            x.addcdiv_(first * size.view(shape), (second / second_bias).sqrt_().add_(EPSILON))
+        gradient = torch.cat([x.grad.flatten(1) for x in self._parameters if x.grad is not None], dim=1)
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._first.lerp_(gradient, 1 - BETAS[0])
+        self._second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+        change = self._first * (-schedule / first_bias * self._rates).unsqueeze(1)
+        change.div_((self._second / second_bias).sqrt_().add_(EPSILON))
+        if self._decayed:
+            kept = 1 - self._weight_decay * schedule * self._rates
+            for x in self._decayed:
+                x.mul_(kept.view(-1, *[1] * (x.ndim - 1)))
+        parts = change.split(self._sizes, dim=1)
+        torch._foreach_add_(
+            self._parameters, [part.view_as(x) for part, x in zip(parts, self._parameters, strict=True)]
+        )
+        for x in self._parameters:
             x.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "first": self._first, "second": self._second}
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._step = saved["step"]
+        self._first.copy_(saved["first"])
+        self._second.copy_(saved["second"])
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:
@@ -206,40 +311,87 @@ def schedule(step: int, steps: int, warmup: int) -> float:
     return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
 
 
-def train_stacked(
-    stacked: GPT,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    rates: Tensor,
-    steps: int,
-    *,
-    warmup: int,
-    clip_norm: float = 1.0,
-    key_noise: float = 0.0,
-    log_every: int = 50,
-) -> tuple[list[int], Tensor]:
-    """Trains all models for `steps` batches of inputs and labels, (n, b, t) each on their device.
+class StackedTraining:
+    """Training of stacked models, one update at a time, which can be saved and continued.
 
     A model whose loss is not finite is left to itself: it does not touch the others.
 
     Args:
         rates: learning rates, (n,).
-        warmup: steps over which they rise.
+        steps: updates in all, for the schedule.
+        warmup: steps over which learning rates rise.
+        clip_norm: largest norm of a model's gradient.
+        weight_decay: as in `StackedAdam`.
         key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
             a task is learned much faster without it.
+        autocast: whether to compute in bfloat16 on a GPU.
+        log_every: steps between two losses that are kept.
 
-    Returns:
-        the steps that were logged, and the losses of each model there, (n, logged) on the CPU.
+    Attributes:
+        stacked: the models.
+        step: updates so far.
     """
-    optimizer = StackedAdam(stacked.parameters(), rates.to(stacked.embedding.weight), clip_norm)
-    noise = KeyNoise(stacked) if key_noise else None
-    logged, losses = [], []
-    for step, (inputs, labels) in zip(range(steps), batches, strict=False):
-        if noise is not None:
-            noise.deviation = key_noise * min(1.0, 2 * step / steps)
-        loss = stacked_losses(stacked, inputs, labels)
+
+    def __init__(
+        self,
+        stacked: GPT,
+        rates: Tensor,
+        steps: int,
+        *,
+        warmup: int,
+        clip_norm: float = 1.0,
+        weight_decay: float = 0.0,
+        key_noise: float = 0.0,
+        autocast: bool = False,
+        log_every: int = 50,
+    ) -> None:
+        self.stacked, self.step = stacked, 0
+        self._steps, self._warmup, self._log_every, self._key_noise = steps, warmup, log_every, key_noise
+        self._autocast = autocast and stacked.embedding.weight.is_cuda
+        rates = rates.to(stacked.embedding.weight)
+        self._optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm, weight_decay)
+        self._noise = KeyNoise(stacked) if key_noise else None
+        self._logged: list[int] = []
+        self._losses: list[Tensor] = []
+
+    def update(self, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> None:
+        """One update of every model; arguments as in `stacked_losses`, on the device of the models."""
+        if self._noise is not None:
+            self._noise.deviation = self._key_noise * min(1.0, 2 * self.step / self._steps)
+        with self.computing():
+            loss = stacked_losses(self.stacked, inputs, labels, positions)
         loss.sum().backward()
-        optimizer.step(schedule(step, steps, warmup))
-        if (step + 1) % log_every == 0 or step + 1 == steps:
-            logged.append(step + 1)
-            losses.append(loss.detach())
-    return logged, torch.stack(losses, dim=1).cpu()
+        self._optimizer.step(schedule(self.step, self._steps, self._warmup))
+        self.step += 1
+        if self.step % self._log_every == 0 or self.step == self._steps:
+            self._logged.append(self.step)
+            self._losses.append(loss.detach())
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The context in which the models compute."""
+        return torch.autocast("cuda", torch.bfloat16) if self._autocast else nullcontext()
+
+    def losses(self) -> tuple[list[int], Tensor]:
+        """The steps that were logged, and the losses of each model there, (n, logged) on the CPU."""
+        members = len(self.stacked.embedding.weight)
+        return self._logged, torch.stack(self._losses, dim=1).cpu() if self._losses else torch.zeros(members, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        device = self.stacked.embedding.weight.device
+        return {
+            "step": self.step,
+            "stacked": self.stacked.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "logged": self._logged,
+            "losses": self.losses()[1],
+            "random": torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        weight = self.stacked.embedding.weight
+        self.step = saved["step"]
+        self.stacked.load_state_dict(saved["stacked"])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        self._logged, self._losses = list(saved["logged"]), list(saved["losses"].to(weight.device).unbind(1))
+        restore = torch.cuda.set_rng_state if weight.is_cuda else torch.set_rng_state
+        restore(saved["random"].cpu())

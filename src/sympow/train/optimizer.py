@@ -37,7 +37,7 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over three parameter groups: matrices, with weight decay; the rotation's projection W_β; all others.
 
-    The embedding counts as a matrix, learned rates θ of a rotation do not. Frozen parameters are left out. The fused
+    The embedding counts as a matrix. Frozen parameters are left out. The fused
     implementation on a GPU.
     """
     rotation, matrices, others = [], [], []
@@ -46,7 +46,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
             continue
         if ".beta_proj." in name:
             rotation.append(parameter)
-        elif parameter.ndim >= 2 and "gate." not in name:
+        elif is_decayed(name, parameter.ndim):
             matrices.append(parameter)
         else:
             others.append(parameter)
@@ -63,6 +63,13 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
         eps=config.epsilon,
         fused=on_gpu or None,
     )
+
+
+def is_decayed(name: str, ndim: int) -> bool:
+    """Whether a parameter has weight decay: matrices and embeddings, but not those of gates and rotations, nor taps of
+    short convolutions, of which some start at 1.
+    """
+    return ndim >= 2 and not any(part in name for part in ("gate.", ".beta_proj.", ".short_conv."))
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

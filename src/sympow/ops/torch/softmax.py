@@ -9,7 +9,7 @@ Products are PyTorch's own `scaled_dot_product_attention`.
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from sympow.ops.compilation import TensorRecord, register_as_pytree, slices
+from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree, slices
 from sympow.ops.sequence import Sequence, rotate_sequence, run_documents
 from sympow.ops.torch.products import recompute
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
@@ -37,12 +37,14 @@ class KeyValueState(TensorRecord):
         v: values, (b, s, h_kv, e).
         decay: running sum of log γ up to each key, (b, s, h_kv) float64; None without gates.
         phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
+        conv_state: as in `State`.
     """
 
     k: Tensor
     v: Tensor
     decay: Tensor | None
     phase: Tensor | None
+    conv_state: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def length(self) -> int:
@@ -53,9 +55,9 @@ class KeyValueState(TensorRecord):
         """Concatenates caches along the batch; shorter ones are padded on the left."""
         if not caches:
             raise ValueError("caches must hold at least one cache, got none")
-        kinds = sorted({(c.decay is not None, c.phase is not None) for c in caches})
+        kinds = sorted({(c.decay is not None, c.phase is not None, conv_shape(c)) for c in caches})
         if len(kinds) > 1:
-            raise ValueError(f"caches to be joined must agree in (gated, rotated); got {kinds}")
+            raise ValueError(f"caches to be joined must agree in (gated, rotated, short_conv); got {kinds}")
         length = max(cache.length for cache in caches)
         members = [cache._filled_up(length) for cache in caches]
         plain = all(type(cache) is KeyValueState and cache.length == length for cache in caches)
@@ -75,7 +77,7 @@ class KeyValueState(TensorRecord):
         )
         k, v = (pad(x, (0, 0, 0, 0, missing, 0)) for x in (self.k, self.v))
         decay = None if self.decay is None else pad(self.decay, (0, 0, missing, 0))
-        return PaddedKeyValueState(k, v, decay, self.phase, pad(mask, (missing, 0)))
+        return PaddedKeyValueState(k, v, decay, self.phase, pad(mask, (missing, 0)), conv_state=self.conv_state)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,7 @@ class PaddedKeyValueState(KeyValueState):
 
     def without_mask(self) -> KeyValueState:
         """The same without its mask, where nothing is padding."""
-        return KeyValueState(self.k, self.v, self.decay, self.phase)
+        return KeyValueState(self.k, self.v, self.decay, self.phase, conv_state=self.conv_state)
 
 
 register_as_pytree(KeyValueState)
@@ -257,6 +259,8 @@ def _attend_rows(
 def _check_cache(state: KeyValueState, k: Tensor, v: Tensor, gated: bool, rotated: bool) -> None:
     if not isinstance(state, KeyValueState):
         raise TypeError(f"initial_state must be a KeyValueState, got {type(state).__name__}")
+    if state.conv_state is not None:
+        raise ValueError("initial_state was made by a layer with short_conv: pass it to that layer")
     for name, cached, new in (("keys", state.k, k), ("values", state.v, v)):
         if cached.shape[0] != new.shape[0] or cached.shape[2:] != new.shape[2:]:
             raise ValueError(

@@ -5,7 +5,7 @@ Callers use `sympow.ops.window.Window`, which checks arguments, chooses between 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class PortableWindow(TensorRecord):
         phase: μ after the last token, (b, h_kv, d/2) float64; None without rotation.
         kv, normalizer: the state at the last fold, as in `State`; None before there is one.
         power: p.
+        conv_state: as in `State`; a layer's steps update it in place.
     """
 
     keys: Tensor
@@ -49,6 +50,7 @@ class PortableWindow(TensorRecord):
     kv: Tensor | None
     normalizer: Tensor | None
     power: int
+    conv_state: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def capacity(self) -> int:

@@ -1,0 +1,76 @@
+"""Multi-query associative recall as zoology trains it: accuracy against the size of the state.
+
+A function of a scale's name that returns sweeps: all learning rates and seeds of a model are trained as one
+(`sympow.experiments.recall_sweep`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sympow.experiments import VARIANTS, RecallSweep
+
+TAPS = 4
+# Models, by name: their variant and shape. The knee comes first: about as large a state as zoology's published points.
+KNEE: dict[str, Any] = {"width": 128, "heads": 4, "key_value_heads": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gating-w128-2x32": ("gating", KNEE),
+    "softmax-w128": ("softmax", {"width": 128, "heads": 4}),
+    "gating-w128-4x32": ("gating", {"width": 128, "heads": 4}),
+    "gating-w64-4x16": ("gating", {"width": 64, "heads": 4}),
+    "conformal-w128-2x32": ("conformal", KNEE),
+    "gating-w128-8x16": ("gating", {"width": 128, "heads": 8}),
+    "gating-w64-8x8-p4": ("gating", {"width": 64, "heads": 8, "power": 4}),
+    "gating-w128-2x32-no-conv": ("gating", {**KNEE, "short_conv": 0}),
+    "gating-w128-2x64": ("gating", {"width": 128, "heads": 2}),
+    "gating-w64-2x32": ("gating", {"width": 64, "heads": 2}),
+    "conformal-w64-4x16": ("conformal", {"width": 64, "heads": 4}),
+    "gating-w64-4x16-p4": ("gating", {"width": 64, "heads": 4, "power": 4}),
+    # Zoology's models have no MLP: one of a single unit is as good as none.
+    "gating-w128-2x32-no-mlp": ("gating", {**KNEE, "mlp_ratio": 1 / 128}),
+    "gating-w64-1x64": ("gating", {"width": 64, "heads": 1}),
+    "conformal-w128-4x32": ("conformal", {"width": 128, "heads": 4}),
+    "conformal-w64-8x8-p4": ("conformal", {"width": 64, "heads": 8, "power": 4}),
+}
+# Those that are trained with three seeds.
+REPEATED = ("gating-w128-2x32", "conformal-w128-2x32")
+CPU_MODELS = ("gating-w64-4x16", "softmax-w128")
+
+
+def recall(size: str) -> list[RecallSweep]:
+    """Multi-query associative recall as zoology trains it: accuracy against the size of the state, p = 2 and 4."""
+    if size == "cpu":
+        # Seconds: a test that everything works, not a measurement.
+        return [
+            RecallSweep(
+                name,
+                {**_model(name), "width": 32, "heads": 2},
+                learning_rates=(1e-2,),
+                seeds=(0,),
+                steps=12,
+                rows=8,
+                warmup=4,
+                evaluation_rows=8,
+                mixture=((16, 2), (32, 4)),
+                weights=(1, 1),
+                evaluation=((16, 2), (32, 4), (64, 8)),
+                tokens_known=64,
+            )
+            for name in CPU_MODELS
+        ]
+    if size != "small":
+        raise ValueError(f"recall has the scales 'cpu' and 'small'; got {size!r}")
+    return [
+        RecallSweep(
+            name,
+            _model(name),
+            learning_rates=(3e-4, 1e-3, 3e-3, 1e-2),
+            seeds=(0, 1, 2) if name in REPEATED else (0,),
+        )
+        for name in MODELS
+    ]
+
+
+def _model(name: str) -> dict[str, Any]:
+    variant, shape = MODELS[name]
+    return {"layers": 2, "short_conv": TAPS, **VARIANTS[variant], **shape}

@@ -1,0 +1,98 @@
+"""Figure and table of recall sweeps: accuracy against the size of the state, beside published models."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sympow.experiments.recall_sweep import best_recall
+from sympow.model.config import VARIANTS
+from sympow.report.plotting import add_legend, assign_styles, make_panels, plain_numbers, pyplot, save_figure, tidy
+
+TABLE, FIGURE = "recall.md", "recall_by_state_size.png"
+# Numbers in the state, and accuracies of other models there, as zoology's repository (HazyResearch/zoology) has them
+# for the same task, trained likewise.
+PUBLISHED_NUMBERS = 67_000
+PUBLISHED = {"Gated DeltaNet": 0.99, "GLA": 0.95, "Based": 0.86, "Mamba-2": 0.83}
+MARKERS = "D^vX"
+
+
+def recall_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Lines of Markdown, the smallest state first: accuracies in percent, the mean over seeds ± their deviation."""
+    shapes = list(dict.fromkeys(shape for row in rows for shape in row["by_shape"]))
+    heads = ["model", "numbers of state", "bytes", "learning rate", "steps", "all answers", *shapes]
+    yield f"| {' | '.join(heads)} |"
+    yield "| --- " * len(heads) + "|"
+    for row in sorted(rows, key=lambda row: (row["state_numbers"], row["run"])):
+        overall, by_shape = best_recall(row)
+        cells = [
+            row["sweep"],
+            f"{row['state_numbers']:,}",
+            f"{row['state_bytes']:,}",
+            f"{row['best_rate']:g}",
+            f"{row['steps']:,}",
+            _percent(overall),
+            *(_percent(by_shape.get(shape, [])) for shape in shapes),
+        ]
+        yield f"| {' | '.join(cells)} |"
+    for name, accuracy in PUBLISHED.items():
+        blank = " |" * len(shapes)
+        yield f"| {name} (published) | about {PUBLISHED_NUMBERS:,} | | | | {100 * accuracy:.0f} |{blank}"
+
+
+def _percent(found: Sequence[float]) -> str:
+    if not found:
+        return "–"
+    spread = f" ± {100 * statistics.stdev(found):.1f}" if len(found) > 1 else ""
+    return f"{100 * statistics.fmean(found):.1f}{spread}"
+
+
+def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accuracy over all answers against numbers of state, a line for each kind of model.
+
+    Softmax, whose state grows, is a horizontal line. Bars are the range over seeds.
+
+    Args:
+        path: PNG or SVG file to write; its folder is created.
+    """
+    series: dict[str, list[tuple[int, list[float]]]] = {}
+    softmax: list[float] = []
+    for row in rows:
+        overall, _ = best_recall(row)
+        if row["settings"]["model"].get("mixer") == "softmax":
+            softmax.append(statistics.fmean(overall))
+        else:
+            series.setdefault(_label(row), []).append((row["state_numbers"], overall))
+    styles = assign_styles((name, name) for name in series)
+    figure, (axes,) = make_panels(1, width=7, height=4.4)
+    for name, points in series.items():
+        points.sort()
+        means = [statistics.fmean(found) for _, found in points]
+        below = [mean - min(found) for mean, (_, found) in zip(means, points, strict=True)]
+        above = [max(found) - mean for mean, (_, found) in zip(means, points, strict=True)]
+        numbers = [number for number, _ in points]
+        axes.errorbar(numbers, means, yerr=(below, above), capsize=2, label=name, **styles[name].with_marker)
+    if softmax:
+        axes.axhline(max(softmax), color="#444444", linestyle="--", linewidth=1, label="softmax")
+    for marker, (name, accuracy) in zip(MARKERS, PUBLISHED.items(), strict=True):
+        look = {"marker": marker, "linestyle": "none", "markerfacecolor": "none", "color": "#777777"}
+        axes.plot([PUBLISHED_NUMBERS], [accuracy], label=f"{name} (published: zoology)", **look)
+    axes.set(xscale="log", xlabel="numbers in the state, all layers", ylabel="right answers", ylim=(-0.02, 1.02))
+    axes.xaxis.set_major_formatter(plain_numbers())
+    tidy(axes)
+    add_legend(figure, [axes])
+    save_figure(figure, path)
+    pyplot().close(figure)
+
+
+def _label(row: Mapping[str, Any]) -> str:
+    """What kind of model it is, apart from its size."""
+    model = row["settings"]["model"]
+    kind = {name: model.get(name) for name in ("mixer", "gating", "rotary")}
+    variant = next((name for name, fields in VARIANTS.items() if fields == kind), row["sweep"])
+    label = f"{variant}, p = {model.get('power', 2)}"
+    if not model.get("short_conv"):
+        label += ", no convolution"
+    return label + (", no MLP" if "mlp_ratio" in model else "")

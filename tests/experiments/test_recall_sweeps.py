@@ -1,0 +1,174 @@
+"""Recall sweeps: their rows, early ends, time limits and continuing, the command and the report."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from sympow.cli.app import app
+from sympow.data.multi_query_recall import draw_recall
+from sympow.experiments import RecallSweep
+from sympow.experiments.recall_sweep import best_recall
+from sympow.experiments.sweep import OutOfTimeError, SweepResults, run_sweep, run_sweeps
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import GPT
+from sympow.train.ensemble import StackedTraining, member_of, stack
+
+MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "scalar", "rotary": "fixed", "short_conv": 3}
+TINY = RecallSweep(
+    "tiny",
+    MODEL,
+    learning_rates=(1e-3, 1e-2),
+    seeds=(0, 3),
+    steps=6,
+    rows=4,
+    warmup=1,
+    evaluation_rows=8,
+    mixture=((8, 1), (16, 2)),
+    weights=(1, 1),
+    evaluation=((8, 2), (16, 3)),
+    tokens_known=16,
+)
+
+
+def test_every_model_is_given_the_rows_of_its_seed():
+    shapes = set()
+    for step, (inputs, answers, positions) in enumerate(TINY.batches("cpu")):
+        length, pairs = inputs.shape[2], answers.shape[2]
+        shapes.add((length, pairs))
+        for member, (_, _, seed) in enumerate(TINY.places):
+            expected = draw_recall([seed, 0, step], 4, length, pairs, 16)
+            for found, wanted in zip((inputs, positions, answers), expected, strict=True):
+                assert torch.equal(found[member], torch.from_numpy(wanted))
+    assert step == 5
+    assert shapes == {(8, 1), (16, 2)}
+    later = list(TINY.batches("cpu", first=4))
+    assert len(later) == 2
+    assert torch.equal(later[1][0], inputs)
+
+
+def test_answers_are_counted_as_by_a_model_alone():
+    torch.manual_seed(0)
+    models = [GPT(GPTConfig(vocab_size=16, **MODEL)) for _ in range(4)]
+    # One that always answers the same, so that some answers are right.
+    training = StackedTraining(stack(models), torch.full((4,), 1e-3), 6, warmup=1)
+    row, _ = TINY.evaluate("recall", training, {place[1:]: n for n, place in enumerate(TINY.places)})
+    counted = []
+    for length, pairs in TINY.evaluation:
+        tokens, positions, answers = map(torch.from_numpy, draw_recall([0, 2], 8, length, pairs, 16))
+        logits, _ = member_of(training.stacked, 2)(tokens, return_state=False)
+        right = logits.argmax(-1).gather(1, positions) == answers
+        counted.append(right.flatten())
+        assert row["by_shape"][f"{length}/{pairs}"][1][0] == round(right.double().mean().item(), 4)
+    assert row["overall"][1][0] == round(torch.cat(counted).double().mean().item(), 4)
+    assert 0 < row["overall"][1][0] < 1
+    best = row["learning_rates"].index(row["best_rate"])
+    assert best_recall(row)[0] == row["overall"][best]
+
+
+def test_training_ends_when_all_seeds_of_a_rate_are_there(monkeypatch):
+    monkeypatch.setattr(RecallSweep, "validate_every", 2)
+    said = []
+    found = run_sweep(replace(TINY, target=0.0), "cpu", "a command", say=said.append)
+    assert found.rows["recall_tiny"]["steps"] == 2
+    assert "step 2 of 6" in said[-1]
+    assert run_sweep(replace(TINY, target=1.1), "cpu", "a command").rows["recall_tiny"]["steps"] == 6
+
+
+def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, monkeypatch):
+    whole = run_sweep(TINY, "cpu", "a command")
+    checkpoint = tmp_path / "sweeps" / "tiny.sweep"
+    times = iter(range(1000))
+    monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
+    with pytest.raises(OutOfTimeError, match=r"stopped at step [1-5] of 6"):
+        run_sweep(TINY, "cpu", "a command", deadline=6, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="other settings"):
+        run_sweep(replace(TINY, rows=5), "cpu", "a command", checkpoint=checkpoint)
+    said = []
+    continued = run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint, say=said.append)
+    assert "continued at step" in said[0]
+    assert continued.curves == whole.curves
+    for name in ("overall", "by_shape", "validation", "best_rate", "steps"):
+        assert continued.rows["recall_tiny"][name] == whole.rows["recall_tiny"][name]
+    assert list(checkpoint.parent.iterdir()) == []
+
+
+def test_an_unfinished_sweep_is_left_for_the_next_call(tmp_path):
+    results, said = SweepResults.read(tmp_path, "mine"), []
+    longer = replace(TINY, steps=10**6)
+    assert run_sweeps([longer], results, "cpu", str, 0.001, said.append, tmp_path / "out") == ["tiny"]
+    assert "stopped at step" in said[-1]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine_tiny.sweep"]
+    assert not results.table.exists()
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ValueError, match="length must be even"):
+        replace(TINY, mixture=((8, 4), (16, 2)))
+    with pytest.raises(ValueError, match="weights must be"):
+        replace(TINY, weights=(1,))
+    with pytest.raises(ValueError, match="gating must be one of"):
+        replace(TINY, model={**MODEL, "gating": "soft"})
+
+
+def test_the_command_trains_and_reports(tmp_path):
+    def invoke(*arguments):
+        return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+    folders = ("--results", tmp_path / "results", "--out", tmp_path / "out")
+    done = invoke("experiment", "recall", "--scale", "cpu", "--set", "steps=2", "--device", "cpu", *folders)
+    assert done.exit_code == 0, done.output
+    table = tmp_path / "results" / "recall.jsonl"
+    rows = [json.loads(line) for line in table.read_text().splitlines()]
+    assert {row["sweep"] for row in rows} == {"gating-w64-4x16", "softmax-w128"}
+    assert all(row["state_bytes"] == 4 * row["state_numbers"] > 0 for row in rows)
+    pytest.importorskip("matplotlib")
+    reported = invoke("report", table, "-o", tmp_path / "report")
+    assert reported.exit_code == 0, reported.output
+    assert (tmp_path / "report" / "recall_by_state_size.png").stat().st_size > 10_000
+    lines = (tmp_path / "report" / "recall.md").read_text().splitlines()
+    assert any(line.startswith("| gating-w64-4x16 | 9,824 |") for line in lines)
+    assert any("Gated DeltaNet (published)" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_a_short_convolution_learns_to_recall(monkeypatch):
+    """In a few hundred steps; without one, 1,500 leave such a model at a third of the answers."""
+    monkeypatch.setattr(RecallSweep, "validate_every", 100)
+    model = {"layers": 2, "width": 32, "heads": 2, "gating": "scalar", "rotary": "fixed", "short_conv": 4}
+    rows = ((16, 2), (16, 4))
+    sweep = RecallSweep(
+        "learns",
+        model,
+        learning_rates=(1e-2,),
+        seeds=(0,),
+        steps=1_500,
+        rows=64,
+        warmup=50,
+        evaluation_rows=256,
+        mixture=rows,
+        weights=(1, 1),
+        evaluation=rows,
+        tokens_known=64,
+    )
+    found = run_sweep(sweep, "cpu", "a command")
+    row = found.rows["recall_learns"]
+    assert row["overall"][0][0] > 0.95
+    assert row["steps"] < 1_000
+
+
+@pytest.mark.gpu
+def test_a_sweep_continues_on_a_gpu_where_it_was_stopped(tmp_path, monkeypatch):
+    """In bfloat16, with the kernels."""
+    sweep = replace(TINY, model={**MODEL, "width": 64, "heads": 4, "layers": 2}, steps=12, tokens_known=8_192)
+    times = iter(range(10_000))
+    monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
+    with pytest.raises(OutOfTimeError, match=r"stopped at step"):
+        run_sweep(sweep, "cuda", "a command", deadline=8, checkpoint=tmp_path / "tiny.sweep")
+    found = run_sweep(sweep, "cuda", "a command", checkpoint=tmp_path / "tiny.sweep")
+    assert found.rows["recall_tiny"]["steps"] == 12
+    losses = [value for of_seed in found.curves["recall_tiny"]["loss"]["value"] for value in of_seed]
+    # About log 8,192, that of a guess.
+    assert all(8 < loss < 10 for loss in losses)
