@@ -1,7 +1,7 @@
 """Experiments on state tracking: what rotation is for, and what carries it beyond the training length.
 
 Each is a function of a scale's name that returns sweeps: all tasks, learning rates and seeds of a variant are trained
-as one (`sympow.experiments.sweep`).
+as one (`sympow.experiments.tracking_sweep`).
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from sympow.cli.app import app
 from sympow.data.state_tracking import find_task
 from sympow.experiments import Sweep
-from sympow.experiments import sweep as module
 from sympow.experiments.grid import describe, find_sweeps
-from sympow.experiments.sweep import OutOfTimeError, SweepResults, best_accuracies, run_sweep, run_sweeps
+from sympow.experiments.sweep import OutOfTimeError, SweepResults, run_sweep, run_sweeps
+from sympow.experiments.tracking_sweep import _mean_score, best_accuracies
 from sympow.report.sweep_report import accuracy_table
 from sympow.train.ensemble import StackedTraining
 
@@ -81,16 +81,16 @@ def test_a_sweep_has_a_row_for_every_task(found):
 
 
 def test_the_best_rate_is_chosen_by_accuracy_then_loss():
-    assert module._mean_score([(0.9, 1.0), (0.7, 1.0)]) > module._mean_score([(0.7, 0.1), (0.8, 0.1)])
-    assert module._mean_score([(1.0, 0.1)]) > module._mean_score([(1.0, 0.2)])
+    assert _mean_score([(0.9, 1.0), (0.7, 1.0)]) > _mean_score([(0.7, 0.1), (0.8, 0.1)])
+    assert _mean_score([(1.0, 0.1)]) > _mean_score([(1.0, 0.2)])
 
 
 @pytest.mark.parametrize("diverged", [float("nan"), float("inf")])
 def test_a_rate_at_which_a_model_diverged_is_not_the_best(diverged):
-    every = module._mean_score([(0.6, 1.0)] * 3)
-    two = module._mean_score([(1.0, 0.1), (1.0, 0.1), (0.0, diverged)])
-    one = module._mean_score([(1.0, 0.1), (1.0, diverged), (1.0, diverged)])
-    none = module._mean_score([(1.0, diverged)] * 3)
+    every = _mean_score([(0.6, 1.0)] * 3)
+    two = _mean_score([(1.0, 0.1), (1.0, 0.1), (0.0, diverged)])
+    one = _mean_score([(1.0, 0.1), (1.0, diverged), (1.0, diverged)])
+    none = _mean_score([(1.0, diverged)] * 3)
     assert every > two > one > none
 
 
@@ -165,7 +165,7 @@ def test_finished_sweeps_are_skipped_and_others_kept(tmp_path, found, monkeypatc
             },
         )
 
-    monkeypatch.setattr(module, "run_sweep", run)
+    monkeypatch.setattr("sympow.experiments.sweep.run_sweep", run)
 
     def all_of(sweeps):
         return run_sweeps(sweeps, SweepResults.read(tmp_path, "mine"), "cpu", str, None, lambda _: None)
@@ -186,7 +186,7 @@ def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, m
     longer = replace(TINY, steps=20, key_noise=0.5)
     whole = run_sweep(longer, "cpu", "a command")
     times = iter(range(1000))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
     with pytest.raises(OutOfTimeError, match=r"stopped at step 1[78] of 20"):
         run_sweep(longer, "cpu", "a command", deadline=37, checkpoint=tmp_path / "one.sweep")
     continued = run_sweep(longer, "cpu", "a command", checkpoint=tmp_path / "one.sweep")

@@ -6,7 +6,7 @@ a list of `Sweep`s or `RecallSweep`s; the paper's are in `experiments/`.
 
 from sympow.experiments.grid import SCALES, Evaluation, Run, Scale
 from sympow.experiments.recall_sweep import RecallSweep
-from sympow.experiments.sweep import Sweep
+from sympow.experiments.tracking_sweep import Sweep
 from sympow.model.config import VARIANTS
 
 __all__ = ["SCALES", "VARIANTS", "Evaluation", "RecallSweep", "Run", "Scale", "Sweep"]

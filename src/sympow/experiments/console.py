@@ -16,7 +16,8 @@ from sympow.experiments.recall_sweep import TASK as RECALL
 from sympow.experiments.recall_sweep import best_recall
 from sympow.experiments.runner import Estimator, pack
 from sympow.experiments.store import Store
-from sympow.experiments.sweep import BaseSweep, SweepResults, best_accuracies
+from sympow.experiments.sweep import BaseSweep, SweepResults
+from sympow.experiments.tracking_sweep import best_accuracies
 from sympow.extras import require
 from sympow.train.run_folder import METRICS_FILE
 

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from sympow.checks import check_at_least, check_choice
-from sympow.experiments.sweep import Sweep
+from sympow.experiments.sweep import BaseSweep
 from sympow.model.config import EXECUTION_OPTIONS, VARIANTS, GPTConfig
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, paper
 
@@ -299,7 +299,7 @@ def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
     return found
 
 
-def find_sweeps(folder: Path | None = None) -> dict[str, Callable[[str], list[Sweep]]]:
+def find_sweeps(folder: Path | None = None) -> dict[str, Callable[[str], list[BaseSweep]]]:
     """Experiments that are sweeps, likewise: functions of one argument `size`, the name of a scale."""
     return _find_functions(folder, "size")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from sympow.checks import check_at_least
 from sympow.data.loader import prefetch
 from sympow.data.multi_query_recall import VOCABULARY, check_recall, draw_recall
-from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep
+from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, rounded
 from sympow.model.accounting import key_value_elements, state_elements
 from sympow.model.config import GPTConfig
 from sympow.train.ensemble import StackedTraining, stacked_logits
@@ -25,7 +25,6 @@ TASK = "recall"
 EVALUATED_TOKENS = 2**18
 # Rows of a validation, as a part of those of the evaluation.
 VALIDATION_PART = 8
-_DIGITS = 4
 
 # (length, pairs)
 Shape = tuple[int, int]
@@ -139,8 +138,7 @@ class RecallSweep(BaseSweep):
 
         def by_rate(accuracy: Tensor) -> list[list[float]]:
             return [
-                [round(accuracy[of_task[rate, seed]].item(), _DIGITS) for seed in self.seeds]
-                for rate in self.learning_rates
+                [rounded(accuracy[of_task[rate, seed]].item()) for seed in self.seeds] for rate in self.learning_rates
             ]
 
         valid = by_rate(validation)

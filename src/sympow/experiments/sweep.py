@@ -1,7 +1,7 @@
-"""Sweeps: small models of one variant on generated tasks, all tasks, learning rates and seeds trained as one.
+"""Sweeps: small models of one shape on generated tasks, all tasks, learning rates and seeds trained as one.
 
-    RESULTS/EXPERIMENT.jsonl             for each task and sweep: accuracies by learning rate, seed and length
-    RESULTS/EXPERIMENT.accuracy.jsonl    of the best learning rate: accuracy by position, loss over training
+    RESULTS/EXPERIMENT.jsonl             for each task and sweep: accuracies by learning rate and seed
+    RESULTS/EXPERIMENT.accuracy.jsonl    of the best learning rate: loss over training, and other curves
 
 A sweep takes seconds to minutes, so that there are no folders of runs: the files of the experiment are written anew
 whenever a sweep has finished, and a sweep that is in them is done. One that a time limit ends is saved and continued.
@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -25,22 +24,17 @@ from torch import Tensor
 
 from sympow import __version__
 from sympow.bench.timing import environment
-from sympow.checks import check_at_least, check_finite
-from sympow.data.loader import prefetch
-from sympow.data.state_tracking import VOCABULARY, find_task
-from sympow.evaluate.state_tracking import draw_rows, score
+from sympow.checks import check_at_least
 from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
-from sympow.train.ensemble import StackedTraining, member_of, stack
+from sympow.train.ensemble import StackedTraining, stack
 
 ACCURACY_ENDING = ".accuracy.jsonl"
 # First number of every seed after that of the run: rows of one kind are never those of another.
 TRAINING, VALIDATION, EVALUATION = range(3)
-# Batches that are drawn together: drawing a row takes a loop over its positions.
-DRAWN_TOGETHER = 16
-# Positions of the accuracy at the greatest length, and losses over training.
-BINS, LOGGED = 64, 32
+# Losses over training.
+LOGGED = 32
 # Least seconds between two lines of progress.
 TOLD_SECONDS = 15
 _DIGITS = 4
@@ -134,72 +128,6 @@ class BaseSweep(ABC):
     def validate(self, training: StackedTraining) -> tuple[str, bool]:
         """What is said of the models every `validate_every` steps, and whether they need no more training."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep(BaseSweep):
-    """Models of one variant on tasks of `sympow.data.state_tracking`.
-
-    One learning rate at which fewer models diverged is better than any other; then the accuracy on other rows of the
-    same length decides.
-
-    Attributes:
-        tasks: names of tasks.
-        length: tokens of a training row.
-        key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
-        random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
-        factors: evaluation lengths, as multiples of `length`.
-    """
-
-    tasks: tuple[str, ...]
-    length: int = 64
-    key_noise: float = 0.0
-    random_lengths: bool = False
-    factors: tuple[int, ...] = (1, 4, 16)
-
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("length", "key_noise", "random_lengths", *BaseSweep.CHANGEABLE)
-
-    def __post_init__(self) -> None:
-        check_at_least("length", self.length, 1)
-        shortest = max(find_task(task).shortest for task in self.tasks)
-        check_at_least("length", self.length, max(8, shortest))
-        check_finite("key_noise", self.key_noise)
-        if self.key_noise < 0:
-            raise ValueError(f"key_noise must be at least 0, got {self.key_noise}")
-        super().__post_init__()
-
-    @property
-    def vocabulary(self) -> int:
-        return VOCABULARY
-
-    @property
-    def task_names(self) -> tuple[str, ...]:
-        return self.tasks
-
-    @property
-    def longest(self) -> int:
-        return self.length
-
-    @property
-    def training(self) -> dict[str, Any]:
-        return {"key_noise": self.key_noise}
-
-    def batches(self, device: str, first: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """Inputs and labels, (members, rows, length): models with the same task and seed have the same."""
-        rates, step = len(self.learning_rates), first - first % DRAWN_TOGETHER
-        for drawn in prefetch(_draw(self, step), 2):
-            on_device = drawn.to(device, non_blocking=True)
-            # (2, tasks, seeds, steps, rows, length)
-            for number in range(on_device.shape[3]):
-                step += 1
-                if step > first:
-                    batch = on_device[:, :, None, :, number].long().expand(-1, -1, rates, -1, -1, -1).flatten(1, 3)
-                    yield batch[0], batch[1]
-
-    def evaluate(
-        self, task: str, training: StackedTraining, of_task: dict[tuple[float, int], int]
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        return _evaluate(self, task, training.stacked, of_task)
 
 
 class OutOfTimeError(Exception):
@@ -381,83 +309,14 @@ def _train(
     return before + time.monotonic() - begin
 
 
-def _evaluate(
-    sweep: Sweep, task: str, stacked: GPT, of_task: dict[tuple[float, int], int]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Accuracies of a task's models, by learning rate, then seed; curves of the best rate's."""
-    kind = find_task(task)
-    validation = draw_rows(kind, [0, VALIDATION], sweep.evaluation_rows, sweep.length)
-    lengths = [factor * sweep.length for factor in sweep.factors]
-    sets = {length: draw_rows(kind, [0, EVALUATION, length], sweep.evaluation_rows, length) for length in lengths}
-    valid: dict[float, list[tuple[float, float]]] = {}
-    accuracy: dict[int, list[list[float]]] = {length: [] for length in lengths}
-    positions: dict[float, list[list[float]]] = {}
-    places: list[float] = []
-    for rate in sweep.learning_rates:
-        members = [member_of(stacked, of_task[rate, seed]) for seed in sweep.seeds]
-        scores = [score(member, *validation) for member in members]
-        valid[rate] = [(one.accuracy, one.loss) for one in scores]
-        for length, rows in sets.items():
-            scores = [score(member, *rows) for member in members]
-            accuracy[length].append([_rounded(one.accuracy) for one in scores])
-        curves = [one.by_position(BINS) for one in scores]
-        places, positions[rate] = curves[0][0], [[_rounded(x) for x in of_seed] for _, of_seed in curves]
-    best = max(sweep.learning_rates, key=lambda rate: _mean_score(valid[rate]))
-    row = {
-        "length": sweep.length,
-        "chance": _rounded(1 / kind.classes),
-        "learning_rates": list(sweep.learning_rates),
-        "seeds": list(sweep.seeds),
-        "best_rate": best,
-        "validation": [[_rounded(accuracy) for accuracy, _ in valid[rate]] for rate in sweep.learning_rates],
-        "accuracy": {str(length): by_rate for length, by_rate in accuracy.items()},
-    }
-    return row, {"by_position": {"position": places, "accuracy": positions[best]}}
-
-
-def _mean_score(scores: list[tuple[float, float]]) -> tuple[int, float, float]:
-    """What the best learning rate has most of: models that did not diverge; then mean accuracy; then minus mean loss.
-
-    Args:
-        scores: accuracy and loss of the model of each seed.
-    """
-    finite = [loss for _, loss in scores if math.isfinite(loss)]
-    mean_accuracy = statistics.fmean(accuracy for accuracy, _ in scores)
-    return len(finite), mean_accuracy, -statistics.fmean(finite) if finite else -math.inf
-
-
-def _draw(sweep: Sweep, start: int) -> Iterator[Tensor]:
-    """Inputs and labels of some steps at a time, (2, tasks, seeds, steps, rows, length) int16, from a step on."""
-    lengths = _lengths(sweep)
-    for first in range(0, sweep.steps, DRAWN_TOGETHER):
-        length, steps = next(lengths), min(DRAWN_TOGETHER, sweep.steps - first)
-        if first < start:
-            continue
-        drawn = [
-            torch.stack(draw_rows(find_task(task), [seed, TRAINING, first], steps * sweep.rows, length))
-            for task in sweep.tasks
-            for seed in sweep.seeds
-        ]
-        batches = torch.stack(drawn, dim=1).to(torch.int16)
-        yield batches.view(2, len(sweep.tasks), len(sweep.seeds), steps, sweep.rows, length)
-
-
-def _lengths(sweep: Sweep) -> Iterator[int]:
-    """Of each draw; the same for all models, so that their rows are one tensor."""
-    shortest = max(find_task(task).shortest for task in sweep.tasks)
-    choose = torch.Generator().manual_seed(0)
-    while True:
-        eighths = int(torch.randint(1, 9, (), generator=choose)) if sweep.random_lengths else 8
-        yield max(shortest, eighths * sweep.length // 8)
-
-
-def _rounded(number: float) -> float:
+def rounded(number: float) -> float:
+    """A result as it is stored."""
     return round(number, _DIGITS)
 
 
 def _loss(number: float) -> float | None:
     """Rounded; None, which is null in JSON, for that of a model that diverged."""
-    return _rounded(number) if math.isfinite(number) else None
+    return rounded(number) if math.isfinite(number) else None
 
 
 def run_sweeps(
@@ -500,12 +359,6 @@ def run_sweeps(
         results.write()
         say(f"{sweep.name}: {sweep.members} models in {time.monotonic() - start:.0f} s")
     return left
-
-
-def best_accuracies(row: Mapping[str, Any]) -> dict[int, list[float]]:
-    """By length, then seed, of the best learning rate."""
-    best = row["learning_rates"].index(row["best_rate"])
-    return {int(length): by_rate[best] for length, by_rate in row["accuracy"].items()}
 
 
 def with_changes(sweep: BaseSweep, changes: dict[str, Any]) -> BaseSweep:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sympow.experiments.recall_sweep import TASK as RECALL
-from sympow.experiments.sweep import ACCURACY_ENDING, SweepResults, best_accuracies
+from sympow.experiments.sweep import ACCURACY_ENDING, SweepResults
+from sympow.experiments.tracking_sweep import best_accuracies
 from sympow.files import write_atomically
 from sympow.report import recall_report
 from sympow.report.grouping import LABELS
