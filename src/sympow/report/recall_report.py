@@ -12,8 +12,8 @@ from sympow.model.config import VARIANTS
 from sympow.report.plotting import add_legend, assign_styles, make_panels, plain_numbers, pyplot, save_figure, tidy
 
 TABLE, FIGURE = "recall.md", "recall_by_state_size.png"
-# Numbers in the state, and accuracies of other models there, as zoology's repository (HazyResearch/zoology) has them
-# for the same task, trained likewise.
+# Numbers in the state, and accuracies of other models there, as reported for the same task of zoology
+# (github.com/HazyResearch/zoology), trained likewise.
 PUBLISHED_NUMBERS = 67_000
 PUBLISHED = {"Gated DeltaNet": 0.99, "GLA": 0.95, "Based": 0.86, "Mamba-2": 0.83}
 MARKERS = "D^vX"
