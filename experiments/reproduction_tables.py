@@ -1,4 +1,4 @@
-"""Writes the tables of docs/reproduction.md, between its two marks: our results beside the authors'.
+"""Writes the tables of docs/reproduction_tables.md, between its two marks: our results beside the authors'.
 
     python experiments/reproduction_tables.py --results experiments/results/small
 
@@ -380,7 +380,7 @@ def _table_row(cells: Sequence[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=Path("experiments/results/small"))
-    parser.add_argument("--page", type=Path, default=Path("docs/reproduction.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/reproduction_tables.md"))
     arguments = parser.parse_args()
     text = arguments.page.read_text("utf-8")
     before, begin, rest = text.partition(BEGIN)
