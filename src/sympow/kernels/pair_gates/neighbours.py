@@ -1,14 +1,14 @@
 """Scores of tokens within one block of 16, and their gradients, for a gate per rotated pair.
 
-Between tokens of one block decays do not factor over the queries and keys without positive exponents, so they are
-applied step by step: a query is multiplied by the gates of its block, from its own backwards, as it meets earlier and
-earlier keys,
+Within a block, decays cannot be split between queries and keys without positive exponents. So they are applied step by
+step: a query visits the keys of its block from its own position backwards, and is multiplied by one more gate before
+each earlier key,
     s_ij = Σ_m q_im γ_im^(1/p) ⋯ γ_{j+1,m}^(1/p) k_jm.
-A product of gates is as accurate as its factors, and one that contains a closed gate is exactly 0. Gradients are
-Horner sums along the block: dq_i, decayed from the start of its block, meets its keys from the first on,
+A product of gates is as accurate as its factors, and exactly 0 if it contains a closed gate. Gradients are computed by
+Horner's scheme along the block: dq_i visits the keys of its block from the first one on,
     dq_i ← γ_j^(1/p) dq_i + W_ij k_j,    j = first of the block, …, i,
-and dk_j its queries from the last on. Both start from what all other blocks contribute (`backward`), so that this file
-also finishes the gradients.
+and dk_j visits its queries from the last one backwards. Both start from the contributions of all other blocks
+(`backward`), so the kernels here return the complete gradients.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def neighbour_scores_kernel(
     near_ptr, near_stride_b, near_stride_t, near_stride_h, length, padded, heads, pairs, tiles,
     GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """s_ij for the pairs j ≤ i of each block of a tile, 0 for j > i: (BLOCK, TILE) of each tile, keys first. Also the
-    scaled queries, which at the end have decayed from the start of their block."""
+    """The scores s_ij within each block of a tile, 0 for j > i, as (BLOCK, TILE): the key's position in its block, then
+    the query. Also the scaled queries, decayed from the start of their block."""
     tile, sequence = split_program_id(tiles)
     batch, head = (sequence // heads).to(tl.int32), (sequence % heads).to(tl.int32)
     kv_head = head // GROUP
