@@ -18,9 +18,9 @@ and numbers 2^40 times smaller become zero.
   gradients dy''_i = 2^-e_i dy_i have largest entries between 2^(3−p) and 16, with e_i such that 2^e_i / w_i is a power
   of 2^p. A sum over queries must multiply each term by this factor 2^e_i / w_i. The factor is applied to the float32
   weights before they are rounded, and not to dy: dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g, with one g per head.
-  g is chosen so that these weights, and the weights T_ij dB_ij 2^(g + e_i) of the queries, stay in range. On Hopper the
-  query is multiplied by the p-th root of the factor instead, which is equivalent (`hopper.folded_rows`).
-  dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+  g is chosen so that these weights, and the weights T_ij dB_ij 2^(g + e_i) of the queries (`attention.backward` defines
+  T and dB), stay in range. On Hopper the query is multiplied by the p-th root of the factor instead, which is
+  equivalent (`hopper.folded_rows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
 - Gradients of states are bounded, and so scaled, like states.
 
 Outputs do not depend on the scale of a query. Returned weights, and states that are read or returned, are in float32

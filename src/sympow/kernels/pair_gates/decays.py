@@ -122,12 +122,12 @@ def decay_tables_kernel(
 
 @dataclass(frozen=True)
 class DecayTables:
-    """Decays by entry, between tokens of different blocks or tiles; each pair's factor stands twice.
+    """Decays of each entry across blocks and tiles; both entries of a pair have the same decay.
 
     Attributes:
-        across_blocks: exp((G_end − G_start)/p) of each block, (b, h_kv, n, d) float32; n blocks make whole tiles of
-            `LARGEST_TILE` tokens, with 1 past the last token.
-        across_tiles: the same of each tile, (b, h_kv, n, d) float32.
+        across_blocks: the decay exp((G_end − G_start)/p) across each block, (b, h_kv, n, d) float32. The n blocks are
+            padded to a multiple of `LARGEST_TILE` tokens; gates past the last token are 1.
+        across_tiles: the decay across each tile, (b, h_kv, n, d) float32.
     """
 
     across_blocks: Tensor
