@@ -13,16 +13,16 @@ from sympow.cli.errors import INTERRUPTED
 
 def convert(
     teacher: Annotated[str, typer.Argument(help="Model of transformers: a folder, or a name on the Hub.")],
-    out: Annotated[Path, typer.Option(help="Folder of the conversion; the result is OUT/model.")],
+    out: Annotated[Path, typer.Option(help="Folder to write the conversion to; the result is OUT/model.")],
     device: Device = None,
     **changes: Any,
 ) -> None:
     """Convert a pretrained softmax transformer.
 
-    Replaces self-attention by symmetric power attention and trains the result in three stages: (1) each converted
-    layer's attention output is matched to the teacher's, (2) the student's predictions to the teacher's, (3) optionally
-    longer contexts with the plain loss. A stage with 0 tokens is left out. The same command continues an interrupted
-    conversion. --data must have the teacher's token ids:
+    Replaces self-attention by symmetric power attention and trains the result, the student, in three stages: (1) match
+    each converted layer's attention output to the teacher's, (2) distill the teacher's predictions, (3) optionally
+    train on longer contexts with the plain loss. A stage with 0 tokens is skipped. The same command resumes an
+    interrupted conversion. --data must have the teacher's token ids:
 
         sympow data prepare TEXTS --tokenizer TEACHER/tokenizer.json --out DATA
         sympow convert TEACHER --data DATA --out converted

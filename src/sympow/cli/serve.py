@@ -23,44 +23,46 @@ MODULES = ("fastapi", "uvicorn", "python_multipart")
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="Model folder of a run, or a folder of Hugging Face format.")],
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0: a free one.")] = 8_000,
-    slots: Annotated[int, typer.Option(help="Requests that are decoded at once; memory is allocated for all.")] = 64,
-    model_name: Annotated[str | None, typer.Option(help="Name in the API; by default the folder's.")] = None,
+    model: Annotated[Path, typer.Argument(help="Model folder of a run, or a sympow model in Hugging Face format.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = 8_000,
+    slots: Annotated[int, typer.Option(help="Requests decoded at once; memory is allocated for all slots.")] = 64,
+    model_name: Annotated[str | None, typer.Option(help="Model name in the API; by default the folder's name.")] = None,
     api_key_file: Annotated[
-        Path | None, typer.Option(help="File with API keys, one in each line, of which requests must have one.")
+        Path | None, typer.Option(help="File with one API key per line; every request must send one of them.")
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Name that clients may call this server by; repeatable.")
+        list[str] | None, typer.Option(help="Name that the Host header may have; repeatable.")
     ] = None,
     contexts: Annotated[
-        Path | None, typer.Option(help="Folder to keep contexts in; by default they end with the server.")
+        Path | None, typer.Option(help="Folder to keep contexts in; by default they are lost when the server stops.")
     ] = None,
-    context_bytes: Annotated[int, typer.Option(help="Bytes of contexts in memory; others are on disk only.")] = 2**32,
-    max_contexts: Annotated[int, typer.Option(help="The most contexts.")] = 1_000,
+    context_bytes: Annotated[
+        int, typer.Option(help="Bytes of contexts in memory; beyond it the least recently used are on disk only.")
+    ] = 2**32,
+    max_contexts: Annotated[int, typer.Option(help="The most contexts that the server keeps.")] = 1_000,
     prefix_cache_bytes: Annotated[
-        int, typer.Option(help="Bytes for states of prompts, from which prompts that begin alike start; 0: none.")
+        int, typer.Option(help="Bytes of the prefix cache, from which prompts with a known prefix start; 0: no cache.")
     ] = 2**30,
     max_queue: Annotated[int, typer.Option(help="Requests that may wait for a slot; more are refused.")] = 256,
-    max_context: Annotated[int | None, typer.Option(help="The most tokens of a slot; softmax models need it.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens that a request may ask for.")] = 2**16,
-    max_body: Annotated[int, typer.Option(help="The most bytes of a request.")] = 2**26,
+    max_context: Annotated[
+        int | None, typer.Option(help="The most tokens of a slot, prompt and completion; softmax models need it.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="The largest max_tokens of a request.")] = 2**16,
+    max_body: Annotated[int, typer.Option(help="The most bytes of a request body.")] = 2**26,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 600.0,
-    grace: Annotated[
-        float, typer.Option(help="Seconds that running requests get to end when the server is stopped.")
-    ] = 30.0,
+    grace: Annotated[float, typer.Option(help="Seconds that running requests get to finish on shutdown.")] = 30.0,
     segment_size: Annotated[
         int | None,
-        typer.Option(help="Tokens of prompts prefilled between two steps; by default 2048 on a GPU, 256 on a CPU."),
+        typer.Option(help="Prompt tokens prefilled between two steps; by default 2048 on a GPU, 256 on a CPU."),
     ] = None,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
     """Serve a model over HTTP with OpenAI's API.
 
-    Many requests are decoded as one batch. GET / is a page to try it with. Ctrl-C or SIGTERM stops the server once
-    running requests have ended.
+    Requests are batched continuously. GET / is a web page to try the model with. Ctrl-C or SIGTERM stops the server
+    once running requests have ended.
     """
     for module in MODULES:
         require(module, "serve")
@@ -86,7 +88,7 @@ def serve(
     hosts = allowed_hosts(host, allow_host or ())
     if not keys and not is_local(host):
         _say(f"anyone who can reach {host} can use this server: --api-key-file limits that")
-    # The address is taken before the model is loaded, which may take minutes.
+    # The socket is bound before the model is loaded, which may take minutes.
     with bind(host, port) as bound, TemporaryDirectory(prefix="sympow-contexts-") as temporary:
         started = time.perf_counter()
         _say(f"loading {model}")

@@ -20,15 +20,15 @@ SHORT = ("refuse", "drop", "join")
 
 @dataclass(frozen=True)
 class SwapConfig:
-    """How the teacher's attention is replaced; arguments of `sympow.hf.swap_attention`.
+    """How the teacher's attention is replaced: arguments of `sympow.hf.swap_attention`.
 
     Attributes:
-        layers: layers to convert: all, every-other, or their numbers from 0, as in 0,2,5.
-        power: p, the even degree of the scores.
-        gating: of the state: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
-        rotary: of queries and keys: fixed (the teacher's), learned, scale, pairs, step, pair-step, half, none, or auto:
-            fixed if it has one.
-        initial_gate: γ that gates start with, as the share of the state that is kept at each token.
+        layers: layers to convert: all, every-other, or their indices from 0, as in 0,2,5.
+        power: p, the even power of the scores.
+        gating: kind of gates: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
+        rotary: kind of rotation: fixed (the teacher's rotary embedding), learned, scale, pairs, step, pair-step, half,
+            none, or auto: fixed if the teacher has a rotary embedding.
+        initial_gate: γ of the gates before training: the fraction of the state that each token keeps.
     """
 
     layers: str = "all"
@@ -48,7 +48,7 @@ class SwapConfig:
             raise ValueError(f"initial_gate must be above 0 and below 1, got {self.initial_gate}")
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
-        """What `swap_attention` takes: a name, or a list of numbers."""
+        """The argument `layers` of `swap_attention`: a name, or a list of indices."""
         if self.layers == "all":
             return "all"
         if self.layers == "every-other":
@@ -63,13 +63,14 @@ class SwapConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Documents to convert with.
+    """Text for training and evaluation.
 
     Attributes:
-        data: a folder of `sympow data prepare` with the teacher's tokenizer, or another dataset of `sympow train`.
-        context: tokens of a sequence in the first two stages.
+        data: a folder that `sympow data prepare` wrote with the teacher's tokenizer, or another dataset of
+            `sympow train`.
+        context: tokens per sequence in stages 1 and 2.
         short: what to do with documents and tails shorter than the context: refuse, drop or join.
-        evaluate_tokens: tokens of each held-out evaluation, approximately.
+        evaluate_tokens: held-out tokens of each evaluation, approximately.
         evaluate_factors: contexts to evaluate at, as multiples of the training context; long ones take memory.
     """
 
@@ -87,7 +88,7 @@ class TextConfig:
         check_choice("short", self.short, SHORT)
 
     def factors(self) -> tuple[int, ...]:
-        """Evaluated contexts relative to the training context, in ascending order: 1 and others."""
+        """`evaluate_factors` as numbers, in ascending order; the first is 1."""
         numbers = [part.strip() for part in self.evaluate_factors.split(",")]
         factors = sorted({int(number) for number in numbers if number.isdecimal()})
         if not all(number.isdecimal() for number in numbers) or factors[0] != 1:
@@ -99,19 +100,19 @@ class TextConfig:
 
 @dataclass(frozen=True)
 class RecipeConfig:
-    """The stages; one with 0 tokens is left out.
+    """The stages; a stage with 0 tokens is skipped.
 
     Attributes:
         match_tokens: tokens of stage 1, which matches each converted layer's attention output to the teacher's.
         distill_tokens: tokens of stage 2, which minimizes the KL divergence from the teacher's predictions.
         extend_tokens: tokens of stage 3, which trains on longer sequences with the plain loss.
-        extend_context: tokens of a sequence in stage 3; 0: 4 times the context.
+        extend_context: tokens per sequence in stage 3; 0: 4 times the context.
         match_rate: peak learning rate of stage 1.
         distill_rate: peak learning rate of stage 2.
         extend_rate: peak learning rate of stage 3.
-        lora: rank of LoRA adapters in stages 2 and 3, which are merged at the end; 0: all parameters are trained.
-        without_match: whether to convert a second time without stage 1, with as many tokens, to see what it is worth.
-        warmup: share of a stage's steps over which its learning rate rises from 0; after it, cosine.
+        lora: rank of LoRA adapters in stages 2 and 3, merged at the end of each; 0: all parameters are trained.
+        without_match: whether to convert a second student without stage 1, on as many tokens, for comparison.
+        warmup: fraction of a stage's steps with linear warmup of the learning rate; cosine decay follows.
         final_rate: learning rate of a stage's last step, relative to its peak.
         beta2: decay of Adam's second moment.
         weight_decay: decoupled weight decay of matrices.
@@ -152,8 +153,8 @@ class ExecutionConfig:
     """Execution: batches, precision, checkpoints and logging.
 
     Attributes:
-        batch_tokens: tokens of a batch; a multiple of the context, and of that of stage 3.
-        micro_batch_tokens: tokens of a forward pass, at least one sequence; gradients accumulate.
+        batch_tokens: tokens per batch; a multiple of the context, and of the context of stage 3.
+        micro_batch_tokens: tokens per forward pass, at least one sequence; gradients accumulate over a batch.
         seed: random seed of new parameters and of the order of the data.
         precision: bf16 (mixed: trained parameters stay in float32), fp32, or auto: bf16 on a GPU, fp32 on a CPU.
         compile: whether to compile the layers (torch.compile).
@@ -183,8 +184,8 @@ class ExecutionConfig:
         check_choice("precision", self.precision, PRECISIONS)
 
 
-# Settings that a resumed conversion may change, since they do not change what is computed beyond rounding. Teacher
-# and data are compared by their fingerprints, wherever they are.
+# Settings that a resumed conversion may change, since they change results by rounding at most. Teacher and data are
+# compared by their fingerprints instead of their paths.
 FREE = frozenset(
     {
         "teacher",
@@ -228,7 +229,7 @@ class ConvertConfig:
 
     @property
     def extended_context(self) -> int:
-        """Tokens of a sequence in stage 3."""
+        """Tokens per sequence in stage 3."""
         return self.recipe.extend_context or 4 * self.text.context
 
     def changed(self, **changes: Any) -> ConvertConfig:
@@ -247,7 +248,7 @@ class ConvertConfig:
         return {name: value for section in asdict(self).values() for name, value in section.items()}
 
 
-# By title, in order of `sympow convert --help`; every field has a flag.
+# The sections of `sympow convert --help`, by title and in order; every field has a flag.
 SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
     "Student": (SwapConfig, frozenset()),
     "Data": (TextConfig, frozenset()),

@@ -2,13 +2,13 @@
 
 The folder of a conversion:
 
-    conversion.json                   teacher, data and settings; the same command continues the conversion
-    evaluations/NAME.json             held-out losses of the teacher, the start, and the student after each stage
+    conversion.json                   teacher, data and settings, which a resumed conversion must share
+    evaluations/NAME.json             held-out losses of the teacher, the untrained student, and after each stage
     stages/NAME/model/                the student after a stage, in float32
-    stages/NAME/metrics.jsonl         with TensorBoard events beside it
-    stages/NAME/checkpoints/          while the stage runs
-    model/                            the result, in the teacher's dtype but for gates and rotations, with its tokenizer
-    report.md, report.html, figures/  what came out
+    stages/NAME/metrics.jsonl         training metrics, with TensorBoard events beside them
+    stages/NAME/checkpoints/          checkpoints, while the stage runs
+    model/                            the result with its tokenizer, in the teacher's dtype (gates, rotations: float32)
+    report.md, report.html, figures/  the comparison of teacher and student
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ STAGES, EVALUATIONS = "stages", "evaluations"
 def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, device: str | None = None) -> bool:
     """Converts a pretrained causal language model, and writes everything into one folder.
 
-    Called again with the same arguments, it continues where it was interrupted.
+    Called again with the same arguments, it resumes an interrupted conversion.
 
     Args:
         teacher: folder that `save_pretrained` wrote, or a name on the Hub.
-        config: the conversion.
-        out: its folder.
+        config: settings of the conversion.
+        out: folder of the conversion.
         device: "cpu" or "cuda"; None: a GPU if there is one.
 
     Returns:
-        whether the conversion is complete. False: Ctrl-C or SIGTERM asked it to stop, and it saved its place.
+        whether the conversion is complete. False: Ctrl-C or SIGTERM stopped it after it saved a checkpoint.
 
     Raises:
         ValueError: teacher, data and settings do not fit together, or the folder holds another conversion.
@@ -116,7 +116,7 @@ class _Conversion:
             open_dataset(config.text.data, "heldout"), config.text, config.execution.micro_batch_tokens, positions
         )
         self.notes = [note for note in (*notes, *more) if note]
-        # After all checks: a folder with settings belongs to this conversion, and refuses others.
+        # Written after all checks: from now on the folder refuses other conversions.
         write_atomically(self.out / SETTINGS_FILE, (json.dumps(self._facts(), indent=2) + "\n").encode())
 
     def run(self, stop: StopRequest) -> bool:
@@ -137,7 +137,7 @@ class _Conversion:
         return True
 
     def _run_stage(self, stage: Stage, stop: StopRequest) -> bool:
-        """Trains, saves and evaluates; False: it was asked to stop."""
+        """Trains, saves and evaluates the student of a stage; returns whether the stage is complete (not stopped)."""
         folder = self.out / STAGES / stage.name
         student = self._student_after(stage.after)
         new = {name for name, _ in student.named_parameters()} - {name for name, _ in self.teacher.named_parameters()}
@@ -151,7 +151,8 @@ class _Conversion:
         if self.config.execution.recompute and stage.kind != "match":
             student.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             for layer, _ in decoder_layers(student).values():
-                # Recomputation is for training mode. The flag of the layer alone leaves dropout in its modules off.
+                # transformers recomputes in training mode only. Setting the layer's own flag, and not those of its
+                # submodules, leaves dropout off.
                 layer.training = True
         steps = stage.steps(self.config.execution.batch_tokens)
         _say(
@@ -166,7 +167,7 @@ class _Conversion:
         student.eval()
         self._save(student, folder / EXPORT)
         tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
-        # Last: its file says that the stage is complete.
+        # The evaluation comes last: its file marks the stage as complete.
         self._evaluate(stage.name, tokens, student)
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return True
@@ -179,12 +180,12 @@ class _Conversion:
         return NextToken(student, self.dtype)
 
     def _start(self) -> Any:
-        """The teacher with attention replaced, and nothing trained."""
+        """The untrained student: the teacher with attention replaced."""
         torch.manual_seed(self.config.execution.seed)
         return make_student(self.source, self.config.swap, self.place.device)
 
     def _student_after(self, name: str) -> Any:
-        """Read from disk even if it is still in memory, so that a resumed conversion computes the same numbers."""
+        """The student after a stage, loaded from disk in any case: a resumed conversion then computes the same."""
         if name == START:
             return self._start()
         return load_model(self.out / STAGES / name / EXPORT, self.place.device, torch.float32)
@@ -194,7 +195,7 @@ class _Conversion:
         student.save_pretrained(folder)
 
     def _export(self) -> None:
-        """Writes the result of the last stage that began with the first: in the teacher's dtype, with its tokenizer."""
+        """Writes the final student, not the one without stage 1, in the teacher's dtype and with its tokenizer."""
         main = [stage for stage in self.stages if stage.name == stage.kind]
         student = self._student_after(main[-1].name if main else START)
         folder = self.out / EXPORT
@@ -203,7 +204,7 @@ class _Conversion:
             require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
 
     def _evaluate(self, name: str, tokens: int, model: Any) -> None:
-        """Evaluates a model unless that was done before."""
+        """Evaluates a model unless its evaluation exists."""
         if self._path(name).is_file():
             return
         results = evaluate(model, self.sequences, self.dtype)
@@ -219,7 +220,7 @@ class _Conversion:
         return self.out / EVALUATIONS / f"{name}.json"
 
     def _facts(self) -> dict[str, Any]:
-        """What determines the result."""
+        """The settings that determine the result, by name."""
         return {
             "teacher": str(self.source),
             "teacher_fingerprint": self.fingerprint,
@@ -243,7 +244,7 @@ class _Conversion:
                 )
 
     def _check_rows(self) -> None:
-        """Refuses data that are too little for a batch of a stage now, and not when the stages before are done."""
+        """Refuses data with too little text for one batch of any stage before the first stage runs."""
         for stage in {stage.context: stage for stage in reversed(self.stages)}.values():
             try:
                 make_loader(stage, self.config, self.dataset)

@@ -1,7 +1,7 @@
-"""The loss of distillation: KL divergence between two models' predictions, without the logits of all tokens.
+"""The distillation loss: the KL divergence between two models' predictions, without storing the logits of all tokens.
 
-As in `sympow.model.losses`, the loss of a block of rows is computed together with its gradients while its logits are in
-memory, so that neither long contexts nor large vocabularies need more memory than one block.
+As in `sympow.model.losses`, the loss of a block of rows and its gradients are computed together while the logits of the
+block are in memory, so that neither long contexts nor large vocabularies need more memory than one block.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Logits of each model in memory at a time, of which there are a few copies in float32.
+# Logits per model in memory at a time; a few float32 copies of them exist.
 MOST_LOGITS = 2**25
 FEWEST_ROWS = 64
 
@@ -31,12 +31,12 @@ def linear_kl_divergence(
     The logits are features weightᵀ of each model. Gradients go to the student's features and weight.
 
     Args:
-        features: (…, width), the student's.
-        weight: (vocabulary, width), the student's output embedding.
-        teacher_features: (…, teacher's width).
-        teacher_weight: (vocabulary, teacher's width).
-        tokens: rows of logits in memory at a time; None: as many as give MOST_LOGITS.
-        dtype: of the products; None: that of the student's weight.
+        features: the student's last hidden states, (…, width).
+        weight: the student's output embedding, (vocabulary, width).
+        teacher_features: the teacher's last hidden states, (…, teacher's width).
+        teacher_weight: the teacher's output embedding, (vocabulary, teacher's width).
+        tokens: rows of logits in memory at a time; None: MOST_LOGITS logits, and at least FEWEST_ROWS rows.
+        dtype: dtype of the matrix products; None: that of the student's weight.
     """
     if features.shape[:-1] != teacher_features.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(

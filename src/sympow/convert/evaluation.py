@@ -32,9 +32,9 @@ class LossAtContext:
 
     Attributes:
         loss: mean over all tokens, in nats.
-        of_each: mean of each sequence; every model is evaluated on the same ones.
-        late: mean over the last quarter of positions, those with the longest past.
-        by_position: mean over ranges of positions, by the ranges' centres.
+        of_each: mean of each sequence; every model is evaluated on the same sequences.
+        late: mean over the last quarter of the positions.
+        by_position: mean over ranges of positions, by the centre of the range.
     """
 
     loss: float
@@ -48,9 +48,9 @@ class Evaluation:
     """Held-out losses of one model.
 
     Attributes:
-        name: of the model: "teacher", or the stage that it comes after.
+        name: "teacher", "start" for the untrained student, or the stage that the student was evaluated after.
         tokens: tokens that it was trained on in this conversion.
-        by_context: by length of the sequences.
+        by_context: losses by sequence length.
     """
 
     name: str
@@ -76,19 +76,19 @@ def held_out_sequences(
     batch_tokens: int,
     positions: int | None = None,
 ) -> tuple[dict[int, Sequences], list[str]]:
-    """Inputs and targets to evaluate on, by length: about as many tokens of each as asked for, at least one sequence.
+    """Inputs and targets to evaluate on: for each length about `text.evaluate_tokens` tokens, at least one sequence.
 
-    Beyond the training context only documents that are long enough count. At the training context, shorter ones are
-    treated as in training if there is none.
+    Sequences come from documents that are long enough. If there are none, sequences of the training context come from
+    shorter documents as in training (`text.short`), and longer contexts are left out.
 
     Args:
         dataset: held-out documents.
-        text: contexts and tokens.
-        batch_tokens: of a batch, which has at least one sequence.
-        positions: tokens of a sequence that the model can take; None: any number.
+        text: the contexts and the number of tokens.
+        batch_tokens: tokens per batch, which has at least one sequence.
+        positions: the most tokens of a sequence that the model can take; None: any number.
 
     Returns:
-        batches by length, and notes on lengths that no document or not the model has.
+        batches by sequence length, and a note for each length that was left out.
     """
     found: dict[int, Sequences] = {}
     notes = []
@@ -116,15 +116,15 @@ def evaluate(
     dtype: torch.dtype | None,
     report: Callable[[], None] | None = None,
 ) -> dict[int, LossAtContext]:
-    """Losses of a causal language model, by length of the sequences.
+    """Losses of a causal language model, by sequence length.
 
     Args:
-        dtype: of autocast; None: no autocast.
+        dtype: dtype of autocast; None: no autocast.
         report: called after each batch.
     """
     weight = output_weight(model)
     results = {}
-    # Compiled layers would be compiled again for each length.
+    # Eager, because compiled layers would be compiled again for each length.
     with torch.compiler.set_stance("force_eager"):
         for length, batches in sequences.items():
             losses = []
@@ -147,7 +147,7 @@ def difference(one: LossAtContext, other: LossAtContext) -> tuple[float, float]:
 
 
 def _summary(losses: Tensor) -> LossAtContext:
-    """Of losses (sequences, length)."""
+    """The summary of losses (sequences, length)."""
     means = losses.mean(0).tolist()
     late = len(means) - max(1, len(means) // 4)
     ranges = averages_over_ranges(means)

@@ -1,4 +1,6 @@
-"""LoRA adapters for the stages that otherwise train all parameters; gates, which are new, are trained in full."""
+"""LoRA adapters for stages 2 and 3, which otherwise train all parameters. Gates and rotations are new parameters and
+are trained directly.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from sympow.extras import require
 
 
 class Adapters:
-    """Low-rank adapters of a student's linear maps, added in place and merged at the end.
+    """LoRA adapters of a student's linear layers, added in place and merged at the end.
 
     Args:
         student: model to adapt.
-        rank: of the adapters.
-        new: names of parameters that the teacher does not have; they are trained as they are.
-        seed: of the adapters' initial values.
+        rank: rank of the adapters.
+        new: names of parameters that the teacher does not have; they are trained without adapters.
+        seed: seed of the adapters' initial values.
     """
 
     def __init__(self, student: Any, rank: int, new: set[str], seed: int) -> None:
@@ -38,5 +40,5 @@ class Adapters:
         return adapters + self.new
 
     def merge(self) -> Any:
-        """The student with the adapters added to its weights."""
+        """The student with the adapters merged into its weights."""
         return self._wrapped.merge_and_unload()

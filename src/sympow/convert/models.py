@@ -1,4 +1,4 @@
-"""Teacher and student: loading, what a conversion needs to know of a causal language model, and checks of both."""
+"""Loads teacher and student, checks that a conversion supports them, and accesses their layers and features."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Tokens that are decoded and encoded again to compare tokenizers.
 SAMPLE_TOKENS = 512
-# Of each parameter, for a model's fingerprint.
+# Values of each parameter that a model's fingerprint hashes, about.
 SAMPLE_WEIGHTS = 4_096
-# Entries of a config that do not describe the model.
+# Entries of a config that a fingerprint leaves out, since they do not describe the model.
 UNRELATED = ("_name_or_path", "transformers_version")
 
 
@@ -31,7 +31,7 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
 
     Args:
         source: a folder that `save_pretrained` wrote, or a name on the Hub.
-        dtype: of the parameters; "auto": as they were saved.
+        dtype: dtype of the parameters; "auto": as they were saved.
     """
     transformers = require("transformers", "hf")
     path = Path(source)
@@ -48,9 +48,9 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
 
 
 def fingerprint(model: Any) -> str:
-    """Changes with a model's config and weights, and not with the place that it was loaded from.
+    """A hash of a model's config and weights, independent of the path that it was loaded from.
 
-    Of each parameter a sample is enough: training changes all of its values.
+    It reads a sample of each parameter only: training changes all values.
     """
     config = {name: value for name, value in model.config.to_diff_dict().items() if name not in UNRELATED}
     found = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -63,7 +63,7 @@ def fingerprint(model: Any) -> str:
 
 
 def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) -> Any:
-    """The teacher in float32 with some of its attention replaced; new parameters are drawn on the CPU."""
+    """The teacher in float32 with the attention of some layers replaced; new parameters are initialised on the CPU."""
     from sympow.hf import swap_attention
 
     student = load_model(teacher, torch.device("cpu"), torch.float32)
@@ -72,7 +72,7 @@ def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) ->
 
 
 def _arguments(swap: SwapConfig) -> dict[str, Any]:
-    """Of `swap_attention`."""
+    """The arguments of `swap_attention`."""
     return {
         "power": swap.power,
         "layers": swap.chosen_layers(),
@@ -83,7 +83,7 @@ def _arguments(swap: SwapConfig) -> dict[str, Any]:
 
 
 def cast_weights(student: Any, dtype: torch.dtype) -> Any:
-    """Casts a student's parameters in place, but for those of gates and rotations, whose errors add up over a text."""
+    """Casts a student's parameters in place, except for gates and rotations, whose errors accumulate over a text."""
     from sympow.hf import attention_modules, swapped_layers
 
     attention = attention_modules(student)
@@ -96,7 +96,7 @@ def cast_weights(student: Any, dtype: torch.dtype) -> Any:
 
 
 def features(model: Any, inputs: Tensor) -> Tensor:
-    """What the output embedding is applied to, (b, t, width), for (b, t) integers."""
+    """The last hidden states (b, t, width), which the output embedding is applied to, for token ids (b, t)."""
     hidden: Tensor = model.base_model(input_ids=inputs, use_cache=False).last_hidden_state
     return hidden
 
@@ -108,7 +108,7 @@ def output_weight(model: Any) -> Tensor:
 
 
 def decoder_layers(model: Any) -> dict[int, tuple[nn.Module, nn.Module]]:
-    """By number: each decoder layer and its attention module."""
+    """Each decoder layer and its attention module, by layer index."""
     from sympow.hf import attention_modules
 
     names = {module: name for name, module in model.named_modules()}
@@ -144,13 +144,13 @@ def check_swap(teacher: Any, swap: SwapConfig) -> None:
     from sympow.hf import swapping
 
     with warnings.catch_warnings():
-        # Of dropout, of which the swap itself will warn.
+        # The swap itself will warn of dropout.
         warnings.simplefilter("ignore")
         swapping.check_swap(teacher, **_arguments(swap))
 
 
 def most_positions(model: Any) -> int | None:
-    """Tokens of a sequence that a model can take; None: any number, since it has a rotary embedding."""
+    """The most tokens of a sequence that a model can take; None: any number, since it has a rotary embedding."""
     from sympow.hf import attention_modules
     from sympow.hf.attention_parts import read_attention
 
@@ -212,14 +212,14 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
 
 
 def _first_token(tokenizer: Any, text: str, ids: list[int]) -> int | None:
-    """What a tokenizer puts before the ids of a text, as its last; None: nothing."""
+    """The last token that a tokenizer puts before the ids of a text, such as BOS; None: it puts none."""
     whole = list(tokenizer(text)["input_ids"])
     before = next((at for at in range(len(whole)) if whole[at : at + len(ids)] == ids), 0)
     return whole[before - 1] if before else None
 
 
 def _advice(source: Path | str) -> str:
-    """How to make data for a teacher."""
+    """A sentence that says how to prepare data for a teacher."""
     path = Path(source)
     file = str(path / "tokenizer.json") if path.exists() else f'"$(hf download -q {source} tokenizer.json)"'
     return f"Prepare it with the teacher's tokenizer: sympow data prepare … --tokenizer {file}"

@@ -1,4 +1,4 @@
-"""What each stage minimizes. An objective runs forward and backward passes and returns the loss, detached."""
+"""The objective of each stage, which runs forward and backward passes and returns the detached loss."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class Objective(Protocol):
         ...
 
     def compile(self) -> None:
-        """Compiles what runs most."""
+        """Compiles the layers of the models."""
         ...
 
 
 class Matching:
-    """Stage 1: the attention outputs of converted layers, each from the teacher's own inputs of that layer.
+    """Stage 1: matches the attention outputs of converted layers, each given the teacher's inputs of that layer.
 
-    The loss of a layer is |student − teacher|² / |teacher|², the share of a sequence's output that is not reproduced;
-    the stage minimizes its mean over sequences and layers. A ratio for each sequence, and not one for all, so that the
-    loss of a batch does not depend on how it is split into micro-batches.
+    The loss of a layer is the relative squared error of its output, |student − teacher|² / |teacher|², for each
+    sequence; the stage minimizes its mean over sequences and layers. The ratio is taken per sequence, so that the loss
+    of a batch does not depend on how it is split into micro-batches.
 
-    The teacher runs once without gradients. When an attention module of it has run, the student's runs on the same
-    inputs, and its backward pass follows at once, so that the activations of only one layer are in memory.
+    The teacher runs forward once, without gradients. After each of its attention modules, a hook runs the student's
+    module forward and backward on the same inputs, so that only one layer's activations are in memory.
 
     Args:
         teacher: model with softmax attention.
-        student: the same with some attention replaced.
-        dtype: of autocast; None: no autocast.
+        student: the same model with the attention of some layers replaced.
+        dtype: dtype of autocast; None: no autocast.
     """
 
     def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None) -> None:
@@ -71,7 +71,7 @@ class Matching:
             expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
             with torch.enable_grad():
                 if self.dtype is None:
-                    # The student is trained in float32, whatever the teacher's dtype; autocast would see to it.
+                    # The student is trained in float32, whatever the teacher's dtype. Autocast would cast the inputs.
                     args, kwargs = _cast((args, kwargs), _dtype(attention))
                 difference = _first(attention(*args, **kwargs)) - expected
                 loss = (_energy(difference) / _energy(expected)).mean()
@@ -92,7 +92,7 @@ class Matching:
         return self._last
 
     def compile(self) -> None:
-        """Compiles the teacher's layers in parts: hooks around its attention would not run in compiled layers."""
+        """Compiles the teacher's layers in parts: hooks on attention would not run inside compiled layers."""
         for number, (of_teacher, of_student) in self.pairs.items():
             of_student.compile(dynamic=False)
             for child in self.layers[number].children():
@@ -133,7 +133,7 @@ class NextToken:
 
     Args:
         student: model to train.
-        dtype: of autocast; None: no autocast.
+        dtype: dtype of autocast; None: no autocast.
     """
 
     def __init__(self, student: Any, dtype: torch.dtype | None) -> None:
@@ -157,7 +157,7 @@ class NextToken:
 
 
 def _compile_layers(model: Any) -> None:
-    """For the shapes of a stage, which has one: layers share one compilation, and a second stage has its own."""
+    """Compiles decoder layers for static shapes: all batches of a stage have one shape, which all layers share."""
     for layer, _ in decoder_layers(model).values():
         layer.compile(dynamic=False)
 
@@ -167,7 +167,7 @@ def _autocast(inputs: Tensor, dtype: torch.dtype | None) -> AbstractContextManag
 
 
 def _first(output: Any) -> Tensor:
-    """The output of an attention module, which returns a tuple that begins with it."""
+    """The output tensor of an attention module, which is the first of a tuple or alone."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
 
@@ -182,7 +182,7 @@ def _dtype(module: nn.Module) -> torch.dtype:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure of arguments, floating-point tensors in another dtype."""
+    """Casts the floating-point tensors in a nested structure of arguments."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -46,8 +46,9 @@ def write_report(
     """Writes report.md, report.html and figures/ into the folder of a conversion.
 
     Args:
-        stages: in order.
-        evaluations: by name: the teacher, the start, and every stage.
+        out: the folder of the conversion.
+        stages: the stages in order.
+        evaluations: evaluations by name: of the teacher, of the untrained student, and after every stage.
         facts: settings to list.
     """
     named = {describe(name): evaluation for name, evaluation in evaluations.items()}
@@ -68,7 +69,7 @@ def write_report(
     title = f"Conversion of {facts['teacher']}"
     tables = {
         "Held-out loss (nats per token)": loss_table(named),
-        "Loss less the teacher's, on the same sequences": difference_table(named),
+        "Loss minus the teacher's, on the same sequences": difference_table(named),
         "Loss over the last quarter of each context": late_table(named),
         "Settings": [["setting", "value"], *([name, str(value)] for name, value in facts.items())],
     }
@@ -77,7 +78,7 @@ def write_report(
 
 
 def describe(name: str) -> str:
-    """What a model is called in tables and figures."""
+    """The label of a model in tables and figures."""
     if name == TEACHER:
         return "teacher"
     if name == START:
@@ -88,7 +89,7 @@ def describe(name: str) -> str:
 
 
 def loss_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """Models by contexts."""
+    """Held-out loss, with a row per model and a column per context."""
     contexts = _contexts(evaluations)
     rows = [["model", "tokens", *(f"context {context:,}" for context in contexts)]]
     for name, one in evaluations.items():
@@ -97,7 +98,7 @@ def loss_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 
 def difference_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """As `loss_table`, less the teacher's loss, with the standard error over sequences."""
+    """As `loss_table`, minus the teacher's loss, with the standard error over sequences."""
     contexts = _contexts(evaluations)
     (teacher,) = (one for one in evaluations.values() if one.name == TEACHER)
     rows = [["model", *(f"context {context:,}" for context in contexts)]]
@@ -109,7 +110,7 @@ def difference_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 
 def late_table(evaluations: Mapping[str, Evaluation]) -> Table:
-    """Models by contexts: loss at the positions with the longest past."""
+    """As `loss_table`, for the last quarter of the positions."""
     contexts = _contexts(evaluations)
     rows = [["model", *(f"context {context:,}" for context in contexts)]]
     for name, one in evaluations.items():
@@ -118,7 +119,7 @@ def late_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 
 def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
-    """Loss against position, of the longest sequences."""
+    """Loss against position, on the longest sequences."""
     longest, shortest = max(_contexts(evaluations)), min(_contexts(evaluations))
     figure, (axes,) = make_panels(1, width=7, height=4.2)
     styles = _styles(evaluations)
@@ -174,7 +175,7 @@ def _finish(figure: Any, panels: list[Any], path: Path) -> None:
 
 
 def _styles(evaluations: Mapping[str, Evaluation]) -> dict[str, Style]:
-    """The teacher has softmax's style."""
+    """Line styles by model; the teacher has the style of softmax."""
     names = ((name, "softmax" if one.name == TEACHER else name) for name, one in evaluations.items())
     styles = assign_styles(names)
     assert all(styles[name] == VARIANTS["softmax"] for name, one in evaluations.items() if one.name == TEACHER)
@@ -186,7 +187,7 @@ def _trained(evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
 
 
 def _limit(axes: Any, curves: Sequence[Sequence[float]]) -> None:
-    """Ends the axis a little beyond these curves: that of an untrained student would flatten the rest."""
+    """Limits the y axis to these curves and a margin; the curve of an untrained student would flatten the others."""
     finite = [loss for curve in curves for loss in curve if math.isfinite(loss)]
     if finite and max(finite) > min(finite):
         margin = 0.05 * (max(finite) - min(finite))
@@ -194,7 +195,7 @@ def _limit(axes: Any, curves: Sequence[Sequence[float]]) -> None:
 
 
 def _contexts(evaluations: Mapping[str, Evaluation]) -> list[int]:
-    """Those that all models were evaluated at."""
+    """The contexts that all models were evaluated at."""
     return sorted(set.intersection(*(set(one.by_context) for one in evaluations.values())))
 
 
@@ -216,7 +217,7 @@ def _markdown(title: str, tables: Mapping[str, Table], figures: Mapping[str, Pat
 
 
 def _html(title: str, tables: Mapping[str, Table], figures: Mapping[str, Path]) -> Iterator[str]:
-    """One file: the figures are inlined."""
+    """The report as one file with inlined figures."""
     yield f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
     yield f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
     settings = [heading for heading in tables if heading == "Settings"]

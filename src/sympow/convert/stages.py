@@ -1,4 +1,4 @@
-"""The stages of a conversion, in order, with those of the second conversion that leaves out stage 1."""
+"""The stages of a conversion in order, including those of the second student, which skips stage 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Kind = Literal["match", "distill", "extend"]
 TEACHER, START, WITHOUT_MATCH = "teacher", "start", "without-match"
 # What a stage minimizes, for progress and reports.
 LOSSES: dict[Kind, str] = {
-    "match": "share of attention outputs not reproduced",
+    "match": "relative squared error of attention outputs",
     "distill": "KL divergence from the teacher (nats)",
     "extend": "loss (nats)",
 }
@@ -22,14 +22,14 @@ class Stage:
     """One stage.
 
     Attributes:
-        name: of its files.
+        name: name of its folder and of its evaluation.
         kind: what it minimizes.
-        after: name of the stage whose student it continues with; START: the teacher with attention replaced.
-        tokens: to train on.
-        context: tokens of a sequence.
+        after: name of the stage whose student it continues to train; START: the teacher with attention replaced.
+        tokens: tokens to train on.
+        context: tokens per sequence.
         rate: peak learning rate.
-        seed: of the order of the data.
-        before: tokens that the stages before it see.
+        seed: seed of the order of the data.
+        before: tokens that the student was trained on before this stage.
     """
 
     name: str
@@ -42,18 +42,18 @@ class Stage:
     before: int
 
     def steps(self, batch_tokens: int) -> int:
-        """As many batches as fit into the tokens, at least one."""
+        """The number of whole batches in `tokens`, at least 1."""
         return max(1, self.tokens // batch_tokens)
 
     def seen(self, batch_tokens: int) -> int:
-        """Tokens of its batches, which may be fewer than asked for."""
+        """Tokens in these batches; they differ from `tokens` by rounding to whole batches."""
         return self.steps(batch_tokens) * batch_tokens
 
 
 def plan(config: ConvertConfig) -> list[Stage]:
-    """All stages: match, distill, extend as far as they have tokens, and then those without stage 1.
+    """All stages that have tokens: match, distill and extend, then distill and extend of the student without stage 1.
 
-    Without it, stage 2 has the steps of both.
+    The student without stage 1 is distilled for as many tokens as stages 1 and 2 have together.
     """
     recipe, batch_tokens = config.recipe, config.execution.batch_tokens
     main = _branch(config, "", recipe.match_tokens, recipe.distill_tokens)

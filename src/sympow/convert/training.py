@@ -1,4 +1,4 @@
-"""The loop of one stage: batches, updates, metrics, checkpoints; it ends early when asked to stop."""
+"""The training loop of one stage: batches, updates, metrics, checkpoints, and a stop on signals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_loader(stage: Stage, config: ConvertConfig, dataset: TokenDataset, *, p
     """The batches of a stage.
 
     Raises:
-        ValueError: the dataset has too little text for one.
+        ValueError: the dataset has too little text for one batch.
     """
     return Loader(
         dataset,
@@ -51,14 +51,14 @@ class StageTraining:
     """Trains a student for one stage.
 
     Args:
-        stage: what to do.
-        config: of the conversion.
-        folder: of the stage.
-        student: model whose trainable parameters are updated; all others are frozen.
+        stage: the stage.
+        config: settings of the conversion.
+        folder: folder of the stage, for metrics and checkpoints.
+        student: model to train.
         objective: loss of the stage.
-        trainable: parameters to train.
+        trainable: parameters of the student to train; all others are frozen.
         dataset: documents to train on.
-        place: device.
+        place: the device.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StageTraining:
         self.skipped = torch.zeros((), dtype=torch.bool, device=place.device)
 
     def run(self, stop: StopRequest) -> bool:
-        """Trains from the newest checkpoint, or from the beginning, to the end. False: it was asked to stop."""
+        """Trains from the newest checkpoint, or from the start; returns whether the stage is complete (not stopped)."""
         execution = self.config.execution
         with ExitStack() as at_end:
             progress = at_end.enter_context(Progress(self.steps, quiet=False))
@@ -114,7 +114,7 @@ class StageTraining:
                 self.step_number += 1
                 throughput.count(execution.batch_tokens)
                 if waiting is not None:
-                    # Read while the device computes the next step.
+                    # The loss of the last step is read while the device computes the next one.
                     self._write(writers, waiting.step, self._numbers(waiting))
                 waiting = sent
                 last = bool(stop) or self.step_number == self.steps
@@ -160,7 +160,8 @@ class StageTraining:
             self._numbers(sent)
             take_step(self.optimizer, parameters, norm, clip)
         else:
-            # The host reads both only later, so the device itself skips an update that is not finite, and all after it.
+            # The host reads loss and norm later, so the device itself skips an update that is not finite, and all later
+            # ones.
             self.skipped = self.skipped | ~(loss.isfinite() & norm.isfinite())
             take_step(self.optimizer, parameters, norm, clip, unless=self.skipped)
         self.optimizer.zero_grad(set_to_none=True)
@@ -191,7 +192,7 @@ class StageTraining:
 
     def _save(self, checkpoints: Checkpoints, writers: list[Writer]) -> None:
         self._check_finite()
-        # First: a resumed run does not write the metrics of earlier steps again.
+        # Before the checkpoint: a resumed run does not write the metrics of earlier steps again.
         for writer in writers:
             writer.flush()
         config = {**asdict(self.config), "model": asdict(self.config.swap)}
@@ -207,7 +208,7 @@ class StageTraining:
             )
 
     def _make_writers(self) -> Iterator[Writer]:
-        """Created one by one, so that the caller can close the earlier ones if the next one fails."""
+        """The writers of metrics; a generator, so that the caller can close the first if the second fails."""
         self.folder.mkdir(parents=True, exist_ok=True)
         yield JsonLines(self.folder / METRICS_FILE, self.step_number)
         if self.config.execution.tensorboard:
@@ -219,7 +220,7 @@ class StageTraining:
 
 
 class _Sent:
-    """Loss and gradient norm of a step, on their way to the host."""
+    """Loss and gradient norm of a step, while they are copied to the host."""
 
     def __init__(self, step: int, rate: float, numbers: Tensor, ready: Any) -> None:
         self.step, self.rate, self.numbers, self.ready = step, rate, numbers, ready

@@ -28,14 +28,14 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("arguments", nargs=argparse.REMAINDER)
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
-        # sympow is imported by now, which registers its models.
+        # Importing sympow, which happened above, registers its models.
         sys.argv = [chosen.module, *chosen.arguments]
         runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
         return
     with Reported(parser.prog, parser.error):
         from sympow import hf
 
-        # Looked up only now: this imports transformers.
+        # Looked up this late because it imports transformers.
         getattr(hf, CONVERSIONS[chosen.command])(chosen.folder, chosen.out)
 
 

@@ -1,7 +1,8 @@
-"""`attn_implementation="sympow"`: symmetric power attention in place of softmax in a model as it is, for a quick look.
+"""`attn_implementation="sympow"`: symmetric power attention in place of softmax, in an otherwise unchanged model.
 
-It has no gates and no state: it attends by (q·k)^p to the keys that the model's cache keeps, so it saves no memory, and
-a model that was trained with softmax gets worse. `sympow.hf.swap_attention` is what to train with.
+It is for a quick look. There are no gates and no state: the function computes (q·k)^p with all keys of the model's KV
+cache, so it saves no memory, and a model that was trained with softmax predicts worse. To train a model, use
+`sympow.hf.swap_attention`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transformers.masking_utils import causal_mask_function
 from sympow.ops.interface import attention
 
 try:
-    # What the outermost call of a model is to return besides its usual outputs; None outside of calls.
+    # Holds the extra outputs that the outermost call of a model was asked for; None outside of calls.
     from transformers.utils.output_capturing import _active_collector
 except ImportError:
     _active_collector = None  # type: ignore[assignment]
@@ -35,18 +36,18 @@ def power_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in transformers' terms: y (b, t, h, d) and None, since weights are never materialised.
+    """An attention function of transformers: returns y (b, t, h, d), and None for the weights, never materialised.
 
     Args:
         module: the attention module; p is `sympow_power` of its config, by default 2.
-        query: (b, h, t, d), rotated, of the last t tokens.
-        key, value: (b, h_kv, n, d), rotated, of all tokens.
-        attention_mask: (b, n) bool, False for padding; None: there is none.
+        query: rotated queries of the last t tokens, (b, h, t, d).
+        key, value: rotated keys, and values, of all n tokens, (b, h_kv, n, d).
+        attention_mask: (b, n) bool, False for padding; None: no padding.
         dropout: must be 0.
-        others: as models pass them; a scale of the scores changes nothing.
+        others: arguments that models pass to attention functions. `scaling` is ignored: normalising cancels it.
 
     Raises:
-        ValueError: something is asked for that this function does not do; the message names it.
+        ValueError: an argument asks for something that this function does not support; the message names it.
     """
     if dropout:
         raise ValueError(f"attention dropout must be 0 with attn_implementation='{NAME}', got {dropout}")
@@ -94,15 +95,16 @@ def power_attention_mask(
     cache_position: Tensor | None = None,
     **others: Any,
 ) -> Tensor | None:
-    """The padding of all keys, (b, n) bool; None: there is none.
+    """A mask of the keys, (b, n) bool, False for padding; None: no padding.
 
     Args:
-        local_size: of a sliding window, which must have room for all tokens.
-        cache_position: of the queries; earlier versions of transformers pass it in place of q_length and q_offset.
-        others: not needed.
+        local_size: the size of a sliding window, which must have room for all tokens.
+        cache_position: positions of the queries; earlier versions of transformers pass them in place of q_length and
+            q_offset.
+        others: ignored.
 
     Raises:
-        ValueError: other tokens are to be attended to than all earlier ones.
+        ValueError: the mask is not plain causal attention to all earlier tokens.
     """
     if cache_position is not None:
         q_length, q_offset = len(cache_position), int(cache_position[0])
@@ -122,7 +124,7 @@ def power_attention_mask(
             f"attention_mask must cover all {kv_offset + kv_length} tokens with attn_implementation='{NAME}'; "
             f"got {tuple(attention_mask.shape)}"
         )
-    # It may have columns for tokens to come.
+    # The mask may have columns for later tokens.
     return attention_mask[:, kv_offset : kv_offset + kv_length]
 
 

@@ -1,8 +1,8 @@
-"""Finds the self-attention of a transformers model, and reads how it projects: what a swapped layer takes over.
+"""Finds the self-attention modules of a transformers model, and the parts of them that a swapped layer takes over.
 
-Modules are recognised by their submodules, and what was read is verified: a probe takes the place of the attention
-function, and the queries, keys and values that it receives are compared with those made from what was read. So a model
-whose attention does something else on the way, such as another layout of rotated pairs, is refused.
+Modules are recognised by the names of their submodules, and the result is verified: a probe takes the place of the
+attention function, and the queries, keys and values that it receives are compared with those computed from the parts.
+So a model whose attention computes something else, such as another layout of rotated pairs, is refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from sympow.ops.rotary import rotate, wrap_angle
 
 # Types of rotary embeddings whose rates are the same for texts of any length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Submodules of attention with a projection each for queries, keys and values, and of attention with one for all, with
-# the names of `from_projections`' arguments; and those that there may be besides.
+# Names of submodules → the arguments of `from_projections` that they become: for separate projections of queries, keys
+# and values (SEPARATE, optionally NORMS), and for one fused projection (FUSED, optionally OUT_DROPOUT).
 SEPARATE = {"q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o"}
 NORMS = {"q_norm": "q_norm", "k_norm": "k_norm"}
 FUSED = {"c_attn": "q", "c_proj": "o"}
 OUT_DROPOUT = {"resid_dropout": "out_dropout"}
-# Not taken over.
+# A submodule that swapped layers do without.
 WEIGHTS_DROPOUT = "attn_dropout"
-# What the probe may be off by, relative to the largest entry: eight bits of a mantissa, and some steps.
+# The largest error of a probe, relative to the largest entry: the rounding of a few operations with an 8-bit mantissa.
 TOLERANCE = 0.03
-# Sizes of inputs that a layer is probed with: as norms make them, and so large that a clamp would show; in float16 less
-# large, so that nothing overflows.
+# Standard deviations of inputs that a layer is probed with: that of a norm's output, and one so large that a clamp
+# shows; the latter is smaller in float16, so that nothing overflows.
 SIZES = (1.0, 100.0)
 FLOAT16_SIZES = (1.0, 10.0)
 
@@ -43,12 +43,12 @@ class AttentionParts:
     """What a swapped layer takes over from a softmax layer.
 
     Attributes:
-        modules: the submodules to take over, by the names of `from_projections`' arguments.
-        names: their names in the softmax layer, by the same.
+        modules: the submodules to take over, by argument of `from_projections`.
+        names: their names in the softmax layer, by argument of `from_projections`.
         width: size of the residual stream.
-        projections: how they project; with pairs "half" where there is a rotation.
+        projections: how the submodules project; with pairs "half" if there is a rotation.
         rates: rotation rates θ (d/2,) in float64; None: no rotation.
-        dropout: of attention weights in training, which a swapped layer cannot apply.
+        dropout: probability of dropping attention weights in training, which a swapped layer cannot apply.
     """
 
     modules: dict[str, nn.Module]
@@ -60,13 +60,13 @@ class AttentionParts:
 
 
 def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The self-attention modules of a transformers model by the index of their layer, swapped or not.
+    """The self-attention modules of a transformers model by layer index, swapped or not.
 
     Args:
         model: a model of transformers, or one that wraps it, such as peft's.
 
     Raises:
-        ValueError: there are none, or several for a layer; the message says what was found.
+        ValueError: there are none, or a layer has several; the message says what was found.
     """
     from sympow.hf.swapped_attention import SwappedAttention
 
@@ -94,10 +94,10 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> AttentionParts:
-    """What a swapped layer takes over from the softmax layer `index`.
+    """The parts that a swapped layer takes over from the softmax attention of layer `index`.
 
     Raises:
-        ValueError: it is attention of another kind; the message says of which.
+        ValueError: the module is not supported; the message says why.
     """
     where = f"layer {index} of model ({type(attention).__name__})"
     children = dict(attention.named_children())
@@ -138,7 +138,7 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
     width = model.config.get_text_config().hidden_size
     modules = {argument: children[name] for argument, name in names.items()}
     if "out_dropout" not in names and (p := getattr(attention, "residual_dropout", 0.0)):
-        # Some attention applies it without a module.
+        # Some attention modules apply dropout to their output without a submodule.
         names["out_dropout"], modules["out_dropout"] = "out_dropout", nn.Dropout(p)
     parts = AttentionParts(modules, names, width, projections, rates, dropout)
     if not any(parameter.is_meta for parameter in attention.parameters()):
@@ -171,7 +171,7 @@ def _rates(model: PreTrainedModel, head_dim: int) -> Tensor:
             f"model must have a rope_type of {', '.join(ROPE_TYPES)}, whose rates are the same for texts of any "
             f"length, since a state holds keys that were rotated before; got {kind!r}"
         )
-    # Made again from the config: those of the model may be on the meta device, or rounded with its weights.
+    # Computed from the config: the model's own rates may be on the meta device, or rounded with its weights.
     with torch.device("cpu"):
         rates = type(rotary)(rotary.config).inv_freq.detach().to(torch.float64)
     if len(rates) != head_dim // 2:
@@ -185,7 +185,7 @@ def _rates(model: PreTrainedModel, head_dim: int) -> Tensor:
 
 
 def _attention_like(model: nn.Module) -> str:
-    """Modules called attention, for a message."""
+    """A list of the modules called attention and of their submodules, for an error message."""
     kinds = {}
     for module in model.modules():
         if "attention" in type(module).__name__.lower():
@@ -194,12 +194,12 @@ def _attention_like(model: nn.Module) -> str:
 
 
 _PROBE = "sympow_probe"
-# Queries, keys and values, and the names of other arguments that would change what is computed.
+# What the probe received: queries, keys and values, and the names of unsupported arguments that were given.
 _CAPTURED: list[tuple[tuple[Tensor, Tensor, Tensor], list[str]]] = []
 
 
 def _probe(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **others: Any) -> tuple[Tensor, None]:
-    """Takes the place of an attention function: keeps what it is given, and returns the queries."""
+    """An attention function that records its inputs and returns the queries."""
     _CAPTURED.append(((query, key, value), [name for name in UNSUPPORTED if others.get(name) is not None]))
     return query.transpose(1, 2).contiguous(), None
 
@@ -209,7 +209,7 @@ AttentionInterface.register(_PROBE, _probe)
 
 @torch.no_grad()
 def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
-    """Raises unless the module makes the queries, keys, values and outputs that `parts` describe."""
+    """Raises unless the module computes the queries, keys, values and outputs that `parts` describe."""
     training = attention.training
     attention.eval()
     try:
@@ -220,11 +220,11 @@ def _verify(parts: AttentionParts, model: PreTrainedModel, attention: nn.Module,
 
 
 def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, attention: nn.Module, where: str) -> None:
-    """The same for inputs of one size."""
+    """`_verify` for inputs of one size."""
     weight = next(attention.parameters())
     length, how = 5, parts.projections
     generator = torch.Generator().manual_seed(0)
-    # Not the dtype of the weights, which may be quantized.
+    # The model's dtype and not that of the weights, which may be quantized.
     x = (size * torch.randn(1, length, parts.width, generator=generator)).to(weight.device, model.dtype)
     expected = [y.transpose(1, 2) for y in how.project(attention, x)]
     arguments: dict[str, Any] = {"attention_mask": None}
@@ -234,7 +234,7 @@ def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, atte
         arguments["position_embeddings"] = rotary(x, positions)
         angles = wrap_angle(torch.arange(length, dtype=torch.float64)[:, None] * parts.rates).to(x.device)
         scale = float(getattr(rotary, "attention_scaling", 1.0))
-        # The probe gets entries in the order of the model.
+        # The probe receives entries in the model's order; `project` and `rotate` interleave pairs.
         expected[:2] = [_halves(rotate(y, angles)) * scale for y in expected[:2]]
     missing = sorted(arguments.keys() - inspect.signature(attention.forward).parameters.keys())
     if missing:
@@ -266,5 +266,5 @@ def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, atte
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Pairs next to each other, (…, d), to entries j and j + d/2."""
+    """Reorders interleaved pairs, entries 2j and 2j + 1 of (…, d), to entries j and j + d/2."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

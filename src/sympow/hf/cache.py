@@ -19,7 +19,7 @@ from sympow.model.gpt import ModelState
 
 @dataclass(frozen=True)
 class Segment:
-    """The inputs of some tokens, and which of them are not padding.
+    """Inputs of consecutive tokens, and a mask of those that are not padding.
 
     Attributes:
         inputs: embeddings, or hidden states before a layer, (b, t, width).
@@ -55,18 +55,18 @@ class SympowCacheLayer:
 
 
 class SympowCache(Cache):
-    """The past of a model in transformers. With the sympow mixer its size is bounded, however long the text.
+    """The past of a `SympowModel`. With the sympow mixer its size is bounded, however long the text.
 
     It is passed as `past_key_values` in place of transformers' `DynamicCache`. Sequences of a batch can be reordered,
-    selected and repeated; `copy.deepcopy` forks it.
+    selected and repeated; `copy.deepcopy` forks the cache.
 
-    While tokens come one by one, the cache holds a `DecodingCache` that every step updates in place: a window beside a
-    state, or keys and values as long as they take less memory (`sympow.generation.cache`). It is converted to a state
-    when one is asked for.
+    While tokens are decoded one by one, the cache holds a `DecodingCache` that every step updates in place: a window
+    beside a state, or keys and values as long as they take less memory (`sympow.generation.cache`). `state` and a
+    prefill of more tokens convert it to a state.
 
-    Tokens cannot be removed from a state. Assisted generation has to remove some, and calls `activate_past_recording`
-    before: from then on the cache also holds the state before the tokens in question, and their embeddings. `crop`
-    restores that state, and the next call of the model first prefills the tokens that were kept.
+    Tokens cannot be removed from a state. Assisted generation, which has to remove tokens, first calls
+    `activate_past_recording`: from then on the cache also holds the state at that point, and the embeddings of all
+    later tokens. `crop` restores that state, and the next call of the model first prefills the tokens that were kept.
 
     Args:
         cache_policy: "auto": keys and values until they would take more bytes than a state, then a state; "state": a
@@ -75,13 +75,13 @@ class SympowCache(Cache):
 
     @accepts_old_arguments
     def __init__(self, cache_policy: CachePolicy = "auto") -> None:
-        # Not the base's __init__: it makes a list of layers, which are made here from the state when asked for.
+        # The base's __init__ is not called: it sets `layers`, which is a property here.
         check_choice("cache_policy", cache_policy, CACHE_POLICIES)
         self.layer_class_to_replicate = None
         self.offloading = False
         self.cache_policy = cache_policy
         self._state: ModelState | None = None
-        # In place of the state while tokens come one by one.
+        # Takes the place of the state while tokens are decoded one by one.
         self._decoding: DecodingCache | None = None
         self._is_user_defined = False
         self._length = 0
@@ -110,7 +110,7 @@ class SympowCache(Cache):
         return [SympowCacheLayer(layer) for layer in self.state or ()]
 
     def start(self, model: Model, batch: int, tokens: int) -> ModelState | None:
-        """The state from which the model prefills more tokens. The cache's own is not modified."""
+        """The state from which the model prefills more tokens; the prefill does not modify the cache's own state."""
         state = self._closed()
         if torch.is_grad_enabled():
             if self.cache_policy == "keys":
@@ -121,7 +121,7 @@ class SympowCache(Cache):
         return prefill_state(model, state, batch, tokens, self.cache_policy)
 
     def advance(self, state: ModelState, segment: Segment) -> None:
-        """Takes the state after a segment of tokens that the model has prefilled."""
+        """Replaces the state by the one after a segment of tokens that the model has prefilled."""
         if self._recording:
             self._recorded = segment if self._recorded is None else self._recorded.then(segment)
         self._state, self._decoding = state, None
@@ -129,20 +129,20 @@ class SympowCache(Cache):
         self._batch = segment.mask.shape[0]
 
     def catch_up(self, state: ModelState) -> None:
-        """Takes the state after the `pending` tokens, which the model has prefilled again."""
+        """Replaces the state by the one after the `pending` tokens, which the model has prefilled again."""
         self._state = self._before = state
         self.pending = None
 
     @property
     def can_step(self) -> bool:
-        """Whether the next token can be decoded by `step`: there is a past, and `crop` may not be asked for."""
+        """Whether `step` can decode the next token: there is a past, and it is not being recorded for `crop`."""
         return self.is_initialized and not self._recording and self.pending is None
 
     def step(self, model: Model, dtype: torch.dtype) -> list[LayerCache]:
-        """The layers' caches, with which the model decodes one more token and which it updates in place.
+        """The caches of the layers for decoding one more token; the model updates them in place.
 
         Args:
-            dtype: of the model's activations.
+            dtype: the dtype of the model's activations.
         """
         if self._decoding is None:
             assert self._state is not None
@@ -156,7 +156,7 @@ class SympowCache(Cache):
         return self._decoding.layers
 
     def _closed(self) -> ModelState | None:
-        """The state; a decoding cache is converted to one."""
+        """The state, after converting a `DecodingCache` to one."""
         if self._decoding is not None:
             self._state, self._decoding = self._decoding.close(), None
         return self._state
@@ -173,7 +173,7 @@ class SympowCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, free positions for tokens to come included."""
+        """Bytes allocated, including room for further tokens."""
         if self._decoding is not None:
             return self._decoding.nbytes
         return sum(layer.nbytes for layer in self._state or ())
@@ -225,12 +225,12 @@ class SympowCache(Cache):
         self.batch_select_indices(torch.arange(self._batch).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
-        """From now on, holds what `crop` needs."""
+        """Makes `crop` possible for all tokens from now on."""
         if not self._recording:
             self._recording, self._before = True, self._closed()
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Removes the last tokens, whose number is given as a negative one; 0 makes all tokens so far final.
+        """Removes the last n tokens for `tokens_to_remove` = −n; 0 makes all tokens so far final.
 
         Raises:
             ValueError: the tokens came before `activate_past_recording`, or are final.

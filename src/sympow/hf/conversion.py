@@ -1,4 +1,4 @@
-"""Conversion of models and tokenizers between native and transformers, in memory and as folders."""
+"""Converts models and tokenizers between sympow's own (native) format and transformers, in memory and as folders."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def from_native(source: GPT | Path | str) -> SympowForCausalLM:
     """Converts a native model to transformers; the weights are copied.
 
     Args:
-        source: a model, or a folder with one, such as `model` in that of a training run. The config gets its BOS, EOS
-            and padding tokens from the folder's tokenizer.
+        source: a model, or a folder with one, such as the `model` folder of a training run. The config gets its BOS,
+            EOS and padding tokens from the folder's tokenizer.
 
     Example:
         >>> from_native("runs/first/model").save_pretrained("first")  # doctest: +SKIP
@@ -94,9 +94,9 @@ def convert_to_native(folder: Path | str, out: Path | str) -> None:
 def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """Converts a tokenizer of `sympow.data` to one of transformers with the same ids.
 
-    The token between documents is the BOS, EOS and padding token, and padding is on the left. As natively, nothing is
-    added to a text, and a text that spells a special token is encoded as text; with `split_special_tokens=False` it
-    becomes the token.
+    The boundary token between documents becomes the BOS, EOS and padding token, and padding is on the left. As in the
+    native tokenizer, no tokens are added to a text, and a text that spells a special token is encoded as text; with
+    `split_special_tokens=False` it becomes that token.
 
     Args:
         tokenizer: such as `sympow.data.tokenizer.load_tokenizer(folder)`.
@@ -129,7 +129,7 @@ def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def from_fast_tokenizer(fast: Any) -> Tokenizer:
-    """Converts a fast tokenizer to a native one with the same ids; its EOS token becomes the one between documents."""
+    """Converts a fast tokenizer to a native one with the same ids; its EOS token becomes the boundary token."""
     backend = getattr(fast, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(f"fast must be a tokenizer with a tokenizer.json, got {type(fast).__name__}")

@@ -18,7 +18,7 @@ class AttentionShape:
     """What the memory of a model's cache depends on.
 
     Attributes:
-        layers: with self-attention.
+        layers: the number of layers with self-attention.
         key_value_heads, head_dim: h_kv and d of a layer.
     """
 
@@ -39,8 +39,8 @@ class AttentionShape:
 
         Args:
             power: p.
-            copied: whether to add the copy in 16 bits that decoding in bfloat16 on a GPU reads with p = 2, of D d
-                numbers, and a float32 number for each of its D rows.
+            copied: whether to add the 16-bit copy that decoding in bfloat16 on a GPU reads with p = 2: D d numbers, and
+                a float32 number for each of its D rows.
         """
         check_power(power)
         features = symmetric_dim(self.head_dim, power)
@@ -73,12 +73,12 @@ def memory_table(
     power: int = 2,
     contexts: Sequence[int] = (8_192, 32_768, 131_072),
 ) -> str:
-    """A table in Markdown, one row for each model: bytes of a sequence, all layers swapped.
+    """A Markdown table, one row per model: bytes of the states and of the KV cache of one sequence, all layers swapped.
 
     Args:
-        shapes: by the names of the models.
+        shapes: attention shapes by the names of the models.
         power: p.
-        contexts: tokens whose keys and values are counted.
+        contexts: the context lengths, in tokens, of the columns for the KV cache.
     """
     head = ["model", "states", "with the copy for decoding", *(f"cache at {n:,}" for n in contexts)]
     head += ["states smaller from", "with the copy from"]

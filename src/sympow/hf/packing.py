@@ -13,12 +13,12 @@ from torch import Tensor
 def packed_offsets(
     position_ids: Tensor | None, seq_idx: Tensor | None, mask: Tensor | None, shape: torch.Size
 ) -> Tensor | None:
-    """Offsets of documents in the rows of a batch laid end to end, (n + 1,) int32; None if every row is one document.
+    """Offsets of documents in the concatenated rows of a batch, (n + 1,) int32; None if every row is one document.
 
     Args:
-        position_ids: (b, t) or (1, t). A position that does not increase starts a document. Padding inside a document
-            may be counted or not.
-        seq_idx: (b, t) or (1, t), the number of each token's document.
+        position_ids: (b, t) or (1, t). A position that does not increase starts a document. Positions may count padding
+            inside a document or not.
+        seq_idx: (b, t) or (1, t), the index of each token's document.
         mask: (b, t) bool, False for padding; None: no padding.
         shape: (b, t).
 
@@ -33,7 +33,7 @@ def packed_offsets(
     device = next(iter(given.values())).device
     real = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
     places = torch.arange(length, device=device)
-    # The place of the last token before each that is not padding, or −1.
+    # For each token, the index of the last token before it that is not padding, or −1.
     before = places.where(real, -1).cummax(1).values.roll(1, 1)
     before[:, 0] = -1
     follows = real & (before >= 0)
@@ -72,11 +72,11 @@ def check_continuation(
 ) -> None:
     """Raises unless positions continue those of the tokens in a cache, which a model counted itself.
 
-    Padding may be counted or not. Where no mask says how much there was among earlier tokens, any number is accepted.
+    Positions may count padding or not. If no mask says how many earlier tokens were padding, any number is accepted.
 
     Args:
         position_ids: (b, t) or (1, t), of the new tokens.
-        attention_mask: (b, n), 0 for padding, of all tokens or of fewer; None: there is none.
+        attention_mask: (b, n), 0 for padding; it is used if it covers the earlier tokens too. None: no padding.
         mask: (b, t) bool, False for padding among the new tokens; None: no padding.
         seen: the number of earlier tokens, at least 1.
         shape: (b, t).

@@ -1,8 +1,9 @@
 """Registers sympow with transformers once both packages are imported, in either order: its models with the Auto
 classes, and its attention function.
 
-Importing sympow must not import transformers, which takes seconds. So an import hook waits for the modules of
-transformers that define what is registered with, and then imports those of sympow.hf that register themselves.
+Importing sympow must not import transformers, which takes seconds. So an import hook waits until transformers imports
+the modules with its Auto classes and its attention interface, and then imports the modules of sympow.hf, which
+register themselves with these.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 MODELS, LAYERS = "transformers.models.auto.modeling_auto", "transformers.modeling_layers"
-# Module of transformers → the modules here that register something with it. Our models need both MODELS and LAYERS,
-# and transformers imports the first while it executes the second if a model is imported by its own name.
+# Module of transformers → the modules here that register something with it. Our models need both MODELS and LAYERS. If
+# a model of transformers is imported by its own name, transformers imports MODELS while it executes LAYERS.
 REGISTRARS = {
     "transformers.models.auto.configuration_auto": ("sympow.hf.config", "sympow.hf.swapped_config"),
     MODELS: ("sympow.hf.modeling",),
@@ -38,8 +39,8 @@ def register_with_transformers() -> None:
 def publish(*classes: type) -> None:
     """Makes classes attributes of transformers, where trl and `transformers serve` look up a checkpoint's class.
 
-    There may be two modules of that name: transformers executes its own `__init__` again, which replaces the module
-    that others have imported before.
+    There may be two modules called transformers: it executes its own `__init__` again, which replaces the module that
+    others have imported before.
     """
     holders = [sys.modules, *(vars(module) for module in [*sys.modules.values()] if isinstance(module, ModuleType))]
     held = (holder.get("transformers") for holder in holders)
@@ -82,10 +83,10 @@ def _follow(spec: ModuleSpec) -> None:
 
 def _register(awaited: str) -> None:
     if awaited == MODELS and getattr(getattr(sys.modules.get(LAYERS), "__spec__", None), "_initializing", False):
-        # LAYERS is being executed, and registers the same at its end.
+        # LAYERS is being executed; the hook registers the same models when it is finished.
         return
     try:
-        # If our module is being imported, which imported the awaited one, it registers at its end.
+        # If our module is being imported itself, and imported the awaited one, it registers at its end.
         for registrar in REGISTRARS[awaited]:
             import_module(registrar)
     except ImportError as error:

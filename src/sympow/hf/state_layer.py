@@ -1,4 +1,4 @@
-"""`StateLayer`: the cache of a swapped layer, beside the keys and values of softmax layers in a `DynamicCache`."""
+"""`StateLayer`: the entry of a swapped layer in a `DynamicCache`, beside the keys and values of softmax layers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from sympow.ops.window import Window
 class StateLayer(CacheLayerMixin):
     """The past of one swapped layer: a state, or keys and values while these take less memory.
 
-    Tokens cannot be removed from a state. Assisted generation has to remove some, and calls `activate_past_recording`
-    before: from then on the layer also holds the state before the tokens in question, and their hidden states. `crop`
-    restores that state, and at its next call the attention module first reads the tokens that were kept.
+    Tokens cannot be removed from a state. Assisted generation, which has to remove tokens, first calls
+    `activate_past_recording`: from then on the layer also holds the state at that point, and the hidden states of all
+    later tokens. `crop` restores that state, and at its next call the attention module first prefills the tokens that
+    were kept.
 
     Args:
         cache_policy: as in `sympow.hf.SympowCache`.
@@ -31,7 +32,7 @@ class StateLayer(CacheLayerMixin):
     Attributes:
         past: a `State`, a `Window`, or None before the first token.
         record_past: whether tokens can be removed.
-        pending: after a crop, the tokens to be read again, which are not in `past`.
+        pending: after a crop, the tokens to prefill again, which are not in `past`.
     """
 
     is_compileable = False
@@ -53,7 +54,7 @@ class StateLayer(CacheLayerMixin):
         self.pending: Segment | None = None
 
     def start(self, layer: ConformalAttention, x: Tensor) -> State | Window | None:
-        """What a prefill of x (b, t, width) continues. It is not modified."""
+        """The state or window that a prefill of x (b, t, width) continues, which the prefill does not modify."""
         self._close()
         if torch.is_grad_enabled():
             if self.cache_policy == "keys":
@@ -71,11 +72,12 @@ class StateLayer(CacheLayerMixin):
         return self.past
 
     def advance(self, past: State | Window, x: Tensor, mask: Tensor | None) -> None:
-        """Takes the state after some more tokens, which were prefilled.
+        """Replaces the past by the one after more tokens, which the attention module has prefilled.
 
         Args:
+            past: the state or window after these tokens.
             x: their hidden states, (b, t, width).
-            mask: (b, t) bool, False for padding; None: there is none.
+            mask: (b, t) bool, False for padding; None: no padding.
         """
         if self.record_past:
             segment = Segment(x.detach(), x.new_ones(x.shape[:2], dtype=torch.bool) if mask is None else mask)
@@ -84,7 +86,7 @@ class StateLayer(CacheLayerMixin):
         self._length += x.shape[1]
 
     def catch_up(self, past: State | Window) -> None:
-        """Takes the state after the `pending` tokens, which were prefilled again."""
+        """Replaces the past by the one after the `pending` tokens, which were prefilled again."""
         self.past = self._before = past
         self.pending = None
 
@@ -94,14 +96,14 @@ class StateLayer(CacheLayerMixin):
         return self.past is not None and not self.record_past
 
     def step(self, layer: ConformalAttention, x: Tensor) -> Window:
-        """The window with which one more token is decoded, and which that updates in place."""
+        """The window for decoding one more token; the decoding step updates it in place."""
         assert self.past is not None
         dtype = _activation_dtype(x)
         room = Room(self.cache_policy, dtype, isinstance(layer.gate, VectorGate), layer.backend)
         past = self.past
         window: LayerCache
         if not self._open or isinstance(past, State):
-            # A prefill's state belongs to this cache alone, so that it may be overwritten, unless autograd needs it.
+            # Only this cache refers to the state of a prefill, so it may be overwritten unless autograd needs it.
             window = room.open(past, owned=not (isinstance(past, State) and past.requires_grad))
         elif past.count.is_inference() and not torch.is_inference_mode_enabled():
             # Outside of inference mode, tensors that were made in it cannot be updated in place.
@@ -126,7 +128,7 @@ class StateLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, free positions for tokens to come included."""
+        """Bytes allocated, including room for further tokens."""
         return 0 if self.past is None else self.past.nbytes
 
     @property
@@ -176,13 +178,13 @@ class StateLayer(CacheLayerMixin):
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
-        """From now on, holds what `crop` needs."""
+        """Makes `crop` possible for all tokens from now on."""
         if not self.record_past:
             self._close()
             self.record_past, self._before = True, self.past
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Removes the last tokens, whose number is given as a negative one; 0 makes all tokens so far final.
+        """Removes the last n tokens for `tokens_to_remove` = −n; 0 makes all tokens so far final.
 
         Raises:
             ValueError: the tokens came before `activate_past_recording`, or are final.
@@ -224,9 +226,9 @@ class StateLayer(CacheLayerMixin):
 def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLayer:
     """The entry of a cache for the swapped layer `index`.
 
-    Where there is an empty layer of another kind, it is replaced: `generate` and the models make a `DynamicCache` by
-    the types of layers in a config, and a swapped layer is none of them. Only at its first token does a cache meet the
-    layers that use it, whoever made it; empty layers of all kinds say the same about their length.
+    An empty entry of another kind is replaced: `generate` and the models make the entries of a `DynamicCache` by the
+    layer types in the config, among which there is none for swapped layers. This is early enough, since all kinds of
+    empty entries report the same length.
 
     Raises:
         TypeError, ValueError: the cache is of another kind, or has keys and values for this layer.
@@ -257,8 +259,9 @@ def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLay
 def prefetch_next(cache: Cache, index: int, device: torch.device) -> None:
     """Starts to bring the keys and values of the layer after `index` back to a GPU, if the cache offloads them.
 
-    `Cache.update` does this for the layer after its own, and is not called for swapped layers. As there, each stream
-    first waits for the other: keys must have arrived before they are read, and left before they are fetched.
+    `Cache.update` prefetches for the layer after its own, but is not called for swapped layers. As in `Cache.update`,
+    each stream first waits for the other: keys must have arrived before they are read, and left before they are
+    fetched.
     """
     # Not every version of transformers has the attribute.
     if not getattr(cache, "offloading", False):
@@ -277,6 +280,6 @@ def _select(past: State | Window | None, indices: Tensor) -> State | Window | No
 
 
 def _activation_dtype(x: Tensor) -> torch.dtype:
-    """Of queries, keys and values made from x."""
+    """The dtype of queries, keys and values that are projected from x."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

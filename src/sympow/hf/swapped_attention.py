@@ -1,10 +1,10 @@
 """`SwappedAttention`: symmetric power attention in place of a transformers model's self-attention.
 
-The layer needs the 2-D attention mask, from which it takes padding. transformers' models turn it into the mask of their
-attention function, in another form for each (4-D, None where there is no padding, a block mask), before any layer sees
-it. So a hook before the base model (`read_inputs`) passes it on as a keyword argument, which the models pass through
-all layers to their attention modules. Unlike a value that the hook would keep somewhere, an argument is right for
-gradient checkpointing, which calls a layer again later, for several devices, and for torch.compile.
+The layer reads padding from the 2-D attention mask. Before any layer sees it, transformers' models turn this mask into
+that of their attention function, whose format depends on the function (4-D, None without padding, a block mask). So a
+forward pre-hook of the base model (`read_inputs`) passes the padding on as a keyword argument, which the models pass
+through all layers to their attention modules. An argument, unlike an attribute that the hook would set, is also right
+with gradient checkpointing, which calls a layer again later, with several devices, and with torch.compile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from sympow.layers.mixers import ConformalAttention
 from sympow.ops.state import State
 from sympow.ops.window import Window
 
-# Names of the keyword arguments by which the hook passes on padding, (b, t) bool, and offsets of packed documents.
+# Names of the keyword arguments with which the hook passes on the padding mask, (b, t) bool, and the offsets of packed
+# documents.
 MASK = "sympow_mask"
 OFFSETS = "sympow_offsets"
 
 
 class SwappedAttention(ConformalAttention):
-    """`ConformalAttention` that is called as transformers calls self-attention.
+    """`ConformalAttention` with the call signature of self-attention in transformers.
 
     It attends to all earlier tokens, with or without a sliding window in the model's config.
 
@@ -55,8 +56,8 @@ class SwappedAttention(ConformalAttention):
         Args:
             hidden_states: (b, t, width).
             past_key_values: the cache, whose entry for this layer is a `StateLayer`; updated in place.
-            others: of these, the padding and offsets of packed documents that `read_inputs` passes on. Positions are
-                counted by the layer itself, and the mask of the attention function is not needed.
+            others: the padding mask and the offsets of packed documents, which `read_inputs` passes on. Position
+                embeddings and the mask of the attention function are ignored; `cache` must not be given.
 
         Returns:
             (b, t, width) and None, since attention weights are never materialised.
@@ -67,7 +68,7 @@ class SwappedAttention(ConformalAttention):
         if past_key_values is None:
             if offsets is None:
                 return super().forward(x, return_state=False, mask=mask)[0], None
-            # All rows as one sequence of documents; each padding token is a separate document.
+            # All rows become one sequence of packed documents; each padding token is a separate document.
             y, _ = super().forward(x.flatten(0, 1).unsqueeze(0), return_state=False, cu_seqlens=offsets)
             return y.reshape(x.shape), None
         if offsets is not None:
@@ -87,15 +88,16 @@ class SwappedAttention(ConformalAttention):
         return y, None
 
 
-# Marks base models all of whose attention was swapped.
+# Attribute of base models that says whether all of their layers were swapped.
 WHOLE = "_sympow_swapped_whole"
 
 
 def install_hooks(model: nn.Module, base: nn.Module, *, whole: bool) -> None:
-    """Makes a base model pass padding and packed documents on to its swapped layers, and none make a cache in training.
+    """Makes a base model pass padding and packed documents on to its swapped layers, and make no cache in training.
 
     Args:
-        model: the model around the base model, or that itself.
+        model: the model around the base model, or the base model itself.
+        base: the base model, whose attention modules were swapped.
         whole: whether all layers were swapped.
     """
     setattr(base, WHOLE, whole)
@@ -106,14 +108,14 @@ def install_hooks(model: nn.Module, base: nn.Module, *, whole: bool) -> None:
 
 
 def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Adds padding and offsets of packed documents to the arguments of a base model; a forward pre-hook.
+    """A forward pre-hook that adds padding and offsets of packed documents to the arguments of a base model.
 
-    A function and not a closure, so that copies of a model have it too.
+    It is a function and not a closure, so that copies of a model have the hook too.
 
     Raises:
         ValueError: attention weights are asked for, the attention mask is not 2-D, or positions have gaps.
     """
-    # Without arguments by position, which models themselves do not pass, nothing is looked up.
+    # Models call their base model with keyword arguments only; positional ones get their names from the signature.
     named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
     asked = named.get("output_attentions")
     if asked or (asked is None and base.config.output_attentions):
@@ -138,7 +140,7 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         if offsets is not None:
             named[OFFSETS] = offsets
         if named.get("use_cache") is None and (offsets is not None or base.training):
-            # A state would be made, and differentiated, for nothing.
+            # Nobody would read the state, which takes time to compute and to differentiate.
             named["use_cache"] = False
         if given is not None and given.shape[1] > shape[1]:
             # Softmax layers would expect a key for every column.
@@ -148,8 +150,8 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     elif seen and named.get("position_ids") is not None:
         check_continuation(named["position_ids"], given, mask, seen, shape)
     if getattr(base, WHOLE):
-        # No layer reads the mask that the model makes, which has t² entries where there is padding. It leaves a 4-D
-        # mask as it is.
+        # No layer reads the mask that the model would make, of t² entries if there is padding. The model passes a 4-D
+        # mask on unchanged, so a small one replaces it.
         named["attention_mask"] = tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
     return (), named
 
@@ -157,9 +159,9 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
 def without_cache_in_training(
     model: Any, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes no cache where labels are given and gradients are enabled, unless one is asked for; a forward pre-hook.
+    """A forward pre-hook: with labels and gradients, use_cache is False by default.
 
-    The base model, which does the same in training, does not get the labels.
+    The hook of the base model, which does the same in training mode, does not see the labels.
     """
     named = {**(dict(zip(_parameters(type(model)), arguments, strict=False)) if arguments else {}), **named}
     asked = named.get("use_cache") is not None or named.get("past_key_values") is not None
@@ -169,10 +171,11 @@ def without_cache_in_training(
 
 
 def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, seen: int) -> Tensor | None:
-    """Which of the new tokens are not padding, (b, t) bool; None: all.
+    """A mask of the new tokens, (b, t) bool, False for padding; None: no padding.
 
     Args:
-        attention_mask: (b, n), of all tokens, with or without columns for tokens to come; or of the new tokens only.
+        attention_mask: (b, n): of all tokens, possibly with columns for later tokens, or of the new tokens only.
+        shape: (b, t) of the new tokens.
         seen: the number of tokens before them.
     """
     if attention_mask is None:

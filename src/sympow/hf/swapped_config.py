@@ -1,4 +1,4 @@
-"""`SwappedConfig`: the stand-in by which transformers finds the configs and classes of saved swapped models."""
+"""`SwappedConfig`: registered for the model type of saved swapped models, it finds their config and model classes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ MODEL_TYPE = "sympow_swapped"
 
 
 class SwappedConfig(PreTrainedConfig):
-    """The stand-in for configs of swapped models.
+    """The class that transformers loads configs of swapped models with.
 
-    Loading one gives a config of the class that its field `sympow_attention` calls for, `SympowLlamaConfig` for a
-    swapped Llama, and registers the model classes that belong to it.
+    Loading one returns a config of another class, which the field `sympow_attention` determines (`SympowLlamaConfig`
+    for a swapped Llama), and registers the model classes that belong to it.
     """
 
     model_type = MODEL_TYPE
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """A config of the class that is called for.
+        """A config of the class that `sympow_attention` determines.
 
         Raises:
-            ValueError: there is no record of a swap.
+            ValueError: `sympow_attention` is missing or does not name the type of the original model.
         """
         from sympow.hf.swapping import swapped_config_class
 

@@ -1,29 +1,30 @@
-"""Powers of two that keep float16 arithmetic in range: float16 has eight bits less of exponent than bfloat16 has.
+"""Powers of two that keep float16 arithmetic in range: float16 has five bits of exponent where bfloat16 has eight.
 
-Its largest number is 65,504 and its smallest normal one 2^-14; below, precision decreases to an absolute 2^-25. Weights
-B_ij, states and gradients have no such limits, so the kernels scale what they round to float16 by powers of two, which
-is exact, and undo the scales on float32 sums. Scales are bounds of what they scale, by Cauchy–Schwarz, and never
-depend on rounding. What is 2^29 times smaller than its bound loses precision, and what is 2^40 times smaller is lost.
+The largest float16 number is 65,504 and the smallest normal one 2^-14; below, precision decreases to an absolute 2^-25.
+Weights B_ij, states and gradients have no such limits. So the kernels multiply what they round to float16 by powers of
+two, which is exact, and undo these scales on float32 sums. A scale is computed from an upper bound of the numbers that
+it scales (Cauchy–Schwarz), and never depends on rounding. Numbers 2^29 times smaller than their bound lose precision,
+and numbers 2^40 times smaller become zero.
 
 - Weights: each row's query is scaled so that no weight exceeds 2^15. The bound of a key's weight is
       |q_i · k_j|^p exp(G_i − G_j) ≤ (|q_i| M_i)^p,    M_i = max_{j≤i} |k_j| exp((G_i − G_j) / p),
-  a running maximum, as in plain PyTorch: no row depends on later keys, and keys that gates have erased do not push
-  later, shorter ones out of range. Before the diagonal, decays are counted from the first row r of a tile, and M_r
-  counts; on the diagonal M_i does (`row_exponent`).
-- States S and Z (p = 2): |S_ia| ≤ Σ_j max|k_j|² max|v_j|, one scale per head. Left operands k_i v of the sums are
-  scaled by the largest entries.
-- Gradients, with w_i = Σ_j B_ij known. Queries are scaled so that w_i^(1/p) is about K, the length of the longest key;
-  then no entry of a query is small because there are many keys, or long ones. Output gradients are scaled to largest
-  entries between 2^(3−p) and 16, dy''_i = 2^-e_i dy_i, such that 2^e_i / w_i is a power of 2^p. That factor, which
-  a sum over queries needs per query, is applied to weights in float32, before they are rounded, and not to dy:
-  dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g with one g per head, chosen so that the largest of these weights and
-  of those of the queries, T_ij dB_ij 2^(g + e_i), stays in range. On Hopper the queries take its p-th root instead,
-  which comes to the same (`hopper.folded_rows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per
-  head.
-- Gradients of states have bounds, hence scales, like states.
+  a running maximum, as in plain PyTorch: no row depends on later keys, and long keys that gates have erased do not push
+  later, shorter ones out of range. For keys before the tile of the diagonal, decays are counted from the first row r of
+  the tile, and the bound is M_r; on the diagonal it is M_i (`row_exponent`).
+- States S and Z (p = 2): |S_ia| ≤ Σ_j max|k_j|² max|v_j|, one scale per head. The left operands k_i v of the sums are
+  scaled by the largest entries of keys and values.
+- Gradients. The weights of rows, w_i = Σ_j B_ij, are known here. Queries are scaled so that w_i^(1/p) is about K, the
+  norm of the longest key; then entries of a query are not small only because there are many keys, or long ones. Output
+  gradients dy''_i = 2^-e_i dy_i have largest entries between 2^(3−p) and 16, with e_i such that 2^e_i / w_i is a power
+  of 2^p. A sum over queries must multiply each term by this factor 2^e_i / w_i. The factor is applied to the float32
+  weights before they are rounded, and not to dy: dv_j = Σ_i (B_ij 2^(g + e_i) / w_i) dy''_i 2^-g, with one g per head.
+  g is chosen so that these weights, and the weights T_ij dB_ij 2^(g + e_i) of the queries (`attention.backward` defines
+  T and dB), stay in range. On Hopper the query is multiplied by the p-th root of the factor instead, which is
+  equivalent (`hopper.folded_rows`). dy''_i · v_j − δ''_i is divided by a bound of the values, one per head.
+- Gradients of states are bounded, and so scaled, like states.
 
-Outputs do not depend on the scale of a query. Weights are returned, and states taken and returned, without any of
-these scales, in float32.
+Outputs do not depend on the scale of a query. Returned weights, and states that are read or returned, are in float32
+and without any of these scales.
 """
 
 from __future__ import annotations
@@ -51,20 +52,22 @@ from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 WEIGHT_LIMIT = tl.constexpr(15.0)
 # log2 of the largest state, which is a sum of many numbers.
 STATE_LIMIT = tl.constexpr(14.0)
-# log2 of the length of a key of zeros.
+# Stands for log2 of the norm of a vector of zeros.
 NO_LENGTH = tl.constexpr(-1000.0)
-# log2 of the largest 2^(g + e_i), and how many times smaller than a bound of the values dy'' · v − δ'' is made: then
-# the products of both, which have up to 128 terms of up to 16, are below 2^16.
+# log2 of the largest 2^(g + e_i); and log2 of the factor by which dy'' · v − δ'' is divided beyond the bound of the
+# values. dy'' · v has up to 128 terms of up to 16 times that bound, so the products of both are below 2^16.
 GRADIENT_LIMIT = tl.constexpr(11.0)
 VALUE_MARGIN = tl.constexpr(8.0)
-# log2 of the largest score to the power p − 1 in the gradient of queries, where those values are below 2^4.
+# log2 of the largest score to the power p − 1 in the gradient of queries, where dy'' · v − δ'' is below 2^4.
 QUERY_LIMIT = tl.constexpr(11.0)
-# log2 of the longest key and of the largest entry of a value in pieces (`attention.split_float32`), and log2 of what
-# w_i^(1/p) is about there: with so long queries the lower pieces of their entries are normal numbers, too.
+# For float32 split into float16 pieces (`attention.split_float32`): log2 of the norm of the longest key and of the
+# largest entry of a value; and log2 of w_i^(1/p), approximately: with queries this long, the lower pieces of their
+# entries are normal numbers, too.
 SPLIT_EXPONENT = tl.constexpr(4.0)
 SPLIT_WEIGHT_EXPONENT = tl.constexpr(10.0)
-# log2 of the longest key in the gradient of keys on Hopper, where a query is scaled by the root of its factor; log2 of
-# the largest entry of such a query; and how much smaller than 2^GRADIENT_LIMIT all others may get for its sake.
+# For the gradient of keys on Hopper, where a query is multiplied by the p-th root of its factor: log2 of the norm of
+# the longest key; log2 of the largest entry of such a query; and log2 of how far below 2^GRADIENT_LIMIT the other
+# queries may be scaled because of one query with a large entry.
 FOLDED_EXPONENT = tl.constexpr(4.0)
 FOLDED_LIMIT = tl.constexpr(15.0)
 FOLDED_LOSS = tl.constexpr(12.0)
@@ -75,7 +78,7 @@ KV_SCALE = tl.constexpr(2)
 NORMALIZER_SCALE = tl.constexpr(3)
 TOKEN_SCALE = tl.constexpr(4)
 SCALES = tl.constexpr(5)
-# Columns of `Gradients.scales`, and their number.
+# Columns of `RowGradients.scales`, and their number.
 VALUE_FACTOR = tl.constexpr(0)
 KEY_LENGTH = tl.constexpr(1)
 GRADIENT_FACTOR = tl.constexpr(2)
@@ -89,12 +92,13 @@ GRADIENT_SCALES = tl.constexpr(8)
 
 @dataclass(frozen=True)
 class KeyRange:
-    """What the scales of a call follow from.
+    """Bounds of keys and values, and the scales that follow from them.
 
     Attributes:
         bound: log2 M_i, (b, h_kv, t) float32.
-        scales: of each head, (b, h_kv, SCALES) float32: log2 of the longest key, rounded up; log2 of the largest entry
-            of a value, rounded up; and the factors of S, of Z and of the transposed keys that S is computed from.
+        scales: scales per head, (b, h_kv, SCALES) float32: log2 of the norm of the longest key, rounded up; log2 of the
+            largest entry of a value, rounded up; and the factors of S, of Z and of the transposed keys that S is
+            computed from.
         token_scales: the `power_of_two_scale` of each key and of each value, at most 2^14, (b, h_kv, 2, t) float16; or
             None.
     """
@@ -110,7 +114,7 @@ class KeyRange:
 
 
 class StateScales(NamedTuple):
-    """Where the scales of states are, or of their gradients: columns of a tensor with one row per key head.
+    """The columns of a tensor, with one row per key head, that hold the scales of states or of their gradients.
 
     Attributes:
         tensor: `KeyRange.scales` or `RowGradients.scales`.
@@ -127,7 +131,7 @@ class StateScales(NamedTuple):
 
 @triton.jit
 def power_of_two(exponent):
-    """2^exponent for integers of any type between −126 and 127: float32, exact."""
+    """2^exponent in float32, exact, for integers of any type between −126 and 127."""
     return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -135,8 +139,8 @@ def power_of_two(exponent):
 def row_exponent(length, bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
     """The largest integer r with (2^r |q| M)^POWER ≤ 2^LIMIT, float32, from log2 |q| and log2 M.
 
-    A query times 2^r is no longer than 2^11: then its scores with longer keys, which are scaled down later, exist in
-    float32 where all keys so far are zero or short.
+    The norm of a query times 2^r is at most 2^11: if all keys so far are zero or short, its scores with later, longer
+    keys then do not overflow in float32 before they are scaled down.
     """
     MOST: tl.constexpr = 24 if POWER < 6 else 120 // POWER
     exponent = tl.minimum(tl.floor(-length - bound + LIMIT / POWER), tl.floor(-length + 11.0))
@@ -145,7 +149,7 @@ def row_exponent(length, bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def exponent_change(length, exponent, row_bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
-    """What `row_exponent` for log2 M = `row_bound` adds to an `exponent`: 2^(change · POWER) exists."""
+    """`row_exponent` for log2 M = `row_bound` minus `exponent`, limited so that 2^(change · POWER) is finite."""
     MOST: tl.constexpr = 120 // POWER
     change = row_exponent(length, row_bound, LIMIT, POWER) - exponent
     return tl.minimum(tl.maximum(change, -MOST), MOST)
@@ -153,7 +157,7 @@ def exponent_change(length, exponent, row_bound, LIMIT: tl.constexpr, POWER: tl.
 
 @triton.jit
 def exponents(length, bound, row_bound, LIMIT: tl.constexpr, POWER: tl.constexpr):
-    """`row_exponent` for log2 M = `bound`, and its change for `row_bound`."""
+    """`row_exponent` for log2 M = `bound`, and the change from it to that for `row_bound`."""
     first = row_exponent(length, bound, LIMIT, POWER)
     return first, exponent_change(length, first, row_bound, LIMIT, POWER)
 
@@ -163,11 +167,11 @@ def query_exponents(length, bound, row_bound, key_length, log_decay, POWER: tl.c
     """The integer r with (2^r |q_i · k_j|)^(p−1) exp(G_r − G_j) ≤ 2^QUERY_LIMIT before the diagonal, and its change on
     it, where exp(G_i − G_j) counts.
 
-    The weight of a row is known here, and a second bound: B_ij ≤ w_i, which is about K^p.
+    The weight of a row is known here and gives a second bound, B_ij ≤ w_i, which is about K^p.
 
     Args:
         length, bound, row_bound: log2 |q_i|, log2 M_r and log2 M_i.
-        key_length: K, by which dy'' · v − δ'' is larger than QUERY_LIMIT assumes: 2^r is divided by it elsewhere.
+        key_length: K. dy'' · v − δ'' is K times larger than QUERY_LIMIT assumes, and 2^r is divided by K elsewhere.
         log_decay: log2 exp(G_r − G_i).
     """
     MOST: tl.constexpr = 40 if POWER < 4 else 120 // POWER
@@ -183,7 +187,7 @@ def query_exponents(length, bound, row_bound, key_length, log_decay, POWER: tl.c
 def log_length(x, IN_RANGE: tl.constexpr = False):
     """log2 of the Euclidean norm of each row, float32; NO_LENGTH for zeros.
 
-    IN_RANGE: the squares of x are normal float32 numbers, as those of float16 numbers are.
+    IN_RANGE: promises that squares of x are normal float32 numbers, as squares of float16 numbers are.
     """
     if IN_RANGE or x.dtype == tl.float16:
         x = x.to(tl.float32)
@@ -207,7 +211,7 @@ def _power(x, POWER: tl.constexpr):
 
 @triton.jit
 def store_pieces(desc, x, batch, batches, head, first, ROWS: tl.constexpr, D: tl.constexpr):
-    """Stores x (ROWS, D) float32 as the sum of two float16 tensors, which are one batch apart."""
+    """Stores x (ROWS, D) float32 as two float16 tensors whose sum it is, `batches` apart in the batch dimension."""
     high = x.to(tl.float16)
     desc.store([batch, head, first, 0], high.reshape(1, 1, ROWS, D))
     low = (x - high.to(tl.float32)).to(tl.float16)
@@ -216,7 +220,7 @@ def store_pieces(desc, x, batch, batches, head, first, ROWS: tl.constexpr, D: tl
 
 @triton.jit
 def _finite(x):
-    """x ≥ 0 where it is finite, else 0: what is not finite shows itself and must not change the scale of the rest."""
+    """x ≥ 0 where it is finite, else 0: infinite and NaN inputs must not change the scales of other tokens."""
     return tl.where(x < float("inf"), x, 0.0)
 
 
@@ -231,8 +235,8 @@ def measure_kernel(
     POWER: tl.constexpr, GATED: tl.constexpr, VALUES: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """log2 |k_j| of a tile of tokens, and over the tile: max (log2 |k_j| − G_j / (p log 2)); the longest key; the
-    largest entries of keys and of values; Σ max|k_j|² and Σ max|k_j|² max|v_j|. VALUES: else those of values are 0."""
+    """log2 |k_j| of a tile of tokens, and over the tile: max (log2 |k_j| − G_j / (p log 2)); max log2 |k_j|; largest
+    entries of keys and of values; Σ max|k_j|² and Σ max|k_j|² max|v_j|. Without VALUES, all values count as 0."""
     tile, sequence = split_program_id(tiles, tl.int32)
     batch, head = sequence // heads, sequence % heads
     base = sequence.to(tl.int64) * length
@@ -246,7 +250,7 @@ def measure_kernel(
     relative = norm.to(tl.float64)
     if GATED:
         relative -= tl.load(sums_ptr + base + rows, mask=mask, other=0.0) * (LOG2_E / POWER)
-    # Keys of zeros after strong gates would otherwise seem long.
+    # Without this, keys of zeros after strong gates would count as long.
     relative = tl.where(mask & (norm > NO_LENGTH), relative, NO_LENGTH)
     entry = _finite(tl.max(tl.abs(k.to(tl.float32)), axis=1))
     part = sequence.to(tl.int64) * tiles + tile
@@ -274,8 +278,8 @@ def bound_kernel(
 ):  # fmt: skip
     """log2 M_i of a block of tokens; the first block also computes `KeyRange.scales`.
 
-    TILE: tokens per part of `measure_kernel`, a divisor of BLOCK. INITIAL: the largest entries of an initial state's S
-    and Z count for their scales.
+    TILE: tokens per tile of `measure_kernel`, a divisor of BLOCK. INITIAL: the scales of S and Z also cover the largest
+    entries of an initial state's S and Z.
     """
     block, sequence = split_program_id(blocks)
     rows = block * BLOCK + tl.arange(0, BLOCK)
@@ -320,7 +324,7 @@ def bound_kernel(
         value_exponent = _exponent(tl.max(value, axis=0))
         scales_ptr += sequence * SCALES
         most_length = tl.max(longest, axis=0)
-        # Keys of zeros alone: any length will do.
+        # If all keys are zero, the norm is arbitrary.
         most_length = tl.where(most_length == NO_LENGTH, 0.0, tl.ceil(most_length))
         tl.store(scales_ptr + KEY_EXPONENT, tl.minimum(tl.maximum(most_length, -90.0), 90.0))
         tl.store(scales_ptr + VALUE_EXPONENT, value_exponent)
@@ -339,12 +343,13 @@ def key_range(
     k: Tensor, v: Tensor, power: int, gates: Gates | None, initial: Tensor | None = None, *, values: bool = True,
     token_scales: bool = False, rows: int = 128,
 ) -> KeyRange:  # fmt: skip
-    """What the scales of keys (b, t, h_kv, d) and values (b, t, h_kv, e) follow from.
+    """The `KeyRange` of keys (b, t, h_kv, d) and values (b, t, h_kv, e).
 
     Args:
-        initial: the largest entries of an initial state's S and Z, (b, h_kv, 2) float32; or None.
+        initial: the largest entries of an initial state's S and Z, (b, h_kv, 2) float32; None: no initial state.
         values: whether to read the values. Weights do not depend on them; states and gradients do.
-        token_scales: whether to return the scales of single tokens, which gradients through states need.
+        token_scales: whether to compute the scales of single tokens, which gradients through states need.
+        rows: tokens per tile.
     """
     assert values or not token_scales
     batch, length, heads, dim = k.shape
@@ -374,19 +379,19 @@ def key_range(
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What the backward kernels read of rows.
+    """The rows' queries and output gradients, scaled, with their factors, as the backward kernels read them.
 
     Attributes:
         q: queries, scaled, (b, t, h, d).
         scale: their scales, (b, h, t) float32.
         dy: 2^-e_i dy_i, (b, t, h, e).
-        minus_delta: −δ'', with the factor of dy'' · v − δ'', (b, h, ≥ t) float32; zero from t on.
-        length: log2 |q_i|, (b, h, ≥ t) float32.
+        minus_delta: −δ'' times the factor of dy'' · v − δ'', (b, h, ≥ t) float32; zero from t on.
+        length: log2 of the norm of each scaled query, (b, h, ≥ t) float32.
         factor: 2^e_i / w_i, (b, h, ≥ t) float32; zero from t on and for rows without weight or gradient.
-        scales: of each head, (b, h_kv, GRADIENT_SCALES) float32: the factor of dy'' · v − δ'', which includes the next;
-            the length of the longest key, a power of two; 2^g; the factors of the gradients of S and Z and of the
-            transposed queries that they are computed from; and for queries scaled by the roots of their factors
-            (`hopper.folded_rows`) those of keys and of dy'' · v − δ''.
+        scales: scales per head, (b, h_kv, GRADIENT_SCALES) float32: the factor of dy'' · v − δ'', which includes K; K,
+            the norm of the longest key, as a power of two; 2^g; the factors of the gradients of S and Z and of the
+            transposed queries that they are computed from; and the factors of keys and of dy'' · v − δ'' for queries
+            multiplied by the roots of their factors (`hopper.folded_rows`).
     """
 
     q: Tensor
@@ -410,10 +415,10 @@ def prepare_kernel(
     GROUP: tl.constexpr, POWER: tl.constexpr, WEIGHTED: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
-    """`RowGradients` of a tile of rows, and what their scales follow from.
+    """`RowGradients` of a tile of rows, and the tile's part of the bounds that `scales` is computed from.
 
-    WEIGHTED: −δ plus the gradient of the rows' weights. SPLIT: inputs are float32, results are for keys and values
-    that `split_keys` scaled, and q and dy are stored in two pieces.
+    WEIGHTED: the gradient of the rows' weights is added to −δ. SPLIT: inputs are float32, results are for keys and
+    values that `split_keys` scaled, and q and dy are stored in two pieces.
     """
     tiles = tl.cdiv(length, ROWS)
     LARGEST: tl.constexpr = 120 // POWER
@@ -446,7 +451,7 @@ def prepare_kernel(
     else:
         scaled_desc.store([batch, head, first, 0], scaled.to(q.dtype).reshape(1, 1, ROWS, D))
     tl.store(scale_ptr + base + rows, scale, mask=mask)
-    # How many times smaller than K the weight of the scaled query is, to the power 1 / p, if it could not be scaled.
+    # log2 of K / w^(1/p) for the scaled query, above 0 if the limits of the exponent kept w^(1/p) below K.
     short = tl.maximum(-log_weight - exponent + key_exponent, 0.0)
 
     dy = dy_desc.load([batch, head, first, 0]).reshape(ROWS, E)
@@ -455,7 +460,7 @@ def prepare_kernel(
     if SPLIT:
         factor /= value_unit
     else:
-        # The factor becomes a power of 2^p, whose root a query takes without rounding; dy takes the rest.
+        # The factor is rounded to a power of 2^p, whose p-th root is exact; dy is multiplied by the rest.
         rounded = power_of_two(tl.minimum(tl.maximum(tl.ceil(tl.log2(factor) / POWER), -LARGEST), LARGEST) * POWER)
         dy_scale *= tl.minimum(factor / rounded, 1.0)
         factor = rounded
@@ -480,15 +485,15 @@ def prepare_kernel(
     size = tl.max(tl.abs(divided.to(tl.float32)), axis=1)
     if WEIGHTED:
         size += tl.abs(minus_delta)
-    # Where the gradient is zero, e_i means nothing and could make weights infinite.
+    # If the gradient of a row is zero, e_i is arbitrary and could make weights infinite.
     factor = tl.where((weight == 0) | (size == 0), 0.0, factor)
     tl.store(factor_ptr + out, factor)
 
-    # Rows whose gradients are zero, and those that are not finite, have no say.
+    # Rows with zero or non-finite gradients do not count for the scales.
     counts = (size > 0) & (size < float("inf")) & (weight > 0) & (weight < float("inf"))
     entry = tl.max(tl.abs(scaled), axis=1)
     if not SPLIT:
-        # A query that all its keys are nearly orthogonal to is long where its factor is folded into it.
+        # A query that is nearly orthogonal to all its keys becomes long when the root of its factor is multiplied in.
         reach = -log_weight * POWER + (key_exponent - FOLDED_EXPONENT + (1.0 - FOLDED_LIMIT)) * POWER + GRADIENT_LIMIT
         short = tl.maximum(short, tl.minimum(reach, FOLDED_LOSS))
     parts_ptr += (sequence.to(tl.int64) * tiles + tile) * 4
@@ -503,9 +508,9 @@ def gradient_scales_kernel(
     parts_ptr, key_scales_ptr, final_ptr, scales_ptr, parts,
     POWER: tl.constexpr, FINAL: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr = False,
 ):  # fmt: skip
-    """`RowGradients.scales` of a head from the parts of its rows.
+    """`RowGradients.scales` of a head, from the parts that `prepare_kernel` wrote.
 
-    FINAL: the largest entries of the gradients of a final state's S and Z count for their scales.
+    FINAL: the scales also cover the largest entries of the gradients of a final state's S and Z.
     """
     sequence = tl.program_id(0).to(tl.int64)
     largest = tl.full((BLOCK,), NO_LENGTH, tl.float32)
@@ -524,7 +529,7 @@ def gradient_scales_kernel(
     key_exponent = tl.load(key_scales_ptr + KEY_EXPONENT)
     value_exponent = tl.load(key_scales_ptr + VALUE_EXPONENT)
     exponent = tl.max(largest, axis=0)
-    # No row has a gradient: any g will do.
+    # If no row has a gradient, g is arbitrary.
     exponent = tl.where(exponent == NO_LENGTH, GRADIENT_LIMIT, tl.ceil(exponent))
     gradient = tl.floor(tl.minimum(tl.maximum(-exponent + GRADIENT_LIMIT, -100.0), 100.0) / POWER) * POWER
     factor = power_of_two(gradient)
@@ -538,13 +543,13 @@ def gradient_scales_kernel(
     tl.store(scales_ptr + VALUE_FACTOR, value_factor)
     tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent))
     tl.store(scales_ptr + GRADIENT_FACTOR, factor)
-    # Their products with 2^g must exist.
+    # Products of these scales with 2^g must not overflow.
     most = -gradient + 100.0
     tl.store(scales_ptr + D_KV_SCALE, power_of_two(tl.minimum(-_exponent(most_kv) + STATE_LIMIT, most)))
     normalizer_exponent = -_exponent(most_normalizer) + STATE_LIMIT
     tl.store(scales_ptr + D_NORMALIZER_SCALE, power_of_two(tl.minimum(normalizer_exponent, most)))
     if SPLIT:
-        # In units of the scaled keys and values.
+        # These two are for keys and values that `split_keys` scaled.
         unit = power_of_two(key_exponent * 0 + (SPLIT_WEIGHT_EXPONENT - SPLIT_EXPONENT - VALUE_MARGIN))
         tl.store(scales_ptr + VALUE_FACTOR, unit)
         tl.store(scales_ptr + KEY_LENGTH, power_of_two(key_exponent * 0 + SPLIT_WEIGHT_EXPONENT))
@@ -561,11 +566,15 @@ def prepare(
     q: Tensor, y: Tensor, dy: Tensor, weight: Tensor, d_weight: Tensor | None, ranges: KeyRange, power: int,
     d_final: Tensor | None = None, split: bool = False, rows: int = 128,
 ) -> RowGradients:  # fmt: skip
-    """What the backward kernels read of rows, from queries, outputs, their gradient, and the rows' weights with theirs.
+    """`RowGradients` from queries q, outputs y with gradient dy, and the rows' weights with gradient d_weight.
 
     Args:
-        d_final: the largest entries of the gradients of a final state's S and Z, (b, h_kv, 2) float32; or None.
-        split: inputs are float32: results are for keys and values in pieces (`split_float32`), and q and dy are pieces.
+        ranges: the bounds of keys and values.
+        d_final: the largest entries of the gradients of a final state's S and Z, (b, h_kv, 2) float32; None: there is
+            no final state.
+        split: whether inputs are float32: results are then for keys and values in pieces (`attention.split_float32`),
+            and the returned q and dy are in two pieces.
+        rows: rows per tile.
     """
     batch, length, heads, dim = q.shape
     tiles = triton.cdiv(length, rows)

@@ -1,4 +1,4 @@
-"""Serving: `Engine` decodes many requests as one batch, each with its own prompt, settings and length."""
+"""Serving: `Engine`, continuous batching of requests with prompts, settings and lengths of their own."""
 
 from sympow.serving.completion import Completion, Event, Prefilling, RequestError, Result, TokenLogprob, Usage
 from sympow.serving.engine import Engine, EngineStats

@@ -1,7 +1,7 @@
-"""Requests on their way from the engine to a client: as a whole or as a stream, until they end, fail, or nobody waits.
+"""Sends completions from the engine to a client, as a whole or as a stream.
 
-A `Group` is what one HTTP request asked of the engine. It ends early in one way only, `Group.fail`: when the client has
-disconnected, when its time is over, or when the server stops. Its slots are then free at the engine's next step.
+A `Group` holds the completions of one HTTP request. `Group.fail` is the only way to end it early: when the client
+disconnects, when the request times out, or when the server stops. Its slots are then free at the engine's next step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sympow.serving.completion import Completion, Event, RequestError, Result, U
 from sympow.serving.metrics import HttpCounts
 from sympow.serving.openai_api import Answer
 
-# Chunks of a stream that wait for a slow client, beyond which the events wait where they are.
+# Events of several completions that are queued for a slow client; further ones stay with their completions.
 WAITING_CHUNKS = 64
 DISCONNECTED = 499
 
@@ -30,9 +30,9 @@ class Group:
     """The completions of one HTTP request.
 
     Args:
-        timeout: seconds that it may take.
-        running: the groups of the server, of which this is one until it ends.
-        counts: of clients that disconnect.
+        timeout: seconds that the request may take.
+        running: the running groups of the server; this one is in it until it ends.
+        counts: counts clients that disconnect.
     """
 
     def __init__(self, timeout: float, running: set[Group], counts: HttpCounts) -> None:
@@ -50,13 +50,13 @@ class Group:
         return self._discarded or self.error is not None
 
     def add(self, completion: Completion) -> None:
-        """Called by the thread that submits; a group that has ended meanwhile takes no more."""
+        """Adds a completion, and cancels it if the group has ended meanwhile; called by the submitting thread."""
         self.completions.append(completion)
         if self.ended:
             completion.cancel()
 
     def fail(self, error: ApiError) -> None:
-        """Ends everything, for a reason that the client is told."""
+        """Cancels all completions; the client gets the error."""
         if self.error is None:
             self.error = error
             self._failed.set()
@@ -64,7 +64,7 @@ class Group:
             completion.cancel()
 
     def discard(self) -> None:
-        """Forgets the group, and cancels what has not ended."""
+        """Removes the group from the server, and cancels completions that have not ended."""
         self._discarded = True
         self._timer.cancel()
         self._running.discard(self)
@@ -79,7 +79,7 @@ class Group:
         """Fails the group when its client disconnects."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        # Servers report a disconnection after the end of an answer, too.
+        # ASGI servers report a disconnect after the end of a response, too.
         if not all(completion.done for completion in self.completions):
             self._counts.disconnected += 1
         self.fail(ApiError(DISCONNECTED, "the client disconnected"))
@@ -110,11 +110,11 @@ async def answer_whole(request: Request, group: Group) -> list[Result]:
 
 
 class StreamedAnswer(Response):
-    """Server-sent events, one for each piece of text as it comes; an error is an event, too, and ends the stream.
+    """A stream of server-sent events, one for each piece of generated text; an error is an event that ends the stream.
 
     Args:
-        group: whose completions are streamed, each as a choice.
-        answer: writes the chunks.
+        group: the completions to stream, each as a choice.
+        answer: formats the chunks.
         include_usage: whether a last chunk has the usage, and all others a usage of null.
     """
 
@@ -132,7 +132,7 @@ class StreamedAnswer(Response):
         try:
             await asyncio.wait([sending, failing], return_when=asyncio.FIRST_COMPLETED)
             if not sending.done() and self._group.error is not None and self._group.error.status != DISCONNECTED:
-                # The stream tells the client why it ends, unless that does not read.
+                # The stream sends the error, unless the client does not read it in time.
                 await asyncio.wait([sending], timeout=5)
             if sending.done() and not sending.cancelled():
                 # A connection that was closed while data was sent is no failure of the server.
@@ -164,7 +164,7 @@ class StreamedAnswer(Response):
             if event.usage is not None:
                 usages[index] = event.usage
             if event.echo and event.logprobs is not None:
-                # Of a whole prompt, which may be long: not in the event loop.
+                # Formatting the log-probabilities of a long prompt would block the event loop.
                 written = await asyncio.to_thread(self._written_event, index, event)
             else:
                 written = self._written_event(index, event)
@@ -175,7 +175,7 @@ class StreamedAnswer(Response):
         yield "[DONE]"
 
     def _written_event(self, index: int, event: Event) -> str | None:
-        """An event as it is sent; None if it has nothing for the client."""
+        """The data of an event; None if it has nothing for the client."""
         chunk = self._answer.chunk(index, event)
         return None if chunk is None else self._written(chunk)
 

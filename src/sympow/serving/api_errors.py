@@ -1,4 +1,4 @@
-"""`ApiError`: an answer that is an error, in the form that OpenAI's clients expect."""
+"""`ApiError`: an error response in the format that OpenAI's clients expect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 ErrorType = Literal[
     "invalid_request_error", "authentication_error", "permission_error", "rate_limit_error", "timeout", "server_error"
 ]
-# OpenAI's clients repeat requests with some statuses by themselves, unless this header forbids it.
+# OpenAI's clients retry requests by themselves after some statuses, unless this header forbids it.
 NO_RETRY = {"x-should-retry": "false"}
 
 
@@ -17,12 +17,12 @@ class ApiError(Exception):
     """Ends a request with an error.
 
     Args:
-        status: of HTTP.
-        message: for the person who sent the request.
-        kind: the error's type; OpenAI's clients choose exceptions by status, people read this.
+        status: HTTP status.
+        message: explanation for the person who sent the request.
+        kind: the field `type` of the error, for people: OpenAI's clients choose exceptions by the status.
         param: the field of the request that is wrong.
-        code: a name that programs can compare with.
-        headers: more headers of the response.
+        code: name of the error, for programs.
+        headers: further headers of the response.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class ApiError(Exception):
 
 
 def from_argument_error(error: Exception, fields: Collection[str]) -> ApiError:
-    """A ValueError or TypeError of the library, whose message begins with the name of an argument.
+    """A 400 response from a ValueError or TypeError of the library, whose message begins with an argument's name.
 
     Args:
-        fields: of the request; the error's param is one of them, or None.
+        fields: fields of the request; the error's param is that name if it is one of them, else None.
     """
     message = str(error)
     first = re.match(r"\w*", message)
@@ -70,5 +70,5 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """The model could not answer this request, and would not the next time either."""
+    """A 500 response for a request that failed in the model or the tokenizer, and would fail again."""
     return ApiError(500, message, "server_error", code="request_failed", headers=NO_RETRY)

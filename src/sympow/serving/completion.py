@@ -1,6 +1,6 @@
-"""`Completion` and `Prefilling`: the caller's end of a request, to which a worker thread hands what becomes known.
+"""`Completion` and `Prefilling`: the caller's handles of a request and of a context, which the worker thread updates.
 
-A completion is iterated over, or waited for as a whole, by threads and by coroutines alike:
+Threads and coroutines can iterate over a completion, or wait for the whole of it:
 
     for event in completion: print(event.text, end="")
     async for event in completion: ...
@@ -31,9 +31,9 @@ class TokenLogprob:
     """The log-probability of a token under the model, before temperature, penalty and truncation.
 
     Attributes:
-        token: its id.
-        logprob: None for the first token of a text, which nothing predicts.
-        top: the most likely tokens at this place with their log-probabilities, the most likely first; as many as the
+        token: id of the token.
+        logprob: its log-probability; None for the first token of a text, which nothing predicts.
+        top: the most likely tokens at this position with their log-probabilities, the most likely first; as many as the
             request asked for.
     """
 
@@ -44,12 +44,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Usage:
-    """How many tokens a request took.
+    """Token counts of a request.
 
     Attributes:
-        prompt_tokens: tokens of the prompt, those of a given prefix not included.
-        completion_tokens: generated tokens, a boundary token at the end included.
-        cached_tokens: tokens of the prompt whose state the prefix cache had.
+        prompt_tokens: tokens of the prompt, without those of a given prefix.
+        completion_tokens: generated tokens, including a boundary token at the end.
+        cached_tokens: tokens of the prompt that came from the prefix cache.
     """
 
     prompt_tokens: int = 0
@@ -59,17 +59,17 @@ class Usage:
 
 @dataclass(frozen=True)
 class Event:
-    """What became known at one moment: some text, some tokens, or the end.
+    """One update of a completion: new text and tokens, or the end.
 
     Attributes:
-        text: whole characters; "" while a character is incomplete or text might become a stop string.
+        text: new text in whole characters; "" while a character is incomplete or the text may become a stop string.
         tokens: ids of new tokens.
         logprobs: one entry for each of `tokens`, if the request asked for them.
-        echo: whether text and tokens are the prompt's, which come first if the request asked for them.
-        finish_reason: None but for the last event: "stop" (the boundary token or a stop string), "length" (max_tokens),
-            "cancelled", or "error".
-        error: the reason of an "error".
-        usage: with the last event.
+        echo: whether text and tokens are those of the prompt, the first event of requests with `echo`.
+        finish_reason: of the last event: "stop" (the boundary token or a stop string), "length" (max_tokens),
+            "cancelled" or "error"; None for all other events.
+        error: the message, if the reason is "error".
+        usage: token counts, in the last event.
     """
 
     text: str = ""
@@ -86,12 +86,12 @@ class Result:
     """A whole completion.
 
     Attributes:
-        text: of the completion, after the prompt's if that was to be echoed.
+        text: generated text, preceded by the prompt if `echo` was set.
         tokens: generated ids; a boundary token that ended the text is the last of them.
         logprobs: one entry for each of `tokens`; None if not asked for.
-        prompt_logprobs: one entry for each token of the prompt, if both echo and logprobs were asked for.
-        finish_reason: as in `Event`; never "error", which raises `RequestError`.
-        usage: tokens of prompt and completion.
+        prompt_logprobs: one entry for each token of the prompt, if both echo and logprobs were asked for; else None.
+        finish_reason: as in `Event`, but never "error": `result` raises `RequestError` instead.
+        usage: token counts.
         time_to_first_token: seconds from `submit` to the first generated token; None if there was none.
     """
 
@@ -105,20 +105,20 @@ class Result:
 
 
 class Handover:
-    """A growing list of events that one thread appends to, and any threads and coroutines wait for."""
+    """Lets one thread change something, and any threads and coroutines wait for the change."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     def changed(self, change: Callable[[], None]) -> None:
-        """Makes a change and wakes everyone who waits."""
+        """Makes a change, and wakes all waiting threads and coroutines."""
         with self._condition:
             change()
             self._condition.notify_all()
             waiting, self._waiting = self._waiting, []
         for loop, signal in waiting:
-            # A loop that was closed since raises RuntimeError: nobody waits there.
+            # An event loop that was closed meanwhile raises RuntimeError; nothing waits in it any more.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(signal.set)
 
@@ -128,7 +128,7 @@ class Handover:
             return self._condition.wait_for(ready, timeout)
 
     async def await_(self, ready: Callable[[], bool]) -> None:
-        """The same in a coroutine."""
+        """As `wait`, in a coroutine and without a timeout."""
         while True:
             with self._condition:
                 if ready():
@@ -144,14 +144,15 @@ class Handover:
 
 
 class Completion:
-    """A request on its way. Made by `Engine.submit`.
+    """The handle of a request, returned by `Engine.submit`.
 
-    Iterating yields every event from the first, waiting for those to come; a completion can be iterated over again.
+    Iterating yields all events from the first one on, and waits for those to come. A completion can be iterated over
+    several times.
 
     Attributes:
-        prompt_tokens: the prompt's tokens.
-        created: when it was submitted, in seconds of `time.monotonic`.
-        first_token_at: when the first token was generated, on the same clock; None until then.
+        prompt_tokens: tokens of the prompt.
+        created: time of submission, by `time.monotonic`.
+        first_token_at: time of the first generated token, on the same clock; None until then.
     """
 
     def __init__(self, prompt_tokens: tuple[int, ...], on_cancel: Callable[[], None] = lambda: None) -> None:
@@ -210,7 +211,7 @@ class Completion:
 
         Raises:
             RequestError: the request failed.
-            TimeoutError: it has not ended in time; it goes on.
+            TimeoutError: the request has not ended in time; it continues.
         """
         if not self._handover.wait(lambda: self.done, timeout):
             raise TimeoutError(f"the completion has not ended within {timeout} seconds")
@@ -242,17 +243,17 @@ class Completion:
         )
 
     def append(self, event: Event) -> None:
-        """Hands an event to those who wait; the engine's worker alone calls this."""
+        """Appends an event; called by the engine's worker only."""
         if event.tokens and not event.echo and self.first_token_at is None:
             self.first_token_at = time.monotonic()
         self._handover.changed(lambda: self._events.append(event))
 
 
 class Prefilling:
-    """A context on its way. Made by `Engine.submit_prefill`.
+    """The handle of a context in prefill, returned by `Engine.submit_prefill`.
 
     Attributes:
-        tokens: how many tokens it has in all, those of the prefix before it not included.
+        tokens: number of tokens of the context, without those of a given prefix.
     """
 
     def __init__(self, tokens: int, progress: Callable[[int, int], None] | None, on_cancel: Callable[[], None]) -> None:
@@ -265,12 +266,12 @@ class Prefilling:
 
     @property
     def done_tokens(self) -> int:
-        """How many of them are prefilled."""
+        """How many tokens are prefilled."""
         return self._done_tokens
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, in one way or another."""
+        """Whether the prefill has ended, failed or was cancelled."""
         return self._outcome is not None
 
     @property
@@ -279,17 +280,17 @@ class Prefilling:
         return self._cancelled
 
     def cancel(self) -> None:
-        """Ends it after the segments at hand, two at most; `result` then raises `RequestError`. Returns at once."""
+        """Cancels the prefill after at most two more segments; `result` then raises `RequestError`. Returns at once."""
         if not self.done:
             self._cancelled = True
             self._on_cancel()
 
     def result(self, timeout: float | None = None) -> Prefix:
-        """The prefix, once all is prefilled.
+        """The prefix, once the whole context is prefilled.
 
         Raises:
-            RequestError: it failed or was cancelled.
-            TimeoutError: it has not ended in time; it goes on.
+            RequestError: the prefill failed or was cancelled.
+            TimeoutError: the prefill has not ended in time; it continues.
         """
         if not self._handover.wait(lambda: self.done, timeout):
             raise TimeoutError(f"the context was not prefilled within {timeout} seconds")
@@ -306,13 +307,13 @@ class Prefilling:
         return self._outcome
 
     def advance(self, tokens: int) -> None:
-        """Reports tokens as prefilled; the engine's worker alone calls this and `end`."""
+        """Reports how many tokens are prefilled; called by the engine's worker only, as is `end`."""
         self._done_tokens = tokens
         if self._progress is not None:
             self._progress(tokens, self.tokens)
 
     def end(self, outcome: Prefix | str) -> None:
-        """Hands over the prefix, or the reason why there is none."""
+        """Ends the prefill with the prefix, or with an error message."""
 
         def change() -> None:
             self._outcome = outcome

@@ -1,13 +1,13 @@
-"""`ContextFolder`: contexts on disk, each of which is there as a whole or not at all, whenever a process is killed.
+"""`ContextFolder`: contexts on disk. Writes are atomic: a killed process leaves no incomplete context.
 
-    DIR/ctx_5d41…/context.json        what is known of a context
+    DIR/ctx_5d41…/context.json        the `Record` of a context
     DIR/ctx_5d41…/state.prefix        its prefix
-    DIR/.writing-8f3a…/               what one process is writing or deleting
-    DIR/.writing-8f3a…/lock           held while that process lives
+    DIR/.writing-8f3a…/               contexts that one process is writing or deleting
+    DIR/.writing-8f3a…/lock           locked while that process lives
 
-A context is written below `.writing-…` and renamed once it is on disk. What a killed process leaves there is removed by
-the next one that opens the folder: only then can its lock be taken. Several processes, also of several machines, can
-share a folder.
+A context is written below `.writing-…` and renamed once it is synced to disk. A killed process releases its lock, and
+the next process that opens the folder then removes what the killed one was writing. Several processes, also on several
+machines, can share a folder.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def is_id(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of a context on disk.
+    """The metadata of a context on disk.
 
     Attributes:
         id: its name in the folder.
-        name: given by the user; "" if none was.
-        created_at: in seconds since 1970.
-        tokens: of its text, those of the context that it was forked from included.
-        nbytes: of its state.
-        parent: the id of the context that it was forked from.
+        name: name given by the user, or "".
+        created_at: time of creation in seconds since 1970.
+        tokens: number of tokens, including those of the context that it was forked from.
+        nbytes: bytes of its state.
+        parent: id of the context that it was forked from; None: it was not forked.
     """
 
     id: str
@@ -70,17 +70,17 @@ class Record:
 
 
 class ContextFolder:
-    """The contexts of one model in a folder; those of other models are left alone.
+    """The contexts of one model in a folder; contexts of other models are ignored.
 
     Args:
-        path: the folder, which is created.
-        model: which prefilled the contexts.
-        fingerprint: of the model.
+        path: the folder, which is created if it does not exist.
+        model: the model that prefilled the contexts.
+        fingerprint: the model's fingerprint.
     """
 
     def __init__(self, path: Path, model: GPT, fingerprint: str) -> None:
         self.path, self._model, self._fingerprint = path, model, fingerprint
-        # Contexts do not change, so that each is looked at once. None: of another model, or not whole.
+        # Contexts do not change, so each is read once. None: the context is of another model, or damaged.
         self._known: dict[str, Record | None] = {}
         path.mkdir(parents=True, exist_ok=True)
         self._own = path / f"{WRITING}{secrets.token_hex(8)}"
@@ -96,14 +96,14 @@ class ContextFolder:
         os.close(self._lock)
 
     def records(self) -> dict[str, Record]:
-        """The contexts that are there now, by id, those of other processes included."""
+        """The contexts in the folder now, by id, including those written by other processes."""
         there = {entry.name for entry in os.scandir(self.path) if is_id(entry.name)}
         self._known = {id_: record for id_, record in self._known.items() if id_ in there}
         found = {id_: self._look(id_) for id_ in there}
         return {id_: record for id_, record in found.items() if record is not None}
 
     def others(self) -> int:
-        """How many contexts were found that this model cannot use."""
+        """The number of contexts found that are of other models, or damaged."""
         return sum(record is None for record in self._known.values())
 
     def find(self, id_: str) -> Record | None:
@@ -112,7 +112,7 @@ class ContextFolder:
         return self._look(id_)
 
     def write(self, record: Record, prefix: Prefix) -> None:
-        """Writes a context. It is there once this returns, and survives a crash of the machine."""
+        """Writes a context and syncs it to disk; once this returns, it survives a crash of the machine."""
         draft = self._own / record.id
         draft.mkdir()
         try:
@@ -128,14 +128,14 @@ class ContextFolder:
         """The prefix of a context.
 
         Raises:
-            ValueError: its file is damaged.
-            OSError: it cannot be read.
+            ValueError: the file is damaged.
+            OSError: the file cannot be read.
         """
         assert is_id(id_)
         return Prefix.load(self.path / id_ / PREFIX_FILE, self._model, fingerprint=self._fingerprint)
 
     def remove(self, id_: str) -> None:
-        """Deletes a context. It is gone at once, also if the process is killed while its files are deleted."""
+        """Deletes a context atomically: it is no longer listed, even if the process is killed while deleting files."""
         assert is_id(id_)
         rubbish = self._own / f"deleted-{secrets.token_hex(4)}"
         try:
@@ -145,7 +145,7 @@ class ContextFolder:
         shutil.rmtree(rubbish)
 
     def _look(self, id_: str) -> Record | None:
-        """A context's record, as far as it is known; a file that cannot be opened now may be the next time."""
+        """A context's record; None if it cannot be used. A file that cannot be opened is tried again next time."""
         if id_ not in self._known:
             try:
                 self._known[id_] = self._read(id_)
@@ -154,7 +154,7 @@ class ContextFolder:
         return self._known[id_]
 
     def _read(self, id_: str) -> Record | None:
-        """A context's record, if it is of this model and whole."""
+        """A context's record from disk; None if it is of another model, or damaged."""
         folder = self.path / id_
         try:
             record = _as_record(read_json(folder / RECORD_FILE))
@@ -177,7 +177,7 @@ def _as_record(content: Any) -> Record:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Waits for a lock that processes hold for a moment."""
+    """Holds the lock of the folder, which processes take only for a moment."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -187,7 +187,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    """Removes what a process was writing, unless it lives."""
+    """Removes the `.writing-…` folder of a process that no longer lives."""
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR)
     except FileNotFoundError:

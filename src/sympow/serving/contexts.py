@@ -1,6 +1,6 @@
-"""`ContextStore`: texts that are prefilled once, named by completions, and kept on disk and partly in memory.
+"""`ContextStore`: contexts, texts that are prefilled once for many completions, on disk and partly in memory.
 
-All methods are called by coroutines of one event loop; files are read and written by threads.
+All methods are called by coroutines of one event loop; threads read and write the files.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
 from sympow.serving.engine import Engine
 from sympow.serving.scheduler import EngineClosedError
 
-# How many contexts may be read at once: their texts are in memory.
+# How many contexts may be in prefill or wait for it: their texts are in memory.
 MOST_READING = 32
-# Contexts that failed are listed until they are deleted, the most recent ones.
+# Failed contexts are listed until they are deleted; only so many of the most recent ones are kept.
 MOST_FAILED = 64
 LONGEST_NAME = 200
 # Threads that tokenize the texts of contexts.
@@ -31,12 +31,12 @@ TOKENIZING_THREADS = 2
 
 @dataclass
 class Reading:
-    """A context that is not on disk yet, or failed.
+    """A context that is not on disk: it is being prefilled or written, or it failed.
 
     Attributes:
-        before: tokens of the context that it continues.
-        prefilling: None until its text is tokenized, and if there is no text.
-        task: prefills and writes it.
+        before: number of tokens of the context that it was forked from.
+        prefilling: the prefill of its text; None until the text is tokenized, or if the text is empty.
+        task: the task that waits for the prefill and writes the context.
     """
 
     id: str
@@ -55,11 +55,11 @@ class Context:
     """A context as users see it.
 
     Attributes:
-        status: "reading", "ready" or "failed"; completions can name it when it is ready.
-        tokens: of its text, those of the context that it was forked from included.
+        status: "reading" (in prefill), "ready" or "failed"; completions can name it when it is ready.
+        tokens: number of tokens, including those of the context that it was forked from.
         tokens_read: how many of them are prefilled.
-        nbytes: of its state; None until it is ready.
-        in_memory: whether it is; otherwise the next completion reads it from disk.
+        nbytes: bytes of its state; None until it is ready.
+        in_memory: whether its state is in memory; otherwise the next completion loads it from disk.
         error: why it failed.
     """
 
@@ -82,9 +82,10 @@ class ContextStore:
     """Contexts of an engine's model.
 
     Args:
-        folder: where they are kept.
-        budget: bytes of states in memory, on the model's device; those used least recently are dropped from there.
-        max_contexts: how many there may be.
+        engine: prefills the contexts.
+        folder: where contexts are kept on disk.
+        budget: bytes of states in memory, on the model's device; beyond it the least recently used are evicted.
+        max_contexts: the most contexts.
     """
 
     def __init__(self, engine: Engine, folder: ContextFolder, budget: int, max_contexts: int) -> None:
@@ -94,7 +95,7 @@ class ContextStore:
         self._failed: OrderedDict[str, Reading] = OrderedDict()
         self._memory: OrderedDict[str, Prefix] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Prefix]] = {}
-        # Threads of their own: a long text takes long, and nothing else waits for it.
+        # Threads of its own, so that tokenizing a long text delays nothing else.
         self._tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, "sympow-contexts")
         self.hits = self.loads = self.dropped = 0
 
@@ -124,17 +125,17 @@ class ContextStore:
         return _unready(unready) if unready is not None else self._ready(self._record(id_))
 
     async def create(self, text: str, name: str) -> Context:
-        """Begins to read a text."""
+        """Starts to prefill a text."""
         if not text:
             raise ApiError(400, "text must not be empty", param="text")
         return await self._begin(text, name, None)
 
     async def fork(self, id_: str, text: str, name: str) -> Context:
-        """Begins to read a text after that of another context, which stays as it is; the text may be empty."""
+        """Starts to prefill a text after another context, which is not changed; the text may be empty."""
         return await self._begin(text, name, id_)
 
     async def delete(self, id_: str) -> None:
-        """Deletes a context; requests that have begun with it go on. If it is being read, that ends."""
+        """Deletes a context, and cancels its prefill. Requests that have started from it continue."""
         if self._failed.pop(id_, None) is not None:
             return
         self.get(id_)
@@ -153,7 +154,7 @@ class ContextStore:
         """The state of a context, for a completion.
 
         Raises:
-            ApiError: there is none, it is still being read, or it is damaged.
+            ApiError: the context does not exist, is still in prefill, failed, or is damaged.
         """
         context = self.get(id_)
         if context.status == "reading":
@@ -175,7 +176,7 @@ class ContextStore:
         return await asyncio.shield(self._loading[id_])
 
     async def close(self) -> None:
-        """Ends what is being read, and waits for files that are being written."""
+        """Cancels running prefills, and waits for files that are being written."""
         for reading in list(self._reading.values()):
             if reading.prefilling is not None:
                 reading.prefilling.cancel()
@@ -195,7 +196,7 @@ class ContextStore:
             message = f"there are {there:,} contexts, as many as this server keeps: delete one first"
             raise ApiError(400, message, code="too_many_contexts")
         reading = Reading(new_id(), name, int(time.time()), parent)
-        # Counted from here on, so that many requests at once do not exceed the limits above.
+        # Registered before the first await, so that concurrent requests do not exceed the limits above.
         self._reading[reading.id] = reading
         try:
             before = None if parent is None else await self.prefix(parent)
@@ -227,7 +228,7 @@ class ContextStore:
                 await asyncio.to_thread(self._folder.write, record, prefix)
                 self._remember(reading.id, prefix)
         except (RuntimeError, OSError) as error:
-            # Of the engine, of the device (no memory for a copy), or of the disk.
+            # The engine, the device (no memory for a copy) or the disk failed.
             reading.error = str(error)
             if not reading.deleted:
                 self._failed[reading.id] = reading
@@ -238,7 +239,7 @@ class ContextStore:
             del self._reading[reading.id]
 
     async def _load(self, id_: str) -> Prefix:
-        """Reads a context from disk; requests that come meanwhile wait for the same."""
+        """Loads a context from disk; concurrent requests for it share one load."""
         try:
             prefix = await asyncio.to_thread(self._folder.load, id_)
         except FileNotFoundError as error:
@@ -255,7 +256,7 @@ class ContextStore:
         return prefix
 
     def _remember(self, id_: str, prefix: Prefix) -> None:
-        """Keeps a state in memory, and drops others for it; a state beyond the budget is not kept."""
+        """Keeps a state in memory, and evicts others for it; a state that alone exceeds the budget is not kept."""
         self._memory[id_] = prefix
         while self._memory and self.nbytes > self.budget:
             self._memory.popitem(last=False)
@@ -299,6 +300,6 @@ def _unready(reading: Reading) -> Context:
 
 
 def _unknown(id_: str) -> ApiError:
-    # An id that came from outside may be long, or not printable.
+    # An id from a client may be long, or not printable.
     shown = id_ if is_id(id_) else repr(id_[:64])
     return ApiError(404, f"there is no context {shown}", param="context", code="context_not_found")

@@ -7,15 +7,17 @@
     print(completion.result().usage)
     engine.close()
 
-A worker thread owns the model. Between two steps requests join free slots and leave theirs, and at most `segment_size`
-tokens of waiting prompts are prefilled, in turn, so that a long prompt delays nobody's next token by more than that.
-Of prompts and contexts longer than a segment, four take turns, each of which holds a state beside those of the slots;
-further ones wait until one of the four is finished. Shorter ones, which need no such state, do not wait for them.
-With symmetric powers a slot is a state of fixed size, whatever it has read (`sympow.Window` with `put` and `take`).
+A worker thread owns the model. Between two decoding steps, finished requests leave their slots, waiting requests take
+free slots, and at most `segment_size` prompt tokens are prefilled, so that a running request waits for at most one
+segment between two tokens. Prompts and contexts longer than a segment take turns, four at a time, and each of the four
+holds a state beside those of the slots; further ones wait until one of the four is finished. Shorter prompts need no
+such state and do not wait for them. With symmetric powers a slot has a fixed size, however many tokens its request has
+(`sympow.Window` with `put` and `take`).
 
-A request gives what it gives alone. Its samples come from its own generator, the one that `sympow.generation.generate`
-would use. Matrix products always have the same number of rows (`step_rows`), so that rounding does not depend on who
-shares the batch either; only a state that the prefix cache took at the end of another prompt is rounded differently.
+The output of a request does not depend on other requests. Its samples come from its own generator, seeded as in
+`sympow.generation.generate`. Matrix products always have the same number of rows (`step_rows`), so not even rounding
+depends on the other requests in the batch. The exception is a prompt that starts from a state which the prefix cache
+took at the end of another prompt: it is rounded differently.
 """
 
 from __future__ import annotations
@@ -38,11 +40,12 @@ from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
 from sympow.serving.slots import Slots
 from sympow.serving.state_buffer import StateBuffer
 
-# The most log-probabilities of a token that a request can ask for.
+# The largest `logprobs` of a request.
 MAX_LOGPROBS = 20
-# Defaults of `segment_size`: what takes some milliseconds with the 124M model on an H200, and a second on two cores.
+# Defaults of `segment_size`: such a segment takes some milliseconds on an H200 with the 124M model, and a second on two
+# CPU cores.
 GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
-# Default of `step_rows` on a CPU: products of so few rows still wait for weights rather than for arithmetic.
+# Default of `step_rows` on a CPU: matrix products with so few rows are still bound by memory and not by arithmetic.
 CPU_STEP_ROWS = 16
 # The smallest seed that torch's generators take; the largest is that of a 64-bit integer.
 SMALLEST_SEED = -(2**63)
@@ -50,26 +53,27 @@ SMALLEST_SEED = -(2**63)
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the start, and what is so now.
+    """Gauges of the engine's present state, and counters since its start.
 
     Attributes:
         slots: the number of slots.
-        running: requests in a slot.
-        prefilling: requests that have a slot and whose prompts are not prefilled yet, and contexts of `prefill`.
+        running: requests that are being decoded.
+        prefilling: requests with a slot whose prompts are being prefilled, and contexts that are being prefilled.
         queued: requests that wait for a slot.
-        max_queue: the most that may wait.
+        max_queue: the most requests that may wait.
         slot_nbytes: bytes of one slot.
-        submitted, rejected: requests accepted and refused (the queue was full).
+        submitted, rejected: requests accepted, and refused because the queue was full.
         finished: ended requests by finish reason.
-        prompt_tokens: tokens that were prefilled, those from the prefix cache not included.
+        prompt_tokens: tokens that were prefilled, without those from the prefix cache.
         generated_tokens: tokens that were generated.
         steps: decoding steps.
-        ttft_counts: how many first tokens took at most each of `TTFT_BUCKETS`, but more than the one before; the last
-            entry counts those beyond.
-        ttft_sum: seconds to the first token, of all requests together.
+        ttft_counts: histogram of the time to first token: entry i counts requests above bound i − 1 and up to bound i
+            of `TTFT_BUCKETS`; the last entry counts requests above all bounds.
+        ttft_sum: sum of the time to first token over all requests, in seconds.
         prefix_hits, prefix_misses: prompts that did or did not start from the prefix cache.
-        prefix_hit_tokens: tokens of prompts whose prefilling it saved.
-        prefix_entries, prefix_nbytes, prefix_budget: what the prefix cache holds, and may hold, in bytes.
+        prefix_hit_tokens: prompt tokens that needed no prefill because of the prefix cache.
+        prefix_entries, prefix_nbytes: states in the prefix cache, and their bytes.
+        prefix_budget: the most bytes of the prefix cache.
     """
 
     slots: int
@@ -99,9 +103,9 @@ class TokenizedPrompt:
     """A prompt as `Engine.tokenize` returns it, for several requests.
 
     Attributes:
-        tokens: its ids, with the boundary token of a document.
-        text: None if it was given as ids.
-        continues: whether it is for requests with a prefix.
+        tokens: token ids, including the boundary token that begins a document.
+        text: the text; None if the prompt was given as ids.
+        continues: whether the prompt is for requests with a prefix.
     """
 
     tokens: tuple[int, ...]
@@ -110,21 +114,22 @@ class TokenizedPrompt:
 
 
 class Engine:
-    """Decodes many requests as one batch. All methods may be called from any thread.
+    """Continuous batching of requests. All methods may be called from any thread.
 
     Args:
-        text_model: a model and its tokenizer, on the device where both stay. Nothing else may change the model.
-        slots: how many requests are decoded at once; memory is allocated for all of them.
-        segment_size: tokens of prompts that are prefilled between two steps; None: 2,048 on a GPU, 256 on a CPU.
-        window: tokens of each slot between two folds into its state.
-        max_context: the most tokens of a slot, prompt and completion together. Softmax models need it, for which it
-            determines the bytes of a slot; symmetric powers take any length, and no limit is the default.
+        text_model: a model and its tokenizer, on the device to decode on. The model must not be changed while the
+            engine is open.
+        slots: how many requests are decoded at once; memory is allocated for all slots.
+        segment_size: prompt tokens to prefill between two steps; None: 2,048 on a GPU, 256 on a CPU.
+        window: tokens in the window of a slot, which are folded into its state when the window is full.
+        max_context: the most tokens of a slot, prompt and completion together; None: no limit. Softmax models need a
+            limit, which determines the bytes of a slot.
         max_queue: how many requests may wait for a slot.
-        prefix_cache_bytes: for the states of prompts, from which later prompts that begin alike start; 0: none.
-        step_rows: rows of every matrix product of a step, by which rounding is the same however many requests run.
+        prefix_cache_bytes: bytes of the prefix cache, from which prompts with a known prefix start; 0: no cache.
+        step_rows: rows of every matrix product of a step, so that rounding does not depend on how many requests run.
             None: all slots on a GPU, where weights are read once for all rows; at most 16 on a CPU.
-        graphs: whether to capture steps and segments of prompts as CUDA graphs, on a GPU. Segments of softmax models,
-            of form="recurrent", and of models that are not on one device, are prefilled eagerly all the same.
+        graphs: whether to capture decoding steps and prefill segments as CUDA graphs, on a GPU. Segments of softmax
+            models, with form="recurrent", and of models on several devices are launched eagerly in any case.
     """
 
     def __init__(
@@ -191,7 +196,7 @@ class Engine:
         )
 
     def tokenize(self, prompt: str | Sequence[int], prefix: Prefix | None = None) -> TokenizedPrompt:
-        """Tokenizes and checks a prompt once for several calls of `submit`; arguments as there."""
+        """Tokenizes and checks a prompt once for several calls of `submit`; arguments as in `submit`."""
         text = prompt if isinstance(prompt, str) else None
         return TokenizedPrompt(self._tokens("prompt", prompt, prefix), text, prefix is not None)
 
@@ -211,23 +216,23 @@ class Engine:
         """Queues a request and returns at once.
 
         Args:
-            prompt: a text, before which the boundary token of a document comes unless it continues a prefix; or token
-                ids, taken as they are. It can only be empty with a prefix or as a text. Or what `tokenize` returned for
-                it and the same prefix.
-            sampling: None: from the model's distribution, unchanged.
-            max_tokens: the most tokens to generate; 0: only prefill, as for the log-probabilities of a prompt.
-            stop: strings that end the text and are not part of it.
-            seed: of the samples; None: a new one each time.
+            prompt: a text, token ids, or a `TokenizedPrompt` that `tokenize` returned for the same prefix. A text gets
+                the boundary token of a document first, unless it continues a prefix; ids are used unchanged. Ids may be
+                empty only with a prefix.
+            sampling: settings of sampling; None: the model's own distribution.
+            max_tokens: the most tokens to generate; 0: only prefill, for the log-probabilities of a prompt for example.
+            stop: strings that end the completion and are not part of it.
+            seed: seed of the samples; None: a new one each time.
             logprobs: how many of the most likely tokens to report with each token's own log-probability, 0 to 20;
                 None: no log-probabilities.
-            echo: whether the prompt comes first, as an event of its own; with its log-probabilities if asked for.
-            prefix: the text before the prompt, of one sequence, by the same model; it is not modified.
-            ignore_boundary: whether to go on after a boundary token, up to max_tokens.
+            echo: whether the first event is the prompt, with its log-probabilities if `logprobs` is given.
+            prefix: the prefilled text before the prompt, one sequence of the same model; it is not modified.
+            ignore_boundary: whether to continue after a boundary token, up to max_tokens.
 
         Raises:
-            QueueFullError: `max_queue` requests wait already.
+            QueueFullError: all slots and the queue are full.
             EngineClosedError: the engine is closed.
-            ValueError, TypeError: an argument does not fit; the message names it.
+            ValueError, TypeError: an argument is wrong; the message names it.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -283,7 +288,7 @@ class Engine:
         prefix: Prefix | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Prefix:
-        """As `submit_prefill`, and waits for the prefix."""
+        """Prefills a context and waits for its prefix; arguments as in `submit_prefill`."""
         return self.submit_prefill(text, prefix=prefix, progress=progress).result()
 
     def submit_prefill(
@@ -293,14 +298,15 @@ class Engine:
         prefix: Prefix | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Prefilling:
-        """Prefills a context in segments between the steps of running requests, and returns at once.
+        """Queues a context for prefill, in segments between decoding steps, and returns at once.
 
-        It takes no slot, and does not count for `max_queue`; contexts and prompts take turns, as in the module's text.
+        A context takes no slot and does not count towards `max_queue`. Contexts and prompts take turns, as the
+        docstring of the module describes.
 
         Args:
             text, prefix: as `prompt` and `prefix` of `submit`.
-            progress: called by the worker after each segment with the tokens prefilled and those in all; it must
-                return quickly; what it raises ends the prefilling.
+            progress: called by the worker after each segment, with the number of tokens prefilled and the total. It
+                must return quickly; if it raises, the prefill fails.
         """
         tokens = self._tokens("text", text, prefix)
         self._check_room("text", len(tokens), prefix, 0)
@@ -309,29 +315,29 @@ class Engine:
         return handle
 
     def warm_up(self) -> None:
-        """Runs steps, folds and choices of tokens for every batch size and every combination of settings.
+        """Runs steps, folds and sampling for every batch size and every combination of settings, and prefill segments.
 
-        No later one has to compile a kernel or to capture a CUDA graph, for which all requests would wait. Segments of
-        prompts are captured too. Where those cannot be CUDA graphs, two are prefilled, a whole one and one of a single
-        token; prompts of other lengths may compile kernels again.
+        Kernels are compiled and CUDA graphs captured now, so that no request has to wait for that later. If prefill
+        does not use CUDA graphs, only a whole segment and one of a single token are run; prompts of other lengths may
+        compile kernels again.
 
         Raises:
-            RuntimeError: requests are running, whose rows it would overwrite.
+            RuntimeError: requests are running, whose slots this would overwrite.
         """
         self._scheduler.run_between_steps(self._scheduler.warm_up)
 
     @property
     def alive(self) -> bool:
-        """Whether `submit` takes requests: the engine is not closed, and its worker has not failed."""
+        """Whether `submit` accepts requests: the engine is not closed, and its worker has not failed."""
         return self._scheduler.alive
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the worker, if something did that should not."""
+        """The exception that ended the worker; None if it runs or was closed."""
         return self._scheduler.failure
 
     def stats(self) -> EngineStats:
-        """Counters and gauges, for monitoring."""
+        """Gauges and counters, for monitoring."""
         worker, cache = self._scheduler, self._scheduler.cache
         return EngineStats(
             slots=self.slots,
@@ -360,8 +366,8 @@ class Engine:
         """Ends the worker. Later calls of `submit` raise `EngineClosedError`.
 
         Args:
-            drain: whether requests that were submitted end as they would; otherwise they are cancelled.
-            timeout: seconds after which requests that are left are cancelled; None: no limit.
+            drain: whether to finish submitted requests first; otherwise they are cancelled.
+            timeout: seconds after which unfinished requests are cancelled; None: no limit.
         """
         self._scheduler.close(drain=drain, timeout=timeout)
 

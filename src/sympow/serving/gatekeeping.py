@@ -1,6 +1,6 @@
-"""What is checked before a request reaches a route: API key, host, origin, and the size of its body.
+"""Checks before a request reaches a route: API key, host, origin, and the size of the body.
 
-These are ASGI middlewares rather than FastAPI's dependencies, since they must act before a body is read.
+They are an ASGI middleware rather than FastAPI dependencies, since they must run before the body is read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sympow.serving.api_errors import ApiError
 from sympow.serving.metrics import HttpCounts
 
-# A client that sends nothing for so long, in seconds, does not get to send the rest.
+# Seconds without data after which a request body is given up.
 BODY_PATIENCE = 30.0
-# Bytes beyond the limit that are read and dropped, so that a client gets to see the answer: if a connection is closed
-# while data arrives, the client's system may report that instead.
+# Bytes beyond the limit that are read and dropped, so that the client receives the response: if a connection is closed
+# while data arrives, the client may see a connection error instead.
 DRAINED = 2**26
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-# Paths that are answered whatever the Host header says: probes name the address of a machine or of a container.
+# Paths that accept any Host header: health probes send the address of a machine or a container.
 HOSTLESS = ("/health",)
 
 
@@ -35,13 +35,13 @@ class Gatekeeper:
     """Refuses requests, and counts all responses.
 
     Args:
-        app: what serves the requests that are let through.
-        keys: API keys, of which a request must have one; none: everybody may do everything.
+        app: the application, which gets the requests that pass.
+        keys: API keys, of which a request must send one; empty: no key is needed.
         public: paths that need no key.
-        hosts: names that the Host header may have; None: any. A page of another site could otherwise have its name
-            resolved to this server's address, and a browser would let it read the answers.
-        max_body: bytes.
-        counts: of responses.
+        hosts: names that the Host header may have; None: any. This prevents DNS rebinding, with which a page of another
+            site could read responses.
+        max_body: the most bytes of a body.
+        counts: counts responses.
         routes: paths with a counter of their own.
     """
 
@@ -62,7 +62,7 @@ class Gatekeeper:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # FastAPI's own: the start and the end of the server. There are no websockets here.
+            # "lifespan" is the start and the shutdown of the application. There are no websockets here.
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
             return
@@ -112,13 +112,13 @@ class Gatekeeper:
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         digest = _digest(given.strip().encode("latin-1"))
-        # Every key is compared, in constant time, whichever matches.
+        # All keys are compared, each in constant time, even after a match.
         found = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(found) and scheme.lower() == "bearer"
 
 
 class _Body:
-    """A request's body, as it is received: bounded in bytes, and in the time that the client may take for each part."""
+    """A request's body while it is received: bounded in bytes, and in the time between two messages."""
 
     def __init__(self, receive: Receive, limit: int) -> None:
         self._receive, self._limit = receive, limit
@@ -127,7 +127,7 @@ class _Body:
 
     async def receive(self) -> Message:
         if self._complete:
-            # Only a disconnection is left to come, for which a route waits as long as it works.
+            # Only a disconnect can follow; a route may wait for it as long as it runs.
             return await self._receive()
         try:
             async with asyncio.timeout(BODY_PATIENCE):
@@ -142,7 +142,7 @@ class _Body:
         return message
 
     async def drain(self) -> None:
-        """Reads and drops what is left of the body, within limits."""
+        """Reads and drops the rest of the body, within limits."""
         try:
             async with asyncio.timeout(BODY_PATIENCE):
                 while not self._complete and self._bytes <= self._limit + DRAINED:
@@ -160,16 +160,16 @@ class _Body:
 
 
 def _content_length(headers: Headers) -> int:
-    """What the client says; 0 if it says nothing, and a number in any other form is refused by the server before."""
+    """The Content-Length header; 0 without one. The HTTP server has already refused malformed ones."""
     told = headers.get("content-length", "0")
     return int(told) if told.isdecimal() and len(told) < 19 else 0
 
 
 def _is_of_another_site(headers: Headers, host: str) -> bool:
-    """Whether a browser sends a request for a page of another site."""
+    """Whether a browser sent a request on behalf of a page of another site."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is None and origin is not None:
-        # Browsers leave out Sec-Fetch-Site on plain HTTP, but for local addresses.
+        # Browsers send Sec-Fetch-Site on plain HTTP only to local addresses.
         return origin.partition("://")[2].lower() != host.lower()
     return site == "cross-site"
 
@@ -180,15 +180,15 @@ def _without_port(host: str) -> str:
 
 
 def _digest(key: bytes) -> bytes:
-    """Of one length, so that a comparison does not tell that of a key either."""
+    """A digest of fixed length, so that comparing it does not reveal the length of a key either."""
     return hashlib.sha256(key).digest()
 
 
 def read_keys(content: str) -> list[str]:
-    """API keys of a file: one in each line; empty lines and those that begin with # are left out.
+    """The API keys in a file, one per line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        ValueError: there is none, or one cannot be sent in a header.
+        ValueError: there is no key, or one cannot be sent in a header.
     """
     keys = [line.strip() for line in content.splitlines()]
     keys = [key for key in keys if key and not key.startswith("#")]
@@ -201,12 +201,12 @@ def read_keys(content: str) -> list[str]:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches a server that is bound to `host`."""
+    """Whether only this machine can reach a server bound to `host`."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def allowed_hosts(host: str, more: Sequence[str]) -> frozenset[str] | None:
-    """The names that a server bound to `host` answers to; None: all, as on addresses that other machines can reach."""
+    """The Host names that a server bound to `host` accepts; None: all, if other machines can reach it."""
     if not is_local(host) and not more:
         return None
     own = f"[{host}]" if ":" in host else host

@@ -4,9 +4,9 @@
 |---|---|
 | `GET /v1/models`, `GET /v1/models/NAME` | the model |
 | `POST /v1/completions`, `POST /v1/chat/completions` | as OpenAI's, whole or as a stream |
-| `POST /v1/contexts`, `GET`, `DELETE /v1/contexts/ID`, `POST /v1/contexts/ID/fork` | texts that are read once |
+| `POST /v1/contexts`, `GET`, `DELETE /v1/contexts/ID`, `POST /v1/contexts/ID/fork` | texts that are prefilled once |
 | `GET /health`, `GET /metrics` | for load balancers and Prometheus |
-| `GET /` | a page |
+| `GET /` | a web page to try the model with |
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ ROUTES = (
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/contexts", "/health", "/metrics"),
     "/openapi.json",
 )
-# Log-probabilities of echoed prompts in one answer: some 100 MB as text.
+# The most log-probabilities of echoed prompts in one response, which take some 100 MB as text.
 MOST_ECHOED = 2**20
 # Threads that tokenize prompts.
 TOKENIZING_THREADS = 2
@@ -87,11 +87,11 @@ class ServerOptions:
     """Limits of the server.
 
     Attributes:
-        api_keys: of which requests must have one; none: everybody may do everything.
+        api_keys: API keys, of which a request must send one; empty: no key is needed.
         hosts: names that the Host header may have; None: any.
-        max_body: bytes of a request.
-        max_tokens: the most that a request may ask for.
-        timeout: seconds of a request, from when its body has arrived.
+        max_body: the most bytes of a request body.
+        max_tokens: the largest max_tokens of a request.
+        timeout: seconds that a request may take after its body has arrived.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -120,21 +120,22 @@ class ForkRequest(BaseModel):
 
 
 class Service:
-    """What the routes share.
+    """The objects that the routes share.
 
     Args:
-        model: what is served.
-        engine: decodes.
-        contexts: texts that were read.
+        model: the served model.
+        engine: decodes requests.
+        contexts: the contexts.
+        options: limits of the server.
     """
 
     def __init__(self, model: ServedModel, engine: Engine, contexts: ContextStore, options: ServerOptions) -> None:
         self.model, self.engine, self.contexts, self.options = model, engine, contexts, options
-        # None where keys and values of all tokens are kept, which grow with the text.
+        # None for softmax models, whose keys and values grow with the text.
         net = model.text_model.model
         self.state_bytes = None if net.config.mixer == "softmax" else state_nbytes(empty_windows(net, 1))
         self.counts = HttpCounts()
-        # Threads of their own, so that long texts do not keep others from being checked, written or loaded.
+        # Threads of its own, so that tokenizing long texts does not block other work in the default thread pool.
         self.tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, "sympow-tokenizing")
         self.names = TokenNames(model.text_model.tokenizer)
         self.started = int(time.time())
@@ -147,7 +148,7 @@ class Service:
         self.stopping = True
 
     def fail_running(self) -> None:
-        """Ends the requests that are running, with an error; there will be no others."""
+        """Ends running requests with an error, and refuses all others."""
         self._ended = True
         for group in list(self._groups):
             group.fail(stopping())
@@ -174,18 +175,18 @@ class Service:
         if body.stream:
             return StreamedAnswer(group, answer, include_usage=body.include_usage)
         results = await answer_whole(request, group)
-        # Log-probabilities of long prompts take a while to write: not in the event loop.
+        # Formatting the log-probabilities of long prompts would block the event loop.
         return await asyncio.to_thread(lambda: JSONResponse(answer.whole(results)))
 
     async def _submit(self, jobs: list[Job], prefix: Prefix | None, fields: Any) -> Group:
-        """Hands jobs to the engine, all or none."""
+        """Submits all jobs to the engine, or none."""
         if self._ended:
             raise stopping()
         group = Group(self.options.timeout, self._groups, self.counts)
 
         def submit_all() -> None:
-            # Tokenizes, which takes long for long texts: not in the event loop, and until nobody waits any more. The
-            # choices of a prompt follow each other and share one list.
+            # Tokenizing long texts would block the event loop, so this runs in a thread, and stops when the group has
+            # ended. Choices of the same prompt are adjacent and share one tokenized prompt.
             tokenized: list[TokenizedPrompt] = []
             for before, job in zip([None, *jobs], jobs, strict=False):
                 if group.ended:
@@ -199,13 +200,13 @@ class Service:
                 group.add(self.engine.submit(prompt, job.sampling, prefix=prefix, **job.options()))
 
         submitting = asyncio.get_running_loop().run_in_executor(self.tokenizing, submit_all)
-        # If nobody waits for it any more, what it raises is of no interest.
+        # Marks an exception as retrieved, in case the group has ended and nobody awaits the result.
         submitting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         failing = asyncio.create_task(group.failure())
         try:
             await asyncio.wait([submitting, failing], return_when=asyncio.FIRST_COMPLETED)
             if group.error is not None:
-                # The thread ends after the text at hand.
+                # The thread ends after the prompt that it is tokenizing.
                 raise group.error
             submitting.result()
         except QueueFullError as error:
@@ -226,7 +227,7 @@ class Service:
 
 
 def _check_echo(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
-    """Bounds the log-probabilities of prompts, all of which are in memory at once, as numbers and as text."""
+    """Bounds the number of echoed log-probabilities, all of which are in memory at once, as numbers and as text."""
     first = jobs[0]
     if first.echo and first.logprobs is not None:
         tokens = sum(len(prompt.tokens) for prompt in prompts)
@@ -239,7 +240,7 @@ def _check_echo(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The application, with everything around it that checks requests first."""
+    """The application, behind the middleware that checks requests."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -275,7 +276,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Errors of routes, and those of HTTP such as an unknown path, in OpenAI's form."""
+    """Returns errors of routes and HTTP errors, such as an unknown path, in OpenAI's format."""
 
     @app.exception_handler(ApiError)
     async def _(_request: Request, error: ApiError) -> Response:
@@ -290,7 +291,7 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _(_request: Request, _error: Exception) -> Response:
-        # The server prints the traceback; a client gets no details.
+        # The server prints the traceback; the client gets no details.
         return error_response(ApiError(500, "the server failed on this request", "server_error"))
 
 
@@ -409,7 +410,7 @@ def _serves(content: bytes, kind: str) -> Callable[[], Any]:
 
 
 async def _json(request: Request, model: type[Model]) -> Model:
-    """The body of a request, checked."""
+    """The validated JSON body of a request."""
     if _content_type(request) != "application/json":
         raise ApiError(400, "the body must be JSON: send it with `Content-Type: application/json`", code="not_json")
     content = await request.body()
@@ -424,16 +425,16 @@ def _content_type(request: Request) -> str:
 
 
 def _invalid(error: ValidationError, model: type[BaseModel]) -> ApiError:
-    """The first thing that is wrong with a body."""
+    """A 400 response that names the first error in a body."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    # Names of a union's members are part of the place, too; people look for the field.
+    # The location also contains names of union members, which are left out: they are not fields.
     whole = first["loc"]
     place = [part for part in whole if isinstance(part, int) or part.islower()]
     param = ".".join(map(str, place[:1])) or None
     where = ".".join(map(str, place))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        # A name that the client chose, of any characters and length.
+        # The client chose this name, which may have any characters and length.
         where, param = ".".join(map(str, whole))[:100], str(whole[0])[:100]
         return ApiError(400, f"Unrecognized request argument supplied: {where}", param=param, code="unknown_parameter")
     if first["type"] == "json_invalid":
@@ -444,7 +445,7 @@ def _invalid(error: ValidationError, model: type[BaseModel]) -> ApiError:
 
 
 def _checked(call: Callable[[], Any], body: BaseModel) -> Any:
-    """Calls a function of the library; what it says of an argument becomes the answer."""
+    """Calls a function, and turns a ValueError or TypeError into a 400 response."""
     try:
         return call()
     except (ValueError, TypeError) as error:
@@ -452,7 +453,7 @@ def _checked(call: Callable[[], Any], body: BaseModel) -> Any:
 
 
 async def _uploaded(request: Request) -> tuple[str, str]:
-    """The text and the name of an uploaded form; without a name, that of the file."""
+    """The text and the name in an uploaded form; the name is by default that of the file."""
     async with request.form(**FORM_LIMITS) as form:
         file, name = form.get("file"), form.get("name", "")
         if unknown := sorted(form.keys() - {"file", "name"}):
@@ -468,12 +469,12 @@ async def _uploaded(request: Request) -> tuple[str, str]:
 
 
 def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """How /openapi.json describes a body, which routes read by themselves."""
+    """The description of a body in /openapi.json; FastAPI cannot derive it, since routes parse bodies themselves."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
 
 
 def _context_schema() -> dict[str, Any]:
-    """The same of a context, which is JSON or a form."""
+    """The description of the body of `POST /v1/contexts`, JSON or a form."""
     described = _body_schema(ContextRequest)
     properties = {"file": {"type": "string", "format": "binary"}, "name": {"type": "string"}}
     form = {"type": "object", "properties": properties, "required": ["file"]}

@@ -1,9 +1,9 @@
-"""`Launches`: segments that the host has launched and the device has not computed yet, of which there are few.
+"""`Launches`: bounds how many segments the host launches before the device has computed them.
 
-A graph takes the host far less time to launch than the device to compute. Without a limit, all of a long context would
-be on the device's stream at once: a request that arrives would wait for all of it, nothing could be cancelled, and
-nobody would know how much is done. So the host is at most one round ahead: the device computes the segments of one
-round while the host launches those of the next.
+Launching a CUDA graph takes the host far less time than running it takes the device. Without a bound, all segments of a
+long context would be queued on the device's stream at once: a new request would wait for all of them, none could be
+cancelled, and progress would be unknown. So the host is at most one round ahead: the device computes the segments of
+one round while the host launches those of the next.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 
 class Mark(Protocol):
-    """A point in the device's work, as `torch.cuda.Event`."""
+    """A point on the device's stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Whether the device has reached it."""
 
     def synchronize(self) -> None:
-        """Waits until it has."""
+        """Waits until the device has reached it."""
 
 
 class _Passed:
@@ -36,7 +36,7 @@ class _Passed:
 
 
 def mark_now(device: torch.device) -> Mark:
-    """A mark after all that was launched on the current stream of a device."""
+    """A mark after everything launched so far on the current stream of a device."""
     if device.type != "cuda":
         return _Passed()
     mark = torch.cuda.Event()
@@ -45,10 +45,10 @@ def mark_now(device: torch.device) -> Mark:
 
 
 class Launches:
-    """What was launched, in order, and what to do when it is computed.
+    """Launched segments in order, with callbacks for when they are computed.
 
     Args:
-        mark: makes a mark after what was launched so far.
+        mark: makes a mark after everything launched so far.
     """
 
     def __init__(self, mark: Callable[[], Mark]) -> None:
@@ -60,30 +60,30 @@ class Launches:
         return len(self._under_way)
 
     def next_round(self) -> None:
-        """Begins a round, once all is computed that was launched before the last one."""
+        """Begins a round, after waiting for everything that was launched before the previous round."""
         self._wait(self._in_round)
         self._in_round = 0
 
     def add(self, when_done: Callable[[], None]) -> None:
-        """Notes that something was launched.
+        """Records that a segment was launched.
 
         Args:
-            when_done: called by a later method of this class once it is computed, or by this one if it is already.
+            when_done: called once the segment is computed: by this method if it is already, or by a later method.
         """
         self._under_way.append((self._mark(), when_done))
         self._in_round += 1
         self._wait(len(self._under_way))
 
     def wait(self) -> None:
-        """Waits until all is computed."""
+        """Waits until everything that was launched is computed."""
         self._wait(0)
 
     def clear(self) -> None:
-        """Forgets all that is under way."""
+        """Forgets all launched segments."""
         self._under_way.clear()
 
     def _wait(self, most: int) -> None:
-        """Waits until no more than `most` are under way, and takes off those that are computed."""
+        """Waits until at most `most` segments are not computed, and calls the callbacks of the others."""
         while self._under_way and (len(self._under_way) > most or self._under_way[0][0].query()):
             mark, when_done = self._under_way.popleft()
             mark.synchronize()

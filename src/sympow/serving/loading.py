@@ -1,4 +1,4 @@
-"""`ServedModel`: a model from a folder of a training run or of Hugging Face format, with its chat template if any."""
+"""`ServedModel`: a model from a training run or in Hugging Face format, with its chat template if it has one."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """How a tokenizer of transformers writes a chat as one text.
+    """The chat template of a tokenizer.
 
     Attributes:
-        tokenizer: which has a `chat_template`.
+        tokenizer: a tokenizer of transformers with a `chat_template`.
     """
 
     tokenizer: Any
 
     def tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a chat, up to where the answer begins.
+        """The tokens of a chat, with the generation prompt at the end.
 
         Raises:
-            ValueError: the template refuses the messages, as some do if roles do not alternate.
+            ValueError: the template refuses the messages, for example because roles do not alternate.
         """
         refused = require("jinja2", "serve").TemplateError
         try:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except refused as error:
             raise ValueError(f"messages do not fit this model's chat template: {error}") from error
-        # Special tokens that the template spells are tokens. The template begins with those that a text begins with.
+        # Special tokens in the template's text become tokens. The template itself adds BOS where it is needed.
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
         if not ids:
             raise ValueError("messages are empty under this model's chat template")
@@ -46,10 +46,10 @@ class ChatTemplate:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model under the name that requests call it.
+    """A model with its name in the API.
 
     Attributes:
-        chat: None if its tokenizer has no chat template.
+        chat: the chat template; None if the tokenizer has none.
     """
 
     name: str
@@ -63,14 +63,15 @@ class ServedModel:
         """Loads a model folder.
 
         Args:
-            folder: the `model` folder of a training run, or one that `save_pretrained` wrote.
-            dtype: of the parameters; None: as they were saved.
-            name: by default the folder's; that of the run for a folder called `model`.
+            folder: the `model` folder of a training run, or a folder of a `SympowForCausalLM` that `save_pretrained`
+                wrote.
+            dtype: dtype of the parameters; None: as they were saved.
+            name: name in the API; by default the folder's name, and that of the run for a folder called `model`.
         """
         name = name or _name_of(folder)
         if (folder / CONFIG_FILE).is_file() or not (folder / TRANSFORMERS_CONFIG_FILE).is_file():
             return cls(name, TextModel.load(folder, device, dtype))
-        # Without this, the message would name the module of this package that needs it.
+        # Without this check, the error would name a module of this package instead of the extra.
         require("transformers", "hf")
         from transformers import AutoTokenizer
 

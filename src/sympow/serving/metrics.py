@@ -18,7 +18,7 @@ Labels = Mapping[str, str]
 
 @dataclass
 class HttpCounts:
-    """Responses by route and status, requests that are being answered, and those whose clients went away."""
+    """Counts of responses by route and status, of open requests, and of requests whose clients disconnected."""
 
     responses: dict[tuple[str, int], int] = field(default_factory=dict)
     open: int = 0
@@ -49,19 +49,19 @@ def exposition(stats: EngineStats, contexts: ContextStore, http: HttpCounts) -> 
         *_counter("generated_tokens", "Tokens that were generated.", stats.generated_tokens),
         *_counter("steps", "Decoding steps.", stats.steps),
         *_time_to_first_token(stats),
-        *_counter("prefix_cache_hits", "Prompts that began from the prefix cache.", stats.prefix_hits),
-        *_counter("prefix_cache_misses", "Prompts that did not.", stats.prefix_misses),
+        *_counter("prefix_cache_hits", "Prompts that started from the prefix cache.", stats.prefix_hits),
+        *_counter("prefix_cache_misses", "Prompts that found no prefix in the cache.", stats.prefix_misses),
         *_counter("prefix_cache_hit_tokens", "Tokens that the cache saved prefilling.", stats.prefix_hit_tokens),
         *_gauge("prefix_cache_entries", "States in the prefix cache.", stats.prefix_entries),
         *_gauge("prefix_cache_bytes", "Bytes of the prefix cache.", stats.prefix_nbytes),
         *_gauge("prefix_cache_limit_bytes", "The most bytes of the prefix cache.", stats.prefix_budget),
-        *_gauge("contexts_reading", "Contexts that are being read.", contexts.reading),
+        *_gauge("contexts_reading", "Contexts that are being prefilled.", contexts.reading),
         *_gauge("contexts_in_memory", "Contexts whose states are in memory.", contexts.in_memory),
         *_gauge("contexts_memory_bytes", "Bytes of these states.", contexts.nbytes),
         *_gauge("contexts_memory_limit_bytes", "The most bytes of states in memory.", contexts.budget),
         *_counter("context_hits", "Uses of a context that was in memory.", contexts.hits),
         *_counter("context_loads", "Uses of a context that was loaded from disk.", contexts.loads),
-        *_counter("contexts_dropped", "Contexts dropped from memory, not from disk.", contexts.dropped),
+        *_counter("contexts_dropped", "Contexts evicted from memory; they stay on disk.", contexts.dropped),
         *_metric(
             "http_responses_total",
             "counter",
@@ -70,13 +70,13 @@ def exposition(stats: EngineStats, contexts: ContextStore, http: HttpCounts) -> 
         ),
         *_gauge("http_requests_open", "HTTP requests that are being answered, this one included.", http.open),
         *_gauge("tasks", "Tasks of the event loop.", len(asyncio.all_tasks())),
-        *_counter("client_disconnects", "Requests whose clients went away before the end.", http.disconnected),
+        *_counter("client_disconnects", "Requests whose clients disconnected before the end.", http.disconnected),
     ]
     return "\n".join(lines) + "\n"
 
 
 def _time_to_first_token(stats: EngineStats) -> list[str]:
-    """A histogram; Prometheus counts in each bucket those of all smaller ones, too."""
+    """A histogram; buckets are cumulative in Prometheus."""
     name = "time_to_first_token_seconds"
     bounds = [*map(str, TTFT_BUCKETS), "+Inf"]
     counts = list(accumulate(stats.ttft_counts))

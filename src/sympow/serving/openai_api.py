@@ -1,7 +1,7 @@
-"""OpenAI's completions and chat completions: requests as they are checked, and answers in their form.
+"""OpenAI's completions and chat completions: validation of requests, and the format of responses.
 
-A parameter that this server does not know is refused, as OpenAI does. One that it knows and cannot honour is refused
-unless its value is the one that changes nothing.
+Unknown parameters are refused, as OpenAI does. Parameters of OpenAI's that this server does not implement are refused
+unless their value changes nothing.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MOST_CHOICES = 128
 MOST_PROMPTS = 2_048
 MOST_STOPS = 16
 LONGEST_STOP = 1_000
-# What OpenAI documents for completions; chats have no such default there, and need one here.
+# OpenAI's default for completions. OpenAI has no default for chats, but this server needs one.
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_CHAT_TOKENS = 1_024
 SEED_RANGE = 2**63
-# Stands for the logarithm of zero, as at OpenAI: JSON has no infinity.
+# Replaces −∞, which JSON cannot express, as OpenAI does.
 LEAST_LOGPROB = -9999.0
 
 Prompt = str | list[int]
 
 
 def _prompts(value: Any) -> Any:
-    """Checks a prompt by hand: a union of models would answer with an error for each of its members."""
+    """Validates prompts by hand: pydantic reports an error for every member of a union."""
     if isinstance(value, str) or _is_ids(value):
         return [value]
     if isinstance(value, list) and value and all(isinstance(x, str) or _is_ids(x) for x in value):
@@ -71,17 +71,17 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class StreamOptions(BaseModel):
-    """What a stream has beside its text."""
+    """The options of a stream."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
-    # Padding against traffic analysis, which clients ask for or not; there is none here either way.
+    # Padding against traffic analysis, which this server does not add.
     include_obfuscation: Literal[False] | None = None
 
 
 class GenerationRequest(BaseModel):
-    """What both kinds of requests share.
+    """The fields that completions and chats share.
 
     The fields from `top_k` on are this server's own; OpenAI's client sends them with `extra_body`.
     """
@@ -97,13 +97,13 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # Accepted, since they say nothing about the answer.
+    # Accepted and ignored, since they do not change the response.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    # Accepted with the value that changes nothing.
+    # Not implemented: only values that change nothing are accepted.
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -126,7 +126,7 @@ class GenerationRequest(BaseModel):
         return self
 
     def sampling(self) -> Sampling:
-        """The settings that were given; the model's own distribution without any."""
+        """The given sampling settings; those not given leave the model's distribution unchanged."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         return Sampling(**{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
@@ -166,7 +166,7 @@ class TextPart(BaseModel):
 class Message(BaseModel):
     """A message of a chat.
 
-    The fields from `refusal` on are empty in the messages that this server answers with, which clients send back.
+    The fields from `refusal` on must be empty, as in responses, whose messages clients send back.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -181,13 +181,13 @@ class Message(BaseModel):
     annotations: Nothing | None = None
 
     def for_template(self) -> dict[str, str]:
-        """As chat templates expect it."""
+        """The message as a dict, as chat templates expect it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
 class TextFormat(BaseModel):
-    """The only format of answers."""
+    """The only supported `response_format`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -218,7 +218,7 @@ class ChatRequest(GenerationRequest):
 
 @dataclass(frozen=True)
 class Job:
-    """A choice of an answer, as `Engine.submit` takes it."""
+    """The arguments of `Engine.submit` for one choice of a response."""
 
     prompt: Prompt
     sampling: Sampling
@@ -236,16 +236,16 @@ class Job:
 
 
 def completion_jobs(request: CompletionRequest) -> list[Job]:
-    """The choices of an answer, those of one prompt after those of another."""
+    """One job per choice of the response, ordered by prompt."""
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     return _jobs(request, request.prompt, max_tokens, request.logprobs, bool(request.echo))
 
 
 def chat_jobs(request: ChatRequest, prompt: list[int]) -> list[Job]:
-    """The choices of an answer.
+    """One job per choice of the response.
 
     Args:
-        prompt: the messages, as the tokenizer's chat template gives them.
+        prompt: the tokens of the messages, from the chat template.
     """
     given = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
     max_tokens = DEFAULT_CHAT_TOKENS if given is None else given
@@ -258,7 +258,7 @@ def _jobs(
     sampling = request.sampling()
 
     def seed_of(choice: int) -> int | None:
-        # Choices of one prompt differ; several prompts are each answered as they would be alone.
+        # Choices of one prompt have different seeds; each of several prompts gets the seeds that it would get alone.
         if request.seed is None:
             return None
         seed = request.seed + choice
@@ -281,7 +281,7 @@ def _jobs(
 
 
 class TokenNames:
-    """Tokens as texts, for log-probabilities."""
+    """Names of tokens in log-probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -295,14 +295,14 @@ class TokenNames:
         return f"token_id:{token}" if not text or REPLACEMENT in text else text
 
     def utf8(self, token: int) -> list[int] | None:
-        """A token's bytes, if they are known."""
+        """A token's UTF-8 bytes; None if they are not known."""
         if isinstance(self._tokenizer, ByteTokenizer) and token != self._tokenizer.boundary:
             return [token]
         name = self.name(token)
         return None if name == f"token_id:{token}" else list(name.encode())
 
     def names(self, top: Iterable[tuple[int, float]]) -> dict[str, float | None]:
-        """Tokens by name; tokens with the name of another are named by their ids."""
+        """Log-probabilities by token name; a token with the same name as one before is named by its id."""
         named: dict[str, float | None] = {}
         for token, logprob in top:
             name = self.name(token)
@@ -314,7 +314,7 @@ class TokenNames:
 
 
 class TokenOffsets:
-    """Where each token begins in the text, in characters."""
+    """The offset of each token in the text, in characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._decoder, self._place = tokenizer, TextDecoder(tokenizer), 0
@@ -322,7 +322,7 @@ class TokenOffsets:
     def take(self, token: int) -> int:
         """The offset of the next token."""
         place = self._place
-        # The boundary token has no text, and would end the decoder's.
+        # The boundary token has no text, and would end the decoder.
         if token != self._tokenizer.boundary:
             self._place += sum(map(len, self._decoder.take(token)))
         return place
@@ -332,15 +332,15 @@ Form = Literal["completion", "chat"]
 
 
 class Answer:
-    """Writes an answer as a whole or as the chunks of a stream.
+    """Formats a response, as a whole or as the chunks of a stream.
 
     Args:
-        form: of the request.
-        model: its name.
-        names: of tokens.
-        context_tokens: of the context that the request named; None without one.
-        tops: whether log-probabilities of other tokens were asked for, too.
-        choices: of each prompt, which follow each other.
+        form: whether the request is a completion or a chat.
+        model: name of the model.
+        names: names of tokens.
+        context_tokens: number of tokens of the context that the request named; None without a context.
+        tops: whether log-probabilities of the most likely tokens were asked for, too.
+        choices: number of choices per prompt; they are adjacent.
     """
 
     def __init__(
@@ -359,10 +359,10 @@ class Answer:
         return {**self._head(kind), "choices": choices, "usage": self.usage(usages)}
 
     def usage(self, usages: Sequence[Usage]) -> dict[str, Any]:
-        """Tokens of all choices together, those of a prompt once, and those of a context once and on their own.
+        """The usage of all choices; each prompt counts once, and the tokens of a context are counted separately.
 
         Args:
-            usages: of the choices, in their order.
+            usages: usages of the choices, in order.
         """
         prompts = usages[:: self._choices]
         prompt, completion = sum(u.prompt_tokens for u in prompts), sum(u.completion_tokens for u in usages)
@@ -375,13 +375,13 @@ class Answer:
         return told if self._context_tokens is None else told | {"context_tokens": self._context_tokens}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice, if its form has one."""
+        """The first chunk of a choice of a chat; None for completions."""
         if not self._chat:
             return None
         return self._chunk([self._delta(index, {"role": "assistant", "content": ""}, None, None)])
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
-        """An event of a choice; None if it has nothing for the client."""
+        """The chunk for an event of a choice; None if it has nothing for the client."""
         logprobs = None if event.logprobs is None else self._logprobs(index, event.logprobs)
         if not event.text and logprobs is None and event.finish_reason is None:
             return None
@@ -405,7 +405,7 @@ class Answer:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
-        # Without a generated token, only those of the prompt are there.
+        # If no token was generated, there are only the log-probabilities of the prompt.
         known = [entries for entries in (result.prompt_logprobs, result.logprobs) if entries is not None]
         logprobs = self._logprobs(index, [entry for entries in known for entry in entries]) if known else None
         choice = {"index": index, "logprobs": logprobs, "finish_reason": result.finish_reason}
@@ -434,5 +434,5 @@ class Answer:
 
 
 def _finite(logprob: float | None) -> float | None:
-    """As JSON can hold it: NaN, which a model with such parameters gives, becomes null."""
+    """A log-probability as JSON can express it: NaN, from a model with NaN parameters, becomes null."""
     return None if logprob is None or math.isnan(logprob) else max(logprob, LEAST_LOGPROB)

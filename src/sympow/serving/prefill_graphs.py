@@ -1,12 +1,12 @@
-"""`PrefillGraphs`: segments of prompts as CUDA graphs, each of which the host launches at once.
+"""`PrefillGraphs`: prefill of segments as CUDA graphs.
 
-A segment of the 124M model is 600 kernels, and one by one the host takes ten times as long to launch them as an H200
-takes to run them. A graph has fixed shapes: there is one for each of a few lengths, and a segment is padded to the next
-one under a mask. What a graph reads and writes is at fixed places too, so the state is copied in before and out after;
-before the first token it is zero, which gives the same as no state.
+A segment of the 124M model launches 600 kernels, and launching them one by one takes the host ten times as long as an
+H200 takes to run them. A graph has fixed shapes, so there is one graph for each of a few lengths, and a segment is
+padded to the next length under a mask. A graph also reads and writes fixed addresses, so the state is copied in before
+a call and out after it. Before the first token the state is zero, which gives the same result as no state.
 
-Every segment of every prompt is computed so, by its own length alone, so that rounding does not depend on which of
-them were recorded, or on what else runs.
+The length of a segment alone determines which graph computes it, so rounding does not depend on which graphs were
+captured or on other requests.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from sympow.model.gpt import GPT, ModelState
 from sympow.ops.validation import values_are_checked_on_devices
 from sympow.serving.state_buffer import StateBuffer
 
-# The shortest recorded length. Kernels work on tiles of so many tokens, and so few take a GPU no longer than one.
+# The shortest captured length. Kernels work on tiles of this many tokens, so shorter segments would take no less time.
 SHORTEST = 128
 
 
 def recorded_lengths(segment_size: int) -> tuple[int, ...]:
-    """The lengths that segments of up to `segment_size` tokens are padded to: each is twice the one before, so that
-    padding costs less than the segment itself, and whole segments are not padded.
+    """The lengths that segments of up to `segment_size` tokens are padded to.
+
+    Each length is twice the one before, so that less than half of a padded segment is padding (from SHORTEST on), and
+    the last is `segment_size`, so that whole segments are not padded.
     """
     lengths = []
     length = SHORTEST
@@ -55,19 +57,19 @@ def unsupported_reason(model: GPT) -> str | None:
 
 
 class PrefillGraphs:
-    """Prefills segments of one sequence, with a recorded graph for each of a few lengths.
+    """Prefills segments of one sequence, with a captured graph for each of a few lengths.
 
-    Where one cannot be captured, as without memory, the same is computed without it, to the same bits; so it is on a
-    CPU, for tests.
+    If a graph cannot be captured, for lack of memory for example, the same kernels run eagerly, with the same bits as
+    the result. On a CPU, in tests, they always do.
 
     Args:
         model: a model for which `unsupported_reason` is None.
         segment_size: the most tokens of a segment.
-        buffer: where graphs read and write the state, which others may use between calls.
+        buffer: where graphs read and write the state; other code may use it between calls.
 
     Attributes:
-        lengths: what segments are padded to.
-        pool: of the memory in which graphs compute; None on a CPU.
+        lengths: the lengths that segments are padded to.
+        pool: the memory pool that all graphs share; None on a CPU.
     """
 
     def __init__(self, model: GPT, segment_size: int, buffer: StateBuffer) -> None:
@@ -80,9 +82,9 @@ class PrefillGraphs:
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._features = torch.zeros(1, segment_size, model.config.width, dtype=weight.dtype, device=device)
         capture = weight.is_cuda
-        # Graphs leave their results in the buffers above, so that all can share one pool.
+        # Graphs write their results to the buffers above, so that all graphs can share one pool.
         self.pool = torch.cuda.graph_pool_handle() if capture else None
-        # Not lambdas, through which an error's traceback would keep the buffers.
+        # Not lambdas: the traceback of an error would keep the buffers alive through them.
         self._calls = {
             length: CapturedCall(partial(self._prefill_padded, length), capture=capture, pool=self.pool, optional=True)
             for length in self.lengths
@@ -90,11 +92,11 @@ class PrefillGraphs:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers, without those of the state and without the pool."""
+        """Bytes of the buffers, without the state's buffer and the pool."""
         return sum(x.nbytes for x in (self._positions, self._tokens, self._count, self._features))
 
     def padded(self, count: int) -> int:
-        """The length that a segment of `count` tokens is computed with."""
+        """The length that a segment of `count` tokens is padded to."""
         longest = self.lengths[-1]
         if not 1 <= count <= longest:
             raise ValueError(f"tokens must be 1 to {longest} of a segment, got {count}")
@@ -102,19 +104,19 @@ class PrefillGraphs:
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int], state: ModelState | None) -> tuple[Tensor, Tensor, ModelState]:
-        """Prefills a segment, and does not wait for the device.
+        """Launches the prefill of a segment, without waiting for the device.
 
         Args:
             tokens: the segment, 1 to `segment_size` ids.
-            state: before it, of one sequence; it is not modified. None: the text begins here.
+            state: the state of one sequence before the segment, which is not modified. None: the text begins here.
 
         Returns:
             the tokens (1, t) on the model's device and their features (1, t, width), both of which the next call
-            overwrites; and the state after them, which is the caller's.
+            overwrites; and the state after the segment, which belongs to the caller.
         """
         count = len(tokens)
         length = self.padded(count)
-        # From pinned memory, so that the copy does not wait for what was launched before.
+        # Pinned memory, so that the copy does not wait for kernels launched before.
         staged = torch.zeros(length, dtype=torch.int64, pin_memory=self._tokens.is_cuda)
         staged[:count] = torch.tensor(tokens)
         self._tokens[0, :length].copy_(staged, non_blocking=True)
@@ -124,21 +126,21 @@ class PrefillGraphs:
         return self._tokens[:, :count], self._features[:, :count], self._buffer.copy()
 
     def record(self) -> None:
-        """Records all graphs, the longest first: the shorter ones then fit into its memory."""
+        """Captures all graphs, the longest first: the shorter ones then fit into its memory."""
         for length in reversed(self.lengths):
             # The first call runs eagerly, the second is captured, the third replayed.
             for _ in range(3):
                 self.prefill((0,) * length, None)
 
     def close(self) -> None:
-        """Drops the graphs, which refer to the buffers: their memory is free with the last other reference."""
+        """Drops the graphs, which refer to the buffers, so that both can be freed."""
         self._calls.clear()
 
     def _prefill_padded(self, length: int) -> None:
         """Prefills the first `length` tokens, of which those from `_count` on are padding."""
         mask = (self._positions[:length] < self._count).unsqueeze(0)
-        # Each layer's state is written over the one before as soon as it is computed: graphs keep their memory, which
-        # would otherwise be that of one more state.
+        # As soon as a layer's new state is computed, it overwrites the old one in the buffer. A graph keeps the memory
+        # of all its temporary tensors, and would otherwise keep that of a whole second state.
         features, _ = self._model.features(
             self._tokens[:, :length], self._buffer.layers, mask=mask, take_state=self._buffer.load_layer
         )

@@ -1,8 +1,8 @@
-"""`PrefixCache`: the states of prompts, from which later prompts that begin alike start.
+"""`PrefixCache`: states of earlier prompts, from which later prompts with the same prefix start.
 
-States are kept at the borders of segments and at the ends of prompts. A border is found by a hash of all tokens up to
-it, chained from segment to segment; the end of a prompt by the border before it and the tokens after that. The least
-recently used states are dropped beyond a budget in bytes.
+States are kept at segment boundaries and at the ends of prompts. The key of a segment boundary is a hash of all tokens
+before it, chained from segment to segment. The key of the end of a prompt is that of the last segment boundary in it,
+and the tokens after that boundary. Beyond a budget in bytes the least recently used states are evicted.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hashlib import blake2b
 from sympow.generation.prefix import Prefix
 
 WIDTH = array("q").itemsize
-# The chain's start.
+# The hash of no tokens, with which chains begin.
 ROOT = b""
 
 
 @dataclass(frozen=True)
 class TokenChain:
-    """A prompt's tokens with the hashes of their whole segments.
+    """A prompt's tokens, with a hash for each segment boundary.
 
     Attributes:
         content: the tokens, eight bytes each.
-        segment_size: tokens of a segment.
-        hashes: of the tokens up to each border, from none on.
+        segment_size: tokens per segment.
+        hashes: hashes of all tokens before each segment boundary, beginning with that of no tokens.
     """
 
     content: bytes
@@ -44,21 +44,22 @@ class TokenChain:
         return cls(content, segment_size, tuple(hashes))
 
     def key(self, tokens: int) -> tuple[bytes, bytes]:
-        """Of the first `tokens` tokens: the hash at the border before, and what follows it."""
+        """The key of the first `tokens` tokens: the hash at the last segment boundary, and the tokens after it."""
         border = tokens // self.segment_size
         return self.hashes[border], self.content[border * self.segment_size * WIDTH : tokens * WIDTH]
 
 
 @dataclass
 class PrefixCache:
-    """States by the tokens that led to them.
+    """States of prompts, by their tokens.
 
     Args:
-        budget: the most bytes to hold; 0: none, and every lookup fails.
+        budget: the most bytes to hold; 0: nothing is cached.
 
     Attributes:
         nbytes: bytes held.
-        hits, misses, hit_tokens: lookups of prompts that found a state or not, and the tokens that it saved.
+        hits, misses: prompts whose first lookup found a state, or did not.
+        hit_tokens: tokens that need no prefill because of these hits.
     """
 
     budget: int
@@ -96,7 +97,7 @@ class PrefixCache:
             self.hit_tokens += found.tokens
 
     def add(self, chain: TokenChain, prefix: Prefix) -> None:
-        """Keeps the state after the first `prefix.tokens` tokens of a prompt, unless it exceeds the budget alone."""
+        """Caches the state after the first `prefix.tokens` tokens of a prompt, unless it alone exceeds the budget."""
         key, size = chain.key(prefix.tokens), prefix.total_nbytes
         if size > self.budget:
             return

@@ -1,4 +1,4 @@
-"""`Reading`: a prompt or a context that is prefilled one segment at a time, from the longest prefix known."""
+"""`Reading`: the prefill of a prompt or a context, segment by segment, from the longest prefix in the prefix cache."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SCORED_POSITIONS = 128
 
 @dataclass(eq=False)
 class Reading:
-    """How far a text is prefilled. Segments end at multiples of `segment_size`, wherever the reading started.
+    """The progress of prefilling a text. Segments end at multiples of `segment_size`, wherever the prefill started.
 
     Attributes:
-        tokens: the text, without what is before it.
+        tokens: tokens of the text, without those of a given prefix.
         segment_size: the most tokens of a segment.
-        prefix: of what is prefilled; at first the given prefix before the text, or None.
+        prefix: the state of everything prefilled so far; at first the given prefix before the text, or None.
         scored: how many of the most likely tokens to report for each token of the text; None: no log-probabilities.
-        position: tokens of the text that are prefilled.
-        cached: how many of them came from the cache.
-        begun: whether it is one of the long ones under way, which hold a state from segment to segment.
-        logprobs: one entry for each token up to `position`, if scored.
+        position: how many tokens of the text are prefilled.
+        cached: how many of these came from the prefix cache.
+        begun: whether the text is one of those of several segments in prefill, which hold a state between segments.
+        logprobs: log-probabilities of the tokens up to `position`, if scored.
     """
 
     tokens: tuple[int, ...]
@@ -44,11 +44,11 @@ class Reading:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # The cache knows texts from their beginnings, not what follows a prefix that was given.
+        # The cache holds states of texts from their first token on, so it cannot hold those after a given prefix.
         alone = self.prefix is None
         self._chain = TokenChain.of(self.tokens, self.segment_size) if alone else None
         self._looked_up = False
-        # Whether all that is prefilled was read in whole segments, as it is without a cache.
+        # Whether everything so far was prefilled in whole segments, as without a cache.
         self._whole = True
 
     @property
@@ -66,7 +66,7 @@ class Reading:
         return min(len(self.tokens) - self.position, self.segment_size - self.position % self.segment_size)
 
     def look_up(self, cache: PrefixCache) -> None:
-        """Continues from the longest prefix in a cache, if that is further: another reading may have come by."""
+        """Continues from the longest prefix in the cache if it is longer: another prompt may have added it since."""
         if self._chain is None or self.scored is not None:
             return
         found = cache.longest(self._chain, beyond=self.position)
@@ -79,15 +79,16 @@ class Reading:
             self._whole = found.tokens % self.segment_size == 0
 
     def put_off(self) -> None:
-        """Lets go of what `look_up` found, which the cache may drop meanwhile. For readings that have not begun."""
+        """Forgets the prefix that `look_up` found, so that the cache can free it; for readings that have not begun."""
         if self._chain is not None:
             self.prefix, self.position, self.cached, self._whole = None, 0, 0, True
 
     def advance(self, model: GPT, cache: PrefixCache, graphs: PrefillGraphs | None = None) -> None:
-        """Prefills the next segment, and keeps what it leads to in the cache.
+        """Prefills the next segment, and adds the state after it to the cache.
 
         Args:
-            graphs: of the model, for segments of `segment_size`; the same for all segments of a text.
+            graphs: graphs of the model for segments of `segment_size`, the same for all segments of a text; None:
+                kernels are launched eagerly.
         """
         segment, before = self.next_length, self.prefix
         weight = model.embedding.weight
@@ -111,8 +112,9 @@ class Reading:
         read = (0 if before is None else before.tokens) + segment
         self.prefix = Prefix(logits, after, read, seen)
         self.position += segment
-        # What starts at a border must be rounded as what is read from the beginning. A text that started at the end of
-        # another one, between two borders, has read part of a segment: it leaves nothing at borders.
+        # A cached state at a segment boundary must be rounded as if the text was prefilled from its beginning. A text
+        # that started from the end of another prompt, inside a segment, was not: its states at segment boundaries are
+        # not cached.
         if self._chain is not None and (self._whole or self.position % self.segment_size):
             cache.add(self._chain, self.prefix)
 

@@ -1,8 +1,8 @@
-"""`RowSampler`: the next token of every row of a batch, each with its own settings and generator.
+"""`RowSampler`: samples the next token of every row of a batch, each with its own settings and generator.
 
-It chooses what `Sampling.choose` chooses for each row alone with the row's generator. Settings are tensors, so that one
-captured CUDA graph serves all; which parts of it run at all (penalties, sampling, truncation, log-probabilities)
-depends on whether any row needs them.
+Each row gets the token that `Sampling.choose` gives for the row alone with the same generator. Settings are tensors, so
+that one captured CUDA graph works for all settings. There is one graph for each combination of parts that any row needs
+(penalties, sampling, truncation, log-probabilities).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sympow.generation.sampling import Sampling
 
 
 class Settings(NamedTuple):
-    """The fields of `Sampling`, one number for each row, (b, 1), in the dtype of the logits."""
+    """The fields of `Sampling` as tensors with one number per row, (b, 1), in the dtype of the logits."""
 
     temperature: Tensor
     top_k: Tensor
@@ -28,7 +28,7 @@ class Settings(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """What any row needs; the others are not affected by it."""
+    """The parts of sampling that at least one row needs; they do not change the results of the other rows."""
 
     penalty: bool
     sampling: bool
@@ -37,12 +37,13 @@ class Needs(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What was chosen for one row.
+    """The sampled token of one row.
 
     Attributes:
         token: the token.
-        finite: whether the row's logits were numbers to choose by.
-        logprob: of the token, and `top` the most likely ones with theirs; None if no row asked for them.
+        finite: whether the row's logits were finite, so that the token means something.
+        logprob: log-probability of the token; None if no row asked for log-probabilities.
+        top: the most likely tokens with their log-probabilities; empty if no row asked for them.
     """
 
     token: int
@@ -56,8 +57,9 @@ def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings,
 
     Args:
         logits: (b, vocabulary), float32 or better.
-        seen: which tokens occurred, (b, vocabulary) bool.
-        noise: exponential waiting times, (b, vocabulary), for rows that sample.
+        seen: which tokens occurred in prompt and completion, (b, vocabulary) bool.
+        noise: samples of an exponential distribution, (b, vocabulary), for rows that sample: argmax of probability /
+            noise is a sample.
     """
     limits = torch.finfo(logits.dtype)
     if needs.penalty:
@@ -85,7 +87,7 @@ def _truncated(logits: Tensor, settings: Settings) -> Tensor:
     too_rare = probabilities < settings.min_p * probabilities.amax(-1, keepdim=True)
     logits = logits.masked_fill(too_rare, -torch.inf)
     ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
-    # The tokens before this one already have the probability.
+    # The more likely tokens already have a total probability of top_p.
     enough = (ordered.cumsum(-1) - ordered >= settings.top_p) & (settings.top_p < 1)
     return logits.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), -torch.inf)
 
@@ -94,9 +96,9 @@ class RowSampler:
     """Chooses tokens for the rows of a batch.
 
     Args:
-        logits, seen: of all rows, as in `choose_rows`; what is in them is read at every call.
-        tokens: where the chosen tokens are written, (b,) int64.
-        top: the most log-probabilities that a row may ask for.
+        logits, seen: buffers of all rows, as in `choose_rows`, whose contents are read at every call.
+        tokens: buffer that the chosen tokens are written to, (b,) int64.
+        top: the largest number of most likely tokens that a row may ask for.
         graphs: whether to capture CUDA graphs, on a GPU.
     """
 
@@ -111,7 +113,7 @@ class RowSampler:
         self._of_all = torch.Generator(logits.device)
         self._of_all.seed()
         self._rows: list[tuple[Sampling, torch.Generator | None, bool] | None] = [None] * slots
-        # What the host reads: the token, whether its logits were finite; log-probabilities; the most likely tokens.
+        # Results that the host reads: tokens and whether logits were finite; log-probabilities; the most likely tokens.
         self._chosen = torch.zeros(slots, 2, dtype=torch.int64, device=logits.device)
         self._logprobs = torch.zeros(slots, 1 + self._top, dtype=logits.dtype, device=logits.device)
         self._likely = torch.zeros(slots, self._top, dtype=torch.int64, device=logits.device)
@@ -123,11 +125,11 @@ class RowSampler:
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
         self._rows[row] = (sampling, generator, logprobs)
         numbers = [float(getattr(sampling, name)) for name in Settings._fields]
-        # The largest number of the dtype, not infinity.
+        # Settings beyond the range of the dtype become its largest number, not infinity.
         limits = torch.finfo(self._settings.dtype)
         settings = torch.tensor(numbers, dtype=torch.float64).clamp(max=limits.max)
         if self._settings.is_cuda:
-            # From pinned memory, so that the copy does not wait for what was launched before.
+            # Pinned memory, so that the copy does not wait for kernels launched before.
             settings = settings.pin_memory()
         self._settings[:, row] = settings.to(device, non_blocking=True)
 
@@ -141,7 +143,7 @@ class RowSampler:
         self._rows[row] = None
 
     def choose(self, rows: int, batch_rows: int) -> Transfer:
-        """Launches the choice for the first `rows` rows; `batch_rows` as `Slots.batch_rows`."""
+        """Launches sampling for the first `rows` rows; `batch_rows` as returned by `Slots.batch_rows`."""
         present = [entry for entry in self._rows[:rows] if entry is not None]
         tiny = torch.finfo(self._logits.dtype).tiny
         needs = Needs(
@@ -154,7 +156,7 @@ class RowSampler:
             self._draw(rows, tiny)
         key = (batch_rows, needs)
         if key not in self._calls:
-            # Not a lambda, through which an error's traceback would keep the sampler.
+            # Not a lambda: the traceback of an error would keep the sampler alive through it.
             call = partial(self._choose, batch_rows, needs)
             self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
         self._calls[key]()
@@ -162,11 +164,11 @@ class RowSampler:
         return Transfer([*chosen, self._logprobs[:rows], self._likely[:rows]] if needs.logprobs else chosen)
 
     def close(self) -> None:
-        """Drops the captured calls, which refer to the sampler: its memory is free with the last other reference."""
+        """Drops the captured graphs, which refer to the sampler, so that its memory can be freed."""
         self._calls.clear()
 
     def _draw(self, rows: int, tiny: float) -> None:
-        """Fresh waiting times for the rows that sample, from their own generators where they have one."""
+        """Draws new noise for the rows that sample, from their own generators if they have a seed."""
         generators = [
             (row, entry[1])
             for row, entry in enumerate(self._rows[:rows])
@@ -197,7 +199,7 @@ class RowSampler:
 
 
 class Transfer:
-    """A copy of chosen tokens to the host, on its way."""
+    """An asynchronous copy of sampled tokens to the host."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
@@ -206,7 +208,7 @@ class Transfer:
             self._arrival.record()
 
     def wait(self) -> list[Choice]:
-        """One choice for each row, once the copy is complete. Does not wait for work that was launched after it."""
+        """Waits for the copy, and not for kernels launched after it; returns one choice per row."""
         if self._arrival is not None:
             self._arrival.synchronize()
         chosen = self._copies[0].tolist()

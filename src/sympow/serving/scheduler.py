@@ -1,8 +1,8 @@
 """The engine's worker: a thread that owns the model, and decides what runs next.
 
-Each round it drops what was cancelled, gives free slots to requests that wait, prefills at most one segment's worth of
-tokens, in turn among the texts on their way, and decodes one token for every running request. The device may be a round
-behind, and no more.
+In each round the worker drops cancelled requests, gives free slots to waiting requests, prefills at most one segment's
+tokens, in turns among the prompts and contexts, and decodes one token for every running request. The device is at most
+one round behind.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import Choice, RowSampler
 from sympow.serving.slots import Slots
 
-# Upper bounds, in seconds, of the histogram of times to the first token; the last one has no bound.
+# Upper bounds, in seconds, of the histogram of the time to first token; one more bucket counts those beyond.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
-# Texts of several segments that are prefilled in turn. Each holds a state beyond those of the slots.
+# Texts of several segments that are prefilled in turns. Each holds a state beside those of the slots.
 READINGS_IN_TURN = 4
 
 
@@ -50,14 +50,14 @@ class Request:
     """A completion as the worker sees it.
 
     Attributes:
-        handle: what the caller holds.
-        reading: of the prompt.
+        handle: the completion that the caller holds.
+        reading: the prefill of the prompt.
         sampling, seed, max_tokens, logprobs: as in `Engine.submit`.
-        echo: the prompt's text, if it is to come first.
-        boundary: the token between documents.
-        ignore_boundary: whether it does not end the text.
-        decoder: of the generated tokens.
-        generated: how many there are.
+        echo: the prompt's text, if the first event is to have it; else None.
+        boundary: the boundary token between documents.
+        ignore_boundary: whether to continue after a boundary token.
+        decoder: turns generated tokens into text.
+        generated: number of generated tokens.
     """
 
     handle: Completion
@@ -73,7 +73,7 @@ class Request:
     generated: int = 0
 
     def end(self, reason: FinishReason, error: str | None = None, **content: object) -> None:
-        """Hands over the last event."""
+        """Appends the last event to the completion."""
         usage = Usage(len(self.reading.tokens), self.generated, self.reading.cached)
         self.handle.append(Event(finish_reason=reason, error=error, usage=usage, **content))  # type: ignore[arg-type]
 
@@ -87,15 +87,15 @@ class Context:
 
 
 class Scheduler:
-    """The worker thread, and what it shares with callers under a lock: the queue, and how many requests there are.
+    """The worker thread, and what it shares with callers under a lock: the queue and the number of requests.
 
     Args:
         model: the model.
-        slots, sampler, cache, prefill_graphs: what it works with; the worker alone touches them. Without graphs,
-            prompts are prefilled eagerly.
+        slots, sampler, cache, prefill_graphs: used by the worker alone. If `prefill_graphs` is None, prompts are
+            prefilled eagerly.
         rows: the number of slots.
         segment_size: tokens to prefill between two steps.
-        max_queue: requests that may be there beyond those in slots.
+        max_queue: the most requests beyond those in slots.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Scheduler:
         self._failure: BaseException | None = None
         self._in_flight = 0
         self._turns: deque[Request | Context] = deque()
-        # Texts of several segments that have not begun, while `READINGS_IN_TURN` others have.
+        # Texts of several segments that wait to begin while `READINGS_IN_TURN` others are in prefill.
         self._put_off: deque[Request | Context] = deque()
         self._rows: list[Request | None] = [None] * rows
         self.counts: Counter[str] = Counter()
@@ -159,7 +159,7 @@ class Scheduler:
             self._changed.notify()
 
     def run_between_steps(self, task: Callable[[], None]) -> None:
-        """Runs something in the worker, and waits for it."""
+        """Runs a task in the worker between two steps, and waits for it."""
         future: Future[None] = Future()
         with self._changed:
             self._check_open()
@@ -224,7 +224,7 @@ class Scheduler:
             self._end_all()
 
     def _wait_for_work(self) -> bool:
-        """Waits until there is something to do; returns whether the worker goes on."""
+        """Waits for work; returns False if the worker is to end."""
         with self._changed:
             while True:
                 busy = self._queue or self._arrived or self._turns or self._put_off or any(self._rows)
@@ -262,7 +262,7 @@ class Scheduler:
             self._end(work, "cancelled")
 
     def _admit(self) -> None:
-        """Gives free slots to requests in the order of their arrival; contexts need none."""
+        """Gives free slots to requests in order of arrival, and starts contexts, which need no slot."""
         with self._changed:
             self._turns.extend(self._arrived)
             self._arrived.clear()
@@ -272,12 +272,12 @@ class Scheduler:
                 taken += 1
 
     def _prefill(self) -> None:
-        """Prefills whole segments of the texts on their way, in turn, of no more than one segment's tokens in all.
+        """Prefills segments of prompts and contexts in turns, at most `segment_size` tokens in all.
 
-        With graphs those count that are computed, padding included.
+        With graphs, padding counts as tokens.
 
-        A text whose next segment is its last has its turn among all others. Of longer ones, which hold a state from
-        turn to turn, only `READINGS_IN_TURN` are under way; the others wait for them in the order of their arrival.
+        A text whose next segment is its last always takes its turn. Of longer texts, which hold a state from turn to
+        turn, only `READINGS_IN_TURN` are in prefill; the others wait in order of arrival.
         """
         self._launches.next_round()
         left = self._segment_size
@@ -307,7 +307,7 @@ class Scheduler:
                     self.counts["prompt_tokens"] += length
                 self._launches.add(partial(self._report, work, reading.position))
                 if work not in self._turns:
-                    # What was told of its progress has failed.
+                    # Reporting its progress raised, which ended the context.
                     continue
                 if not reading.finished:
                     self._turns.rotate(-1)
@@ -323,7 +323,7 @@ class Scheduler:
                 self._fail(work, error)
 
     def _report(self, work: Request | Context, position: int) -> None:
-        """Tells a context's caller how many of its tokens are prefilled, once they are."""
+        """Reports progress to the caller of a context, once the device has computed the segment."""
         if isinstance(work, Context) and not work.handle.done:
             try:
                 work.handle.advance(position)
@@ -331,7 +331,7 @@ class Scheduler:
                 self._fail(work, error)
 
     def _fail(self, work: Request | Context, error: Exception) -> None:
-        """Ends a text that is being prefilled with an error."""
+        """Ends a prompt or context in prefill with an error."""
         if work in self._turns:
             self._turns.remove(work)
         self._end(work, "error", f"{type(error).__name__}: {error}")
@@ -351,13 +351,13 @@ class Scheduler:
         self._slots.put(row, reading.prefix)
         self._sampler.put(row, request.sampling, request.seed, logprobs=request.logprobs is not None)
         self._rows[row] = request
-        # The slot has a copy.
+        # The slot holds a copy of the state.
         reading.prefix = None
 
     def _decode(self) -> None:
-        """Chooses the next token of every running request, and advances those that go on.
+        """Chooses the next token of every running request, and runs a decoding step.
 
-        A GPU computes the step while the host handles the tokens; a CPU leaves out requests that have ended.
+        On a GPU the step runs while the host handles the tokens; on a CPU it follows, without requests that have ended.
         """
         rows = self._compact()
         if not rows:
@@ -377,7 +377,7 @@ class Scheduler:
                 self._slots.step(rows)
 
     def _compact(self) -> int:
-        """Moves requests from the last rows into gaps if that makes the batch smaller; returns the rows in use."""
+        """Moves requests from the last rows into free ones if that makes the batch smaller; returns the rows in use."""
         running = self.running
         last = max((row + 1 for row, request in enumerate(self._rows) if request is not None), default=0)
         while running and self._slots.batch_rows(running) < self._slots.batch_rows(last):
@@ -425,7 +425,7 @@ class Scheduler:
             self.ttft_counts[bisect_left(TTFT_BUCKETS, seconds)] += 1
 
     def warm_up(self) -> None:
-        """Runs what `Engine.warm_up` says; in the worker, while no request runs."""
+        """Does the work of `Engine.warm_up`; called in the worker, while no request runs."""
         if self.running:
             raise RuntimeError("warm_up must be called before requests run")
         on_gpu = self._device.type == "cuda"
@@ -436,8 +436,8 @@ class Scheduler:
         while not reading.finished:
             reading.advance(self._model, PrefixCache(0), self._prefill_graphs)
         if self._prefill_graphs is not None:
-            # States are put into rows by a graph too. Keys and values of a softmax model are not, and those of a whole
-            # segment may be more than a row takes.
+            # Copying a state into a slot is a graph, too. Softmax models have no prefill graphs and skip this: their
+            # slots may be too small for a whole segment.
             assert reading.prefix is not None
             for _ in range(3):
                 self._slots.put(0, reading.prefix)
@@ -463,7 +463,7 @@ class Scheduler:
         self._sampler.clear(row)
 
     def _end(self, work: Request | Context, reason: FinishReason, error: str | None = None, **content: object) -> None:
-        """Hands over the end of a request or of a context."""
+        """Ends a request or a context, and tells its caller."""
         prefix, work.reading.prefix = work.reading.prefix, None
         if isinstance(work, Context):
             if reason == "stop":
@@ -506,7 +506,7 @@ class Scheduler:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Drops the local variables that an error's tracebacks keep, tensors among them, but not where it was raised."""
+    """Clears local variables, such as tensors, that an error's tracebacks keep; line numbers stay."""
     chain: list[BaseException] = []
     following: BaseException | None = error
     # An error may be its own cause.

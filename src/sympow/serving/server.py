@@ -1,4 +1,4 @@
-"""Runs an application with uvicorn until a signal comes, and then stops without cutting off requests."""
+"""Runs an application with uvicorn until a signal, and then shuts down gracefully."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from starlette.types import ASGIApp
 
 from sympow.serving.http import Service
 
-# Seconds between the end of running requests and that of connections whose clients do not read the rest.
+# Seconds after the grace period for clients to read the rest of their responses.
 LAST_GRACE = 10.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at an address; port 0: a free one.
+    """A socket bound to an address; port 0: a free port.
 
     Raises:
-        ValueError: the address is not this machine's, or is taken.
+        ValueError: the address is not this machine's, or is in use.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -38,21 +38,21 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """The address that a client on this machine uses."""
+    """The URL for clients on this machine."""
     host, port = bound.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class StoppableServer(uvicorn.Server):
-    """Refuses new requests when SIGINT or SIGTERM comes, and lets those that run end.
+    """On SIGINT or SIGTERM, refuses new requests and lets running ones end.
 
-    A second signal ends those as well, with an error.
+    A second signal ends running requests too, with an error.
 
     Args:
-        service: whose requests these are.
-        grace: seconds that requests get to end; the rest is ended with an error.
+        service: the service whose requests are refused and ended.
+        grace: seconds that running requests get to end before they are ended with an error.
         ready: called when clients can connect.
-        stopping: called when the first signal comes.
+        stopping: called on the first signal.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class StoppableServer(uvicorn.Server):
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
-        """Also ends the server when its engine has failed: whoever started it can start another one."""
+        """Also ends the server when its engine has failed, so that a supervisor can restart it."""
         return await super().on_tick(counter) or not self._service.engine.alive
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn, but without raising the signal again at the end: the server has done what it asks for."""
+        """As uvicorn's, but without raising the signal again at the end, so that the exit code is 0."""
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
         before = {number: signal.getsignal(number) for number in signals}
@@ -114,7 +114,7 @@ def run(
         log_level="warning",
         access_log=False,
         server_header=False,
-        # What stands in front may say for whom it asks; nothing here depends on it.
+        # Nothing here depends on the client address that a reverse proxy forwards.
         proxy_headers=False,
         timeout_graceful_shutdown=int(grace + LAST_GRACE),
         lifespan="on",

@@ -1,14 +1,15 @@
-"""Backward pass of the forms of p = 2 with a gate per rotated pair, between tokens of different blocks.
+"""Backward pass for p = 2 with a gate per rotated pair, for scores between tokens of different blocks.
 
 With q scaled, w_i = Σ_j B_ij the weight of a row, s_ij the decayed score, B_ij = s_ij^p, and
     dy'_i = dy_i / w_i,    δ_i = dy'_i · y_i,    W_ij = s_ij^(p−1) (dy'_i · v_j − δ_i),
 the gradients are
     dv_j = Σ_i B_ij dy'_i,
     dq_im = p Σ_j W_ij exp((G_im − G_jm)/p) k_jm,    dk_jm = p Σ_i W_ij exp((G_im − G_jm)/p) q_im.
-`query_gradient_kernel` visits earlier keys from its own tile backwards, and `key_gradient_kernel` later queries from
-its own tile on, so that the decay to the next tile is a running product, as in the forward pass. A product with the
-decayed keys (or queries) of a tile is multiplied by it before it is added. Results have decayed to the start of a
-query's block, or from the end of a key's: `neighbours` adds the rest.
+`query_gradient_kernel` visits the keys of its own tile and then those of earlier tiles, `key_gradient_kernel` the
+queries of its own tile and then those of later tiles, so that the decay across the tiles between is a running product,
+as in the forward pass. The contribution of a tile's decayed keys (or queries) is multiplied by this decay before it is
+added. Results lack the decay from the start of the query's block to the query, or from the key to the end of its block:
+`neighbours` applies it and adds the contributions within blocks.
 
 The gates' gradient follows from q_im dq_im and k_jm dk_jm (`gate_gradient`).
 """
@@ -39,8 +40,8 @@ from sympow.kernels.states.quadratic import ChunkStates
 
 @triton.jit
 def decay_to_blocks(across_blocks_ptr, ROWS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):
-    """The decay from the start of a tile to that of each row's block, (ROWS, D); KEYS: from the block's end to the
-    tile's. `across_blocks_ptr` points to the tile's first block."""
+    """The decay from the start of a tile to the start of each row's block, (ROWS, D); KEYS: from the end of each row's
+    block to the end of the tile. `across_blocks_ptr` points to the tile's first block."""
     row_block = (tl.arange(0, ROWS) // BLOCK)[:, None]
     decay = tl.full((ROWS, D), 1.0, tl.float32)
     for block in tl.range(0, ROWS // BLOCK, num_stages=1):
@@ -248,7 +249,7 @@ def key_gradient_kernel(
         end = tl.minimum(end, tl.load(document_end_ptr + tl.minimum(after, length) - 1))
     between = tl.full((D,), 1.0, tl.float32)
     if CROSSING:
-        # As below, but block by block of queries; what each adds to Σ k dk is stored.
+        # As in the other branch, but the contribution of each block of `spacing` queries to Σ k dk is stored.
         known = tl.zeros((D,), tl.float32)
         blocks = tl.cdiv(end, spacing)
         for index in tl.range(tl.where(after < end, after // spacing, blocks), blocks):
@@ -283,7 +284,7 @@ def key_gradient_kernel(
         q = q_block_desc.load([batch, head, start, 0]).reshape(BLOCK, D)
         dy = dy_block_desc.load([batch, head, start, 0]).reshape(BLOCK, E)
         minus_delta = tl.load(minus_delta_ptr + (sequence + member) * delta_padded + start + places_in_block)
-        # The place of a key in its block, then the query.
+        # Indexed by the key's position in its block, then by the query.
         within = neighbours_ptr + (sequence + member) * BLOCK * padded + (places % BLOCK)[:, None] * padded
         neighbours = tl.load(within + (start + places_in_block)[None, :])
         score = tl.dot((k * until).to(k.dtype), q.T, input_precision=PRECISION)
@@ -302,12 +303,12 @@ def key_gradient_kernel(
 
 
 class QueryStates(NamedTuple):
-    """What queries read of the states in the chunked form.
+    """The states, and what queries need to read them, in the chunked form.
 
     Attributes:
         states: at the boundaries between chunks, with all d² features.
         tokens: queries, scaled and decayed from the start of their chunk, (b, t, h, d).
-        decay: from the start of a tile's chunk to that of the tile, (b, h_kv, tiles, d) float32.
+        decay: decays from the start of a chunk to that of each of its tiles, (b, h_kv, tiles, d) float32.
         past: φ(q_i) Z, as `forward.attend` returns it.
     """
 
@@ -318,12 +319,12 @@ class QueryStates(NamedTuple):
 
 
 class KeyStates(NamedTuple):
-    """What keys read of the gradients of the states.
+    """The gradients of the states, and what keys need to read them, in the chunked form.
 
     Attributes:
         states: the gradients, with all d² features.
         tokens: keys, decayed to the end of their chunk, (b, t, h_kv, d).
-        decay: from the end of a tile to that of its chunk, (b, h_kv, tiles, d) float32.
+        decay: decays from the end of a tile to that of its chunk, (b, h_kv, tiles, d) float32.
     """
 
     states: ChunkStates
@@ -332,8 +333,8 @@ class KeyStates(NamedTuple):
 
 
 def _state_arguments(x: Tensor, chunked: QueryStates | KeyStates | None, rows: int, length: int) -> tuple:
-    """The tokens that read states, with their strides, a descriptor and decays, and descriptors of the states; and the
-    chunk and the number of states."""
+    """Arguments of both kernels: the tokens that read states, their strides, their descriptor and decays, and
+    descriptors of the states; and the chunk size and the number of states."""
     if chunked is None:
         return (x, *x.stride()[:3], None, None, None, None, None), (2 * length + 4096, 0)
     states, tokens, decay = chunked[:3]
@@ -360,7 +361,7 @@ def query_gradient(
     Args:
         q, near, far, neighbours, documents: as in `forward.attend`.
         dy, minus_delta: dy' and −δ from `attention.backward.prepare`.
-        chunked: in the chunked form, what the queries read of the states; None: all in one chunk.
+        chunked: the states of the chunked form; None: all tokens are in one chunk.
     """
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]
@@ -393,9 +394,10 @@ def key_gradient(
         near: keys, decayed to the end of their block.
         q_near, q_far: queries, scaled and decayed from the start of their block and of their tile.
         dy, minus_delta, neighbours, documents: as in `query_gradient`.
-        chunked: in the chunked form, what the keys read of the gradients of the states; None: all in one chunk.
-        spacing: a multiple of `rows`: for every block of so many queries, what it adds to Σ k_jm dk_jm / p over the
-            keys of each earlier tile of `rows`, (b, h_kv, blocks, tiles, d) float32, 0 for later tiles; 0: not wanted.
+        chunked: the gradients of the states of the chunked form; None: all tokens are in one chunk.
+        spacing: tokens per block of queries for the crossing terms, a multiple of `rows`; 0: no crossing terms. These
+            are the contributions of each block of queries to Σ k_jm dk_jm / p over the keys of each earlier tile of
+            `rows` tokens, (b, h_kv, blocks, tiles, d) float32, 0 for later tiles.
     """
     batch, length, kv_heads, dim = near.shape
     value_dim = v.shape[-1]

@@ -1,13 +1,14 @@
-"""Queries and keys times their decays, for a gate per rotated pair.
+"""Multiplies queries and keys by their decays, for a gate per rotated pair.
 
-A gate γ of pair m scales both entries of pair m of every earlier key by γ^(1/p). With G the running sums of log γ by
-pair, entry m of a score is exp((G_i − G_j)/p) q_im k_jm. For tokens on either side of a boundary R this factors into
-exp((G_i − G_R)/p) q_im, which decays from the boundary to the query, times exp((G_R − G_j)/p) k_jm, which decays from
-the key to the boundary. No exponent is positive, and a factor that underflows belongs to a score that vanishes.
+A gate γ of pair m scales both entries of pair m of every earlier key by γ^(1/p). Let G be the running sum of log γ of
+each pair. Then entry m contributes exp((G_i − G_j)/p) q_im k_jm to a score. If a boundary R lies between key j and
+query i, this factors into exp((G_i − G_R)/p) q_im, the query decayed from the boundary, and exp((G_R − G_j)/p) k_jm,
+the key decayed to the boundary. No exponent is positive, and a factor underflows only if its contribution vanishes.
 
-Tokens are counted in blocks of `BLOCK` and tiles of `TILE`. Queries are decayed from the start of their block ("near")
-or tile ("far"), keys to its end. Between two blocks or tiles remains one factor per entry, a product of the decays
-across those that lie between, which the kernels apply as they go. Scores within a block do not factor (`neighbours`).
+Tokens are grouped in blocks of `BLOCK` and tiles of `TILE`. Queries are decayed from the start of their block ("near")
+or tile ("far"), keys to the end of their block or tile. For a query and a key in different blocks or tiles there
+remains one factor per entry, the product of the decays across the blocks or tiles between them, which the kernels apply
+as they visit these. Scores within a block do not factor (`neighbours`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sympow.kernels.common import empty_aligned, power_of_two_scale, rows_contig
 BLOCK = 16
 # Tokens per tile of keys, or of queries where keys are the rows.
 TILE = 64
-# Tables cover whole tiles of this many tokens, the most rows of a CTA.
+# Decay tables are padded to multiples of this many tokens, the most rows of a CTA.
 LARGEST_TILE = 128
 # exp(−110) is 0 in float32, subnormals included.
 CLOSED = tl.constexpr(-110.0)
@@ -33,7 +34,7 @@ CLOSED = tl.constexpr(-110.0)
 
 @triton.jit
 def log_roots(log_gamma_ptr, batch, kv_head, tokens, entries, length, kv_heads, pairs, POWER: tl.constexpr):
-    """log γ^(1/p) of some tokens and entries, finite even where γ = 0; 0 past the last token and pair.
+    """log γ^(1/p) of the given tokens and entries, finite even where γ = 0; 0 past the last token and pair.
 
     Args:
         log_gamma_ptr: (b, t, h_kv, pairs) contiguous.
@@ -52,10 +53,11 @@ def decay_tokens_kernel(
     GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, KEYS: tl.constexpr, CHUNKED: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tokens of a tile times their decays from the starts of their block and of their tile; KEYS: to their ends.
+    """Queries of a tile times their decays from the start of their block and from that of their tile; KEYS: keys times
+    their decays to the end of their block and to that of their tile.
 
-    Queries are first multiplied by their `power_of_two_scale`, which is stored. CHUNKED: also from the start (KEYS: to
-    the end) of their chunk.
+    Queries are first multiplied by their `power_of_two_scale`, which is stored. CHUNKED: also times their decays from
+    the start (KEYS: to the end) of their chunk.
     """
     BLOCKS: tl.constexpr = TILE // BLOCK
     tile, sequence = split_program_id(tiles)
@@ -65,7 +67,7 @@ def decay_tokens_kernel(
     entries = tl.arange(0, D)[None, :]
     source = x_ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + entries
     target = batch.to(tl.int64) * out_stride_b + head.to(tl.int64) * out_stride_h + entries
-    # The decay across all blocks between the own one and the start (KEYS: the end) of the tile.
+    # The decay across all blocks between a token's block and the start (KEYS: the end) of the tile.
     kv_sequence = (batch * (heads // GROUP) + kv_head).to(tl.int64)
     across_blocks_ptr += (kv_sequence * all_blocks + tile * BLOCKS) * D + entries
     rest = tl.full((BLOCKS, D), 1.0, tl.float32)
@@ -120,12 +122,12 @@ def decay_tables_kernel(
 
 @dataclass(frozen=True)
 class DecayTables:
-    """Decays by entry, between tokens of different blocks or tiles; each pair's factor stands twice.
+    """Decays of each entry across blocks and tiles; both entries of a pair have the same decay.
 
     Attributes:
-        across_blocks: exp((G_end − G_start)/p) of each block, (b, h_kv, n, d) float32; n blocks make whole tiles of
-            `LARGEST_TILE` tokens, with 1 past the last token.
-        across_tiles: the same of each tile, (b, h_kv, n, d) float32.
+        across_blocks: the decay exp((G_end − G_start)/p) across each block, (b, h_kv, n, d) float32. The n blocks are
+            padded to a multiple of `LARGEST_TILE` tokens; gates past the last token are 1.
+        across_tiles: the decay across each tile, (b, h_kv, n, d) float32.
     """
 
     across_blocks: Tensor
@@ -165,14 +167,15 @@ def _decay_tokens(
 def decay_queries(
     q: Tensor, log_gamma: Tensor, tables: DecayTables, power: int, since: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Queries scaled and decayed from the start of their block, of their tile, and with `since` of their chunk; and the
+    """Scaled queries, decayed from the start of their block, of their tile and, with `since`, of their chunk; and their
     scales.
 
     Args:
         q: (b, t, h, d) with d a power of two; the results have its shape, the scales are (b, h, t) float32.
         log_gamma: (b, t, h_kv, pairs) contiguous.
         tables: from `decay_tables`.
-        since: decays from the start of a tile's chunk to that of the tile (`states.chunk_decays`); None: not wanted.
+        since: decays from the start of a chunk to that of each of its tiles (`states.chunk_decays`); None: the third
+            result is None.
     """
     scale = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
     return *_decay_tokens(q, log_gamma, tables, since, scale, power), scale
@@ -181,9 +184,10 @@ def decay_queries(
 def decay_keys(
     k: Tensor, log_gamma: Tensor, tables: DecayTables, power: int, until: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys (b, t, h_kv, d) decayed to the end of their block, of their tile, and with `until` of their chunk.
+    """Keys (b, t, h_kv, d), decayed to the end of their block, of their tile and, with `until`, of their chunk.
 
     Args:
-        until: decays from the end of a tile to that of its chunk (`states.chunk_decays`); None: not wanted.
+        until: decays from the end of a tile to that of its chunk (`states.chunk_decays`); None: the third result is
+            None.
     """
     return _decay_tokens(k, log_gamma, tables, until, None, power)

@@ -1,13 +1,14 @@
-"""Forward pass of the attention form of p = 2 with a gate per rotated pair, and of the chunked form given the states.
+"""Forward pass for p = 2 with a gate per rotated pair: the attention form, and the chunked form given the states.
 
 y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = (Σ_m exp((G_im − G_jm)/p) q_im k_jm)^p.
 
 A CTA owns a tile of queries. In the chunked form it first queries the state at the start of its chunk, with queries
-that have decayed since then. It visits keys from its own tile backwards:
-1. the blocks of its own tile: queries, decayed from the starts of their blocks, are multiplied by the decays across all
-   blocks between them and the keys, and the keys have decayed to the ends of their blocks. Scores within one block are
-   given (`neighbours`);
-2. the earlier tiles, whose keys have decayed to their ends, likewise, with one factor per entry for all queries.
+decayed from there. Then it visits keys from its own tile backwards:
+1. The blocks of its own tile. Queries are decayed from the starts of their blocks, keys to the ends of theirs, and the
+   queries are multiplied by the decays across all blocks between them and the keys. `neighbours` has computed the
+   scores within a block.
+2. The earlier tiles. Queries are decayed from the start of their tile, keys to the end of theirs, and one factor per
+   entry is the decay across the tiles between, for all queries.
 These factors are running products, so no exponential is computed here.
 """
 
@@ -39,16 +40,16 @@ from sympow.kernels.states.quadratic import ChunkStates
 
 @triton.jit
 def decay_columns(x, decay):
-    """x (rows, d) times one factor per column, in the dtype of x: a left operand of a product."""
+    """x (rows, d) times one factor per column, in the dtype of x, for use as the left operand of a matrix product."""
     return x * decay.to(x.dtype)[None, :]
 
 
 @triton.jit
 def in_product_layout(x, D: tl.constexpr, PRECISION: tl.constexpr):
-    """x (rows, d) itself, in the register layout of a product's result.
+    """x (rows, d) unchanged, in the register layout of the result of a matrix product (MMA).
 
-    A left operand computed from it then needs no exchange through shared memory before each product. Multiplied by the
-    unit matrix, which is exact.
+    A left operand computed from it then needs no layout conversion through shared memory before each product. The
+    layout comes from a product with the identity matrix, which is exact.
     """
     if INTERPRETED:
         return x
@@ -112,7 +113,7 @@ def forward_kernel(
         scores = tl.dot((q * since).to(q.dtype), k.T, input_precision=PRECISION)
         scores = tl.where(row_block > block, scores, tl.where(row_block == block, neighbours, 0.0))
         v = v_block_desc.load([batch, kv_head, start, 0]).reshape(BLOCK, E)
-        # Weights are summed as rounded for the product, as in `attention.forward`.
+        # The weights are summed after rounding, as the product uses them (see `attention.forward`).
         scores = round_to(scores * scores, v.dtype)
         weight += tl.sum(scores, axis=1)
         acc = wait_for_mma(tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION))
@@ -123,7 +124,7 @@ def forward_kernel(
     between = tl.full((D,), 1.0, tl.float32)
     begin = boundary * chunk
     if DOCUMENTS:
-        # Closed gates between documents make earlier tiles zero, so they are skipped.
+        # Gates between documents are closed, so scores with tiles before the document are zero; these are skipped.
         begin = tl.maximum(begin, tl.load(document_start_ptr + first) // COLUMNS * COLUMNS)
     partial_sums = tl.zeros((ROWS, 4), tl.float32)
     for step in tl.range(0, (first - begin) // COLUMNS, num_stages=STAGES):
@@ -167,7 +168,7 @@ def attend(
         neighbours: scores within blocks (`neighbours.neighbour_scores`).
         states: the states at the boundaries between chunks, which are multiples of `rows`; None: all in one chunk.
         since: queries, scaled and decayed from the start of their chunk; only with states.
-        documents: where documents begin and end, between which gates must be closed; None: one document.
+        documents: starts and ends of packed documents, between which gates must be closed; None: one document.
     """
     batch, length, heads, dim = q.shape
     value_dim = v.shape[-1]

@@ -1,10 +1,11 @@
-"""Gradient of the gates, one per rotated pair.
+"""Gradient of the gates, with one gate per rotated pair.
 
-B_ij depends on G_im as if q_im were multiplied by exp(G_im/p), and on G_jm as if k_jm were divided by exp(G_jm/p); so
-    p dG_im = Σ q_im dq_im − k_im dk_im   over the two entries of pair m,    d log γ_m = Σ_{i≥m} dG_i.
-The reverse cumulative sums are taken in float64, from totals of tiles and then within each tile, and their drift is
-corrected as for one gate per head (`running_sums`): where the exact sum is known the sum is replaced by it, and in
-between the correction is interpolated.
+B_ij depends on G_im as if q_im were multiplied by exp(G_im/p), and on G_jm as if k_jm were divided by exp(G_jm/p). So
+for pair m of tokens i and n
+    p dG_im = Σ q_im dq_im − k_im dk_im   over the two entries of the pair,    d log γ_nm = Σ_{i≥n} dG_im.
+The reverse cumulative sums are taken in float64, over totals of tiles and then within each tile. Their drift by
+rounding is corrected as for one gate per head (`running_sums`): at positions where the exact sum is known, it replaces
+the computed one, and between these positions the correction is interpolated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def gate_gradient_kernel(
     terms_ptr, later_ptr, drift_ptr, out_ptr, length, kv_heads, pairs, tiles, spacing, positions,
     POWER: tl.constexpr, PAIRS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """d log γ of a tile of tokens: the sum over later tiles, that within the tile, and the correction."""
+    """d log γ of a tile of tokens: the sum over later tiles, the sum within the tile, and the drift correction."""
     tile, sequence = split_program_id(tiles)
     tokens = tile * TILE + tl.arange(0, TILE)
     columns = tl.arange(0, PAIRS)
@@ -47,11 +48,11 @@ def gate_gradient_kernel(
 
 
 def crossing_sums(terms: Tensor, spacing: int) -> Tensor:
-    """Σ_{i≥m>j} of the terms by pair at m = spacing, 2 spacing, …, (b, h_kv, count, d/2) float64.
+    """Sums of terms (i, j) with j < n ≤ i, by pair, at n = spacing, 2 spacing, …: (b, h_kv, count, d/2) float64.
 
     Args:
-        terms: their sums over the queries i of each block of `spacing` and the keys j of each tile of `TILE`,
-            (b, h_kv, blocks, tiles, d) float32.
+        terms: sums of the terms over the queries i of each block of `spacing` tokens and the keys j of each tile of
+            `TILE` tokens, (b, h_kv, blocks, tiles, d) float32.
     """
     blocks, tiles = terms.shape[2:4]
     by_pair = terms.unflatten(-1, (-1, 2)).sum(-1, dtype=torch.float64)
@@ -68,15 +69,17 @@ def gate_gradient(
 
     Args:
         terms: p dG by pair, (b, h_kv, t, n) float32 with n ≥ pairs.
-        totals: their sums over tiles of `TILE` tokens, (b, h_kv, tiles, n) float64.
-        crossing: the exact sums p Σ_{i≥m} dG_i at m = spacing, 2 spacing, … below t, (b, h_kv, count, n) float64; None:
-            there is none.
+        totals: sums of `terms` over tiles of `TILE` tokens, (b, h_kv, tiles, n) float64.
+        crossing: the exact sums p Σ_{i≥m} dG_i at the tokens m = spacing, 2 spacing, … below t, (b, h_kv, count, n)
+            float64; None: there are no such tokens.
         spacing: a multiple of `TILE`.
+        power: p.
+        pairs: number of pairs with a gate.
     """
     batch, heads, length, columns = terms.shape
     tiles = totals.shape[2]
     sums = pad(totals.flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
-    # At 0, at the multiples of `spacing`, and at the end. At both ends the exact sum is 0: no pair lies across.
+    # Drift at 0, at the multiples of `spacing`, and at the end. At both ends the exact sum is 0: no term crosses them.
     drift = totals.new_zeros(batch, heads, triton.cdiv(length, spacing) + 1, columns)
     if crossing is not None:
         drift[:, :, 1:-1] = crossing

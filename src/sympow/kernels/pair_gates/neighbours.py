@@ -1,14 +1,14 @@
 """Scores of tokens within one block of 16, and their gradients, for a gate per rotated pair.
 
-Between tokens of one block decays do not factor over the queries and keys without positive exponents, so they are
-applied step by step: a query is multiplied by the gates of its block, from its own backwards, as it meets earlier and
-earlier keys,
+Within a block, decays cannot be split between queries and keys without positive exponents. So they are applied step by
+step: a query visits the keys of its block from its own position backwards, and is multiplied by one more gate before
+each earlier key,
     s_ij = Σ_m q_im γ_im^(1/p) ⋯ γ_{j+1,m}^(1/p) k_jm.
-A product of gates is as accurate as its factors, and one that contains a closed gate is exactly 0. Gradients are
-Horner sums along the block: dq_i, decayed from the start of its block, meets its keys from the first on,
+A product of gates is as accurate as its factors, and exactly 0 if it contains a closed gate. Gradients are computed by
+Horner's scheme along the block: dq_i visits the keys of its block from the first one on,
     dq_i ← γ_j^(1/p) dq_i + W_ij k_j,    j = first of the block, …, i,
-and dk_j its queries from the last on. Both start from what all other blocks contribute (`backward`), so that this file
-also finishes the gradients.
+and dk_j visits its queries from the last one backwards. Both start from the contributions of all other blocks
+(`backward`), so the kernels here return the complete gradients.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def neighbour_scores_kernel(
     near_ptr, near_stride_b, near_stride_t, near_stride_h, length, padded, heads, pairs, tiles,
     GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """s_ij for the pairs j ≤ i of each block of a tile, 0 for j > i: (BLOCK, TILE) of each tile, keys first. Also the
-    scaled queries, which at the end have decayed from the start of their block."""
+    """The scores s_ij within each block of a tile, 0 for j > i, as (BLOCK, TILE): the key's position in its block, then
+    the query. Also the scaled queries, decayed from the start of their block."""
     tile, sequence = split_program_id(tiles)
     batch, head = (sequence // heads).to(tl.int32), (sequence % heads).to(tl.int32)
     kv_head = head // GROUP
@@ -67,8 +67,8 @@ def finish_gradients_kernel(
     dk_ptr, dk_stride_b, dk_stride_t, dk_stride_h, terms_ptr, totals_ptr, length, padded, kv_heads, pairs, tiles,
     GROUP: tl.constexpr, D: tl.constexpr, POWER: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk of a tile of tokens, and the terms of the gates' gradient, Σ (q_im dq_im) − k_im dk_im over the query
-    heads and the entries of each pair; and their sum over the tile."""
+    """dq and dk of a tile of tokens; the terms of the gates' gradient, Σ (q_im dq_im) − k_im dk_im over the query heads
+    and the two entries of each pair; and the sums of these terms over the tile."""
     tile, kv_sequence = split_program_id(tiles)
     batch, kv_head = (kv_sequence // kv_heads).to(tl.int32), (kv_sequence % kv_heads).to(tl.int32)
     first = tile * TILE
@@ -112,7 +112,7 @@ def finish_gradients_kernel(
             q *= tl.load(scale_ptr + sequence * length + queries, mask=present, other=0.0)
             weights_ptr = neighbours_ptr + sequence * BLOCK * padded
             dk += tl.load(weights_ptr + rows * padded + (starts + i)[:, None])[:, :, None] * q
-        # What a query adds to dk decays by the gates between the two.
+        # The contribution of a query to dk decays by the gates after the key, up to the query.
         roots = log_roots(log_gamma_ptr, batch, kv_head, queries, entries, length, kv_heads, pairs, POWER)
         dk *= tl.where((rows < i)[:, :, None], tl.exp(roots), 1.0)
     dk *= POWER
@@ -129,9 +129,11 @@ def finish_gradients_kernel(
 
 
 def neighbour_scores(q: Tensor, k: Tensor, log_gamma: Tensor, power: int, *, warps: int = 2) -> tuple[Tensor, Tensor]:
-    """Scores of the scaled queries with the keys of their block, (b, h, BLOCK, ≥ t) float32: the key's place in its
-    block, then the query; 0 for keys after the query and past the last token. And the scaled queries, decayed from the
-    start of their block, as `decays.decay_queries` computes them, too.
+    """Scores of scaled queries with the keys of their block; and the scaled queries, decayed from the start of their
+    block (the same as from `decays.decay_queries`).
+
+    The scores are (b, h, BLOCK, ≥ t) float32, indexed by the key's position in its block, then by the query. They are 0
+    for keys after the query and past the last token.
     """
     batch, length, heads, dim = q.shape
     padded = triton.cdiv(length, LARGEST_TILE) * LARGEST_TILE
@@ -157,11 +159,11 @@ def finish_gradients(
     Args:
         q, k, log_gamma: the inputs.
         scale: the queries' scales, (b, h, t) float32.
-        neighbours: T_ij dB_ij within blocks, laid out as `neighbour_scores`.
-        query_part: Σ_j T_ij dB_ij k_j over keys of earlier blocks, decayed to the start of the query's block,
-            (b, h, t, d) float32.
-        key_part: Σ_i T_ij dB_ij q_i over queries of later blocks, decayed from the end of the key's block,
-            (b, h_kv, t, d) float32.
+        neighbours: W_ij (see `backward`) within blocks, indexed as the scores of `neighbour_scores`.
+        query_part: Σ_j W_ij k_j over keys of earlier blocks, decayed to the start of the query's block, (b, h, t, d)
+            float32.
+        key_part: Σ_i W_ij q_i over queries of later blocks, decayed from the end of the key's block, (b, h_kv, t, d)
+            float32.
     """
     batch, length, kv_heads, dim = k.shape
     dq, dk = empty_aligned(q, *q.shape), empty_aligned(k, *k.shape)

@@ -1,6 +1,6 @@
-"""The attention and chunked forms with a gate per rotated pair as a PyTorch operator, with tile sizes (`tiles_for`).
+"""The PyTorch operator for the attention and chunked forms with a gate per rotated pair, and its tiles (`tiles_for`).
 
-As for one gate per head (`attention.op`), an operator takes and returns tensors and nothing else.
+As for one gate per head (`attention.op`), the operator takes and returns only tensors and numbers.
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.
@@ -26,9 +26,9 @@ from sympow.kernels.pair_gates.neighbours import finish_gradients, neighbour_sco
 from sympow.kernels.pair_gates.states import chunk_decays, scan_pairs
 from sympow.kernels.states.quadratic import ChunkStates, chunk_sums
 
-# Each begins with the tiles of an H200, as in `attention.op`.
+# Tiles for heads of up to 64 and above, each with those of an H200 first, as in `attention.op`.
 NARROW = (
-    # With at most 168 registers three CTAs of 128 threads fit on a multiprocessor.
+    # With at most 168 registers per thread, three CTAs of 128 threads fit on a multiprocessor.
     Tiles(shared_memory=64 * KIB, asynchronous=True, query={"registers": 168}),
     Tiles(shared_memory=52 * KIB, forward={"warps": 8}, key={"warps": 8}),
 )
@@ -79,13 +79,14 @@ def fused_pair_attention(
     chunk: int,
     train: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The attention or chunked form (p = 2): y (b, t, h, e), the rows' weights (b, h, t) for queries scaled by
-    `attention.op.query_scales`, and what the backward pass reads: the scores within blocks; and in the chunked form the
-    states (low, high and normalizer of `ChunkStates`) and φ(q) Z of each row's state, (b, h, t) float32, else empty.
+    """The attention or chunked form (p = 2). Returns y (b, t, h, e); the rows' weights (b, h, t) for queries scaled by
+    `attention.op.query_scales`; and for the backward pass the scores within blocks, the states (low, high and
+    normalizer of `ChunkStates`), and φ(q) Z of each row's state, (b, h, t) float32. The last four are empty if there is
+    only one chunk, as in the attention form.
 
     Args:
-        q, k, v: as in `sympow.attention`, already rotated, with head dims that are one power of two from 16 on.
-        log_gamma: one gate per pair, closed between documents, (b, t, h_kv, n) float32; pairs from n on have none.
+        q, k, v: as in `sympow.attention`, already rotated, all with the same head dimension, a power of two from 16 on.
+        log_gamma: one gate per pair, closed between documents, (b, t, h_kv, n) float32; pairs from n on have no gate.
         document_start, document_end: as in `common.Documents`, or None.
         power: p = 2.
         chunk: tokens per chunk, a multiple of 128; 0: the attention form.
@@ -165,14 +166,14 @@ def _attend_pairs_backward(
     """dq, dk, dv and d log γ.
 
     Args:
-        dy, d_weight: gradients of what `sympow::attend_pairs` returned.
-        saved: low, high, normalizer and past among its outputs.
-        the rest: its inputs and outputs.
+        dy, d_weight: gradients of y and of the rows' weights that `sympow::attend_pairs` returned.
+        saved: the outputs low, high, normalizer and past of `sympow::attend_pairs`.
+        the rest: inputs and outputs of `sympow::attend_pairs`.
     """
     tiles, length = tiles_for(q), q.shape[1]
     documents = _documents(document_start, document_end)
     log_gamma = log_gamma.contiguous()
-    # Computed again: kept, these would double what a training step keeps of queries and keys.
+    # Recomputed: saving these tables and the decayed tokens would double the memory for queries and keys in training.
     tables = decay_tables(log_gamma, q.shape[-1], power)
     divided, minus_delta = prepare(y, dy, weight, d_weight)
     low, high, normalizer, past = saved

@@ -1,6 +1,6 @@
-"""Plain PyTorch twin of the forms with a gate per rotated pair: whole matrices, from the paper's equations.
+"""Plain PyTorch twin of the kernels for a gate per rotated pair, with whole matrices, from the paper's equations.
 
-It shares no code with the kernels and needs no Triton. Both forms have this twin: they compute the same numbers.
+It shares no code with the kernels and needs no Triton. It is the twin of both forms, which compute the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def pair_attention_reference(
     """y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij, (b, t, h, e), and the weights Σ_{j≤i} B_ij, (b, h, t).
 
     B_ij = (Σ_m exp((G_im − G_jm)/p) (q_i · k_j)_m)^p over the pairs m of entries, with G the running sum of log γ
-    (paper §5, "vector gating", rotations already applied). A row without weight gives 0.
+    (paper §5, "vector gating", rotations already applied). y_i is 0 where the weight is 0.
 
     Args:
         q, k, v: (b, t, h, d), (b, t, h_kv, d), (b, t, h_kv, e); query head i reads key head i // (h / h_kv).
@@ -29,7 +29,7 @@ def pair_attention_reference(
     visible = position[:, None] >= position[None, :]
     if document_start is not None:
         visible &= document_start[:, None] <= position[None, :]
-    # Finite, so that differences are defined; exp(−800) is 0 in float64.
+    # Clamped to finite values, so that differences are defined; exp(−800) is 0 in float64.
     sums = (log_gamma.double() / power).clamp(min=-800.0).cumsum(1)
     scores = torch.zeros(q.shape[0], q.shape[2], length, length, dtype=q.dtype, device=q.device)
     for pair in range(q.shape[-1] // 2):

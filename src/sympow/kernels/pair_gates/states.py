@@ -1,10 +1,12 @@
 """States at the boundaries of chunks, p = 2, with a gate per rotated pair.
 
-After a chunk that ends at R, with every key decayed to R entry by entry, k'_j = exp((G_R − G_j)/p) k_j,
+The state after a chunk that ends at R is computed from keys that have decayed to R, each entry by its own gates,
+k'_j = exp((G_R − G_j)/p) k_j:
     S_ia = Σ_{j≤R} k'_ji k'_ja v_j        Z_ia = Σ_{j≤R} k'_ji k'_ja.
-The sums of each chunk alone are those of keys without gates (`states.quadratic.chunk_sums`). From one boundary to the
-next, feature (i, a) decays by the product of the decays of entries i and a across the chunk: `scan_pairs_kernel`. The
-gradients of the states are the same sums over later queries, decayed from R, and scanned backwards.
+`states.quadratic.chunk_sums` computes the sums over each chunk from decayed keys, as it does without gates. From one
+boundary to the next, feature (i, a) decays by the product of the decays of entries i and a across the chunk, which
+`scan_pairs_kernel` applies. The gradients of the states are the same sums over later queries, decayed from R, and
+scanned backwards.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ def _scan_block(
     per_entry, size, state_count, chunks,
     D: tl.constexpr, REVERSE: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scan of one block of the states' numbers, boundary by boundary."""
+    """Scans one block of the states' numbers over the boundaries."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     entry = first_entry + offsets // per_entry
     column = first_column + offsets % columns
@@ -34,7 +36,7 @@ def _scan_block(
     state = tl.zeros((BLOCK,), tl.float32)
     for step in tl.range(0, state_count, num_stages=4):
         index = state_count - 1 - step if REVERSE else step
-        # State n lies after chunk n; going backwards, the chunk after it lies between it and the state visited before.
+        # State n lies after chunk n. In reverse, chunk n + 1 lies between state n and the state visited before it.
         decay = decay_ptr + (sequence * chunks + index + REVERSE) * D
         state *= tl.load(decay + entry) * tl.load(decay + column)
         place = base + index.to(tl.int64) * size + offsets
@@ -50,9 +52,10 @@ def scan_pairs_kernel(
     xs, outs, others, product_ptr, decay_ptr, value_dim, state_count, chunks, high_columns,
     D: tl.constexpr, REVERSE: tl.constexpr, MULTIPLIED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """state_s = x_s + (d_i d_a) state_{s−1} over the boundaries s, with d the decays by entry across the chunk between
-    them; REVERSE: from the last one backwards. One launch scans S for the lower and the upper half of the entries, and
-    Z. MULTIPLIED: also the partial inner products of S with other states, each over numbers of one entry i.
+    """state_s = x_s + (d_i d_a) state_{s−1} over the boundaries s, where d is the decay of each entry across the chunk
+    between two boundaries. REVERSE: from the last boundary backwards. One launch scans S for the lower and the upper
+    half of the entries i, and Z. MULTIPLIED: also partial inner products of S with other states, each over numbers of
+    one entry i.
     """
     low_blocks = D // 2 * value_dim * D // BLOCK
     high_blocks = D // 2 * value_dim * high_columns // BLOCK
@@ -78,8 +81,8 @@ def scan_pairs_kernel(
 
 
 def chunk_decays(tables: DecayTables, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The decays by entry across each chunk, (b, h_kv, chunks, d) float32; and from the start of a tile's chunk to that
-    of the tile, and from the end of the tile to that of its chunk, (b, h_kv, tiles, d) float32."""
+    """Three decays per entry, float32: across each chunk, (b, h_kv, chunks, d); from the start of a chunk to that of
+    each of its tiles, (b, h_kv, tiles, d); and from the end of each tile to that of its chunk, of the same shape."""
     tiles = tables.across_tiles.shape[2]
     per_chunk = chunk // TILE
     chunks = -(-tiles // per_chunk)
@@ -96,16 +99,17 @@ def chunk_decays(tables: DecayTables, chunk: int) -> tuple[Tensor, Tensor, Tenso
 def scan_pairs(
     chunks: ChunkSums, decays: Tensor, other: ChunkStates | None = None
 ) -> tuple[ChunkStates, Tensor | None]:
-    """States at the boundaries between chunks. Sums in the dtype of the states are overwritten.
+    """States at the boundaries between chunks. They overwrite the sums S of `chunks`.
 
     Args:
-        chunks: the sums of each chunk alone, at the boundaries between chunks.
-        decays: by entry across each chunk, (b, h_kv, chunks, d) float32.
-        other: states at the same boundaries, with all features, for inner products with these; None: not wanted.
+        chunks: the sums over each chunk alone, at the boundaries between chunks.
+        decays: decays of each entry across each chunk, (b, h_kv, chunks, d) float32.
+        other: states at the same boundaries, with all features, for inner products with the result; None: no inner
+            products.
 
     Returns:
         the states; and the inner products by pair, Σ S_ia S'_ia + Z_ia Z'_ia over a and the entries i of the pair,
-        (b, h_kv, n, d/2) float64.
+        (b, h_kv, n, d/2) float64, or None.
     """
     batch, heads, state_count, half, value_dim, dim = chunks.low.shape
     assert not chunks.started and chunks.first == 1
