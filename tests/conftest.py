@@ -41,11 +41,10 @@ LONGEST_FILES = (
 )
 
 
-# Their tests run in one worker, which then starts one server or browser for all of them.
+# Their tests run in one worker, which then starts a server, converts a model or writes a report once for all of them.
 SHARED_FIXTURES = (
-    "test_inspection_in_browser.py",
-    "test_page.py",
-    "test_report_in_browser.py",
+    "test_conversion.py",
+    "test_run_report.py",
     "test_server.py",
     "test_server_limits.py",
 )

@@ -56,6 +56,7 @@ def test_every_tutorial_has_a_test():
     assert [path.name for path in TUTORIALS.glob("*.md") if f'follow("{path.name}")' not in source] == []
 
 
+@pytest.mark.slow
 def test_the_layer_in_your_model(follow):
     names = follow("layer_in_your_model.md")
     assert names["losses"][0] > 5

@@ -89,6 +89,7 @@ def same(one, other):
     )
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_noticed(tmp_path):
     small_state().save(tmp_path / "small")
     content = (tmp_path / "small").read_bytes()

@@ -7,6 +7,7 @@ import pytest
 from report.pages import overlaps, picture_of
 from serving.stand_in import BREAK_OFF, WAIT, StandIn
 
+pytestmark = pytest.mark.slow  # a browser
 HTML = "<img src=x onerror=fail()><b>bold</b><script>fail()</script>"
 LONG_NAME = "a_name_without_any_place_to_break_it_" * 4 + ".txt"
 PAPER = {"light": "#ffffff", "dark": "#1a1e24"}
@@ -109,7 +110,6 @@ def test_a_prompt_is_continued_as_tokens_come(page, server):
     ]
 
 
-@pytest.mark.slow
 def test_what_is_left_empty_is_not_sent_and_the_newest_text_comes_first(page, server):
     page.get_by_label("The model continues").fill("one")
     page.keyboard.press("Control+Enter")
@@ -125,7 +125,6 @@ def test_what_is_left_empty_is_not_sent_and_the_newest_text_comes_first(page, se
     assert not {"seed", "stop", "context"} & first.keys()
 
 
-@pytest.mark.slow
 def test_stop_cuts_the_connection_and_keeps_the_text(page, server):
     server.tokens = ["Once", " upon", WAIT, " a"]
     for key in ("Enter", "Escape"):
@@ -146,7 +145,6 @@ def test_stop_cuts_the_connection_and_keeps_the_text(page, server):
     expect(newest(page)).to_have_text("again")
 
 
-@pytest.mark.slow
 def test_settings_that_cannot_be_are_not_sent(page, server):
     page.get_by_label("Top-p").fill("1.5")
     page.locator("#settings summary").click()
@@ -201,7 +199,6 @@ def test_a_document_is_uploaded_read_asked_twice_and_deleted(page, server, tmp_p
     assert server.contexts == {}
 
 
-@pytest.mark.slow
 def test_a_choice_made_while_a_document_is_read_stays(page, server):
     server.add("other.txt")
     page.reload()
@@ -213,7 +210,6 @@ def test_a_choice_made_while_a_document_is_read_stays(page, server):
     expect(document(page, "other.txt").get_by_role("radio")).to_be_checked()
 
 
-@pytest.mark.slow
 def test_a_list_made_before_an_upload_does_not_take_the_document_away(page, server):
     server.send_lists.clear()
     with page.expect_request("**/v1/contexts"):
@@ -236,7 +232,6 @@ DROP = """
 """
 
 
-@pytest.mark.slow
 def test_documents_can_be_dropped_and_pasted(page, server):
     page.evaluate(DROP, {"one.txt": "Eins", "two.txt": "Zwei"})
     expect(document(page, "one.txt")).to_be_visible()
@@ -251,7 +246,6 @@ def test_documents_can_be_dropped_and_pasted(page, server):
     assert page.locator("#document-list .name").all_text_contents() == ["No document", "three", "two.txt", "one.txt"]
 
 
-@pytest.mark.slow
 def test_a_model_whose_state_grows_is_not_said_to_have_one_of_fixed_size(page, server):
     expect(page.locator("#about-documents")).to_contain_text("a state whose size does not depend on")
     server.state_bytes = None
@@ -261,7 +255,6 @@ def test_a_model_whose_state_grows_is_not_said_to_have_one_of_fixed_size(page, s
     expect(page.locator("#documents")).not_to_contain_text("state")
 
 
-@pytest.mark.slow
 def test_documents_of_the_server_are_listed_with_what_went_wrong(page, server):
     server.add("read.txt")
     server.add("bad.txt", status="failed", error="byte 17 is not UTF-8")
@@ -276,7 +269,6 @@ def test_documents_of_the_server_are_listed_with_what_went_wrong(page, server):
     expect(document(page, "half.txt")).to_have_count(0)
 
 
-@pytest.mark.slow
 def test_an_api_key_is_asked_for_and_sent_from_then_on(browser, server):
     server.key = "right"
     with open_page(browser, server) as page:
@@ -331,7 +323,6 @@ def test_refusals_are_explained(page, server):
     expect(newest(page)).to_have_text("aOnce upon a time")
 
 
-@pytest.mark.slow
 def test_a_stream_that_breaks_says_so_and_keeps_its_text(page, server):
     server.tokens = ["Once", BREAK_OFF]
     ask(page, "")
@@ -343,7 +334,6 @@ def test_a_stream_that_breaks_says_so_and_keeps_its_text(page, server):
     expect(newest(page)).to_have_text("Once")
 
 
-@pytest.mark.slow
 def test_a_document_that_is_too_large_is_refused_by_name(page, server):
     server.refusals.append(("/v1/contexts", 413, [], "the limit is 1 MB"))
     page.locator("#file").set_input_files({"name": "large.txt", "mimeType": "text/plain", "buffer": b"x" * 1000})
@@ -353,7 +343,6 @@ def test_a_document_that_is_too_large_is_refused_by_name(page, server):
     expect(document(page, "large.txt")).to_have_count(0)
 
 
-@pytest.mark.slow
 def test_a_document_that_is_gone_is_taken_off_the_list(page, server):
     server.add("gone.txt")
     page.reload()
@@ -365,7 +354,6 @@ def test_a_document_that_is_gone_is_taken_off_the_list(page, server):
     expect(page.get_by_label("No document")).to_be_checked()
 
 
-@pytest.mark.slow
 def test_a_server_that_is_gone_is_told_from_one_that_refuses(browser):
     server = StandIn()
     with open_page(browser, server) as page:
@@ -377,7 +365,6 @@ def test_a_server_that_is_gone_is_told_from_one_that_refuses(browser):
         expect(page.locator("#document-error")).to_contain_text("a.txt: The upload was cut off")
 
 
-@pytest.mark.slow
 def test_names_texts_and_messages_are_shown_literally(page, server):
     server.tokens = [HTML, "&lt;"]
     server.add(HTML, status="failed", error=HTML)
@@ -416,7 +403,6 @@ def fill(page, server):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (800, "light"), (1280, "dark")])
-@pytest.mark.slow
 def test_it_fits_every_width(browser, server, tmp_path, width, scheme):
     with open_page(browser, server, width=width, scheme=scheme, phone=width < 500) as page:
         fill(page, server)
@@ -437,7 +423,6 @@ UNNAMED = """
 """
 
 
-@pytest.mark.slow
 def test_every_control_has_a_name_and_a_place_in_the_order_of_tabs(page, server):
     fill(page, server)
     assert page.evaluate(UNNAMED) == []
@@ -450,7 +435,6 @@ def test_every_control_has_a_name_and_a_place_in_the_order_of_tabs(page, server)
         assert control in reached
 
 
-@pytest.mark.slow
 def test_nothing_moves_for_those_who_asked_for_that(page, server):
     page.emulate_media(reduced_motion="reduce")
     server.tokens = ["Once", WAIT]

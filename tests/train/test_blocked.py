@@ -51,6 +51,7 @@ def test_processes_with_other_settings_are_refused(start, tmp_path, name, value,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_processes_of_which_one_resumes_are_refused(start, finish, tmp_path):
     finish(tmp_path / "run", processes=2, steps=2)
     code = "import os, sys; os.environ['RANK'] == '1' and sys.argv.remove('--resume')"
