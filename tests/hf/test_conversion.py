@@ -1,5 +1,7 @@
 """Conversion of models and tokenizers between native and transformers, in both directions."""
 
+import json
+
 import pytest
 import safetensors.torch
 import torch
@@ -143,6 +145,13 @@ def test_what_cannot_be_converted_is_named(tmp_path):
     untied = SympowForCausalLM(SympowConfig(hidden_size=16, num_attention_heads=2, tie_word_embeddings=False))
     with pytest.raises(ValueError, match="lm_head tied to its embedding"):
         to_native(untied)
+    for kind, message in (
+        ("llama", "must hold a model of type 'sympow', got 'llama'"),
+        ("sympow_swapped", "swapped attention, which has no native counterpart: load it with AutoModelForCausalLM"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        with pytest.raises(ValueError, match=message):
+            to_native(tmp_path)
     with pytest.raises(TypeError, match=r"must be a tokenizer of sympow\.data, got int"):
         to_fast_tokenizer(3)
     with pytest.raises(TypeError, match=r"with a tokenizer\.json, got int"):

@@ -23,8 +23,10 @@ from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.hf.config import SympowConfig
 from sympow.hf.modeling import SympowForCausalLM
+from sympow.hf.swapped_config import MODEL_TYPE
 from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE, load_model, save_model
+from sympow.parsing import read_json
 
 TRANSFORMERS_CONFIG_FILE = "config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -171,11 +173,23 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
 
 
 def _existing(folder: Path | str) -> Path:
-    """The folder, if there is a model in it: transformers would look for any other name on the Hub."""
+    """The folder, if there is a model of ours in it.
+
+    transformers would look for any other name on the Hub, and initialise our model where it finds another.
+    """
     folder = Path(folder)
     if not (folder / TRANSFORMERS_CONFIG_FILE).is_file():
         hint = ", but a native model" if (folder / CONFIG_FILE).is_file() else ""
         raise ValueError(f"{folder} holds no model of transformers{hint}: {TRANSFORMERS_CONFIG_FILE} is missing")
+    config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if kind == MODEL_TYPE:
+        raise ValueError(
+            f"{folder} holds a model with swapped attention, which has no native counterpart: load it with "
+            "AutoModelForCausalLM of transformers after `import sympow`"
+        )
+    if kind != SympowConfig.model_type:
+        raise ValueError(f"{folder} must hold a model of type {SympowConfig.model_type!r}, got {kind!r}")
     return folder
 
 
