@@ -34,7 +34,9 @@ def pytest_configure(config):
 LONGEST_FILES = (
     "test_readme.py",
     "test_sm90.py",
+    "test_report_in_browser.py",
     "test_targets.py",
+    "test_attention.py",
     "test_mixin.py",
     "test_tutorials.py",
     "test_demo.py",
