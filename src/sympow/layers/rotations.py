@@ -98,10 +98,10 @@ class DataDependentRotation(Rotation):
     """β_i = 1 + tanh(W_β x_i): base class of the paper's rotation and of the one per pair.
 
     Attributes:
-        gradient_scale: factor on the gradient that comes back through β, to W_β and to x alike; the output is the same.
-            Each β rotates all later queries and keys, so its gradient is a sum over all later positions. Adam is
-            invariant to the scale of a parameter's gradient; the gradient of x and gradient clipping are not. Set by
-            training, and not saved with a model.
+        gradient_scale: factor on the gradient that comes back through β, to all its parameters and to x alike; the
+            output is the same. Each β rotates all later queries and keys, so its gradient is a sum over all later
+            positions. Adam is invariant to the scale of a parameter's gradient; the gradient of x and gradient clipping
+            are not. Set by training, and not saved with a model.
         detached: whether the gradient through β stops at W_β instead of reaching x. Set by training, likewise.
     """
 
@@ -125,15 +125,12 @@ class DataDependentRotation(Rotation):
         return x.detach() if self.detached else x
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
-        return self.rates(x.device), self.by_heads(self._scales(x, projected))
-
-    def _scales(self, x: Tensor, projected: Tensor | None) -> Tensor:
-        """1 + tanh(W_β x), (b, t, outputs)."""
-        beta = 1 + (project(self.source(x), self.beta_proj) if projected is None else projected).tanh()
-        if self.gradient_scale == 1:
-            return beta
-        # The term added is exactly zero; only its gradient is not.
-        return beta.detach() + self.gradient_scale * (beta - beta.detach())
+        projected = project(self.source(x), self.beta_proj) if projected is None else projected
+        beta = self.by_heads(1 + projected.tanh())
+        if self.gradient_scale != 1:
+            # The term added is exactly zero; only its gradient is not.
+            beta = beta.detach() + self.gradient_scale * (beta - beta.detach())
+        return self.rates(x.device), beta
 
 
 class ScaledRotation(DataDependentRotation):
@@ -257,7 +254,7 @@ def check_rotation_dim(kind: str, head_dim: int) -> None:
     """Raises a ValueError unless a rotation of this kind can have heads of this size."""
     if kind in (*TURNING, "half") and head_dim < 4:
         raise ValueError(
-            f"head_dim must be at least 4 for rotary={kind!r}, so that a pair of two can be turned; got {head_dim}"
+            f"head_dim must be at least 4 for rotary={kind!r}, so that one pair keeps its fixed rate; got {head_dim}"
         )
 
 
