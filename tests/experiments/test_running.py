@@ -239,6 +239,20 @@ def test_results_of_version_0_1_are_read_and_become_a_table(scale, tmp_path):
     assert Store(tmp_path / "results", tmp_path / "out").row(run)["final_loss"] == 2.5
 
 
+def test_a_table_keeps_runs_that_the_grid_does_not_have_now(scale, tmp_path):
+    """A grid that grows has no runs that depend on a result which is missing; their folders may be gone."""
+    runs = [scale.run("gating", context=32, seed=seed) for seed in range(3)]
+    for run in runs:
+        for name, content in made_up(run).items():
+            path = tmp_path / "out" / run.name / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+    Store(tmp_path, tmp_path / "out").write("one", runs)
+    shutil.rmtree(tmp_path / "out")
+    Store(tmp_path, tmp_path / "out").write("one", runs[1:2])
+    assert [run.name for run in read_table(tmp_path / "one.jsonl")] == [runs[n].name for n in (1, 0, 2)]
+
+
 def test_tables_that_disagree_are_refused(scale, tmp_path):
     run = scale.run("gating", context=32)
     for table, loss in (("one", 2.5), ("another", 2.25)):

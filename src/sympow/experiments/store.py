@@ -170,9 +170,16 @@ class Store:
         return "begun" if (self._out / run.name / CONFIG_FILE).is_file() else "new"
 
     def write(self, experiment: str, runs: Sequence[Run]) -> list[Path]:
-        """Writes the table of an experiment from those of its runs that are done, and returns the files."""
+        """Writes the table of an experiment from those of its runs that are done, and returns the files.
+
+        Runs that are in its table and not among these are kept: a grid that grows has them only as long as it has the
+        results that they depend on, and the table may be all that is left of them.
+        """
+        table = self._results / f"{experiment}{TABLE_ENDING}"
         stored = [one for run in runs if (one := self._find(run)) is not None]
-        return write_table(self._results / f"{experiment}{TABLE_ENDING}", stored)
+        names = {run.name for run in runs}
+        earlier = [row["run"] for row in read_rows(table)] if is_table(table) else []
+        return write_table(table, [*stored, *(self._runs[name] for name in earlier if name not in names)])
 
     def _find(self, run: Run) -> StoredRun | None:
         if run.name not in self._runs:
