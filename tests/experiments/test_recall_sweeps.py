@@ -11,10 +11,11 @@ from sympow.cli.app import app
 from sympow.data.multi_query_recall import draw_recall
 from sympow.experiments import RecallSweep
 from sympow.experiments.recall_sweep import best_recall
-from sympow.experiments.sweep import OutOfTimeError, SweepResults, run_sweep, run_sweeps
+from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep, run_sweeps
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, member_of, stack
+from sympow.train.signals import StopRequest
 
 MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "scalar", "rotary": "fixed", "short_conv": 3}
 TINY = RecallSweep(
@@ -82,8 +83,8 @@ def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, m
     checkpoint = tmp_path / "sweeps" / "tiny.sweep"
     times = iter(range(1000))
     monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
-    with pytest.raises(OutOfTimeError, match=r"stopped at step [1-5] of 6"):
-        run_sweep(TINY, "cpu", "a command", deadline=6, checkpoint=checkpoint)
+    with pytest.raises(StoppedError, match=r"stopped at step 3 of 6"):
+        run_sweep(TINY, "cpu", "a command", deadline=4, checkpoint=checkpoint)
     with pytest.raises(ValueError, match="other settings"):
         run_sweep(replace(TINY, rows=5), "cpu", "a command", checkpoint=checkpoint)
     said = []
@@ -93,6 +94,38 @@ def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, m
     for name in ("overall", "by_shape", "validation", "best_rate", "steps"):
         assert continued.rows["recall_tiny"][name] == whole.rows["recall_tiny"][name]
     assert list(checkpoint.parent.iterdir()) == []
+
+
+def test_a_sweep_that_is_killed_in_its_evaluation_is_not_trained_again(tmp_path, monkeypatch):
+    whole, checkpoint = run_sweep(TINY, "cpu", "a command"), tmp_path / "tiny.sweep"
+    with monkeypatch.context() as patch:
+        patch.setattr(RecallSweep, "evaluate", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint)
+    monkeypatch.setattr(StackedTraining, "update", None)
+    assert run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint).curves == whole.curves
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04" + bytes(40)])
+def test_a_damaged_checkpoint_is_named(tmp_path, content):
+    (tmp_path / "tiny.sweep").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tiny.sweep is damaged: remove it to start tiny anew"):
+        run_sweep(TINY, "cpu", "a command", checkpoint=tmp_path / "tiny.sweep")
+
+
+def test_a_signal_stops_a_sweep_and_leaves_the_others(tmp_path):
+    asked, said = StopRequest(), []
+
+    def say(line):
+        said.append(line)
+        asked.signal = "SIGINT"
+
+    results, others = SweepResults.read(tmp_path, "mine"), [replace(TINY, name="second"), replace(TINY, name="third")]
+    assert run_sweeps([TINY, *others], results, "cpu", str, None, say, tmp_path / "out", asked) == ["second", "third"]
+    assert [line.partition(":")[0] for line in said] == ["tiny"]
+    with pytest.raises(StoppedError, match="stopped at step 0 of 6"):
+        run_sweep(TINY, "cpu", "a command", checkpoint=tmp_path / "tiny.sweep", interruption=asked)
+    assert (tmp_path / "tiny.sweep").is_file()
 
 
 def test_an_unfinished_sweep_is_left_for_the_next_call(tmp_path):
@@ -109,6 +142,14 @@ def test_mistakes_are_named():
         replace(TINY, mixture=((8, 4), (16, 2)))
     with pytest.raises(ValueError, match="weights must be"):
         replace(TINY, weights=(1,))
+    for name, value, message in (
+        ("warmup", -3, "warmup must be at least 0, got -3"),
+        ("weight_decay", -1, "weight_decay must be at least 0, got -1"),
+        ("weight_decay", float("nan"), "weight_decay must be finite"),
+        ("target", float("inf"), "target must be finite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(TINY, **{name: value})
     with pytest.raises(ValueError, match="gating must be one of"):
         replace(TINY, model={**MODEL, "gating": "soft"})
 
@@ -118,6 +159,9 @@ def test_the_command_trains_and_reports(tmp_path):
         return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
     folders = ("--results", tmp_path / "results", "--out", tmp_path / "out")
+    wrong = invoke("experiment", "recall", "--scale", "cpu", "--set", "steps=2.5", "--plan", *folders)
+    assert wrong.exit_code == 2
+    assert "steps must be an int, got float" in wrong.output
     done = invoke("experiment", "recall", "--scale", "cpu", "--set", "steps=2", "--device", "cpu", *folders)
     assert done.exit_code == 0, done.output
     table = tmp_path / "results" / "recall.jsonl"
@@ -165,7 +209,7 @@ def test_a_sweep_continues_on_a_gpu_where_it_was_stopped(tmp_path, monkeypatch):
     sweep = replace(TINY, model={**MODEL, "width": 64, "heads": 4, "layers": 2}, steps=12, tokens_known=8_192)
     times = iter(range(10_000))
     monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
-    with pytest.raises(OutOfTimeError, match=r"stopped at step"):
+    with pytest.raises(StoppedError, match=r"stopped at step"):
         run_sweep(sweep, "cuda", "a command", deadline=8, checkpoint=tmp_path / "tiny.sweep")
     found = run_sweep(sweep, "cuda", "a command", checkpoint=tmp_path / "tiny.sweep")
     assert found.rows["recall_tiny"]["steps"] == 12

@@ -12,7 +12,7 @@ from sympow.cli.app import app
 from sympow.data.state_tracking import find_task
 from sympow.experiments import Sweep
 from sympow.experiments.grid import describe, find_sweeps
-from sympow.experiments.sweep import OutOfTimeError, SweepResults, run_sweep, run_sweeps
+from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep, run_sweeps
 from sympow.experiments.tracking_sweep import _mean_score, best_accuracies
 from sympow.report.sweep_report import accuracy_table
 from sympow.train.ensemble import StackedTraining
@@ -187,8 +187,10 @@ def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, m
     whole = run_sweep(longer, "cpu", "a command")
     times = iter(range(1000))
     monkeypatch.setattr("sympow.experiments.sweep.time.monotonic", lambda: next(times))
-    with pytest.raises(OutOfTimeError, match=r"stopped at step 1[78] of 20"):
-        run_sweep(longer, "cpu", "a command", deadline=37, checkpoint=tmp_path / "one.sweep")
+    with pytest.raises(StoppedError, match=r"stopped at step 17 of 20"):
+        run_sweep(longer, "cpu", "a command", deadline=18, checkpoint=tmp_path / "one.sweep")
+    with pytest.raises(ValueError, match=r"one.sweep is of another sweep, device or version, or has other settings"):
+        run_sweep(replace(longer, tasks=("count3", "copy")), "cpu", "a command", checkpoint=tmp_path / "one.sweep")
     continued = run_sweep(longer, "cpu", "a command", checkpoint=tmp_path / "one.sweep")
     assert continued.curves == whole.curves
     assert list(tmp_path.iterdir()) == []

@@ -161,8 +161,13 @@ def _run_sweeps(
     """
     from sympow.experiments.console import Display, print_sweep_plan, print_sweeps
     from sympow.experiments.sweep import SweepResults, run_sweeps, with_changes
+    from sympow.train.signals import stop_on_signals
 
-    sweeps = [with_changes(sweep, changes) for sweep in sweeps]
+    try:
+        sweeps = [with_changes(sweep, changes) for sweep in sweeps]
+    except TypeError as error:
+        # As for grids: an invalid argument of the user's, not a bug.
+        raise ValueError(str(error)) from error
     stored = SweepResults.read(folder, name)
     if plan:
         print_sweep_plan(name, sweeps, stored)
@@ -170,10 +175,13 @@ def _run_sweeps(
     device = choose_device(device)
     check_can_write("results", folder, "folder")
     check_can_write("out", out, "folder")
-    left = run_sweeps(sweeps, stored, device, command, minutes, Display().say, out)
+    with stop_on_signals() as interruption:
+        left = run_sweeps(sweeps, stored, device, command, minutes, Display().say, out, interruption)
     print_sweeps([row for row in stored.rows.values() if row["sweep"] in {sweep.name for sweep in sweeps}])
     if left:
         typer.echo(f"{len(left)} of {len(sweeps)} sweeps are left; run the same command to resume", err=True)
+    if interruption:
+        raise typer.Exit(130)
 
 
 def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
@@ -194,7 +202,10 @@ def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
 def _chosen(runs: list[Any], only: list[str] | None) -> list[Any]:
     chosen = [run for run in runs if _is_chosen(run, only)]
     if not chosen and only:
-        raise ValueError(f"only must match some of {', '.join(run.name for run in runs)}; got {', '.join(only)}")
+        raise ValueError(
+            f"only must match some of {', '.join(run.name for run in runs)}; got {', '.join(only)}. "
+            "Runs that depend on the results of others can be chosen once those have finished"
+        )
     return chosen
 
 

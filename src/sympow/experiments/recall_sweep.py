@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least
+from sympow.checks import check_at_least, check_finite
 from sympow.data.loader import prefetch
 from sympow.data.multi_query_recall import VOCABULARY, check_recall, draw_recall
 from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, rounded
@@ -66,6 +66,10 @@ class RecallSweep(BaseSweep):
         if len(self.weights) != len(self.mixture) or min(self.weights) < 1:
             raise ValueError(f"weights must be a number of at least 1 for each shape of mixture, got {self.weights}")
         check_at_least("evaluation_rows", self.evaluation_rows, VALIDATION_PART)
+        check_finite("target", self.target)
+        check_finite("weight_decay", self.weight_decay)
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
         super().__post_init__()
 
     @property

@@ -4,13 +4,15 @@
     RESULTS/EXPERIMENT.accuracy.jsonl    of the best learning rate: loss over training, and other curves
 
 A sweep takes seconds to minutes, so that there are no folders of runs: the files of the experiment are written anew
-whenever a sweep has finished, and a sweep that is in them is done. One that a time limit ends is saved and continued.
+whenever a sweep has finished, and a sweep that is in them is done. One that a time limit or a signal ends is saved, and
+the next call continues it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +31,15 @@ from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, stack
+from sympow.train.signals import StopRequest
 
 ACCURACY_ENDING = ".accuracy.jsonl"
 # First number of every seed after that of the run: rows of one kind are never those of another.
 TRAINING, VALIDATION, EVALUATION = range(3)
 # Losses over training.
 LOGGED = 32
-# Least seconds between two lines of progress.
-TOLD_SECONDS = 15
+# Least seconds between two lines of progress, and between two checkpoints.
+TOLD_SECONDS, SAVED_SECONDS = 15, 300
 _DIGITS = 4
 
 
@@ -73,6 +76,7 @@ class BaseSweep(ABC):
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "evaluation_rows"):
             check_at_least(name, getattr(self, name), 1)
+        check_at_least("warmup", self.warmup, 0)
         GPTConfig(vocab_size=self.vocabulary, **self.model)
 
     @property
@@ -130,8 +134,8 @@ class BaseSweep(ABC):
         raise NotImplementedError
 
 
-class OutOfTimeError(Exception):
-    """A sweep did not finish within the time limit. The next run of it continues."""
+class StoppedError(Exception):
+    """A sweep was stopped before its last step, by a time limit or a signal. The next run of it continues."""
 
 
 @dataclass
@@ -210,6 +214,7 @@ def run_sweep(
     deadline: float | None = None,
     checkpoint: Path | None = None,
     say: Callable[[str], None] = lambda _: None,
+    interruption: StopRequest | None = None,
 ) -> SweepResults:
     """Trains and evaluates all models of a sweep.
 
@@ -217,14 +222,17 @@ def run_sweep(
         device: "cpu" or "cuda".
         command: what repeats it, for the record.
         deadline: of `time.monotonic`; None: none.
-        checkpoint: where training is saved at the deadline and continued from, and which is removed at the end.
+        checkpoint: file in which training is saved, every few minutes and when it stops, and from which it continues;
+            removed at the end. None: there is none.
         say: prints a line of progress.
+        interruption: whether a signal asks training to stop; None: none does.
 
     Returns:
         the rows and curves of its tasks, without a folder.
 
     Raises:
-        OutOfTimeError: the deadline came before the last step.
+        StoppedError: the deadline or a signal came before the last step.
+        ValueError: the checkpoint is damaged, or of another sweep, device or version.
     """
     config = GPTConfig(vocab_size=sweep.vocabulary, **sweep.model)
     models = {}
@@ -235,7 +243,8 @@ def run_sweep(
     rates = torch.tensor([rate for _, rate, _ in sweep.places])
     every = max(1, sweep.steps // LOGGED)
     training = StackedTraining(stacked, rates, sweep.steps, warmup=sweep.warmup, log_every=every, **sweep.training)
-    trained = _train(sweep, training, device, deadline, checkpoint, say)
+    kept = None if checkpoint is None else _Checkpoint(checkpoint, sweep, device)
+    trained = _train(sweep, training, device, deadline, kept, say, interruption or StopRequest())
     logged, losses = training.losses()
     facts = {
         "settings": sweep.settings(),
@@ -256,9 +265,49 @@ def run_sweep(
         best = [losses[of_task[row["best_rate"], seed]].tolist() for seed in sweep.seeds]
         curves["loss"] = {"step": logged, "value": [[_loss(x) for x in values] for values in best]}
         found.curves[name] = {"run": name, **curves}
-    if checkpoint is not None:
-        checkpoint.unlink(missing_ok=True)
+    if kept is not None:
+        kept.path.unlink(missing_ok=True)
     return found
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """The training of a sweep on disk.
+
+    Attributes:
+        path: the file.
+        sweep, device: what it is of.
+    """
+
+    path: Path
+    sweep: BaseSweep
+    device: str
+
+    @property
+    def origin(self) -> str:
+        """What must be the same for training to continue, random numbers included."""
+        return json.dumps([__version__, torch.device(self.device).type, self.sweep.places, self.sweep.settings()])
+
+    def write(self, training: StackedTraining, seconds: float, finished: bool = False) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_suffix(".unfinished")
+        state = {"origin": self.origin, "seconds": seconds, "finished": finished, "training": training.state_dict()}
+        torch.save(state, unfinished)
+        unfinished.replace(self.path)
+
+    def read(self, training: StackedTraining) -> tuple[float, bool]:
+        """Continues training where the file left it; returns the seconds that it took, and whether it was finished."""
+        try:
+            saved = torch.load(self.path, map_location=self.device, weights_only=True)
+        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise ValueError(f"{self.path} is damaged: remove it to start {self.sweep.name} anew") from error
+        if not isinstance(saved, dict) or saved.get("origin") != self.origin:
+            raise ValueError(
+                f"{self.path} is of another sweep, device or version, or has other settings: remove it to start "
+                f"{self.sweep.name} anew"
+            )
+        training.load_state_dict(saved["training"])
+        return saved["seconds"], saved["finished"]
 
 
 def _train(
@@ -266,47 +315,41 @@ def _train(
     training: StackedTraining,
     device: str,
     deadline: float | None,
-    checkpoint: Path | None,
+    checkpoint: _Checkpoint | None,
     say: Callable[[str], None],
+    interruption: StopRequest,
 ) -> float:
     """Trains from the checkpoint, if there is one, to the last step; returns the seconds of all calls together."""
-    begin, before = time.monotonic(), 0.0
-    if checkpoint is not None and checkpoint.is_file():
-        saved = torch.load(checkpoint, map_location=device, weights_only=True)
-        if saved["settings"] != json.dumps(sweep.settings()):
-            raise ValueError(f"{checkpoint} is of {sweep.name} with other settings: remove it to start anew")
-        training.load_state_dict(saved["training"])
-        before = saved["seconds"]
+    before, finished = 0.0, False
+    if checkpoint is not None and checkpoint.path.is_file():
+        before, finished = checkpoint.read(training)
         say(f"{sweep.name}: continued at step {training.step:,} of {sweep.steps:,}")
-    told = begin
-    for batch in sweep.batches(device, training.step):
-        if deadline is not None and time.monotonic() >= deadline:
-            seconds = before + time.monotonic() - begin
-            if checkpoint is not None:
-                state = {
-                    "settings": json.dumps(sweep.settings()),
-                    "seconds": seconds,
-                    "training": training.state_dict(),
-                }
-                checkpoint.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = checkpoint.with_suffix(".unfinished")
-                torch.save(state, unfinished)
-                unfinished.replace(checkpoint)
-            raise OutOfTimeError(f"stopped at step {training.step:,} of {sweep.steps:,}")
+    begin = told = saved = time.monotonic()
+    for batch in () if finished else sweep.batches(device, training.step):
+        now = time.monotonic()
+        stopped = bool(interruption) or (deadline is not None and now >= deadline)
+        if checkpoint is not None and (stopped or now - saved > SAVED_SECONDS):
+            checkpoint.write(training, before + now - begin)
+            saved = now
+        if stopped:
+            raise StoppedError(f"stopped at step {training.step:,} of {sweep.steps:,}")
         training.update(*batch)
-        if sweep.validate_every and training.step % sweep.validate_every == 0 and training.step < sweep.steps:
+        words, enough = "", False
+        validated = sweep.validate_every and training.step % sweep.validate_every == 0
+        if validated and training.step < sweep.steps:
             words, enough = sweep.validate(training)
-            if enough or time.monotonic() - told > TOLD_SECONDS:
-                told = time.monotonic()
-                say(f"{sweep.name}: step {training.step:,} of {sweep.steps:,}, {words}")
-            if enough:
-                break
-        elif not sweep.validate_every and time.monotonic() - told > TOLD_SECONDS:
-            told = time.monotonic()
-            say(f"{sweep.name}: step {training.step:,} of {sweep.steps:,}")
+        if enough or ((words or not sweep.validate_every) and now - told > TOLD_SECONDS):
+            told = now
+            say(f"{sweep.name}: step {training.step:,} of {sweep.steps:,}{words and ', '}{words}")
+        if enough:
+            break
     if device == "cuda":
         torch.cuda.synchronize()
-    return before + time.monotonic() - begin
+    seconds = before + time.monotonic() - begin
+    if checkpoint is not None and not finished:
+        # Evaluation may take long, too.
+        checkpoint.write(training, seconds, finished=True)
+    return seconds
 
 
 def rounded(number: float) -> float:
@@ -327,6 +370,7 @@ def run_sweeps(
     minutes: float | None,
     say: Callable[[str], None],
     out: Path | None = None,
+    interruption: StopRequest | None = None,
 ) -> list[str]:
     """Runs those sweeps that are not done, writes results after each, and returns the names of those left.
 
@@ -334,7 +378,8 @@ def run_sweeps(
         command: what repeats one sweep, by its name.
         minutes: time limit, at which the sweep that is being trained is saved.
         say: prints a line of progress.
-        out: folder in which a sweep is saved at the time limit, for the next call to continue it; None: it is not.
+        out: folder in which a sweep is saved, for the next call to continue it if this one stops; None: it is not.
+        interruption: whether a signal asks the sweeps to stop; None: none does.
     """
     begin = time.monotonic()
     deadline = None if minutes is None else begin + 60 * minutes
@@ -343,14 +388,14 @@ def run_sweeps(
         if results.done(sweep):
             say(f"{sweep.name}: done before")
             continue
-        if deadline is not None and time.monotonic() >= deadline:
+        if interruption or (deadline is not None and time.monotonic() >= deadline):
             left.append(sweep.name)
             continue
         start = time.monotonic()
         checkpoint = None if out is None else out / f"{results.experiment}_{sweep.name}.sweep"
         try:
-            found = run_sweep(sweep, device, command(sweep.name), deadline, checkpoint, say)
-        except OutOfTimeError as error:
+            found = run_sweep(sweep, device, command(sweep.name), deadline, checkpoint, say, interruption)
+        except StoppedError as error:
             say(f"{sweep.name}: {error}")
             left.append(sweep.name)
             continue
