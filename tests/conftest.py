@@ -43,10 +43,9 @@ LONGEST_FILES = (
 )
 
 
-# Their tests run in one worker, which then starts a server, converts a model or writes a report once for all of them.
+# Their tests run in one worker, which then starts a server or converts a model once for all of them.
 SHARED_FIXTURES = (
     "test_conversion.py",
-    "test_run_report.py",
     "test_server.py",
     "test_server_limits.py",
 )

@@ -35,6 +35,7 @@ def caught(action):
     return result, str(warning.message)
 
 
+@pytest.mark.slow
 def test_modules_are_found_by_their_earlier_names():
     """In a process that has not imported them yet: an import warns once."""
     modules = {old: new for old, new in deprecated.MODULES.items() if triton_available() or ".kernels." not in new}

@@ -116,7 +116,7 @@ def test_a_model_trains_at_all_lengths_compiled_once():
 
 
 @interpreted
-@pytest.mark.parametrize("form", ["attention", "chunked"])
+@pytest.mark.parametrize("form", [pytest.param("attention", marks=pytest.mark.slow), "chunked"])
 @torch.no_grad()
 def test_kernels_are_compiled_once_for_all_lengths(form):
     pytest.importorskip("triton", reason="needs Triton")

@@ -43,14 +43,13 @@ def test_a_saved_model_comes_back(make, tokens, tmp_path):
     assert config.to_native() == model.config.to_native()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "order",
     [
         "import sympow; from transformers import AutoModelForCausalLM",
-        pytest.param("from transformers import AutoModelForCausalLM; import sympow", marks=pytest.mark.slow),
-        pytest.param(
-            "import sympow; from transformers import LlamaForCausalLM, AutoModelForCausalLM", marks=pytest.mark.slow
-        ),
+        "from transformers import AutoModelForCausalLM; import sympow",
+        "import sympow; from transformers import LlamaForCausalLM, AutoModelForCausalLM",
     ],
 )
 def test_the_auto_classes_know_it_in_a_fresh_process(folder, tokens, order):

@@ -15,7 +15,10 @@ from sympow.hf import StateLayer, attention_modules, swapped_layers
 from sympow.ops.state import State
 from sympow.ops.window import Window
 
-MODELS = ("llama", "mistral-window", "qwen2", "qwen3", "gpt2")
+MODELS = (
+    *("llama", "mistral-window", "gpt2"),
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3")),
+)
 PADDING = 49
 GREEDY = {"do_sample": False, "pad_token_id": PADDING}
 

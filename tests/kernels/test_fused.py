@@ -164,7 +164,9 @@ def test_one_token_that_nothing_answers_to():
 
 @interpreted
 @pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
-@pytest.mark.parametrize("rotation", ["none", "fixed", "scale", "pairs"])
+@pytest.mark.parametrize(
+    "rotation", ["scale", "pairs", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "fixed"))]
+)
 @pytest.mark.parametrize("gate", ["none", "scalar"])
 def test_states_at_both_ends(form, options, rotation, gate):
     inputs = random_inputs(7, batch=1, length=230, heads=4, key_heads=2, dim=8, value_dim=5, gate=gate,
@@ -231,7 +233,11 @@ def weights_like(x: torch.Tensor) -> torch.Tensor:
 @interpreted
 @pytest.mark.parametrize(
     ("power", "form", "options"),
-    [(2, "attention", {}), (4, "attention", {}), (2, "chunked", {"chunk_size": 128})],
+    [
+        (2, "attention", {}),
+        pytest.param(4, "attention", {}, marks=pytest.mark.slow),
+        (2, "chunked", {"chunk_size": 128}),
+    ],
 )
 @pytest.mark.parametrize(("gate", "rotation"), [("scalar", "scale"), ("none", "fixed"), ("scalar", "pairs")])
 def test_packed_documents_in_one_call(power, form, options, gate, rotation):

@@ -14,10 +14,10 @@ LONGEST = 290  # tokens of a case below
 @pytest.mark.parametrize(
     ("lengths", "kind", "offsets", "fused", "options"),
     [
-        ([140, 30, 9], {}, None, [True, True, True], {}),
+        pytest.param([140, 30, 9], {}, None, [True, True, True], {}, marks=pytest.mark.slow),
         ([20, 0, 9], {"gate": "none", "rotation": "fixed"}, None, [True, False, True], {}),
         # Ranks with one slice of a document run the fused kernels, those with several do not.
-        ([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}),
+        pytest.param([30, 40, 20], {}, [0, 20, 80, 90], [False, True, False], {}, marks=pytest.mark.slow),
         # Several chunks per rank; gates closed at the first token of a rank and of a chunk.
         pytest.param(
             [130, 140, 20],

@@ -20,6 +20,7 @@ from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
 from sympow.report.run_report import report_data, write_report
 
+pytestmark = pytest.mark.slow  # reports of several runs
 plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 
 

@@ -30,8 +30,8 @@ def test_two_by_two_processes_equal_one_and_others_go_on(finish, alone, tmp_path
     "changes",
     [
         {"short": "pack", "micro_batch_tokens": 66, "recompute": True},
-        {"mixer": "softmax", "gating": "scalar", "short": "pack"},
-        {"power": 4, "gating": "vector", "rotary": "learned"},
+        pytest.param({"mixer": "softmax", "gating": "scalar", "short": "pack"}, marks=pytest.mark.slow),
+        pytest.param({"power": 4, "gating": "vector", "rotary": "learned"}, marks=pytest.mark.slow),
     ],
     ids=["packed", "softmax", "vector"],
 )
