@@ -95,11 +95,7 @@ def test_scripts_that_are_named_exist_and_know_their_flags(command, monkeypatch,
 def test_every_command_from_a_fresh_clone(tmp_path):
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-    # The dependencies that `make` installed here are found there: to install them again takes minutes, and into an
-    # empty environment the next test does.
-    subprocess.run([sys.executable, "-m", "venv", str(clone / ".venv")], check=True)
-    (packages,) = (clone / ".venv").glob("lib/python3*/site-packages")
-    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    make_environment(clone / ".venv")
     type_in(clone, readme.shell_commands(), clone / ".venv")
     assert (clone / "runs/first/model/model.safetensors").exists()
     assert (clone / "report/index.html").exists()
@@ -108,8 +104,8 @@ def test_every_command_from_a_fresh_clone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wheel_in_an_empty_environment(tmp_path):
-    """Without the repository: pip installs the wheel in place of the folder, and the first commands run.
+def test_a_wheel_without_the_repository(tmp_path):
+    """pip installs the wheel in place of the folder, and the first commands run.
 
     The others, which the test above runs, find what they find there, since the wheel has every file of the package.
     """
@@ -119,11 +115,23 @@ def test_a_wheel_in_an_empty_environment(tmp_path):
     listed = subprocess.run(["git", "ls-files", "sympow"], cwd=ROOT / "src", check=True, capture_output=True, text=True)
     assert set(listed.stdout.splitlines()) <= set(zipfile.ZipFile(wheel).namelist())
     shutil.copy(ROOT / "constraints.txt", tmp_path)
-    empty = tmp_path / "empty"
-    subprocess.run([sys.executable, "-m", "venv", str(empty)], check=True)
+    environment = tmp_path / "environment"
+    make_environment(environment)
     commands = [c.replace("'.[", f"'./{wheel.name}[") for c in readme.shell_commands() if not c.startswith("make")]
-    type_in(tmp_path, [*commands[: commands.index("sympow train") + 1], "sympow report runs/ -o report"], empty)
+    type_in(tmp_path, [*commands[: commands.index("sympow train") + 1], "sympow report runs/ -o report"], environment)
     assert (tmp_path / "report/index.html").exists()
+
+
+def make_environment(folder: Path) -> None:
+    """A virtual environment with links to the dependencies of this one: to install them once more takes minutes."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    (folder / "dependencies").mkdir()
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        # Without this package: pip does not install a wheel of a version that is there.
+        if "sympow" not in package.name:
+            (folder / "dependencies" / package.name).symlink_to(package)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    (packages / "dependencies.pth").write_text(str(folder / "dependencies"))
 
 
 def type_in(folder: Path, commands: list[str], environment: Path) -> None:

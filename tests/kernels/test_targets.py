@@ -13,11 +13,12 @@ pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.slow
 TOOL = Path(__file__).parent / "targets.py"
 # All kernels for one GPU, and for the others those that come closest to what it has; `make gpu-targets` compiles all of
-# them for all. sm_80 has the tiles of sm_89 and more memory. Triton's own part allocates the memory, so it has to do.
+# them for all. sm_89 has as much memory as sm_120, and sm_80 more. Triton's own part allocates the memory, so it has to
+# do.
 FLOAT16, FLOAT32 = (
     f"chunked form with states, {heads}" for heads in ("float16, p = 2, heads of 128", "float32, p = 2, heads of 64")
 )
-CALLS = {"sm_120": "", "gfx942": FLOAT16, "sm_89": FLOAT32, "sm_100": FLOAT32}
+CALLS = {"sm_120": "", "gfx942": FLOAT16, "sm_100": FLOAT32}
 # Columns of tensor memory of a multiprocessor of sm_100.
 TENSOR_MEMORY = 512
 

@@ -319,7 +319,7 @@ def test_kill_9_while_contexts_are_written(opened, model_folder, text_model, tmp
 @pytest.mark.slow
 def test_kill_9_at_many_moments(model_folder, text_model, tmp_path):
     draw = random.Random(0)
-    for _ in range(12):
+    for _ in range(6):
         kill_a_writer(model_folder, tmp_path, draw.uniform(0, 0.2))
         folder = ContextFolder(tmp_path, text_model.model, fingerprint_of(text_model.model))
         count = check_after_kill(folder, text_model)
