@@ -196,6 +196,12 @@ class Window(PortableWindow):
         """
         return replace(self._map(lambda tensor: tensor[start:stop]), workspace=None)
 
+    @property
+    def _kind(self) -> tuple[Any, ...]:
+        """What windows of one batch share: power, heads, key dim, value dim, width of gates, rotated, short_conv."""
+        sizes = (*self.keys.shape[1:3], self.value_dim, self.decay.shape[3])
+        return self.power, *sizes, self.phase is not None, conv_shape(self)
+
     def take(self, row: int) -> Window:
         """One sequence of the batch, as a window of its own, which `put` puts back."""
         return self._rows(row, row + 1).clone()
@@ -217,10 +223,7 @@ class Window(PortableWindow):
         if not isinstance(sequence, Window):
             raise TypeError(f"sequence must be a sympow.State or a Window, got {type(sequence).__name__}")
         fitted = sequence if sequence.capacity == self.capacity else sequence.resized(self.capacity)
-        kinds = [
-            (w.power, *w.keys.shape[1:3], w.value_dim, w.decay.shape[3], w.phase is not None, conv_shape(w))
-            for w in (fitted, self)
-        ]
+        kinds = [w._kind for w in (fitted, self)]
         if fitted.keys.shape[0] != 1 or kinds[0] != kinds[1] or (self.kv is None and fitted.kv is not None):
             raise ValueError(
                 "sequence must be one sequence and agree with the window in (power, heads, key dim, value dim, gates, "
@@ -270,22 +273,11 @@ class Window(PortableWindow):
         """Joins windows, of any numbers of tokens, into one batch with just the capacity for the longest."""
         if not windows:
             raise ValueError("windows must hold at least one window, got none")
-        kinds = {
-            (
-                w.power,
-                *w.keys.shape[1:3],
-                w.value_dim,
-                w.decay.shape[3],
-                w.phase is not None,
-                w.kv is not None,
-                conv_shape(w),
-            )
-            for w in windows
-        }
+        kinds = {(*w._kind, w.kv is not None) for w in windows}
         if len(kinds) > 1:
             raise ValueError(
-                "windows to be joined must agree in (power, heads, key dim, value dim, gates, rotated, with a state, "
-                "short_conv); "
+                "windows to be joined must agree in (power, heads, key dim, value dim, gates, rotated, short_conv, "
+                "with a state); "
                 f"got {sorted(kinds)}"
             )
         tokens = max(window.tokens for window in windows)
