@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import sympow
 from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
@@ -359,6 +360,32 @@ def test_operators_pass_pytorchs_own_checks():
     tables = (feature_indices(16, 2, inputs.q.device), multinomial_weights(16, 2, torch.float32, inputs.q.device))
     before = state.detach()
     torch.library.opcheck(decode_op.fused_decode, (*token, before.kv, before.normalizer, before.phase, *tables))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("power", "form", "gate", "rotation"),
+    [
+        (2, "attention", "scalar", "scale"),
+        (2, "chunked", "scalar", "fixed"),
+        (2, "attention", "vector", "pairs"),
+        (4, "chunked", "scalar", "none"),
+    ],
+)
+def test_gradient_checkpointing_changes_no_bit(power, form, gate, rotation):
+    """PyTorch frees a tensor that it computed again when the backward pass has read it once."""
+    inputs = random_inputs(7, length=140, heads=2, key_heads=1, dim=4, value_dim=4, gate=gate, rotation=rotation,
+                           dtype=torch.float32).requires_grad()  # fmt: skip
+
+    def call(*arguments):
+        return run(replace(inputs, **dict(zip(names, arguments, strict=True))), power, form, backend="triton", **options)
+
+    options = {"chunk_size": 128} if form == "chunked" else {}
+    names = [name for name, value in inputs.arguments().items() if value is not None]
+    tensors = inputs.tensors()
+    recomputed = checkpoint(call, *tensors, use_reentrant=False)
+    for got, want in zip(gradients(recomputed, inputs), gradients(call(*tensors), inputs), strict=True):
+        assert torch.equal(got, want)
 
 
 @interpreted

@@ -356,8 +356,10 @@ def _save_rotate(ctx, inputs, output) -> None:
 
 def _differentiate_rotate(ctx, dq, dk, _):
     want_theta = ctx.needs_input_grad[3]
-    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *ctx.saved_tensors, ctx.relative, want_theta)
-    *_, theta, start, _ = ctx.saved_tensors
+    # Read once: gradient checkpointing frees what it computed again after the first read.
+    saved = ctx.saved_tensors
+    *_, theta, start, _ = saved
+    d_q, d_k, d_beta, d_theta, d_start = _rotate_backward(dq, dk, *saved, ctx.relative, want_theta)
     beta_gradient = None
     if ctx.beta is not None:
         shape, dtype = ctx.beta
