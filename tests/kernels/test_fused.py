@@ -15,7 +15,9 @@ pytest.importorskip("triton", reason="needs Triton")
 import triton
 import triton.language as tl
 
+from sympow.kernels.attention import op as attention_op
 from sympow.kernels.common import round_to
+from sympow.ops import dispatch
 
 
 def compare(inputs: Inputs, power: int, form: str, *, cu_seqlens=None, **options) -> None:
@@ -184,6 +186,40 @@ def test_states_at_both_ends(form, options, rotation, gate):
 
 
 @interpreted
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("lengths", "given", "returned", "rotation", "gate"),
+    [
+        ([256, 256, 138], False, False, "scale", "scalar"),
+        ([256, 256, 1], True, True, "fixed", "none"),
+        ([256, 244], False, True, "pairs", "scalar"),
+    ],
+)
+def test_without_gradients_long_sequences_run_in_segments(monkeypatch, lengths, given, returned, rotation, gate):
+    """Each segment of at most two chunks continues from the state after the one before."""
+    inputs = random_inputs(9, batch=2, length=sum(lengths), heads=2, key_heads=1, dim=8, value_dim=5, gate=gate,
+                           rotation=rotation, dtype=torch.float32)  # fmt: skip
+    exact, options, exact_options = inputs.map(lambda t: t.double()), {}, {}
+    if given:
+        _, exact_options["initial_state"] = run(exact, 2, "attention", backend="torch", return_state=True)
+        options["initial_state"] = exact_options["initial_state"].to(dtype=torch.float32)
+    expected, after = run(exact, 2, "attention", backend="torch", return_state=True, **exact_options)
+    # Two sequences of one key head, padded to 32 entries, in float32, and summed in float32.
+    monkeypatch.setattr(dispatch, "CHUNK_STATE_BYTES", 2 * 2 * 32**3 * 8)
+    found, attend = [], attention_op.fused_attention
+    monkeypatch.setattr(attention_op, "fused_attention", lambda q, *rest: found.append(q.shape[1]) or attend(q, *rest))
+    y = run(inputs, 2, "chunked", backend="triton", chunk_size=128, return_state=returned, **options)
+    if returned:
+        y, state = y
+        assert_close(state.kv, after.kv, 5e-6, "kv")
+        assert_close(state.normalizer, after.normalizer, 5e-6, "normalizer")
+        assert_close(state.phase.cos(), after.phase.cos(), 1e-12, "phase")
+    assert_close(y, expected, 5e-6, "y")
+    # One token after a state is decoded.
+    assert found == [length for length in lengths if length > 1]
+
+
+@interpreted
 @pytest.mark.parametrize(
     ("power", "form", "options", "gate"),
     [
@@ -338,7 +374,6 @@ def test_rounding_to_bfloat16_keeps_infinities_and_what_is_not_a_number():
 @pytest.mark.slow
 def test_operators_pass_pytorchs_own_checks():
     from sympow.kernels import rotary as rotation_op
-    from sympow.kernels.attention import op as attention_op
     from sympow.kernels.common import locate
     from sympow.kernels.decode import op as decode_op
     from sympow.ops.symmetric import feature_indices, multinomial_weights
@@ -378,7 +413,9 @@ def test_gradient_checkpointing_changes_no_bit(power, form, gate, rotation):
                            dtype=torch.float32).requires_grad()  # fmt: skip
 
     def call(*arguments):
-        return run(replace(inputs, **dict(zip(names, arguments, strict=True))), power, form, backend="triton", **options)
+        return run(
+            replace(inputs, **dict(zip(names, arguments, strict=True))), power, form, backend="triton", **options
+        )
 
     options = {"chunk_size": 128} if form == "chunked" else {}
     names = [name for name, value in inputs.arguments().items() if value is not None]

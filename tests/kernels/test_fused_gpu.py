@@ -8,6 +8,7 @@ import torch
 
 import sympow
 from support import Inputs, run_plain
+from sympow.ops import dispatch
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -336,3 +337,29 @@ def test_a_compiled_training_step_is_one_graph():
     graph = results(inputs, lambda x: compiled(*x.tensors()))
     for name, value in eager.items():
         assert error(graph[name], value.double()) <= 1e-2, name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("return_state", [False, True])
+def test_memory_without_gradients_does_not_grow_with_the_context(monkeypatch, return_state):
+    """Beside inputs and outputs. The states of all chunks of 262,144 tokens take 8 GiB, or 24 if one is returned."""
+    budget = 5 * 2**30
+
+    def call(length):
+        generator = torch.Generator("cuda").manual_seed(0)
+        q, k, v = torch.randn(3, 1, length, 8, 128, device="cuda", generator=generator).bfloat16()
+        log_gamma = -0.01 * torch.rand(1, length, 8, device="cuda", generator=generator)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        result = sympow.attention(q, k, v, 2, log_gamma, form="chunked", backend="triton", return_state=return_state)
+        y = result[0] if return_state else result
+        return y, torch.cuda.max_memory_allocated() - before - y.nbytes
+
+    y, extra = call(262_144)
+    assert extra <= budget
+    assert call(524_288)[1] <= budget
+    monkeypatch.setattr(dispatch, "CHUNK_STATE_BYTES", 2**60)
+    at_once, extra = call(262_144)
+    assert extra > 8 * 2**30
+    # Both are within the rounding of bfloat16 of the exact values.
+    assert (y.double() - at_once.double()).norm() <= 5e-3 * at_once.double().norm()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from sympow.ops.compilation import is_known
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form, crossover_length
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ LEAST_CAPABILITY = (8, 0)
 # Limits of the attention kernels.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_POWERS = (2, 4, 6, 8)
+# Smaller heads are padded to this size: the smallest that the kernels are compiled for.
+SMALLEST_DIM = 32
 LARGEST_DIM = 128
 # The same for float32, except on Hopper.
 LARGEST_FLOAT32_DIM = 64
@@ -45,6 +48,10 @@ CROSS_ENTROPY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Tokens per chunk on the kernels, p = 2. Larger chunks spend more on scores, smaller ones on states in memory.
 CHUNK_SIZE = 1024
+# Bytes of chunk states (p = 2) that a call without gradients holds at a time. Longer sequences are computed in
+# segments, so that these do not grow with the context. 4 GiB are the states of 43,000 tokens with 8 key heads of 128,
+# enough to fill a GPU.
+CHUNK_STATE_BYTES = 4 * 2**30
 # The kernels compute about d² features, nearly twice the symmetric ones, and reach a smaller MFU with them than with
 # scores. The chunked form is faster from so many times the context where the operations balance (for p = 4 and heads of
 # 16 from a little more).
@@ -352,6 +359,33 @@ def kernel_chunk(sequence: Sequence, form: str, chunk_size: int | None, with_sta
 def quadratic_chunk(length: int, chunk_size: int | None) -> int:
     """Tokens per chunk on the chunked kernels of p = 2, no more than one chunk needs."""
     return min(chunk_size or CHUNK_SIZE, CHUNK_MULTIPLE * -(-length // CHUNK_MULTIPLE))
+
+
+def quadratic_segment(sequence: Sequence, chunk: int, return_state: bool) -> int:
+    """Tokens that a call without gradients computes at a time, p = 2: all, or a multiple of `chunk` for which the
+    states of all chunks take at most CHUNK_STATE_BYTES, if a single chunk does.
+
+    Args:
+        chunk: tokens per chunk.
+        return_state: whether the state after the last token is asked for. Chunks are then summed in float32.
+    """
+    if not is_known(sequence.batch) or not is_known(sequence.length):
+        return sequence.length
+    entries = sequence.batch * sequence.key_heads * padded_dim(sequence) ** 3
+    chunks = -(-sequence.length // chunk)
+    itemsize = sequence.q.dtype.itemsize
+    if chunks * entries * (itemsize + 4 * return_state) <= CHUNK_STATE_BYTES:
+        return sequence.length
+    # All segments but the last return a state.
+    most = max(1, CHUNK_STATE_BYTES // (entries * (itemsize + 4)))
+    segments = -(-chunks // most)
+    return chunk * -(-chunks // segments)
+
+
+def padded_dim(sequence: Sequence) -> int:
+    """The size to which the kernels pad heads with zeros, keys and values alike."""
+    dim = max(sequence.key_dim, sequence.value_dim)
+    return max(SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
 def _chunked_pays(sequence: Sequence, with_states: bool) -> bool:

@@ -18,6 +18,8 @@ from sympow.ops.dispatch import (
     backend_for,
     kernel_chunk,
     late_queries_unsupported_reason,
+    padded_dim,
+    quadratic_segment,
     require_supported,
 )
 from sympow.ops.numerics import log_gate_root, without_autocast
@@ -39,9 +41,6 @@ from sympow.ops.validation import (
     check_tensors,
     document_offsets,
 )
-
-# Head dims are padded to a power of two of at least this: what the attention kernels are compiled for.
-SMALLEST_DIM = 32
 
 
 @overload
@@ -225,6 +224,12 @@ def _run(
     documents = None if cu_seqlens is None else locate(cu_seqlens.to(sequence.q.device), sequence.length)
     with_states = initial_state is not None or return_state
     chunk = kernel_chunk(sequence, form, chunk_size, with_states)
+    # With p = 2 the chunked kernels take states in and out. Otherwise `_add_past` adds what states contribute.
+    carries_states = chunk > 0 and sequence.power == 2 and not sequence.vector_gate
+    if carries_states and not needs_grad and documents is None:
+        segment = quadratic_segment(sequence, chunk, return_state)
+        if segment < sequence.length:
+            return _run_in_segments(sequence, initial_state, return_state, segment, chunk)
     rotated = sequence
     if sequence.theta is not None:
         q, k = fused_rotation(
@@ -236,9 +241,7 @@ def _run(
         log_gamma = close_gates(log_gamma, documents, sequence.key_heads)
     rotated = replace(rotated, log_gamma=log_gamma)
 
-    # With p = 2 the chunked kernels take states in and out. Otherwise `_add_past` adds what states contribute.
-    carries_states = chunk > 0 and sequence.power == 2 and not sequence.vector_gate
-    dim = max(_padded_dim(sequence.key_dim), _padded_dim(sequence.value_dim))
+    dim = padded_dim(sequence)
     full_state: tuple[Tensor | None, Tensor | None] = (None, None)
     if carries_states and initial_state is not None:
         kv, normalizer = initial_state.kv.to(torch.float32), initial_state.normalizer.to(torch.float32)
@@ -287,6 +290,19 @@ def _run(
     if sequence.theta is not None:
         phase = phase_after(sequence.theta, sequence.beta, start, sequence.length, sequence.batch, sequence.key_heads)
     return y, _state_after(sequence, kv, normalizer, phase)
+
+
+def _run_in_segments(
+    sequence: Sequence, initial_state: State | None, return_state: bool, segment: int, chunk: int
+) -> tuple[Tensor, State | None]:
+    """As `_run` in the chunked form on the kernels, segment by segment, each from the state after the one before."""
+    y = sequence.q.new_empty(*sequence.q.shape[:3], sequence.value_dim)
+    state = initial_state
+    for start in range(0, sequence.length, segment):
+        part = sequence[start : start + segment]
+        more = start + segment < sequence.length
+        y[:, start : start + segment], state = _run(part, state, return_state or more, "chunked", chunk, "triton")
+    return y, state
 
 
 def _state_after(sequence: Sequence, kv: Tensor, normalizer: Tensor, phase: Tensor | None) -> State:
@@ -370,10 +386,6 @@ def _decay(sequence: Sequence) -> Tensor:
 def _by_head(x: Tensor, sequence: Sequence) -> Tensor:
     """(b, t, h, n) → (b, h_kv, g, t, n)."""
     return x.unflatten(2, (sequence.key_heads, sequence.group)).permute(0, 2, 3, 1, 4)
-
-
-def _padded_dim(dim: int) -> int:
-    return max(SMALLEST_DIM, 1 << (dim - 1).bit_length())
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
