@@ -25,8 +25,6 @@ BROWSER_FLAGS = (
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device; run with -m gpu on a machine that has one")
     config.addinivalue_line("markers", "slow: takes many seconds; `make test-slow` runs these")
-    # Registered by pytest-xdist, too, if it is installed.
-    config.addinivalue_line("markers", "xdist_group: tests that run in one worker, with `--dist loadgroup`")
     config.addinivalue_line("markers", "index: reads the package index for minutes; run with -m index (make resolve)")
 
 
@@ -43,7 +41,7 @@ LONGEST_FILES = (
 )
 
 
-# Their tests run in one worker, which then starts a server or converts a model once for all of them.
+# Tests of such a file run in one worker, which then starts a server or converts a model once for all of them.
 SHARED_FIXTURES = (
     "test_conversion.py",
     "test_server.py",
@@ -51,10 +49,22 @@ SHARED_FIXTURES = (
 )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Groups tests by file for SHARED_FIXTURES; with `--dist loadgroup`, whose own marks pytest 9.2 does not pass on."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if os.path.basename(file) in SHARED_FIXTURES else nodeid
+
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(config, items):
-    for item in items:
-        if item.path.name in SHARED_FIXTURES:
-            item.add_marker(pytest.mark.xdist_group(item.path.name))
     if config.getoption("-m") == "slow":
         order = {name: number for number, name in enumerate(LONGEST_FILES)}
         items.sort(key=lambda item: order.get(item.path.name, len(order)))
