@@ -315,7 +315,6 @@ def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -
 
 # What the figures show, by label.
 SHOWN = {
-    "all layers, untrained": ("all-0", START),
     "all layers, after matching": ("all-0", "match"),
     "all layers, after distillation": ("all-0", "distill"),
     "all layers, without stage 1": ("all-0", f"distill-{WITHOUT_MATCH}"),

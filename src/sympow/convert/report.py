@@ -120,6 +120,7 @@ def late_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     """Loss against position, on the longest sequences."""
+    evaluations = _drawn(evaluations)
     longest, shortest = max(_contexts(evaluations)), min(_contexts(evaluations))
     figure, (axes,) = make_panels(1, width=7, height=4.2)
     styles = _styles(evaluations)
@@ -129,13 +130,13 @@ def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     axes.axvline(shortest, color="#8886", linewidth=1)
     axes.set(xscale="log", xlabel="position (tokens)", ylabel="loss (nats per token)")
     axes.xaxis.set_major_formatter(plain_numbers())
-    _limit(axes, [list(one.by_context[longest].by_position.values()) for one in _trained(evaluations)])
     set_title(axes, f"Held-out loss by position; the line is the training context, {shortest:,}")
     _finish(figure, [axes], path)
 
 
 def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     """Mean loss against the length of sequences."""
+    evaluations = _drawn(evaluations)
     contexts = _contexts(evaluations)
     figure, (axes,) = make_panels(1, width=7, height=4.2)
     styles = _styles(evaluations)
@@ -143,7 +144,6 @@ def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
         axes.plot(contexts, [one.by_context[c].loss for c in contexts], label=name, **styles[name].with_marker)
     axes.set(xlabel="context (tokens)", ylabel="loss (nats per token)")
     set_context_ticks(axes, contexts)
-    _limit(axes, [[one.by_context[c].loss for c in contexts] for one in _trained(evaluations)])
     set_title(axes, "Mean held-out loss by context")
     _finish(figure, [axes], path)
 
@@ -182,16 +182,10 @@ def _styles(evaluations: Mapping[str, Evaluation]) -> dict[str, Style]:
     return styles
 
 
-def _trained(evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
-    return [one for one in evaluations.values() if one.name != START]
-
-
-def _limit(axes: Any, curves: Sequence[Sequence[float]]) -> None:
-    """Limits the y axis to these curves and a margin; the curve of an untrained student would flatten the others."""
-    finite = [loss for curve in curves for loss in curve if math.isfinite(loss)]
-    if finite and max(finite) > min(finite):
-        margin = 0.05 * (max(finite) - min(finite))
-        axes.set_ylim(min(finite) - margin, max(finite) + margin)
+def _drawn(evaluations: Mapping[str, Evaluation]) -> Mapping[str, Evaluation]:
+    """Without the untrained student if there is another: on its scale the others could not be told apart."""
+    trained = {name: one for name, one in evaluations.items() if one.name != START}
+    return trained if any(one.name != TEACHER for one in trained.values()) else evaluations
 
 
 def _contexts(evaluations: Mapping[str, Evaluation]) -> list[int]:
