@@ -51,7 +51,7 @@ SHARED_FIXTURES = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Groups tests by file for SHARED_FIXTURES; with `--dist loadgroup`, whose own marks pytest 9.2 does not pass on."""
+    """Groups the tests of SHARED_FIXTURES by file, for `--dist loadgroup`: pytest 9.2 drops the marks of xdist."""
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
