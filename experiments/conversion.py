@@ -108,7 +108,7 @@ SCALES = {
             "match_tokens": 8_000_000,
             "distill_tokens": 32_000_000,
             "match_rate": 2e-3,
-            "distill_rate": 1e-3,
+            "distill_rate": 3e-4,
             "final_rate": 0.02,
             "evaluate_tokens": 524_288,
         },
