@@ -4,11 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from support import Inputs, assert_close, assert_states_close, interpreted, random_inputs, run
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from sympow.kernels.common import call_directly
+from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.decode.reference import state_copy_reference
 from sympow.ops import window as window_module
 from sympow.ops.window import Window
@@ -241,6 +245,35 @@ def test_compiled_steps_and_folds_are_one_graph_each():
     fold()
     assert not window.count.any()
     assert_states_close(window.close("triton"), after, 5e-6)
+
+
+def test_steps_bypass_the_dispatcher_unless_they_are_traced():
+    inputs = random_inputs(9, length=PROMPT + 2, dtype=torch.float32)
+    window = open_window(inputs, 2, 8)
+    seen, graphs = [], []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Recorder():
+        window.step(**inputs.time(PROMPT, PROMPT + 1).arguments(), backend="triton")
+    assert seen
+    assert not any("sympow" in name for name in seen)
+
+    def record(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch.compile(lambda **x: window.step(**x, backend="triton"), fullgraph=True, backend=record)(
+        **inputs.time(PROMPT + 1, PROMPT + 2).arguments()
+    )
+    assert "sympow.window_step" in graphs[0].code
+    with FakeTensorMode():
+        x, weight, bias = torch.empty(3, 16), torch.empty(4, 16), torch.empty(4)
+        log_gamma, beta = call_directly(step_gates, x, weight, bias, None)
+    assert (log_gamma.shape, beta.shape) == ((3, 4), (3, 0))
 
 
 # The 16-bit copy of the state -----------------------------------------------------------------------------------------

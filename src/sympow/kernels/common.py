@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -187,6 +187,20 @@ def dot_precision(dtype: torch.dtype) -> str:
 def rows_contiguous(x: Tensor) -> Tensor:
     """x, or a copy of it whose last axis is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def call_directly(operator: Any, *arguments: Any) -> Any:
+    """What an operator of `torch.library.custom_op` returns, without PyTorch's dispatcher where nothing has to see it.
+
+    For the operators of a decoding step, which have no gradients: the dispatcher takes the host longer than the kernel
+    takes the GPU. torch.compile and tensors that are not plain, such as fake ones, get the operator itself.
+    """
+    if torch.compiler.is_compiling():
+        return operator(*arguments)
+    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in arguments if isinstance(x, Tensor))
+    # Not a public attribute: where a release of PyTorch lacks it, the operator is called.
+    function = getattr(operator, "_init_fn", operator) if plain else operator
+    return function(*arguments)
 
 
 class Documents(NamedTuple):

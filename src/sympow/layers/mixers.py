@@ -459,9 +459,11 @@ def gate_and_rotate(
     if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
         theta, beta = rotation(x)
         return gate(x), theta, beta
+    from sympow.kernels.common import call_directly
     from sympow.kernels.decode.gate_projection import step_gates
 
-    found = step_gates(
+    found = call_directly(
+        step_gates,
         x.flatten(0, -2).contiguous(),
         None if of_gate is None else of_gate.weight,
         None if of_gate is None else of_gate.bias,
