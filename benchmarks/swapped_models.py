@@ -8,7 +8,8 @@ p = 2, scalar gates); with --hybrid also with every other layer swapped.
 
 forward   features of --tokens tokens in sequences of the context's length, and the logits of each last one
 train     a step on as many tokens: gradient checkpointing, loss over parts of the logits, AdamW
-generate  --batch prompts of the context's length are read by one call, then `generate` decodes --new tokens
+generate  --batch prompts of the context's length are read by one call, then `generate` decodes --new tokens; swapped
+          models also decode with `sympow.hf.SwappedGPT`, whose steps are CUDA graphs, after the same prompts
 
 Models are used one after another, since they share the GPU's memory; every time is the median of --runs after one call
 that compiles. Peak memory includes the model. What does not fit is reported as such. With --part, --model and --context
@@ -34,8 +35,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from sympow.bench.timing import environment, save_results
-from sympow.hf import StateLayer, swap_attention
+from sympow.generation.decoder import Decoder
+from sympow.generation.prefix import Prefix
+from sympow.hf import StateLayer, SwappedGPT, swap_attention, swapped_layers
 from sympow.model.losses import linear_cross_entropy
+from sympow.ops.window import CAPACITY
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -195,6 +199,8 @@ def time_generation(options: argparse.Namespace, model: Any, context: int) -> di
             decoding.append(time.perf_counter() - begun)
         held = cache_bytes(cache)
     per_token = statistics.median(decoding) / options.new
+    del cache
+    captured = time_captured_steps(options, model, ids) if all_swapped(model) else {}
     return {
         "batch": options.batch,
         "seconds_to_read": statistics.median(reading),
@@ -203,7 +209,33 @@ def time_generation(options: argparse.Namespace, model: Any, context: int) -> di
         "milliseconds_per_step": 1e3 * per_token,
         "cache_bytes": held,
         "runs": len(reading),
+        **captured,
     }
+
+
+def all_swapped(model: Any) -> bool:
+    """Whether all layers were swapped."""
+    return len(swapped_layers(model)) == model.config.num_hidden_layers
+
+
+def time_captured_steps(options: argparse.Namespace, model: Any, ids: Tensor) -> dict[str, Any]:
+    """Decoding by sympow's own decoder."""
+    gpt = SwappedGPT(model)
+    prefix = Prefix.prefill(gpt, ids, cache_policy="state")
+    seconds = []
+    for _ in range(options.runs):
+        decoder = Decoder(gpt, prefix, cache_policy="state")
+        token = prefix.logits.argmax(-1)
+        # A try first, in which steps and a fold are captured.
+        for new in (CAPACITY + 4, options.new):
+            synchronize(options)
+            start = time.perf_counter()
+            for _ in range(new):
+                token = decoder.step(token).argmax(-1)
+            synchronize(options)
+        seconds.append(time.perf_counter() - start)
+    per_token = statistics.median(seconds) / options.new
+    return {"captured_tokens_per_second": options.batch / per_token, "captured_milliseconds_per_step": 1e3 * per_token}
 
 
 def cache_bytes(cache: Any) -> int:

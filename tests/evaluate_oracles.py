@@ -17,6 +17,7 @@ class Oracle(nn.Module):
         self.config = SimpleNamespace(vocab_size=vocabulary)
         self.embedding = nn.Embedding(vocabulary, vocabulary)
         self.embedding.weight.data = 50 * torch.eye(vocabulary)
+        self.output_weight = self.embedding.weight
         self.order, self.memory, self.otherwise = order, memory, otherwise
 
     def features(self, tokens, state=None, *, return_state=True, shards=None):

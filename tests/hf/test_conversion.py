@@ -147,7 +147,7 @@ def test_what_cannot_be_converted_is_named(tmp_path):
         to_native(untied)
     for kind, message in (
         ("llama", "must hold a model of type 'sympow', got 'llama'"),
-        ("sympow_swapped", "swapped attention, which has no native counterpart: load it with AutoModelForCausalLM"),
+        ("sympow_swapped", "swapped attention, which has no native counterpart: `sympow generate`"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
         with pytest.raises(ValueError, match=message):

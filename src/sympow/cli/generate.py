@@ -21,7 +21,7 @@ Cache = Annotated[
 
 
 def generate(
-    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run, or in Hugging Face format.")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text to continue; repeatable, for several continuations.")
     ] = None,

@@ -13,7 +13,7 @@ from sympow.files import check_can_write, write_atomically
 
 
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run, or in Hugging Face format.")],
     file: Annotated[Path | None, typer.Argument(help="Text file to read; - for standard input.")] = None,
     text: Annotated[str | None, typer.Option(help="The text itself, instead of a file.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path("inspect.html"),

@@ -23,7 +23,7 @@ MODULES = ("fastapi", "uvicorn", "python_multipart")
 
 
 def serve(
-    model: Annotated[Path, typer.Argument(help="Model folder of a run, or a sympow model in Hugging Face format.")],
+    model: Annotated[Path, typer.Argument(help="Model folder of a run, or in Hugging Face format.")],
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: a free one.")] = 8_000,
     slots: Annotated[int, typer.Option(help="Requests decoded at once; memory is allocated for all slots.")] = 64,

@@ -14,7 +14,7 @@ from sympow.files import check_can_write
 
 
 def state(
-    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run.")],
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run, or in Hugging Face format.")],
     file: Annotated[Path, typer.Argument(help="Text file to read; - for standard input.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
     after: Annotated[Path | None, typer.Option(help="File of this command to continue from.")] = None,

@@ -83,9 +83,17 @@ class JsonTokenizer:
         kind: "gpt2", "bpe" or "file".
         boundary_token: the token between documents; by default the first of BOUNDARY_TOKENS that it has.
         name: the file it was read from, for messages.
+        beginning: the ids that begin a document (`beginning_of`); None: the boundary.
     """
 
-    def __init__(self, model: Any, kind: str, boundary_token: str | None = None, name: str = "the tokenizer") -> None:
+    def __init__(
+        self,
+        model: Any,
+        kind: str,
+        boundary_token: str | None = None,
+        name: str = "the tokenizer",
+        beginning: Sequence[int] | None = None,
+    ) -> None:
         vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         if boundary_token is None:
             boundary_token = next((token for token in BOUNDARY_TOKENS if token in vocabulary), None)
@@ -98,6 +106,7 @@ class JsonTokenizer:
         self.kind = kind
         self.boundary_token = boundary_token
         self.boundary = vocabulary[boundary_token]
+        self.beginning = (self.boundary,) if beginning is None else tuple(beginning)
         # Not the number of ids, which may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         # Text that spells a special token is encoded as text.
@@ -125,6 +134,11 @@ class JsonTokenizer:
         write_atomically(Path(folder) / MODEL_FILE, self._model.to_str().encode())
         # Last, since its presence means that all files are there.
         _save_settings(folder, {"kind": self.kind, "boundary_token": self.boundary_token})
+
+
+def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The ids before the first token of a document: the boundary, unless the tokenizer has others, or none."""
+    return getattr(tokenizer, "beginning", (tokenizer.boundary,))
 
 
 def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tokenizer:

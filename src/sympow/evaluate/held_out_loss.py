@@ -178,7 +178,7 @@ def _read(
     group: ProcessGroup | None,
 ) -> Tensor:
     """Losses (b, t)."""
-    weight = model.embedding.weight
+    weight = model.output_weight
     losses = torch.zeros(targets.shape, dtype=torch.promote_types(weight.dtype, torch.float32), device=weight.device)
     for now, features in features_by_segment(model, inputs, segment_size, dtype, group):
         if features.shape[1]:

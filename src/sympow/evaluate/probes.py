@@ -329,7 +329,7 @@ def score_answers(
                 continue
             targets = tokens[:, here].to(device)
             chosen = features[:, (here - 1 - now.start).to(device)].float()
-            logits = linear(chosen, model.embedding.weight.float())
+            logits = linear(chosen, model.output_weight.float())
             losses.append(cross_entropy(logits.mT, targets, reduction="none").cpu())
             right.append((logits.argmax(-1) == targets).cpu())
     finally:

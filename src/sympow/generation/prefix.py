@@ -212,11 +212,11 @@ def fingerprint_of(model: GPT) -> str:
     Execution options (form, backend, chunk size) are left out: all of them give the same numbers. So are fields that
     version 0.1 did not have where they have their defaults: its prefixes are still valid.
     """
-    described = asdict(model.config)
+    described = asdict(model.config) | dict(model.description)
     unchanged = [name for name in ADDED_FIELDS if described[name] == GPTConfig.__dataclass_fields__[name].default]
     for name in (*EXECUTION_OPTIONS, *unchanged):
         described.pop(name)
-    digest = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=32)
+    digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=32)
     for name, parameter in sorted(model.state_dict().items()):
         digest.update(name.encode())
         digest.update(str(parameter.dtype).encode())
@@ -243,7 +243,7 @@ def _prefill(
     for segment in tokens.split(segment_size, dim=1):
         features, state = model.features(segment, state)
     assert state is not None
-    return linear(features[:, -1], model.embedding.weight), state
+    return linear(features[:, -1], model.output_weight), state
 
 
 def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> LayerState:

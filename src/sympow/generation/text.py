@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sympow.data.tokenizer import Tokenizer, load_tokenizer
+from sympow.data.tokenizer import Tokenizer, beginning_of, load_tokenizer
 from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CachePolicy
 from sympow.generation.prefix import Prefix
@@ -43,8 +43,8 @@ class TextModel:
         return cls(model if dtype is None else model.to(dtype), load_tokenizer(folder))
 
     def encode(self, text: str) -> Tensor:
-        """Tokens of a text, (1, t), after the boundary token that begins every document in training."""
-        ids = [self.tokenizer.boundary, *self.tokenizer.encode(text).tolist()]
+        """Tokens of a text, (1, t), after those that begin every document in training."""
+        ids = [*beginning_of(self.tokenizer), *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
     @accepts_old_arguments
@@ -57,7 +57,7 @@ class TextModel:
         self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
     ) -> Prefix:
         """The prefix with more text of the same document appended; with an empty text, the prefix itself."""
-        tokens = self.encode(text)[:, 1:]
+        tokens = self.encode(text)[:, len(beginning_of(self.tokenizer)) :]
         if not tokens.shape[1]:
             return prefix
         return prefix.extend(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)

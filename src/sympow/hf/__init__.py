@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     )
     from sympow.hf.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
     from sympow.hf.state_layer import StateLayer
+    from sympow.hf.swapped_gpt import SwappedGPT
     from sympow.hf.swapping import swap_attention, swapped_layers
 
 _HOMES = {
     "StateLayer": "state_layer",
+    "SwappedGPT": "swapped_gpt",
     "SympowCache": "cache",
     "SympowConfig": "config",
     "SympowForCausalLM": "modeling",
@@ -43,6 +45,7 @@ _HOMES = {
 
 __all__ = [
     "StateLayer",
+    "SwappedGPT",
     "SympowCache",
     "SympowConfig",
     "SympowForCausalLM",

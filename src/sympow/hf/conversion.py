@@ -130,8 +130,13 @@ def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return fast
 
 
-def from_fast_tokenizer(fast: Any) -> Tokenizer:
-    """Converts a fast tokenizer to a native one with the same ids; its EOS token becomes the boundary token."""
+def from_fast_tokenizer(fast: Any, *, own_beginning: bool = False) -> Tokenizer:
+    """Converts a fast tokenizer to a native one with the same ids; its EOS token becomes the boundary token.
+
+    Args:
+        own_beginning: whether documents begin with the ids that the tokenizer itself puts before a text, such as BOS or
+            none, if it was not made by `to_fast_tokenizer`; otherwise with the boundary token.
+    """
     backend = getattr(fast, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(f"fast must be a tokenizer with a tokenizer.json, got {type(fast).__name__}")
@@ -140,7 +145,17 @@ def from_fast_tokenizer(fast: Any) -> Tokenizer:
         return ByteTokenizer()
     # A copy, since JsonTokenizer changes how special tokens are treated.
     model = tokenizers.Tokenizer.from_str(backend.to_str())
-    return JsonTokenizer(model, kind, fast.eos_token, name=type(fast).__name__)
+    foreign = own_beginning and "sympow_kind" not in fast.init_kwargs
+    beginning = _ids_before_text(fast) if foreign else None
+    return JsonTokenizer(model, kind, fast.eos_token, name=type(fast).__name__, beginning=beginning)
+
+
+def _ids_before_text(fast: Any) -> list[int]:
+    """The ids that a tokenizer of transformers puts before those of a text."""
+    text = fast("a", add_special_tokens=False)["input_ids"]
+    whole: list[int] = fast("a")["input_ids"]
+    places = (place for place in range(len(whole)) if whole[place : place + len(text)] == text)
+    return whole[: next(places, 0)]
 
 
 def _native_tokenizer(folder: Path) -> Tokenizer | None:
@@ -160,6 +175,20 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
     except damage as error:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
     model, told = loaded
+    check_whole(folder, told)
+    assert isinstance(model, SympowForCausalLM)
+    return model
+
+
+def check_whole(folder: Path, told: dict[str, Any]) -> None:
+    """Refuses a model whose tensors are not those of its config.
+
+    Args:
+        told: the loading info of `from_pretrained`.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape.
+    """
     if missing := sorted(told["missing_keys"]):
         raise ValueError(f"{folder} lacks {', '.join(missing)}, which {TRANSFORMERS_CONFIG_FILE} requires")
     if unknown := sorted(told["unexpected_keys"]):
@@ -168,8 +197,6 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
         raise ValueError(
             f"{folder} has {', '.join(differing)} of other shapes than {TRANSFORMERS_CONFIG_FILE} requires"
         )
-    assert isinstance(model, SympowForCausalLM)
-    return model
 
 
 def _existing(folder: Path | str) -> Path:
@@ -185,8 +212,8 @@ def _existing(folder: Path | str) -> Path:
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind == MODEL_TYPE:
         raise ValueError(
-            f"{folder} holds a model with swapped attention, which has no native counterpart: load it with "
-            "AutoModelForCausalLM of transformers after `import sympow`"
+            f"{folder} holds a model with swapped attention, which has no native counterpart: `sympow generate` and "
+            "`sympow serve` take it as it is, as does AutoModelForCausalLM of transformers after `import sympow`"
         )
     if kind != SympowConfig.model_type:
         raise ValueError(f"{folder} must hold a model of type {SympowConfig.model_type!r}, got {kind!r}")

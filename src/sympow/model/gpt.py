@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -82,7 +83,12 @@ class GPT(nn.Module):
         >>> model = GPT(GPTConfig.preset("byte-400k"))
         >>> logits, state = model(torch.randint(256, (1, 100)))
         >>> logits, state = model(torch.randint(256, (1, 1)), state)  # continues the first call
+
+    Attributes:
+        description: what else than the config and the parameters determines the outputs, for fingerprints.
     """
+
+    description: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -94,6 +100,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.reset_parameters()
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The matrix whose product with features is the logits, (vocab_size, width): the tied embedding."""
+        return self.embedding.weight
 
     def reset_parameters(self) -> None:
         """GPT-2's initialisation: std 0.02, divided by √(2 layers) for projections into the residual stream.
@@ -140,7 +151,7 @@ class GPT(nn.Module):
         x, after = self.features(
             tokens, state, return_state=return_state, cu_seqlens=cu_seqlens, mask=mask, shards=shards
         )
-        return linear(x, self.embedding.weight), after
+        return linear(x, self.output_weight), after
 
     def features(
         self,
@@ -175,19 +186,22 @@ class GPT(nn.Module):
 
     def step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
         """Logits (b, vocab_size) after one more token (b,), without gradients; updates the caches, one a layer."""
-        self._check(tokens.unsqueeze(1), None)
-        if len(caches) != len(self.blocks):
-            raise ValueError(f"caches must have an entry for each of {len(self.blocks)} layers, got {len(caches)}")
+        self._check_step(tokens, caches)
         with torch.no_grad():
             x = self.embedding_norm(self.embedding(tokens.unsqueeze(1)))
             for block, cache in zip(self.blocks, caches, strict=True):
                 assert isinstance(block, Block)
                 x = block.step(x, cache)
-            return _logits(self.final_norm(x.squeeze(1)), self.embedding.weight)
+            return project_features(self.final_norm(x.squeeze(1)), self.output_weight)
 
     def count_parameters(self) -> int:
         """The number of parameters; the tied embedding counts once."""
         return sum(p.numel() for p in self.parameters())
+
+    def _check_step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> None:
+        self._check(tokens.unsqueeze(1), None)
+        if len(caches) != len(self.blocks):
+            raise ValueError(f"caches must have an entry for each of {len(self.blocks)} layers, got {len(caches)}")
 
     def _check(self, tokens: Tensor, state: Sequence[LayerState] | None) -> None:
         if not isinstance(tokens, Tensor):
@@ -209,8 +223,8 @@ class GPT(nn.Module):
                 raise ValueError(f"state must have an entry for each of {len(self.blocks)} layers, got {len(state)}")
 
 
-def _logits(features: Tensor, weight: Tensor) -> Tensor:
-    """features (b, width) times weightᵀ (width, vocabulary), without gradients.
+def project_features(features: Tensor, weight: Tensor) -> Tensor:
+    """Logits: features (b, width) times weightᵀ (width, vocabulary), without gradients.
 
     In half precision on a GPU the output's rows are aligned to 16 bytes: without that, cuBLAS takes a kernel that loads
     the weights one number at a time, and this product is bound by those loads.

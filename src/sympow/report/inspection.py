@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sympow.checks import check_at_least
-from sympow.data.tokenizer import ByteTokenizer, Tokenizer
+from sympow.data.tokenizer import ByteTokenizer, Tokenizer, beginning_of
 from sympow.evaluate.head_statistics import LayerCapture, capture
 from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
@@ -34,7 +34,7 @@ class Inspection:
 
     Attributes:
         texts: the text of each token; of the tokens of one character, the last has its text and the others none.
-        ids: of the tokens; the first is the boundary before a document.
+        ids: of the tokens, with those that begin every text (`beginning_of`).
         layers: γ and β of each layer at these tokens.
         left_out: number of tokens of the text after these.
         unit: the name of one token, "byte" or "token".
@@ -63,10 +63,11 @@ def inspect_text(
     """
     check_at_least("tokens", tokens, 1)
     all_ids = text_model.encode(text)
-    if all_ids.shape[1] < 2:
+    beginning = len(beginning_of(text_model.tokenizer))
+    if all_ids.shape[1] == beginning:
         raise ValueError("the text must not be empty")
-    # The boundary before the text is not counted.
-    read = all_ids[:, : tokens + 1]
+    # What begins every text is not counted.
+    read = all_ids[:, : tokens + beginning]
     layers = capture(text_model.model, lambda: Prefix.prefill(text_model.model, read, segment_size=segment_size))
     config = text_model.model.config
     if all(layer.log_gamma is None and layer.beta is None for layer in layers):
@@ -90,9 +91,10 @@ def inspect_text(
 
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    """The text that each token adds; the first token is the boundary."""
+    """The text that each token adds; the first tokens are those that begin a text."""
     decoder = TextDecoder(tokenizer)
-    texts = [START, *("".join(decoder.take(token)) for token in ids[1:])]
+    beginning = len(beginning_of(tokenizer))
+    texts = [*[START] * beginning, *("".join(decoder.take(token)) for token in ids[beginning:])]
     texts[-1] += "".join(decoder.finish())
     return texts
 

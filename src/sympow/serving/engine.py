@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from sympow.checks import check_at_least, check_at_most
+from sympow.data.tokenizer import beginning_of
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel
@@ -381,21 +382,25 @@ class Engine:
 
     def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> tuple[int, ...]:
         """The tokens of a prompt or a context, checked."""
-        model = self.text_model.model
         if prefix is not None:
             _check_prefix(prefix, self.text_model)
         if isinstance(text, str):
-            encoded = self.text_model.tokenizer.encode(text).tolist()
-            return tuple(encoded) if prefix is not None else (self.text_model.tokenizer.boundary, *encoded)
-        tokens = tuple(text)
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool):
-                raise TypeError(f"{name} must be a string or token ids, got {type(token).__name__} among them")
-            if not 0 <= token < model.config.vocab_size:
-                raise ValueError(f"{name} must hold ids from 0 to {model.config.vocab_size - 1}, got {token}")
+            tokenizer = self.text_model.tokenizer
+            tokens = (*(beginning_of(tokenizer) if prefix is None else ()), *tokenizer.encode(text).tolist())
+        else:
+            tokens = tuple(text)
+            self._check_ids(name, tokens)
         if not tokens and prefix is None:
             raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
         return tokens
+
+    def _check_ids(self, name: str, tokens: tuple[int, ...]) -> None:
+        vocabulary = self.text_model.model.config.vocab_size
+        for token in tokens:
+            if not isinstance(token, int) or isinstance(token, bool):
+                raise TypeError(f"{name} must be a string or token ids, got {type(token).__name__} among them")
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"{name} must hold ids from 0 to {vocabulary - 1}, got {token}")
 
     def _check_room(self, name: str, tokens: int, prefix: Prefix | None, max_tokens: int) -> None:
         before = 0 if prefix is None else prefix.tokens

@@ -13,7 +13,6 @@ from sympow.generation.text import TextModel
 from sympow.model.storage import CONFIG_FILE
 
 TRANSFORMERS_CONFIG_FILE = "config.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,8 @@ class ServedModel:
         """Loads a model folder.
 
         Args:
-            folder: the `model` folder of a training run, or a folder of a `SympowForCausalLM` that `save_pretrained`
-                wrote.
+            folder: the `model` folder of a training run, or a folder that `save_pretrained` wrote, of a
+                `SympowForCausalLM` or of a model with swapped attention in all layers.
             dtype: dtype of the parameters; None: as they were saved.
             name: name in the API; by default the folder's name, and that of the run for a folder called `model`.
         """
@@ -73,17 +72,9 @@ class ServedModel:
             return cls(name, TextModel.load(folder, device, dtype))
         # Without this check, the error would name a module of this package instead of the extra.
         require("transformers", "hf")
-        from transformers import AutoTokenizer
+        from sympow.hf.text_model import load_text_model
 
-        from sympow.hf.conversion import from_fast_tokenizer, to_native
-
-        if not (folder / TOKENIZER_CONFIG_FILE).is_file():
-            raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
-        model = to_native(folder)
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        text_model = TextModel(
-            model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval(), from_fast_tokenizer(tokenizer)
-        )
+        text_model, tokenizer = load_text_model(folder, device, dtype)
         has_template = getattr(tokenizer, "chat_template", None) is not None
         return cls(name, text_model, ChatTemplate(tokenizer) if has_template else None)
 

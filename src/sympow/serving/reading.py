@@ -91,7 +91,7 @@ class Reading:
                 kernels are launched eagerly.
         """
         segment, before = self.next_length, self.prefix
-        weight = model.embedding.weight
+        weight = model.output_weight
         ids = self.tokens[self.position : self.position + segment]
         policy: CachePolicy = "auto" if model.config.mixer == "softmax" else "state"
         state = prefill_state(model, None if before is None else before.state, 1, segment, policy)

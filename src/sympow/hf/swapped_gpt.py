@@ -1,0 +1,218 @@
+"""`SwappedGPT`: a transformers model with swapped attention behind the interface of `sympow.GPT`.
+
+`sympow generate`, `sympow serve` and `Engine` decode models that take their past as an explicit state, a segment or a
+token at a time. `SwappedGPT` calls the transformers model for both, so that norms, MLPs and whatever else an
+architecture has are computed by its own code. A cache with an entry for each layer carries the state in and out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import DynamicCache, PreTrainedModel
+
+from sympow.hf.attention_parts import attention_modules
+from sympow.hf.state_layer import StateLayer
+from sympow.hf.swapped_attention import MASK, SwappedAttention
+from sympow.hf.swapping import SwapRecord
+from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import GPT, ModelState, project_features
+from sympow.ops.state import State
+from sympow.ops.window import Window
+from sympow.parallel.shards import Shards
+
+# Fields of a transformers config that do not change what a model computes.
+_IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+# Largest relative difference of two computations of the same logits, in bfloat16 at the most.
+_TOLERANCE = 0.02
+
+
+class _Segment(StateLayer):
+    """A cache entry for one prefill: gives its layer the state before the segment, and takes that after it.
+
+    Args:
+        before: the state, or None at the beginning of a text.
+        seen: the number of tokens that the entry reports, which determines the model's positions.
+        take: called with the state after the segment.
+    """
+
+    def __init__(self, before: LayerState | None, take: Callable[[LayerState], None], seen: int = 0) -> None:
+        super().__init__()
+        self._before_segment, self._take, self._seen = before, take, seen
+
+    @property
+    def can_step(self) -> bool:
+        return False
+
+    def start(self, layer: ConformalAttention, x: Tensor) -> State | Window | None:
+        return cast("State | Window | None", self._before_segment)
+
+    def advance(self, past: State | Window, x: Tensor, mask: Tensor | None) -> None:
+        self._take(past)
+
+    def get_seq_length(self) -> int:
+        return self._seen
+
+
+class _Step(StateLayer):
+    """A cache entry for one decoding step, which updates the layer's cache in place."""
+
+    def __init__(self, cache: LayerCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    @property
+    def can_step(self) -> bool:
+        return True
+
+    def step(self, layer: ConformalAttention, x: Tensor) -> Window:
+        return cast("Window", self._cache)
+
+
+class _Layer(nn.Module):
+    """A layer as `GPT.blocks` has them: something with a `mixer`."""
+
+    def __init__(self, mixer: SwappedAttention) -> None:
+        super().__init__()
+        self.mixer = mixer
+
+
+class SwappedGPT(GPT):
+    """A causal language model of transformers, all of whose layers were swapped, as a `GPT`.
+
+    Args:
+        model: from `swap_attention`, or loaded with `AutoModelForCausalLM`. It is not copied.
+
+    Attributes:
+        net: the model.
+        config: describes attention and the vocabulary; the MLP and norms are the model's own.
+
+    Raises:
+        ValueError: layers keep softmax, the embedding has positions, or logits are not a product of the features.
+
+    Example:
+        >>> model = SwappedGPT(AutoModelForCausalLM.from_pretrained("converted/model"))
+        >>> logits, state = model(tokens)
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        nn.Module.__init__(self)
+        found = attention_modules(model)
+        kept = [index for index, module in found.items() if not isinstance(module, SwappedAttention)]
+        if kept:
+            raise ValueError(
+                f"model must have swapped attention in all {len(found)} layers, since softmax layers have no state of "
+                f"fixed size; layers {', '.join(map(str, kept))} keep softmax"
+            )
+        self.net: Any = model
+        head: Any = model.get_output_embeddings()
+        if head is None or getattr(head, "bias", None) is not None:
+            raise ValueError(
+                f"model must be a causal language model whose head is a matrix; {type(model).__name__} is not"
+            )
+        self._head = head
+        self.embedding = cast("nn.Embedding", model.get_input_embeddings())
+        layers = [cast("SwappedAttention", found[index]) for index in sorted(found)]
+        self.blocks = nn.ModuleList(map(_Layer, layers))
+        self.config = _describe(SwapRecord.of(model.config), layers, head.weight.shape)
+        kept_fields = {name: value for name, value in model.config.to_dict().items() if name not in _IRRELEVANT}
+        self.description = {"transformers": kept_fields}
+        self._check_model()
+
+    @property
+    def output_weight(self) -> Tensor:
+        return self._head.weight
+
+    def reset_parameters(self) -> None:
+        raise TypeError("reset_parameters is not for a pretrained model")
+
+    def features(
+        self,
+        tokens: Tensor,
+        state: Sequence[LayerState] | None = None,
+        *,
+        return_state: bool = True,
+        cu_seqlens: Tensor | None = None,
+        mask: Tensor | None = None,
+        shards: Shards | None = None,
+        take_state: Callable[[int, LayerState], None] | None = None,
+    ) -> tuple[Tensor, ModelState | None]:
+        """As `GPT.features`; packed documents and context parallelism are not supported."""
+        for name, given in (("cu_seqlens", cu_seqlens), ("shards", shards)):
+            if given is not None:
+                raise ValueError(f"{name} is not supported with a model of transformers")
+        self._check(tokens, state)
+        if not return_state and state is None:
+            return self._run(tokens, mask, None), None
+        after: dict[int, LayerState] = {}
+        take: Callable[[int, LayerState], None] = after.__setitem__ if take_state is None else take_state
+        entries = [
+            _Segment(None if state is None else state[layer], partial(take, layer)) for layer in range(len(self.blocks))
+        ]
+        x = self._run(tokens, mask, entries)
+        return x, tuple(after[layer] for layer in sorted(after)) if return_state and take_state is None else None
+
+    def step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
+        """As `GPT.step`."""
+        self._check_step(tokens, caches)
+        with torch.no_grad():
+            x = self._run(tokens.unsqueeze(1), None, [_Step(cache) for cache in caches])
+            return project_features(x.squeeze(1), self.output_weight)
+
+    def _run(self, tokens: Tensor, mask: Tensor | None, entries: Sequence[StateLayer] | None) -> Tensor:
+        """Features of the base model, (b, t, width)."""
+        cache = None
+        if entries is not None:
+            cache = DynamicCache()
+            cache.layers = list(entries)
+        # No layer reads the mask of the attention function, which a 4-D mask replaces; and with MASK given, the hook of
+        # the base model, which would wait for the device to look for padding, has nothing to do.
+        unused = tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+        given = {"attention_mask": unused, MASK: mask, "past_key_values": cache, "use_cache": cache is not None}
+        x: Tensor = self.net.base_model(input_ids=tokens, **given).last_hidden_state
+        return x
+
+    @torch.no_grad()
+    def _check_model(self) -> None:
+        """Refuses models that are more than features of tokens and states, times the weight of the head."""
+        tokens = torch.arange(2, device=self.embedding.weight.device).unsqueeze(0)
+        features = self._run(tokens, None, None)
+        later = [_Segment(None, lambda _: None, seen=7) for _ in self.blocks]
+        if _differ(self._run(tokens, None, later), features):
+            raise ValueError(
+                "model must not depend on positions except through rotary embeddings, since sequences of a batch have "
+                f"read different numbers of tokens; {type(self.net).__name__} has position embeddings"
+            )
+        if _differ(linear(features, self.output_weight), self.net(input_ids=tokens, use_cache=False).logits):
+            raise ValueError(
+                f"model must have logits that are its features times the weight of its head; {type(self.net).__name__} "
+                "changes them afterwards"
+            )
+
+
+def _differ(x: Tensor, y: Tensor) -> bool:
+    return bool((x.double() - y.double()).norm() > _TOLERANCE * y.double().norm())
+
+
+def _describe(record: SwapRecord, layers: Sequence[SwappedAttention], head: torch.Size) -> GPTConfig:
+    first = layers[0]
+    return GPTConfig(
+        vocab_size=head[0],
+        layers=len(layers),
+        width=head[1],
+        heads=first.heads,
+        key_value_heads=first.key_value_heads,
+        head_dim=first.head_dim,
+        power=record.power,
+        gating=record.gating,  # type: ignore[arg-type]
+        rotary=record.rotary,  # type: ignore[arg-type]
+        form=record.form,
+        backend=record.backend,
+        chunk_size=record.chunk_size,
+    )

@@ -1,0 +1,59 @@
+"""Text models from folders in Hugging Face format: those of `SympowForCausalLM`, and those with swapped attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sympow.extras import require
+from sympow.generation.text import TextModel
+from sympow.hf.conversion import (
+    TOKENIZER_CONFIG_FILE,
+    TRANSFORMERS_CONFIG_FILE,
+    check_whole,
+    from_fast_tokenizer,
+    to_native,
+)
+from sympow.hf.swapped_config import MODEL_TYPE
+from sympow.hf.swapped_gpt import SwappedGPT
+from sympow.model.gpt import GPT
+from sympow.parsing import read_json
+
+
+def load_text_model(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[TextModel, Any]:
+    """A model with its tokenizer, and the tokenizer of transformers.
+
+    Args:
+        folder: written by `save_pretrained`, or by `sympow convert`.
+        dtype: dtype of the parameters; None: as they were saved.
+
+    Raises:
+        ValueError: the folder has no tokenizer, or its model is of another kind, or damaged.
+    """
+    if not (folder / TOKENIZER_CONFIG_FILE).is_file():
+        raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
+    config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
+    swapped = isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    model = _load_swapped(folder, device, dtype) if swapped else to_native(folder)
+    model = model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return TextModel(model, from_fast_tokenizer(tokenizer, own_beginning=swapped)), tokenizer
+
+
+def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
+    damage = require("safetensors", "hf").SafetensorError
+    try:
+        # Missing tensors, which transformers would initialise at random, are reported rather than ignored.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except damage as error:
+        raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
+    model, told = loaded
+    check_whole(folder, told)
+    return SwappedGPT(model.to(device).eval())
