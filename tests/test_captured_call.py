@@ -9,8 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sympow import GPT, GPTConfig
 from sympow.generation import decoder as decoder_module
-from sympow.generation.decoder import CapturedCall
+from sympow.generation.decoder import CapturedCall, Decoder, decode
+from sympow.generation.prefix import Prefix
 
 
 class FakeDevice:
@@ -129,3 +131,21 @@ def test_one_graph_is_captured_at_a_time(monkeypatch):
         thread.join()
     assert len(fake.captures) == 4
     assert fake.most_active == 1
+
+
+def test_decoding_goes_on_where_captures_fail(monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig.preset("byte-400k")).eval()
+    tokens = torch.randint(256, (2, 300))
+    prefix = Prefix.prefill(model, tokens[:, :20], cache_policy="state")
+    expected, _ = decode(model, prefix, tokens[:, 20:], cache_policy="state")
+    fake = FakeDevice(monkeypatch)
+    fake.fails = "inside"
+    decoder = Decoder(model, prefix, cache_policy="state")
+    decoder._capture = True
+    decoder._reset_graphs()
+    with pytest.warns(RuntimeWarning, match="could not be captured"):
+        found = [decoder.step(token).clone() for token in tokens[:, 20:].unbind(1)]
+    assert torch.equal(torch.stack(found, dim=1), expected)
+    # One for steps, and one for folds, of which there is a second.
+    assert len(fake.captures) == 2

@@ -29,7 +29,7 @@ def replays(monkeypatch):
     host, made = [True], []
 
     class StandIn:
-        def __init__(self, work, *, capture):
+        def __init__(self, work, *, capture, optional):
             self.work, self.calls = work, 0
 
         def __call__(self):

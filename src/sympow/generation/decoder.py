@@ -170,8 +170,9 @@ class Decoder:
 
     def _reset_graphs(self) -> None:
         """Discards captured graphs, which refer to the tensors of earlier caches."""
-        self._advance = CapturedCall(self._step, capture=self._capture)
-        self._fold = CapturedCall(self._cache.fold, capture=self._capture)
+        # Windows do not count tokens while they are captured, and `step` sets the count, so a capture may fail.
+        self._advance = CapturedCall(self._step, capture=self._capture, optional=True)
+        self._fold = CapturedCall(self._cache.fold, capture=self._capture, optional=True)
 
     @torch.no_grad()
     def _step(self) -> None:

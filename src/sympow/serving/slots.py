@@ -251,7 +251,7 @@ class Slots:
             function = self._step_rows_from if kind == "step" else self._fold_rows_from
             # Not a lambda, through which an error's traceback would keep the slots.
             call = partial(function, first, count)
-            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool)
+            self._calls[key] = CapturedCall(call, capture=self._capture, pool=self._pool, optional=True)
         return self._calls[key]
 
     def _front(self, first: int, count: int) -> list[PaddedCache]:
