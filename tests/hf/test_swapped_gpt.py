@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from support import assert_close
 from sympow.cli.app import app
-from sympow.data.tokenizer import ByteTokenizer
+from sympow.data.tokenizer import ByteTokenizer, encode_continuation, ends_of
 from sympow.evaluate import loss_by_position
 from sympow.generation.decoder import decode
 from sympow.generation.prefix import Prefix, fingerprint_of
@@ -27,6 +27,7 @@ from sympow.hf.text_model import load_text_model
 from sympow.report.inspection import inspect_text
 from sympow.serving import Engine
 from sympow.serving.loading import ServedModel
+from sympow.serving.openai_api import TokenNames, TokenOffsets
 
 KINDS = ("llama", "llama3", "yarn", "mistral-window", "qwen2", "qwen3")
 GREEDY = Sampling(temperature=0)
@@ -108,6 +109,8 @@ def test_models_that_are_more_than_states_are_refused(swapped, pretrained):
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(ValueError, match="changes them afterwards"):
         SwappedGPT(model)
+    with pytest.raises(TypeError, match="merge_and_unload"):
+        SwappedGPT(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="causal language model"):
         SwappedGPT(swap_attention(pretrained("llama").base_model))
     gpt = SwappedGPT(swapped("llama"))
@@ -145,6 +148,10 @@ def test_prefixes_are_saved_for_their_model_alone(folder, pretrained, tmp_path):
     for name, parameter in text_model.model.state_dict().items():
         assert torch.equal(other.state_dict()[name], parameter), name
     assert fingerprint_of(other) != fingerprint_of(text_model.model)
+    # Only how it is computed differs, and what generation reads.
+    settings = {"backend": "torch", "cache_policy": "keys", "chunk_size": 64}
+    same = swap_attention(pretrained("llama", max_position_embeddings=128, **BYTES), **settings)
+    assert fingerprint_of(SwappedGPT(same)) == fingerprint_of(text_model.model)
     with pytest.raises(ValueError, match="made by another model"):
         Prefix.load(tmp_path / "prefix", other)
 
@@ -177,6 +184,68 @@ def test_texts_begin_as_the_tokenizer_begins_them(folder, beginning):
         if not beginning:
             with pytest.raises(ValueError, match="prompt must hold at least one token"):
                 engine.submit("", max_tokens=1)
+            with pytest.raises(ValueError, match="the text must not be empty"):
+                text_model.prefill("")
+
+
+def word_tokenizer():
+    """As SentencePiece makes them: a word has its space before it, and the first word of a text has none."""
+    words = ["▁once", "▁upon", "▁a", "▁time", "▁", "<unk>", "<s>", "</s>", "<end>", "s", "\n"]
+    model = tokenizers.Tokenizer(tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=5))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    model.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first")
+    model.add_special_tokens(["<s>", "</s>", "<end>"])
+    model.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 6)])
+    return PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<s>", eos_token="</s>")
+
+
+def test_words_keep_their_spaces_in_continuations(folder):
+    path, model = folder(tokenizer=word_tokenizer(), vocab_size=11)
+    text_model, fast = load_text_model(path)
+    tokenizer = text_model.tokenizer
+    assert text_model.encode("once upon").tolist() == [fast("once upon")["input_ids"]] == [[6, 0, 1]]
+    assert encode_continuation(tokenizer, " upon").tolist() == [1]
+    assert encode_continuation(tokenizer, "s").tolist() == [9]
+    prefix = text_model.prefill("once")
+    assert torch.equal(text_model.extend(prefix, " upon a").logits, text_model.prefill("once upon a").logits)
+    with torch.no_grad():
+        model.lm_head.weight[:4] *= 3
+    text_model = TextModel(SwappedGPT(model), tokenizer)
+    options = {"max_tokens": 6, "ignore_boundary": True, "sampling": GREEDY}
+    with Engine(text_model, 2) as engine:
+        result = engine.submit("once upon", logprobs=1, echo=True, **options).result(120)
+        plain = engine.submit("once upon", **options).result(120)
+    ids = [6, 0, 1, *result.tokens]
+    assert result.text == fast.decode([token for token in ids if token not in (6, 7)])
+    assert plain.text == result.text.removeprefix("once upon")
+    names, offsets = TokenNames(tokenizer), TokenOffsets(tokenizer, continues=False)
+    assert names.name(1) == " upon"
+    assert [offsets.take(token) for token in (6, 0, 1, 2)] == [0, 0, 4, 9]
+
+
+def test_texts_end_where_transformers_ends_them(folder):
+    path, model = folder()
+    text = continued(model, [256, *b"Once"], 12)
+    end = next(token for token in text[2:] if token not in text[:2])
+    count = text.index(end) + 1
+    model.generation_config.eos_token_id = [256, end]
+    model.save_pretrained(path)
+    assert continued(model, [256, *b"Once"], 12) == text[:count]
+    text_model, _ = load_text_model(path)
+    assert ends_of(text_model.tokenizer) == {256, end}
+    with Engine(text_model, 2) as engine:
+        result = engine.submit("Once", sampling=GREEDY, max_tokens=12).result(120)
+        assert (list(result.tokens), result.finish_reason) == (text[:count], "stop")
+        ignored = engine.submit("Once", sampling=GREEDY, max_tokens=12, ignore_boundary=True).result(120)
+        assert list(ignored.tokens) == text
+    streamed = "".join(text_model.stream(text_model.prefill("Once"), 12, GREEDY))
+    assert streamed == ByteTokenizer().decode(text[: count - 1])
+
+
+def test_other_models_are_refused_with_what_to_do(pretrained, tmp_path):
+    pretrained("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="type 'llama', which has no symmetric power attention: convert it first"):
+        ServedModel.load(tmp_path)
 
 
 def test_the_dtype_of_a_loaded_model(folder):
@@ -250,4 +319,4 @@ def test_the_record_of_a_swap_determines_the_config(swapped):
     assert (config.head_dim, config.power, config.gating, config.form, config.backend) == (
         16, 4, "vector", "attention", "torch",
     )  # fmt: skip
-    assert json.loads(json.dumps(gpt.description, default=str))["transformers"]["sympow_attention"]["power"] == 4
+    assert json.loads(json.dumps(gpt.description))["transformers"]["base"] == "qwen3"

@@ -63,6 +63,7 @@ class ByteTokenizer:
     kind = "bytes"
     vocab_size = 257
     boundary = 256
+    ends = frozenset({256})
 
     def encode(self, text: str) -> NDArray[np.uint8]:
         return np.frombuffer(text.encode(), np.uint8)
@@ -84,6 +85,7 @@ class JsonTokenizer:
         boundary_token: the token between documents; by default the first of BOUNDARY_TOKENS that it has.
         name: the file it was read from, for messages.
         beginning: the ids that begin a document (`beginning_of`); None: the boundary.
+        ends: ids that end a generated text besides the boundary (`ends_of`).
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class JsonTokenizer:
         boundary_token: str | None = None,
         name: str = "the tokenizer",
         beginning: Sequence[int] | None = None,
+        ends: Iterable[int] = (),
     ) -> None:
         vocabulary: dict[str, int] = model.get_vocab(with_added_tokens=True)
         if boundary_token is None:
@@ -107,6 +110,7 @@ class JsonTokenizer:
         self.boundary_token = boundary_token
         self.boundary = vocabulary[boundary_token]
         self.beginning = (self.boundary,) if beginning is None else tuple(beginning)
+        self.ends = frozenset({self.boundary, *ends})
         # Not the number of ids, which may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         # Text that spells a special token is encoded as text.
@@ -115,19 +119,45 @@ class JsonTokenizer:
         model.no_truncation()
         model.no_padding()
         self._model = model
+        # A text and its ids, after which others are encoded and decoded as parts of a text: SentencePiece's tokenizers
+        # put a space before the first word of a text, and remove it again.
+        found = ((text, self.encode(text).tolist()) for text in ("\n", "a"))
+        self._before: tuple[str, list[int]] = next(((text, ids) for text, ids in found if ids), ("", []))
+        self._starts_differ = self._encode_inside("a") != self.encode("a").tolist()
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         # The fast call omits the tokens' offsets in the text, which are half of the work.
         (encoding,) = self._model.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.uint32)
 
+    def encode_continuation(self, text: str) -> NDArray[np.uint32]:
+        """Ids of a text that continues another."""
+        return np.array(self._encode_inside(text), dtype=np.uint32) if self._starts_differ else self.encode(text)
+
+    def _encode_inside(self, text: str) -> list[int]:
+        before, ids = self._before
+        whole: list[int] = self.encode(before + text).tolist()
+        # Where tokens join both, the text is encoded as if it began there.
+        return whole[len(ids) :] if whole[: len(ids)] == ids else self.encode(text).tolist()
+
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         kept = [index for index in np.asarray(ids).tolist() if index != self.boundary]
         return self._model.decode(kept, skip_special_tokens=False)
 
-    def decode_stream(self) -> Callable[[int], str | None]:
-        """A function that takes one token after another and returns the text that each completes, if any."""
+    def decode_continuation(self, ids: Sequence[int]) -> str:
+        """Text of ids that continue a text."""
+        before = self._before[1]
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
+
+    def decode_stream(self, continues: bool = False) -> Callable[[int], str | None]:
+        """A function that takes one token after another and returns the text that each completes, if any.
+
+        Args:
+            continues: whether the tokens continue a text.
+        """
         stream = require("tokenizers", "data").decoders.DecodeStream(skip_special_tokens=False)
+        for token in self._before[1] if continues else ():
+            stream.step(self._model, token)
         return lambda token: stream.step(self._model, token)
 
     def save(self, folder: Path | str) -> None:
@@ -139,6 +169,18 @@ class JsonTokenizer:
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids before the first token of a document: the boundary, unless the tokenizer has others, or none."""
     return getattr(tokenizer, "beginning", (tokenizer.boundary,))
+
+
+def ends_of(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end a generated text: the boundary, and others that the tokenizer may have."""
+    return getattr(tokenizer, "ends", frozenset({tokenizer.boundary}))
+
+
+def encode_continuation(tokenizer: Tokenizer, text: str) -> NDArray[np.unsignedinteger[Any]]:
+    """Ids of a text that continues another."""
+    encode = getattr(tokenizer, "encode_continuation", tokenizer.encode)
+    found: NDArray[np.unsignedinteger[Any]] = encode(text)
+    return found
 
 
 def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tokenizer:

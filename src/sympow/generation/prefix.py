@@ -217,7 +217,13 @@ def fingerprint_of(model: GPT) -> str:
     for name in (*EXECUTION_OPTIONS, *unchanged):
         described.pop(name)
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=32)
+    hashed = set()
     for name, parameter in sorted(model.state_dict().items()):
+        # Models of transformers have tensors under several names.
+        place = (parameter.data_ptr(), parameter.shape, parameter.stride())
+        if place in hashed and model.description:
+            continue
+        hashed.add(place)
         digest.update(name.encode())
         digest.update(str(parameter.dtype).encode())
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)

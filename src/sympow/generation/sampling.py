@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,7 @@ def generate(
     *,
     prompt: Tensor | None = None,
     prefix: Prefix | None = None,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     seed: int | None = None,
     segment_size: int = SEGMENT_SIZE,
     cache_policy: CachePolicy = "auto",
@@ -121,7 +121,7 @@ def generate(
         sampling: None: from the model's distribution, unchanged.
         prompt: (b, t), at least one token; sequences of one length.
         prefix: the text before the prompt; without a prompt, generation continues it.
-        stop: the token that ends a sequence; generation ends when all sequences have had it.
+        stop: the token, or the tokens, that end a sequence; generation ends when all sequences have had one.
         seed: of the samples; None: torch's default generator.
         segment_size: tokens of the prompt that are prefilled at a time.
         cache_policy: what decoding holds. "auto": keys and values until they would take more bytes than a state, then
@@ -152,6 +152,7 @@ def generate(
     decoder = Decoder(model, prefix, tokens=tokens, cache_policy=cache_policy, owned=owned, graphs=graphs)
     del prefix
     ended = torch.zeros(len(decoder.logits), dtype=torch.bool)
+    stops = torch.tensor([stop] if isinstance(stop, int) else sorted(stop or ()))
     for number in range(tokens):
         token = sampling.choose(decoder.logits, decoder.seen, generator)
         transfer = _HostCopy(token, decoder.logits)
@@ -161,7 +162,7 @@ def generate(
         known = transfer.wait()
         yield known
         if stop is not None:
-            ended |= known == stop
+            ended |= torch.isin(known, stops)
             if bool(ended.all()):
                 return
         if more and device.type != "cuda":

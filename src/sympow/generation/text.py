@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sympow.data.tokenizer import Tokenizer, beginning_of, load_tokenizer
+from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of, load_tokenizer
 from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CachePolicy
 from sympow.generation.prefix import Prefix
@@ -43,23 +43,31 @@ class TextModel:
         return cls(model if dtype is None else model.to(dtype), load_tokenizer(folder))
 
     def encode(self, text: str) -> Tensor:
-        """Tokens of a text, (1, t), after those that begin every document in training."""
+        """Tokens of a text, (1, t), after those that begin a text (`beginning_of`)."""
         ids = [*beginning_of(self.tokenizer), *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
     @accepts_old_arguments
     def prefill(self, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto") -> Prefix:
-        """Prefills a text from its beginning; arguments as in `Prefix.prefill`."""
-        return Prefix.prefill(self.model, self.encode(text), segment_size=segment_size, cache_policy=cache_policy)
+        """Prefills a text from its beginning; arguments as in `Prefix.prefill`.
+
+        Raises:
+            ValueError: the text has no tokens, and the tokenizer puts none before it.
+        """
+        tokens = self.encode(text)
+        if not tokens.shape[1]:
+            raise ValueError("the text must not be empty: this model's tokenizer puts no token before a text")
+        return Prefix.prefill(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
     @accepts_old_arguments
     def extend(
         self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
     ) -> Prefix:
         """The prefix with more text of the same document appended; with an empty text, the prefix itself."""
-        tokens = self.encode(text)[:, len(beginning_of(self.tokenizer)) :]
-        if not tokens.shape[1]:
+        ids = encode_continuation(self.tokenizer, text).tolist()
+        if not ids:
             return prefix
+        tokens = torch.tensor([ids], device=self.model.embedding.weight.device)
         return prefix.extend(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
     read = deprecated_attribute("prefill")
@@ -81,7 +89,7 @@ class TextModel:
 
         Args:
             prefix: of one text.
-            tokens: the most tokens to generate; the boundary token between documents ends the text earlier.
+            tokens: the most tokens to generate; a token that ends texts (`ends_of`) ends this one earlier.
             stop: strings that end the text and are not part of it.
             seed: of the samples.
             cache_policy: as in `generate`.
@@ -90,8 +98,8 @@ class TextModel:
         if prefix.batch != 1:
             raise ValueError(f"prefix must be of one text, got {prefix.batch}; use continue_all for several")
         decoder = TextDecoder(self.tokenizer, stop)
-        boundary = self.tokenizer.boundary
-        ids = generate(self.model, tokens, sampling, prefix=prefix, stop=boundary, seed=seed, cache_policy=cache_policy)
+        stops = ends_of(self.tokenizer)
+        ids = generate(self.model, tokens, sampling, prefix=prefix, stop=stops, seed=seed, cache_policy=cache_policy)
         for number, token in enumerate(ids, 1):
             if report is not None:
                 report(number)
@@ -119,8 +127,8 @@ class TextModel:
         joined = Prefix.cat(prefixes)
         decoders = [TextDecoder(self.tokenizer, stop) for _ in range(joined.batch)]
         texts = [""] * joined.batch
-        boundary = self.tokenizer.boundary
-        ids = generate(self.model, tokens, sampling, prefix=joined, stop=boundary, seed=seed, cache_policy=cache_policy)
+        stops = ends_of(self.tokenizer)
+        ids = generate(self.model, tokens, sampling, prefix=joined, stop=stops, seed=seed, cache_policy=cache_policy)
         try:
             for count, step in enumerate(ids, 1):
                 for number, token in enumerate(step.tolist()):
@@ -139,13 +147,15 @@ class TextDecoder:
 
     Args:
         stop: strings that end the text.
+        continues: whether the tokens continue a text, and are not its beginning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, continues: bool = True) -> None:
         if any(not text for text in stop):
             raise ValueError("stop must not contain an empty string: it would end every text at once")
-        self._boundary, self._stop = tokenizer.boundary, tuple(stop)
-        self._stream = _LibraryStream(tokenizer) if hasattr(tokenizer, "decode_stream") else _TextStream(tokenizer)
+        self._ends, self._stop = ends_of(tokenizer), tuple(stop)
+        in_library = hasattr(tokenizer, "decode_stream")
+        self._stream = _LibraryStream(tokenizer, continues) if in_library else _TextStream(tokenizer)
         self._held = ""
         self.stopped = False
 
@@ -153,7 +163,7 @@ class TextDecoder:
         """Yields the text that a token completes."""
         if self.stopped:
             return
-        if token == self._boundary:
+        if token in self._ends:
             yield from self.finish()
             return
         yield from self._release(self._stream.step(token))
@@ -216,11 +226,12 @@ class _TextStream:
 class _LibraryStream(_TextStream):
     """The same by `tokenizers.decoders.DecodeStream`, which decodes no token twice."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, continues: bool) -> None:
         super().__init__(tokenizer)
-        self._open: Callable[[], Callable[[int], str | None]] = tokenizer.decode_stream  # type: ignore[attr-defined]
-        self._advance = self._open()
+        self._open: Callable[[bool], Callable[[int], str | None]] = tokenizer.decode_stream  # type: ignore[attr-defined]
+        self._advance = self._open(continues)
         self._context: list[int] = []  # the tokens of the text that was returned last
+        self._decode = getattr(tokenizer, "decode_continuation", tokenizer.decode) if continues else tokenizer.decode
 
     def step(self, token: int) -> str:
         self._tokens.append(token)
@@ -232,7 +243,7 @@ class _LibraryStream(_TextStream):
             # The library raises plain Exception for a token that changes the text of earlier ones, as some decoders do
             # for invalid UTF-8. That text was returned already, so a new stream starts after it.
             new = self.flush()
-            self._advance = self._open()
+            self._advance = self._open(True)
         if new is None:
             return ""
         self._context, self._tokens = self._tokens, []

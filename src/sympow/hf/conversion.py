@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -130,24 +131,29 @@ def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return fast
 
 
-def from_fast_tokenizer(fast: Any, *, own_beginning: bool = False) -> Tokenizer:
+def from_fast_tokenizer(fast: Any, *, own_beginning: bool = False, ends: Iterable[int] = ()) -> Tokenizer:
     """Converts a fast tokenizer to a native one with the same ids; its EOS token becomes the boundary token.
 
     Args:
         own_beginning: whether documents begin with the ids that the tokenizer itself puts before a text, such as BOS or
             none, if it was not made by `to_fast_tokenizer`; otherwise with the boundary token.
+        ends: ids that end a generated text besides EOS and those that begin documents.
     """
     backend = getattr(fast, "backend_tokenizer", None)
     if backend is None:
         raise TypeError(f"fast must be a tokenizer with a tokenizer.json, got {type(fast).__name__}")
     kind = fast.init_kwargs.get("sympow_kind", "file")
     if kind == ByteTokenizer.kind:
-        return ByteTokenizer()
+        tokenizer = ByteTokenizer()
+        tokenizer.ends = tokenizer.ends.union(ends)
+        return tokenizer
     # A copy, since JsonTokenizer changes how special tokens are treated.
     model = tokenizers.Tokenizer.from_str(backend.to_str())
     foreign = own_beginning and "sympow_kind" not in fast.init_kwargs
     beginning = _ids_before_text(fast) if foreign else None
-    return JsonTokenizer(model, kind, fast.eos_token, name=type(fast).__name__, beginning=beginning)
+    # Data for teachers with a BOS token has that between documents, so that it also ends them.
+    ends = {*ends, *(beginning or ())}
+    return JsonTokenizer(model, kind, fast.eos_token, name=type(fast).__name__, beginning=beginning, ends=ends)
 
 
 def _ids_before_text(fast: Any) -> list[int]:

@@ -27,10 +27,24 @@ from sympow.ops.state import State
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
 
-# Fields of a transformers config that do not change what a model computes.
-_IRRELEVANT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-# Largest relative difference of two computations of the same logits, in bfloat16 at the most.
-_TOLERANCE = 0.02
+# Fields of a transformers config that change what a swapped model computes from its parameters, as far as an
+# architecture has them; of the swap, the power and the kinds of gates and rotations are in the `GPTConfig`.
+_RELEVANT = (
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "norm_epsilon",
+    "layer_norm_eps",
+    "rope_parameters",
+    "rope_theta",
+    "rope_scaling",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+)
+# Two computations of the same numbers may differ by so many times eps of their dtype, relatively.
+_ROUNDINGS = 64
 
 
 class _Segment(StateLayer):
@@ -97,18 +111,29 @@ class SwappedGPT(GPT):
         ValueError: layers keep softmax, the embedding has positions, or logits are not a product of the features.
 
     Example:
-        >>> model = SwappedGPT(AutoModelForCausalLM.from_pretrained("converted/model"))
+        >>> model = SwappedGPT(AutoModelForCausalLM.from_pretrained("converted/model").eval())
         >>> logits, state = model(tokens)
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         nn.Module.__init__(self)
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(
+                f"model must be a model of transformers, got {type(model).__name__}: of a model of peft, give what "
+                "merge_and_unload returns"
+            )
         found = attention_modules(model)
         kept = [index for index, module in found.items() if not isinstance(module, SwappedAttention)]
         if kept:
             raise ValueError(
                 f"model must have swapped attention in all {len(found)} layers, since softmax layers have no state of "
-                f"fixed size; layers {', '.join(map(str, kept))} keep softmax"
+                f"fixed size; layers {', '.join(map(str, kept))} keep softmax: use generate of transformers"
+            )
+        layers_in_all = getattr(model.config, "num_hidden_layers", len(found))
+        if sorted(found) != list(range(layers_in_all)):
+            raise ValueError(
+                f"model must have attention in all of its {layers_in_all} layers; {type(model).__name__} has it in "
+                f"{len(found)}, and others of another kind"
             )
         self.net: Any = model
         head: Any = model.get_output_embeddings()
@@ -120,9 +145,11 @@ class SwappedGPT(GPT):
         self.embedding = cast("nn.Embedding", model.get_input_embeddings())
         layers = [cast("SwappedAttention", found[index]) for index in sorted(found)]
         self.blocks = nn.ModuleList(map(_Layer, layers))
-        self.config = _describe(SwapRecord.of(model.config), layers, head.weight.shape)
-        kept_fields = {name: value for name, value in model.config.to_dict().items() if name not in _IRRELEVANT}
-        self.description = {"transformers": kept_fields}
+        record = SwapRecord.of(model.config)
+        self.config = _describe(record, layers, head.weight.shape)
+        fields = model.config.to_dict()
+        relevant = {name: fields[name] for name in _RELEVANT if fields.get(name) is not None}
+        self.description = {"transformers": {"base": record.base_model_type, **relevant}}
         self._check_model()
 
     @property
@@ -156,6 +183,10 @@ class SwappedGPT(GPT):
             _Segment(None if state is None else state[layer], partial(take, layer)) for layer in range(len(self.blocks))
         ]
         x = self._run(tokens, mask, entries)
+        if take_state is None and len(after) != len(entries):
+            raise ValueError(
+                "model must return states: with gradient checkpointing in training mode it has none; call eval first"
+            )
         return x, tuple(after[layer] for layer in sorted(after)) if return_state and take_state is None else None
 
     def step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> Tensor:
@@ -181,13 +212,22 @@ class SwappedGPT(GPT):
     @torch.no_grad()
     def _check_model(self) -> None:
         """Refuses models that are more than features of tokens and states, times the weight of the head."""
+        training = self.net.training
+        self.net.eval()
+        try:
+            self._check_outputs()
+        finally:
+            self.net.train(training)
+
+    def _check_outputs(self) -> None:
         tokens = torch.arange(2, device=self.embedding.weight.device).unsqueeze(0)
         features = self._run(tokens, None, None)
         later = [_Segment(None, lambda _: None, seen=7) for _ in self.blocks]
         if _differ(self._run(tokens, None, later), features):
             raise ValueError(
                 "model must not depend on positions except through rotary embeddings, since sequences of a batch have "
-                f"read different numbers of tokens; {type(self.net).__name__} has position embeddings"
+                f"read different numbers of tokens; {type(self.net).__name__} has position embeddings: use generate of "
+                "transformers"
             )
         if _differ(linear(features, self.output_weight), self.net(input_ids=tokens, use_cache=False).logits):
             raise ValueError(
@@ -197,7 +237,9 @@ class SwappedGPT(GPT):
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
-    return bool((x.double() - y.double()).norm() > _TOLERANCE * y.double().norm())
+    # Models compute norms in float32, whatever their dtype is.
+    eps = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool((x.double() - y.double()).norm() > _ROUNDINGS * eps * y.double().norm())
 
 
 def _describe(record: SwapRecord, layers: Sequence[SwappedAttention], head: torch.Size) -> GPTConfig:

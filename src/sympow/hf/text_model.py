@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.extras import require
 from sympow.generation.text import TextModel
+from sympow.hf.config import SympowConfig
 from sympow.hf.conversion import (
     TOKENIZER_CONFIG_FILE,
     TRANSFORMERS_CONFIG_FILE,
@@ -35,14 +36,32 @@ def load_text_model(
     Raises:
         ValueError: the folder has no tokenizer, or its model is of another kind, or damaged.
     """
+    config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    swapped = kind == MODEL_TYPE
+    if not swapped and kind != SympowConfig.model_type:
+        raise ValueError(
+            f"{folder} holds a model of type {kind!r}, which has no symmetric power attention: convert it first, by "
+            f"sympow convert {folder} --data … --out …"
+        )
     if not (folder / TOKENIZER_CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
-    config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
-    swapped = isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
-    model = _load_swapped(folder, device, dtype) if swapped else to_native(folder)
-    model = model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
+    if swapped:
+        model = _load_swapped(folder, device, dtype)
+    else:
+        model = to_native(folder)
+        model = model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    return TextModel(model, from_fast_tokenizer(tokenizer, own_beginning=swapped)), tokenizer
+    if not swapped:
+        return TextModel(model, from_fast_tokenizer(tokenizer)), tokenizer
+    return TextModel(model, from_fast_tokenizer(tokenizer, own_beginning=True, ends=_ends(model))), tokenizer
+
+
+def _ends(model: GPT) -> list[int]:
+    """The tokens at which `generate` of transformers stops."""
+    assert isinstance(model, SwappedGPT)
+    ends = model.net.generation_config.eos_token_id
+    return [ends] if isinstance(ends, int) else list(ends or ())
 
 
 def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
@@ -56,4 +75,4 @@ def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype |
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
     model, told = loaded
     check_whole(folder, told)
-    return SwappedGPT(model.to(device).eval())
+    return SwappedGPT(model.to(device)).eval()

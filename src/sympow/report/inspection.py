@@ -92,7 +92,7 @@ def inspect_text(
 
 def token_texts(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """The text that each token adds; the first tokens are those that begin a text."""
-    decoder = TextDecoder(tokenizer)
+    decoder = TextDecoder(tokenizer, continues=False)
     beginning = len(beginning_of(tokenizer))
     texts = [*[START] * beginning, *("".join(decoder.take(token)) for token in ids[beginning:])]
     texts[-1] += "".join(decoder.finish())

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from sympow.checks import check_at_least, check_at_most
-from sympow.data.tokenizer import beginning_of
+from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel
@@ -104,7 +104,7 @@ class TokenizedPrompt:
     """A prompt as `Engine.tokenize` returns it, for several requests.
 
     Attributes:
-        tokens: token ids, including the boundary token that begins a document.
+        tokens: token ids, including those that begin a text.
         text: the text; None if the prompt was given as ids.
         continues: whether the prompt is for requests with a prefix.
     """
@@ -218,8 +218,8 @@ class Engine:
 
         Args:
             prompt: a text, token ids, or a `TokenizedPrompt` that `tokenize` returned for the same prefix. A text gets
-                the boundary token of a document first, unless it continues a prefix; ids are used unchanged. Ids may be
-                empty only with a prefix.
+                the tokens that begin a text first (`beginning_of`), unless it continues a prefix; ids are used
+                unchanged. Ids may be empty only with a prefix.
             sampling: settings of sampling; None: the model's own distribution.
             max_tokens: the most tokens to generate; 0: only prefill, for the log-probabilities of a prompt for example.
             stop: strings that end the completion and are not part of it.
@@ -275,7 +275,7 @@ class Engine:
             max_tokens=max_tokens,
             logprobs=logprobs,
             echo=echoed,
-            boundary=self.text_model.tokenizer.boundary,
+            ends=ends_of(self.text_model.tokenizer),
             ignore_boundary=ignore_boundary,
             decoder=decoder,
         )
@@ -386,7 +386,10 @@ class Engine:
             _check_prefix(prefix, self.text_model)
         if isinstance(text, str):
             tokenizer = self.text_model.tokenizer
-            tokens = (*(beginning_of(tokenizer) if prefix is None else ()), *tokenizer.encode(text).tolist())
+            if prefix is None:
+                tokens = (*beginning_of(tokenizer), *tokenizer.encode(text).tolist())
+            else:
+                tokens = tuple(encode_continuation(tokenizer, text).tolist())
         else:
             tokens = tuple(text)
             self._check_ids(name, tokens)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
 
-from sympow.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
+from sympow.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, beginning_of, ends_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import REPLACEMENT, TextDecoder
 from sympow.serving.completion import Event, Result, TokenLogprob, Usage
@@ -291,7 +291,7 @@ class TokenNames:
         """A token's text; "token_id:N" if it is not made of whole characters."""
         if token == self._tokenizer.boundary:
             return self._boundary_name
-        text = self._tokenizer.decode([token])
+        text = getattr(self._tokenizer, "decode_continuation", self._tokenizer.decode)([token])
         return f"token_id:{token}" if not text or REPLACEMENT in text else text
 
     def utf8(self, token: int) -> list[int] | None:
@@ -309,21 +309,26 @@ class TokenNames:
             named[f"token_id:{token}" if name in named else name] = _finite(logprob)
         return named
 
-    def offsets(self) -> TokenOffsets:
-        return TokenOffsets(self._tokenizer)
+    def offsets(self, *, continues: bool) -> TokenOffsets:
+        return TokenOffsets(self._tokenizer, continues)
 
 
 class TokenOffsets:
-    """The offset of each token in the text, in characters."""
+    """The offset of each token in the text, in characters.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._decoder, self._place = tokenizer, TextDecoder(tokenizer), 0
+    Args:
+        continues: whether the tokens continue a text, and are not its beginning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, continues: bool) -> None:
+        self._decoder, self._place = TextDecoder(tokenizer, continues=continues), 0
+        # These have no text, and would end the decoder.
+        self._without_text = ends_of(tokenizer).union(beginning_of(tokenizer))
 
     def take(self, token: int) -> int:
         """The offset of the next token."""
         place = self._place
-        # The boundary token has no text, and would end the decoder.
-        if token != self._tokenizer.boundary:
+        if token not in self._without_text:
             self._place += sum(map(len, self._decoder.take(token)))
         return place
 
@@ -416,7 +421,9 @@ class Answer:
     def _logprobs(self, index: int, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         if self._chat:
             return {"content": [self._chat_logprob(entry) for entry in entries], "refusal": None}
-        offsets = self._offsets.setdefault(index, self._names.offsets())
+        # The first token of a text alone has no log-probability.
+        continues = not entries or entries[0].logprob is not None
+        offsets = self._offsets.setdefault(index, self._names.offsets(continues=continues))
         tops = [self._names.names(entry.top) if entry.logprob is not None else None for entry in entries]
         return {
             "tokens": [self._names.name(entry.token) for entry in entries],

@@ -54,8 +54,8 @@ class Request:
         reading: the prefill of the prompt.
         sampling, seed, max_tokens, logprobs: as in `Engine.submit`.
         echo: the prompt's text, if the first event is to have it; else None.
-        boundary: the boundary token between documents.
-        ignore_boundary: whether to continue after a boundary token.
+        ends: the tokens that end a text.
+        ignore_boundary: whether to continue after one of these.
         decoder: turns generated tokens into text.
         generated: number of generated tokens.
     """
@@ -67,7 +67,7 @@ class Request:
     max_tokens: int
     logprobs: int | None
     echo: str | None
-    boundary: int
+    ends: frozenset[int]
     ignore_boundary: bool
     decoder: TextDecoder
     generated: int = 0
@@ -399,7 +399,7 @@ class Scheduler:
         self.counts["generated_tokens"] += 1
         reason: FinishReason | None = None
         try:
-            ignored = token == request.boundary and request.ignore_boundary
+            ignored = token in request.ends and request.ignore_boundary
             text = "" if ignored else "".join(request.decoder.take(token))
             if request.decoder.stopped:
                 reason = "stop"
