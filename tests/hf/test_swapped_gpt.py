@@ -105,8 +105,11 @@ def test_models_that_are_more_than_states_are_refused(swapped, pretrained):
         SwappedGPT(swapped("llama", layers="every-other"))
     with pytest.raises(ValueError, match="SympowGPT2LMHeadModel has position embeddings"):
         SwappedGPT(swapped("gpt2"))
-    model = swapped("llama")
-    model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
+    with pytest.raises(ValueError, match="SympowGPT2LMHeadModel has position embeddings"):
+        SwappedGPT(swapped("gpt2").bfloat16())
+    model = swapped("llama").train()
+    assert SwappedGPT(model).net.training
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: 1.01 * logits)
     with pytest.raises(ValueError, match="changes them afterwards"):
         SwappedGPT(model)
     with pytest.raises(TypeError, match="merge_and_unload"):

@@ -43,8 +43,8 @@ _RELEVANT = (
     "num_experts_per_tok",
     "norm_topk_prob",
 )
-# Two computations of the same numbers may differ by so many times eps of their dtype, relatively.
-_ROUNDINGS = 64
+# Largest relative difference of two computations that launch the same kernels.
+_TOLERANCE = 1e-3
 
 
 class _Segment(StateLayer):
@@ -221,15 +221,15 @@ class SwappedGPT(GPT):
 
     def _check_outputs(self) -> None:
         tokens = torch.arange(2, device=self.embedding.weight.device).unsqueeze(0)
-        features = self._run(tokens, None, None)
-        later = [_Segment(None, lambda _: None, seen=7) for _ in self.blocks]
-        if _differ(self._run(tokens, None, later), features):
+        entries = ([_Segment(None, lambda _: None, seen) for _ in self.blocks] for seen in (0, 7))
+        if _differ(*(self._run(tokens, None, some) for some in entries)):
             raise ValueError(
                 "model must not depend on positions except through rotary embeddings, since sequences of a batch have "
                 f"read different numbers of tokens; {type(self.net).__name__} has position embeddings: use generate of "
                 "transformers"
             )
-        if _differ(linear(features, self.output_weight), self.net(input_ids=tokens, use_cache=False).logits):
+        logits = linear(self._run(tokens, None, None), self.output_weight)
+        if _differ(logits, self.net(input_ids=tokens, use_cache=False).logits):
             raise ValueError(
                 f"model must have logits that are its features times the weight of its head; {type(self.net).__name__} "
                 "changes them afterwards"
@@ -237,9 +237,7 @@ class SwappedGPT(GPT):
 
 
 def _differ(x: Tensor, y: Tensor) -> bool:
-    # Models compute norms in float32, whatever their dtype is.
-    eps = max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
-    return bool((x.double() - y.double()).norm() > _ROUNDINGS * eps * y.double().norm())
+    return bool((x.double() - y.double()).norm() > _TOLERANCE * y.double().norm())
 
 
 def _describe(record: SwapRecord, layers: Sequence[SwappedAttention], head: torch.Size) -> GPTConfig:
