@@ -54,8 +54,14 @@ def folder(pretrained, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("options", [{}, {"gating": "vector", "rotary": "pairs"}], ids=["scalar", "pairs"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("qwen3", {"gating": "vector", "rotary": "pairs"}),
+        *(pytest.param(kind, {"power": 4, "gating": "none"}, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
 def test_segments_and_steps_give_the_logits_of_the_model(swapped, tokens, kind, options):
     model, ids = swapped(kind, **options), tokens(2, 24)
     expected = model(ids).logits
