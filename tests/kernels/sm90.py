@@ -704,7 +704,7 @@ CASES = {
 }  # fmt: skip
 
 # Parts of names of the cases that `--all` adds.
-WITH_ALL = re.compile("p=4|no gates|documents|GQA|query blocks|float32 .*, wide")
+WITH_ALL = re.compile("p=4|no gates|documents|GQA|query blocks|float32 .*(wide|forward|gradient)")
 
 
 def loops(sass: str) -> list[tuple[int, Counter]]:
