@@ -120,6 +120,25 @@ def random_inputs(
     return inputs.map(lambda t: t.to(dtype))
 
 
+def with_orthogonal_rows(inputs: Inputs, every: int = 3) -> tuple[Inputs, Tensor]:
+    """Inputs, with as many query as key heads, in which every third row or so sees only its own key.
+
+    Its query is nearly orthogonal to that key. Also returns the rows' cosines, (t,): 1 to 2^-12, and 1 for other rows.
+    """
+    rows = slice(None, None, every)
+    q, k = inputs.q.double(), inputs.k.double()
+    cosines = torch.ones(q.shape[1], dtype=torch.float64, device=q.device)
+    cosines[rows] = torch.logspace(0, -12, len(cosines[rows]), base=2, dtype=torch.float64, device=q.device)
+    key = torch.nn.functional.normalize(k[:, rows], dim=-1)
+    across = q[:, rows] - (q[:, rows] * key).sum(-1, keepdim=True) * key
+    cosine = cosines[rows][:, None, None]
+    q[:, rows] = torch.nn.functional.normalize(across, dim=-1) * (1 - cosine**2).sqrt() + key * cosine
+    assert inputs.log_gamma is not None
+    log_gamma = inputs.log_gamma.clone()
+    log_gamma[:, rows] = -torch.inf
+    return replace(inputs, q=q.to(inputs.q.dtype), log_gamma=log_gamma), cosines
+
+
 def run(inputs: Inputs, power: int, form: str, **options: Any) -> Any:
     """Calls `sympow.attention`; the chunked form has chunks of 4, so that short inputs have several."""
     if form == "chunked":

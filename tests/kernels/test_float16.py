@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
+from support import (
+    Inputs,
+    assert_close,
+    float32_tolerance,
+    gradients,
+    interpreted,
+    random_inputs,
+    run,
+    with_orthogonal_rows,
+)
 
 pytest.importorskip("triton", reason="needs Triton")
 
@@ -231,6 +240,30 @@ def test_float32_in_pieces(power, key, value, gate):
     pairs = ([y.detach(), *gradients(y, x)] for y, x in ((actual, inputs), (expected, exact)))
     for name, got, want in zip(names, *pairs, strict=True):
         assert_close(got, want, 2 * float32_tolerance(name, 200), name, relative=True)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("power", [2, 4])
+def test_rows_nearly_orthogonal_to_their_only_key(power, dtype):
+    """Their weights are as little as 2^-48 of the bound that scales them."""
+    inputs = random_inputs(14, length=150, heads=1, dim=32, value_dim=32, rotation="none").rounded(torch.float16)
+    inputs, cosines = with_orthogonal_rows(inputs)
+    inputs = inputs.rounded(dtype)
+    expected = results(inputs.map(torch.Tensor.double), power, "attention", 1.0, backend="torch")
+    actual = results(inputs, power, "attention", 1.0, backend="triton")
+
+    def errors(name):
+        want = expected[name][0, :, 0]
+        return (actual[name][0, :, 0].double() - want).norm(dim=-1) / want.norm(dim=-1).mean()
+
+    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    assert (errors("y") <= tolerance).all()
+    assert (errors("v") <= tolerance).all()
+    # The exact gradient of such a score is 0, and what kernels compute is a rounding error divided by the score.
+    alone = cosines < 1
+    for name in ("q", "k"):
+        assert (errors(name)[alone] <= tolerance + 1e-4 / cosines[alone]).all(), name
 
 
 @pytest.mark.usefixtures("pieces")

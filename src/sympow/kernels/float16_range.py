@@ -50,6 +50,8 @@ from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # log2 of the largest weight.
 WEIGHT_LIMIT = tl.constexpr(15.0)
+# log2 of the largest factor that brings the weights of a row up to that limit.
+MOST_LIFT = tl.constexpr(100.0)
 # log2 of the largest state, which is a sum of many numbers.
 STATE_LIMIT = tl.constexpr(14.0)
 # Stands for log2 of the norm of a vector of zeros.
@@ -133,6 +135,14 @@ class StateScales(NamedTuple):
 def power_of_two(exponent):
     """2^exponent in float32, exact, for integers of any type between −126 and 127."""
     return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponent_to_limit(most, LIMIT: tl.constexpr):
+    """The largest integer r from 0 to MOST_LIFT with 2^r `most` ≤ 2^LIMIT, float32; 0 if there is none."""
+    exponent = ((most.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)  # most < 2^exponent
+    lift = tl.minimum(tl.maximum(-exponent + LIMIT, 0.0), MOST_LIFT)
+    return tl.where(most == 0, 0.0, lift)
 
 
 @triton.jit

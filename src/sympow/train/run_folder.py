@@ -108,6 +108,7 @@ def _lock(folder: Path) -> int:
                 _write_holder(handle)
                 return handle
         except BlockingIOError as error:
+            # Empty: the holder has locked the file and not yet written to it.
             holder = os.pread(handle, 256, 0).decode(errors="replace").strip() or "another process"
             os.close(handle)
             message = f"{folder} is in use by {holder}: stop that run first, or choose another folder"

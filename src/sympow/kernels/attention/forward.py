@@ -49,6 +49,7 @@ from sympow.kernels.float16_range import (
     SCALES,
     WEIGHT_LIMIT,
     KeyRange,
+    exponent_to_limit,
     exponents,
     log_length,
     power_of_two,
@@ -223,6 +224,8 @@ def forward_kernel(
         weight *= power_of_two(change)
 
     exact = weight
+    LIFTED: tl.constexpr = HALF and POWER > 2
+    lift = tl.zeros((ROWS,), tl.float32)
     # Not pipelined: the loop above would lose the registers.
     for start in tl.range(first, first + ROWS, COLUMNS, num_stages=1):
         columns = start + tl.arange(0, COLUMNS)
@@ -243,6 +246,12 @@ def forward_kernel(
         if HALF:
             # The weights that are returned are exact: rounding is absolute below the normal numbers of float16.
             exact += tl.sum(scores, axis=1)
+        if LIFTED:
+            # The first rows of a document see few keys, perhaps all nearly orthogonal to the query.
+            last_lift, lift = lift, exponent_to_limit(exact, WEIGHT_LIMIT)
+            acc *= power_of_two(lift - last_lift)[:, None]
+            weight *= power_of_two(lift - last_lift)
+            scores *= power_of_two(lift)[:, None]
         scores = round_to(scores, v.dtype)
         weight += tl.sum(scores, axis=1)
         acc = tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -250,6 +259,8 @@ def forward_kernel(
     y = acc / or_one(weight)[:, None]
     y_desc.store([batch, head, first, 0], y.to(y_desc.dtype).reshape(1, 1, ROWS, E))
     if HALF:
+        # A row whose weights were all rounded to zero has no output, and must not have gradients of one.
+        exact = tl.where(weight == 0, 0.0, exact)
         weight = exact * power_of_two(-before * POWER) * power_of_two(-change)
     tl.store(weight_ptr + sequence.to(tl.int64) * length + rows, weight, mask=rows < length)
 

@@ -8,7 +8,9 @@ in every tile.
 
 Ranges are those of float16 (`float16_range`). Keys are scaled per head to lengths up to 2^SPLIT_EXPONENT, and values to
 entries up to that; all else is scaled as in float16. Sums over tiles are added up outside the tensor cores, which
-truncate.
+truncate. So the weights of each tile can have scales of their own: a row's largest weight in the tile is scaled to the
+limit of the range (`_split_rows`). A row keeps its precision even if its query is nearly orthogonal to the few keys it
+sees, and its weights are far below their bound.
 
 One document, one chunk, without states, heads of up to 64; the portable kernels compute the rest. Their plain PyTorch
 twin is that of these kernels, too.
@@ -49,6 +51,7 @@ from sympow.kernels.float16_range import (
     KeyRange,
     RowGradients,
     _power,
+    exponent_to_limit,
     exponents,
     log_length,
     power_of_two,
@@ -84,6 +87,15 @@ def _product(high, low, other_high, other_low):
 def _split(x):
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _split_rows(x):
+    """The two pieces of x, each row scaled so that its largest entry is close to the limit of the range; and the powers
+    of two that undo these scales."""
+    lift = exponent_to_limit(tl.max(tl.abs(x), axis=1), WEIGHT_LIMIT)
+    high, low = _split(x * power_of_two(lift)[:, None])
+    return high, low, power_of_two(-lift)
 
 
 @triton.jit
@@ -145,10 +157,10 @@ def forward_kernel(
         tile_end = tl.load(sums_ptr + tl.minimum(COLUMNS, length) - 1)
 
     bound_ptr += kv_sequence.to(tl.int64) * length
-    unit = -tl.load(scales_ptr + KEY_EXPONENT) + SPLIT_EXPONENT
-    own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1)) + unit
+    key_exponent = -tl.load(scales_ptr + KEY_EXPONENT) + SPLIT_EXPONENT
+    own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1)) + key_exponent
     q_length = tl.load(q_length_ptr + sequence.to(tl.int64) * padded + rows)
-    before, change = exponents(q_length, tl.load(bound_ptr + first) + unit, own_bound, WEIGHT_LIMIT, POWER)
+    before, change = exponents(q_length, tl.load(bound_ptr + first) + key_exponent, own_bound, WEIGHT_LIMIT, POWER)
     change *= POWER
     # What weights are made of must not leave the range of float16. Queries themselves keep their precision.
     score_scale = power_of_two(before - QUERY_EXPONENT)
@@ -165,8 +177,8 @@ def forward_kernel(
             tile_end = tl.load(sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
         weight += tl.sum(scores, axis=1)
         v, v_low = _load(v_desc, batch, batches, kv_head, start, COLUMNS, E)
-        high, low = _split(scores)
-        acc += _product(high, low, v, v_low)
+        high, low, unit = _split_rows(scores)
+        acc += _product(high, low, v, v_low) * unit[:, None]
 
     row_scale = power_of_two(change)
     if GATED:
@@ -188,15 +200,15 @@ def forward_kernel(
         else:
             scores = tl.where(causal, scores * row_scale[:, None], 0.0)
         v, v_low = _load(v_desc, batch, batches, kv_head, start, COLUMNS, E)
-        high, low = _split(scores)
+        high, low, unit = _split_rows(scores)
         weight += tl.sum(scores, axis=1)
         # As rounded for the product, so that a row that sees one key returns its value.
-        rounding += tl.sum(scores - high.to(tl.float32) - low.to(tl.float32), axis=1)
-        acc += _product(high, low, v, v_low)
+        rounding += tl.sum(scores - (high.to(tl.float32) + low.to(tl.float32)) * unit[:, None], axis=1)
+        acc += _product(high, low, v, v_low) * unit[:, None]
 
     y = acc / or_one(weight - rounding)[:, None] * power_of_two(tl.load(scales_ptr + VALUE_EXPONENT) - SPLIT_EXPONENT)
     y_desc.store([batch, head, first, 0], y.reshape(1, 1, ROWS, E))
-    weight *= power_of_two(-before * POWER) * power_of_two(-change) * _power(power_of_two(-unit), POWER)
+    weight *= power_of_two(-before * POWER) * power_of_two(-change) * _power(power_of_two(-key_exponent), POWER)
     tl.store(weight_ptr + sequence.to(tl.int64) * length + rows, weight, mask=rows < length)
 
 
@@ -224,14 +236,14 @@ def query_gradient_kernel(
         to_tile_end = tl.load(to_end_ptr + tl.arange(0, COLUMNS))
         tile_end = tl.load(sums_ptr + tl.minimum(COLUMNS, length) - 1)
     bound_ptr += kv_sequence.to(tl.int64) * length
-    unit = -tl.load(key_scales_ptr + kv_sequence * SCALES + KEY_EXPONENT) + SPLIT_EXPONENT
-    own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1)) + unit
+    key_exponent = -tl.load(key_scales_ptr + kv_sequence * SCALES + KEY_EXPONENT) + SPLIT_EXPONENT
+    own_bound = tl.load(bound_ptr + tl.minimum(rows, length - 1)) + key_exponent
     log_decay = tl.zeros((ROWS,), tl.float32)
     if GATED:
         log_decay = ((reference - tl.load(sums_ptr + tl.minimum(rows, length - 1))) * LOG2_E).to(tl.float32)
     key_length = tl.load(scales_ptr + kv_sequence * GRADIENT_SCALES + KEY_LENGTH)
     before, change = query_exponents(
-        tl.load(q_length_ptr + out), tl.load(bound_ptr + first) + unit, own_bound, key_length, log_decay, POWER
+        tl.load(q_length_ptr + out), tl.load(bound_ptr + first) + key_exponent, own_bound, key_length, log_decay, POWER
     )
     change *= POWER - 1
     row_factor = power_of_two(before * (POWER - 1)) / key_length
@@ -251,8 +263,8 @@ def query_gradient_kernel(
             factor *= (to_tile_end * tl.exp((reference - tile_end).to(tl.float32)))[None, :]
             to_tile_end = tl.load(to_end_ptr + start + COLUMNS + tl.arange(0, COLUMNS))
             tile_end = tl.load(sums_ptr + tl.minimum(start + 2 * COLUMNS, length) - 1)
-        high, low = _split(factor * dp)
-        dq += _product(high, low, k, k_low)
+        high, low, unit = _split_rows(factor * dp)
+        dq += _product(high, low, k, k_low) * unit[:, None]
 
     row_scale = power_of_two(change)
     if GATED:
@@ -274,8 +286,8 @@ def query_gradient_kernel(
             factor *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
         else:
             factor = tl.where(causal, factor * row_scale[:, None], 0.0)
-        high, low = _split(factor * dp)
-        dq += _product(high, low, k, k_low)
+        high, low, unit = _split_rows(factor * dp)
+        dq += _product(high, low, k, k_low) * unit[:, None]
 
     # Keys are scaled, and so is what their sum has to be divided by.
     dq *= (tl.load(factor_ptr + out) * power_of_two(-change) / row_factor * POWER)[:, None]

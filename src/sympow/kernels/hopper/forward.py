@@ -48,6 +48,7 @@ from sympow.kernels.hopper.common import (
     async_store,
     free_stage,
     head_major,
+    lift_weights,
     load_rows,
     matrix,
     new_barriers,
@@ -213,6 +214,9 @@ def _attend_rows(
         if HALF:
             scores *= gl.expand_dims(power_of_two(change), 1)
         scores = gl.where(causal, scores, 0.0)
+    lift = gl.zeros((ROWS,), gl.float32, BY_ROW)
+    if HALF and POWER > 2:
+        scores, acc, weight, _, lift = lift_weights(scores, acc, weight, lift, lift, SUMS_BY_ROW)
     # Summed as rounded for the product, as in the portable forward kernel. The weights that float16 returns are exact.
     exact = scores
     scores = round_to(scores, dtype)
@@ -229,7 +233,9 @@ def _attend_rows(
     thread_barrier()
     async_store(y_desc, [batch, head, first + MEMBER * ROWS, 0], y_buffer)
     if HALF:
-        weight = (weight + rounding) * power_of_two(-change) * power_of_two(-exponent * POWER)
+        # As in the portable forward kernel: 0 if all weights of the row were rounded to 0.
+        weight = gl.where(weight == 0, 0.0, weight + rounding) * power_of_two(-lift)
+        weight *= power_of_two(-change) * power_of_two(-exponent * POWER)
     gl.store(weight_ptr + sequence.to(gl.int64) * length + rows, weight, mask=rows < length)
     tma.store_wait(0)
 

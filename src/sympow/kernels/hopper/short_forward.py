@@ -54,6 +54,7 @@ from sympow.kernels.hopper.common import (
     async_load,
     async_store,
     head_major,
+    lift_weights,
     matrix,
     prefetch,
     split_sums,
@@ -124,13 +125,14 @@ def pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal):
 
 @gluon.jit
 def on_diagonal(
-    scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak,
-    POWER: gl.constexpr, GATED: gl.constexpr, dtype: gl.constexpr,
+    scores, rows, columns, row_whole, row_rest, column_whole, column_rest, weak, acc, weight, rounding, lift,
+    POWER: gl.constexpr, GATED: gl.constexpr, dtype: gl.constexpr, SUMS_BY_ROW: gl.constexpr,
 ):  # fmt: skip
-    """Weights of a tile on the diagonal and their sums by row, rounded as in the portable forward kernel; and in
-    float16 the sums of what rounding removed.
+    """Weights of a tile on the diagonal, rounded as in the portable forward kernel, and their rows' sums, which are
+    added to `weight`; in float16 the sums of what rounding removed are added to `rounding`.
 
-    In float16, `row_whole` includes the logarithm of a scale of the row, also without gates.
+    In float16, `row_whole` includes the logarithm of a scale of the row, also without gates. If p > 2, weights and
+    sums are multiplied by 2^lift (`lift_weights`); returned are the weights, acc, weight, rounding and lift.
     """
     scores = even_power(scores, POWER)
     causal = gl.expand_dims(rows, 1) >= gl.expand_dims(columns, 0)
@@ -146,11 +148,14 @@ def on_diagonal(
         scores = gl.where(causal, scores * gl.expand_dims(decay, 0), 0.0)
     else:
         scores *= pairwise_decay(row_whole, row_rest, column_whole, column_rest, causal)
+    if dtype == gl.float16 and POWER > 2:
+        scores, acc, weight, rounding, lift = lift_weights(scores, acc, weight, rounding, lift, SUMS_BY_ROW)
     rounded = round_to(scores, dtype)
-    sums = gl.sum(rounded, axis=1)
-    # As in the portable kernel: the weights that are returned are exact in float16.
-    rounding = gl.sum(scores - rounded, axis=1) if dtype == gl.float16 else sums
-    return rounded, sums, rounding
+    weight += gl.sum(rounded, axis=1)
+    if dtype == gl.float16:
+        # As in the portable kernel: the weights that are returned are exact in float16.
+        rounding += gl.sum(scores - rounded, axis=1)
+    return rounded, acc, weight, rounding, lift
 
 
 @gluon.jit
@@ -350,24 +355,25 @@ def forward_kernel(
     stage = before % STAGES
     mbarrier.wait(barriers.index(stage), (before // STAGES) & 1)
     v = matrix(v_buffers, stage)
-    weights, sums, upper_rounding = on_diagonal(
-        upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, POWER, GATED, dtype
-    )
-    upper_weight += sums
+    none = gl.zeros((ROWS,), gl.float32, BY_ROW)
+    weights, upper, upper_weight, upper_rounding, upper_lift = on_diagonal(
+        upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, upper,
+        upper_weight, none, none, POWER, GATED, dtype, SUMS_BY_ROW,
+    )  # fmt: skip
     upper = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, upper)
-    weights, sums, lower_rounding = on_diagonal(
-        lower_scores, lower_rows, columns, lower_whole, lower_rest, column_whole, column_rest, weak, POWER, GATED, dtype
-    )
-    lower_weight += sums
+    weights, lower, lower_weight, lower_rounding, lower_lift = on_diagonal(
+        lower_scores, lower_rows, columns, lower_whole, lower_rest, column_whole, column_rest, weak, lower,
+        lower_weight, none, none, POWER, GATED, dtype, SUMS_BY_ROW,
+    )  # fmt: skip
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), v, lower, is_async=True)
     k = matrix(k_buffers, stage).permute((1, 0))
     lower_scores = warpgroup_mma(q_lower, k, blank, use_acc=False, is_async=True)
     lower, lower_scores = warpgroup_mma_wait(0, deps=(lower, lower_scores))
     columns += COLUMNS
-    weights, sums, later_rounding = on_diagonal(
-        lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, POWER, GATED, dtype
-    )
-    lower_weight += sums
+    weights, lower, lower_weight, lower_rounding, lower_lift = on_diagonal(
+        lower_scores, lower_rows, columns, lower_whole, lower_rest, later_whole, later_rest, weak, lower,
+        lower_weight, lower_rounding, lower_lift, POWER, GATED, dtype, SUMS_BY_ROW,
+    )  # fmt: skip
     stage = (before + 1) % STAGES
     mbarrier.wait(barriers.index(stage), ((before + 1) // STAGES) & 1)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, stage), lower)
@@ -380,8 +386,9 @@ def forward_kernel(
     fence_async_shared()
     async_store(y_desc, [batch, head, first, 0], q_buffer)
     if HALF:
-        upper_weight += upper_rounding
-        lower_weight += lower_rounding + later_rounding
+        # 0 if all weights of a row were rounded to 0.
+        upper_weight = gl.where(upper_weight == 0, 0.0, upper_weight + upper_rounding) * power_of_two(-upper_lift)
+        lower_weight = gl.where(lower_weight == 0, 0.0, lower_weight + lower_rounding) * power_of_two(-lower_lift)
         upper_weight *= power_of_two(-upper_change) * power_of_two(-upper_exponent * POWER)
         lower_weight *= power_of_two(-lower_change) * power_of_two(-lower_exponent * POWER)
     elif GATED:
