@@ -79,7 +79,9 @@ def test_of_fifty_runs_started_at_once_on_one_folder_one_trains(start_together, 
     codes = [code for code, _ in ended]
     assert sorted(codes) == [0] + [2] * (STARTS - 1)
     log = " ".join(ended[0][1].split())
-    assert log.count("is in use by process ") + log.count("holds a run already") == STARTS - 1
+    # The first run's process may not have been named yet: the lock is taken before the name is written.
+    in_use = log.count("is in use by process ") + log.count("is in use by another process")
+    assert in_use + log.count("holds a run already") == STARTS - 1
     assert "Traceback" not in log
     assert TrainConfig.read(tmp_path / "run" / "config.yaml").run.seed == codes.index(0)
     assert len(losses(tmp_path / "run")) == 3
