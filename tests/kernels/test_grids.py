@@ -21,7 +21,7 @@ import sympow.kernels
 from support import Inputs, assert_close, float32_tolerance, gradients, interpreted, random_inputs, run
 from sympow.kernels import common, float16_range
 from sympow.kernels.attention import shard, split_float32
-from sympow.kernels.common import flat_grid
+from sympow.kernels.common import flat_grid, two_axis_grid
 from sympow.kernels.cross_entropy import cross_entropy_in_place
 from sympow.kernels.decode.gate_projection import step_gates
 from sympow.kernels.decode.softmax_step import split_keys
@@ -192,8 +192,10 @@ FAMILIES = {
 
 
 @interpreted
-def test_only_the_first_axis_of_a_grid_grows(recorders):
+def test_only_the_first_axis_of_a_grid_grows(recorders, monkeypatch):
     """With batch, heads and chunks; and no kernel is left out."""
+    # `two_axis_grid` does what it does for many sequences.
+    monkeypatch.setattr(common, "MOST_ON_SECOND_AXIS", 0)
     grids = []
     for sizes in [(2, 3, 3), (4, 3, 3), (2, 6, 3), (2, 3, 6)]:
         for family in FAMILIES.values():
@@ -224,6 +226,13 @@ def test_a_grid_that_cuda_cannot_launch_is_refused():
     assert flat_grid(common.MOST_PROGRAMS) == (2**31 - 1,)
     with pytest.raises(ValueError, match=r"65,536 × 32,768 = 2,147,483,648 CTAs, and CUDA .* 2,147,483,647: split"):
         flat_grid(65_536, 32_768)
+
+
+def test_a_second_axis_is_used_where_it_fits():
+    assert two_axis_grid(3, 65_535) == (3, 65_535)
+    assert two_axis_grid(3, 65_536) == (196_608,)
+    with pytest.raises(ValueError, match="CTAs"):
+        two_axis_grid(2**26, 32)
 
 
 @interpreted

@@ -25,6 +25,8 @@ STATE_EPSILON = tl.constexpr(2.0**-10)
 HALF_STATE_EPSILON = tl.constexpr(2.0**-13)
 # How many CTAs CUDA launches along the first axis of a grid.
 MOST_PROGRAMS = 2**31 - 1
+# How many along the second.
+MOST_ON_SECOND_AXIS = 65_535
 
 
 def flat_grid(*axes: int) -> tuple[int]:
@@ -41,6 +43,15 @@ def flat_grid(*axes: int) -> tuple[int]:
             "split the batch"
         )
     return (programs,)
+
+
+def two_axis_grid(inner: int, outer: int) -> tuple[int, ...]:
+    """`flat_grid`, but on two axes if the outer one fits on the second.
+
+    For kernels whose first copy waits for the indices: with many short CTAs the division of `split_program_id` shows.
+    """
+    flat = flat_grid(inner, outer)
+    return (inner, outer) if outer <= MOST_ON_SECOND_AXIS else flat
 
 
 @triton.jit

@@ -23,7 +23,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from sympow.kernels.common import divide_steps, empty_aligned, flat_grid, odd_power, split_program_id
+from sympow.kernels.common import (
+    divide_steps,
+    empty_aligned,
+    flat_grid,
+    odd_power,
+    split_program_id,
+    two_axis_grid,
+)
 from sympow.kernels.float16_range import (
     GRADIENT_SCALES,
     KEY_LENGTH,
@@ -66,9 +73,12 @@ def query_gradient_kernel(
     q_desc, k_desc, v_desc, dy_desc, minus_delta_ptr, dq_desc, row_term_ptr, scale_ptr,
     whole_ptr, rest_ptr, to_end_ptr, bound_ptr, q_length_ptr, factor_ptr, scales_ptr,
     length, padded, gates_padded, heads,
-    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, POWER: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr, FLAT: gl.constexpr = False,
 ):  # fmt: skip
-    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i."""
+    """dq_i = p Σ_{j≤i} T_ij dB_ij k_j for a tile of queries, times the scale of the query, and q_i · dq_i.
+
+    FLAT: the grid of `two_axis_grid` has one axis.
+    """
     ROWS: gl.constexpr = q_desc.block_type.shape[2]
     D: gl.constexpr = q_desc.block_type.shape[3]
     COLUMNS: gl.constexpr = k_desc.block_type.shape[2]
@@ -83,7 +93,9 @@ def query_gradient_kernel(
     BY_COLUMN: gl.constexpr = gl.SliceLayout(0, SCORES)
 
     tiles = gl.cdiv(length, ROWS)
-    order, sequence = split_program_id(tiles, gl.int32)
+    order, sequence = gl.program_id(0), gl.program_id(1)
+    if FLAT:
+        order, sequence = split_program_id(tiles, gl.int32)
     tile = tiles - 1 - order  # tiles with the most keys start first
     batch, head = sequence // heads, sequence % heads
     kv_head = head // GROUP
@@ -435,12 +447,13 @@ def query_gradient(
     batch, length, heads, _ = q.shape
     dq = empty_aligned(q, *q.shape)
     row_term = q.new_empty(batch, heads, length, dtype=torch.float32)
-    query_gradient_kernel[flat_grid(triton.cdiv(length, TILE), batch * heads)](
+    grid = two_axis_grid(triton.cdiv(length, TILE), batch * heads)
+    query_gradient_kernel[grid](
         head_major(q, TILE), head_major(k, TILE), head_major(v, TILE), head_major(dy, TILE), minus_delta,
         head_major(dq, TILE), row_term, scale, split and split.whole, split and split.rest, gates and gates.to_end,
         key_range and key_range.bound, rows_half and rows_half.length, rows_half and rows_half.factor,
         rows_half and rows_half.scales, length, minus_delta.shape[-1], gates.to_end.shape[-1] if gates else 0, heads,
-        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, num_warps=4,
+        GROUP=heads // k.shape[2], POWER=power, GATED=gates is not None, STAGES=RING, FLAT=len(grid) == 1, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
     return dq, row_term
