@@ -27,7 +27,6 @@ from sympow.hf.text_model import load_text_model
 from sympow.report.inspection import inspect_text
 from sympow.serving import Engine
 from sympow.serving.loading import ServedModel
-from sympow.serving.openai_api import TokenNames, TokenOffsets
 
 KINDS = ("llama", "llama3", "yarn", "mistral-window", "qwen2", "qwen3")
 GREEDY = Sampling(temperature=0)
@@ -209,6 +208,9 @@ def word_tokenizer():
 
 
 def test_words_keep_their_spaces_in_continuations(folder):
+    # It needs pydantic, which only the extra `serve` brings.
+    from sympow.serving.openai_api import TokenNames, TokenOffsets
+
     path, model = folder(tokenizer=word_tokenizer(), vocab_size=11)
     text_model, fast = load_text_model(path)
     tokenizer = text_model.tokenizer
