@@ -136,17 +136,10 @@ def print_json(content: Any) -> None:
 def load_text_model(checkpoint: Path, device: str | None, dtype: str | None) -> TextModel:
     import torch
 
-    from sympow.extras import require
-    from sympow.generation.text import TextModel
-    from sympow.model.storage import CONFIG_FILE
+    from sympow.serving.loading import ServedModel
 
     device, dtype = device_and_dtype(device, dtype)
-    if not (checkpoint / CONFIG_FILE).is_file() and (checkpoint / "config.json").is_file():
-        require("transformers", "hf")
-        from sympow.hf.text_model import load_text_model as load
-
-        return load(checkpoint, device, getattr(torch, dtype))[0]
-    return TextModel.load(checkpoint, device, getattr(torch, dtype))
+    return ServedModel.load(checkpoint, device, getattr(torch, dtype)).text_model
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
