@@ -704,7 +704,10 @@ CASES = {
 }  # fmt: skip
 
 # Parts of names of the cases that `--all` adds.
-WITH_ALL = re.compile("p=4|no gates|documents|GQA|query blocks|float32 .*(wide|forward|gradient)")
+WITH_ALL = re.compile(
+    "p=4|no gates|documents|GQA|query blocks|heads of 80|float32 .*(wide|forward|gradient)"
+    "|(float16 (?!hopper)|pairs ).*(wide|chunked)"
+)
 
 
 def loops(sass: str) -> list[tuple[int, Counter]]:
