@@ -8,7 +8,9 @@ import signal
 import pytest
 import torch
 from convert.tiny import losses_of, make_gpt2, make_llama, weights_of
+from typer.testing import CliRunner
 
+from sympow.cli.app import app
 from sympow.convert import convert
 from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
 from sympow.convert.training import StageTraining
@@ -76,6 +78,20 @@ def test_the_result_is_the_last_stage_and_generates(whole):
     assert swapped_layers(model) == [0, 1]
     ids = AutoTokenizer.from_pretrained(out / "model")("1 and 2", return_tensors="pt")
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
+
+
+def test_the_result_is_evaluated_on_the_held_out_documents_of_its_data(whole, texts, tmp_path):
+    """By `sympow evaluate`, which reads segments and carries the state: the same losses as in the conversion."""
+    out, _ = whole
+    arguments = ["evaluate", str(out / "model"), "--length", "64", "--documents", "4", "--segment-size", "24"]
+    ended = CliRunner().invoke(app, [*arguments, "--probe", "passkey", "--distance", "64", "--out", str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
+    assert f"held-out documents of {texts}, 64 tokens" in ended.output
+    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["models"].values()
+    # Both files round to five digits.
+    assert found["by_context"]["64"] == pytest.approx(read(out, "extend").by_context[64].loss, abs=1e-3)
+    assert found["trained_at"] == 32
+    assert len(found["passkey"]) == 1
 
 
 def test_the_report_has_every_model_and_figure(whole):

@@ -17,9 +17,14 @@ from sympow.invocation import first_process, recorded_command, under_torchrun
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from sympow.generation.text import TextModel
+
 
 def evaluate(
-    checkpoints: Annotated[list[Path], typer.Argument(help="Model folders of one or more runs.")],
+    checkpoints: Annotated[
+        list[Path],
+        typer.Argument(help="Model folders of one or more runs or conversions, or others in Hugging Face format."),
+    ],
     data: Annotated[
         str | None, typer.Option(help="Dataset to evaluate on; by default the one that the models were trained on.")
     ] = None,
@@ -80,7 +85,10 @@ def evaluate(
         for note in sample.notes:
             typer.echo(note, err=True)
     with _processes(device) as group:
-        found = {name: evaluate_model(path, setting, group) for name, path in zip(names, checkpoints, strict=True)}
+        found = {
+            name: evaluate_model(path, setting, group, _load_from_transformers(path, device))
+            for name, path in zip(names, checkpoints, strict=True)
+        }
     if not first_process():
         return
     print_evaluations(found, sample.length)
@@ -88,6 +96,17 @@ def evaluate(
         facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)
         typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
+
+
+def _load_from_transformers(checkpoint: Path, device: str) -> TextModel | None:
+    """The model of a folder in Hugging Face format, in float32; None: the folder has the format of `sympow train`."""
+    import torch
+
+    from sympow.serving.loading import ServedModel, in_transformers_format
+
+    if not in_transformers_format(checkpoint):
+        return None
+    return ServedModel.load(checkpoint, device, torch.float32).text_model
 
 
 @contextmanager
@@ -105,7 +124,7 @@ def _processes(device: str) -> Iterator[ProcessGroup | None]:
 
 
 def _name_of(checkpoint: Path) -> str:
-    """The name of a run's folder, given its model folder."""
+    """The name of the folder of a run or a conversion, given its model folder."""
     from sympow.train.run_folder import EXPORT
 
     path = checkpoint.resolve()

@@ -48,7 +48,9 @@ from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
+from sympow.train.config import DataConfig
 from sympow.train.distributed import Place, process_group
+from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
 from sympow.train.signals import StopRequest, stop_on_signals
 from sympow.train.trainer import fast_float32
@@ -202,6 +204,10 @@ class _Conversion:
         self._save(cast_weights(student, output_weight(self.teacher).dtype), folder)
         if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
             require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
+        text = self.config.text
+        context = self.config.extended_context if self.config.recipe.extend_tokens else text.context
+        data = DataConfig(data=text.data, context=context, short=text.short)
+        TrainedOn.of_run(data, self.dataset, self.dataset.load_tokenizer(), named=True).save(folder)
 
     def _evaluate(self, name: str, tokens: int, model: Any) -> None:
         """Evaluates a model unless its evaluation exists."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from sympow.checks import check_at_least, check_choice
 from sympow.data import load_tokenizer, open_dataset
-from sympow.data.tokenizer import token_unit
+from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
 from sympow.evaluate.held_out_loss import document_sequences, loss_by_position
 from sympow.evaluate.probes import (
@@ -25,6 +26,7 @@ from sympow.evaluate.probes import (
     passkey_retrieval,
 )
 from sympow.extras import require
+from sympow.generation.text import TextModel
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.train.provenance import TrainedOn
@@ -143,16 +145,19 @@ def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple
     return document_sequences(open_dataset(data, "heldout"), length, documents)
 
 
-def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | None = None) -> ModelEvaluation:
+def evaluate_model(
+    checkpoint: Path, setting: Setting, group: ProcessGroup | None = None, loaded: TextModel | None = None
+) -> ModelEvaluation:
     """Evaluates an exported model on held-out documents, with a progress bar on the terminal.
 
     Args:
         checkpoint: the model's folder.
         setting: what to evaluate on, and how.
         group: processes that share each document. The first one runs the probes and shows progress.
+        loaded: the model and its tokenizer, if the folder is in another format than that of `load_model`.
     """
     first = group is None or group.rank() == 0
-    model = load_model(checkpoint, setting.device)
+    model = load_model(checkpoint, setting.device) if loaded is None else loaded.model
     vocab_size = open_dataset(setting.data, "heldout").vocab_size
     if vocab_size > model.config.vocab_size:
         raise ValueError(
@@ -171,14 +176,21 @@ def evaluate_model(checkpoint: Path, setting: Setting, group: ProcessGroup | Non
             report=lambda done: progress.update(task, completed=done),
             group=group,
         )
-        recall, passkey = run_probes(model, checkpoint, setting) if first else ([], [])
+        tokenizer = partial(load_tokenizer, checkpoint) if loaded is None else lambda: loaded.tokenizer
+        recall, passkey = run_probes(model, tokenizer, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
     context = None if trained_on is None else trained_on.context
     return ModelEvaluation(losses, context, recall, passkey, token_unit(checkpoint))
 
 
-def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
-    """Runs the probes of a setting on held-out documents."""
+def run_probes(
+    model: GPT, tokenizer: Callable[[], Tokenizer], setting: Setting
+) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
+    """Runs the probes of a setting on held-out documents.
+
+    Args:
+        tokenizer: loads the model's tokenizer; called if a probe needs it.
+    """
     how: dict[str, Any] = {"segment_size": setting.segment_size, "dtype": setting.dtype}
     recall: list[RecallPoint] = []
     passkey: list[PasskeyPoint] = []
@@ -191,5 +203,5 @@ def run_probes(model: GPT, checkpoint: Path, setting: Setting) -> tuple[list[Rec
         if "passkey" in setting.probes:
             if trained_for_it:
                 raise ValueError("the probe passkey needs documents of text; mqar has none")
-            passkey = passkey_retrieval(model, load_tokenizer(checkpoint), heldout, distances=setting.distances, **how)
+            passkey = passkey_retrieval(model, tokenizer(), heldout, distances=setting.distances, **how)
     return recall, passkey

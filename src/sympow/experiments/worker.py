@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from sympow import __version__
 from sympow.bench.timing import environment
-from sympow.data import open_dataset
+from sympow.data import load_tokenizer, open_dataset
 from sympow.data.tokenizer import token_unit
 from sympow.evaluate import document_sequences, loss_by_position
 from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
@@ -183,7 +184,7 @@ def _evaluate(job: JobSpec, config: TrainConfig, folder: Path) -> tuple[dict[str
     if wanted.length:
         rows = document_sequences(heldout, wanted.length, wanted.documents)
         losses = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
-    recall, passkey = run_probes(model, folder / EXPORT, setting)
+    recall, passkey = run_probes(model, partial(load_tokenizer, folder / EXPORT), setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
     described = {"command": job.command, **facts, "environment": environment(device)}

@@ -171,9 +171,12 @@ class SwappedGPT(GPT):
         take_state: Callable[[int, LayerState], None] | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """As `GPT.features`; packed documents and context parallelism are not supported."""
-        for name, given in (("cu_seqlens", cu_seqlens), ("shards", shards)):
+        for name, what, given in (
+            ("cu_seqlens", "packed documents", cu_seqlens),
+            ("shards", "context parallelism", shards),
+        ):
             if given is not None:
-                raise ValueError(f"{name} is not supported with a model of transformers")
+                raise ValueError(f"{name} ({what}) must be None with a model of transformers")
         self._check(tokens, state)
         if not return_state and state is None:
             return self._run(tokens, mask, None), None

@@ -68,7 +68,7 @@ class ServedModel:
             name: name in the API; by default the folder's name, and that of the run for a folder called `model`.
         """
         name = name or _name_of(folder)
-        if (folder / CONFIG_FILE).is_file() or not (folder / TRANSFORMERS_CONFIG_FILE).is_file():
+        if not in_transformers_format(folder):
             return cls(name, TextModel.load(folder, device, dtype))
         # Without this check, the error would name a module of this package instead of the extra.
         require("transformers", "hf")
@@ -77,6 +77,11 @@ class ServedModel:
         text_model, tokenizer = load_text_model(folder, device, dtype)
         has_template = getattr(tokenizer, "chat_template", None) is not None
         return cls(name, text_model, ChatTemplate(tokenizer) if has_template else None)
+
+
+def in_transformers_format(folder: Path) -> bool:
+    """Whether `save_pretrained` wrote a folder, and not `sympow train`."""
+    return not (folder / CONFIG_FILE).is_file() and (folder / TRANSFORMERS_CONFIG_FILE).is_file()
 
 
 def _name_of(folder: Path) -> str:
