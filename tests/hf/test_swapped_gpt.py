@@ -122,7 +122,7 @@ def test_models_that_are_more_than_states_are_refused(swapped, pretrained):
     with pytest.raises(ValueError, match="causal language model"):
         SwappedGPT(swap_attention(pretrained("llama").base_model))
     gpt = SwappedGPT(swapped("llama"))
-    with pytest.raises(ValueError, match="cu_seqlens is not supported"):
+    with pytest.raises(ValueError, match=r"cu_seqlens \(packed documents\) must be None"):
         gpt(torch.zeros(1, 4, dtype=torch.int64), cu_seqlens=torch.tensor([0, 2, 4]))
     with pytest.raises(ValueError, match="between 0 and 49"):
         gpt(torch.full((1, 4), 50))
