@@ -616,6 +616,7 @@ CASES = {
     "fold": fold_case(),
     "scan": scan_case(),
     "float16 attention forward": attention_case("forward", 128, 64, 4, 3, dtype="fp16"),
+    "float16 attention forward p=4": attention_case("forward", 128, 64, 4, 3, power=4, dtype="fp16"),
     "float16 chunked forward": attention_case("forward", 128, 64, 4, 3, state=True, dtype="fp16"),
     "float16 query gradient": attention_case("query", 128, 64, 8, 3, 128, dtype="fp16"),
     "float16 query gradient, chunked": attention_case("query", 128, 64, 8, 3, 128, state=True, dtype="fp16"),
@@ -705,8 +706,8 @@ CASES = {
 
 # Parts of names of the cases that `--all` adds.
 WITH_ALL = re.compile(
-    "p=4|no gates|documents|GQA|query blocks|heads of 80|float32 .*(wide|forward|gradient)"
-    "|(float16 (?!hopper)|pairs ).*(wide|chunked)"
+    "^(?!float16 .*forward p=4).*(p=4|no gates|documents|GQA|query blocks|heads of 80|float32 .*(wide|forward|gradient)"
+    "|(float16 (?!hopper)|pairs ).*(wide|chunked))"
 )
 
 

@@ -267,6 +267,50 @@ def test_rows_nearly_orthogonal_to_their_only_key(power, dtype):
 
 
 @pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_key_of_zeros_after_a_closed_gate_sees_nothing(power, dtype, packed):
+    """Nothing of what the gate has closed off is scaled up to the row's weight."""
+    starts = [40, 41, 100, 128]
+    inputs = random_inputs(15, length=150, heads=2, key_heads=1, dim=32, value_dim=32, rotation="none")
+    k, log_gamma = inputs.k.clone(), inputs.log_gamma.clone()
+    k[:, starts] = 0
+    options = {}
+    if packed:
+        options["cu_seqlens"] = torch.tensor([0, *starts, 150])
+    else:
+        log_gamma[:, starts] = -torch.inf
+    inputs = replace(inputs, k=k, log_gamma=log_gamma).rounded(dtype)
+    expected = results(inputs.map(torch.Tensor.double), power, "attention", 1.0, backend="torch", **options)
+    actual = results(inputs, power, "attention", 1.0, backend="triton", **options)
+    assert not actual["y"][:, starts].any()
+    for name in ("y", "q", "k", "v"):
+        error = (actual[name].double() - expected[name]).norm() / expected[name].norm()
+        assert error <= (1e-2 if dtype == torch.float16 else 1e-4), name
+
+
+def test_a_row_whose_weights_are_lost_has_no_gradients():
+    """In float16 with p = 4, if the keys that it sees are before its tile and all nearly orthogonal to its query."""
+    inputs = random_inputs(16, length=150, heads=1, dim=32, value_dim=32, rotation="none").rounded(torch.float16)
+    q, k, log_gamma = inputs.q.clone(), inputs.k.clone(), inputs.log_gamma.clone()
+    log_gamma[:, 126] = -torch.inf
+    k[:, 126:129, :, 0] = 2.0**-11
+    q[:, 128] = 0
+    q[:, 128, :, 0] = 1
+    inputs = replace(inputs, q=q, k=k, log_gamma=log_gamma)
+    actual = results(inputs, 4, "attention", 1.0, backend="triton")
+    without = inputs.q.clone()
+    without[:, 128] = 0
+    exact = replace(inputs, q=without).map(torch.Tensor.double)
+    expected = results(exact, 4, "attention", 1.0, backend="torch")
+    assert not actual["y"][:, 128].any()
+    assert not actual["q"][:, 128].any()
+    for name in ("y", "q", "k", "v"):
+        assert (actual[name].double() - expected[name]).norm() <= 1e-2 * expected[name].norm(), name
+
+
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("rows", [64, 128])
 def test_tiles_of_float32_in_pieces(monkeypatch, rows):
     """Tiles of any shape give the same numbers, with the gates' drift corrected between blocks of queries."""

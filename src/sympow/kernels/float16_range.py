@@ -4,7 +4,10 @@ The largest float16 number is 65,504 and the smallest normal one 2^-14; below, p
 Weights B_ij, states and gradients have no such limits. So the kernels multiply what they round to float16 by powers of
 two, which is exact, and undo these scales on float32 sums. A scale is computed from an upper bound of the numbers that
 it scales (Cauchy–Schwarz), and never depends on rounding. Numbers 2^29 times smaller than their bound lose precision,
-and numbers 2^40 times smaller become zero.
+and numbers 2^40 times smaller become zero. Where this would be a row's largest weight, the row is lost. With p = 2 that
+takes a query that is orthogonal to all its keys to one part in 2^20; with p > 2 one part in 2^10 is enough, and scales
+on the diagonal, where the first rows of a document have all their keys, depend on the weights themselves
+(`exponent_to_limit`). A row that is lost has output 0 and no gradients (`is_lost`).
 
 - Weights: each row's query is scaled so that no weight exceeds 2^15. The bound of a key's weight is
       |q_i · k_j|^p exp(G_i − G_j) ≤ (|q_i| M_i)^p,    M_i = max_{j≤i} |k_j| exp((G_i − G_j) / p),
@@ -139,10 +142,22 @@ def power_of_two(exponent):
 
 @triton.jit
 def exponent_to_limit(most, LIMIT: tl.constexpr):
-    """The largest integer r from 0 to MOST_LIFT with 2^r `most` ≤ 2^LIMIT, float32; 0 if there is none."""
+    """The largest integer r from 0 to MOST_LIFT with 2^r `most` < 2^LIMIT, float32; 0 if there is none."""
     exponent = ((most.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)  # most < 2^exponent
     lift = tl.minimum(tl.maximum(-exponent + LIMIT, 0.0), MOST_LIFT)
     return tl.where(most == 0, 0.0, lift)
+
+
+@triton.jit
+def is_lost(past, total):
+    """Whether rounding to float16 has lost the weights of a row: those of keys before the tile of the diagonal, where
+    weights have no scale of their own, if they count at all and the row has no large weight.
+
+    Args:
+        past: sum of the row's weights before the diagonal, in the scale of the diagonal.
+        total: sum of all its weights, in the same scale.
+    """
+    return (total < 2.0**-20) & (past > total * 2.0**-12)
 
 
 @triton.jit

@@ -25,8 +25,9 @@ from torch.nn.functional import pad
 
 from sympow.kernels.common import flat_grid, split_program_id
 
-# exp(−110) is 0 in float32, subnormals included.
-CLOSED_GATE = tl.constexpr(-110.0)
+# exp(−300) = 2^-433 is 0 in float32, also times the powers of two, up to 2^180, that scale a row of float16
+# (`float16_range`).
+CLOSED_GATE = tl.constexpr(-300.0)
 SCAN_BLOCK = 1024
 DRIFT_BLOCK = 256
 # Tokens per tile of keys in every kernel that reads gates.

@@ -51,6 +51,7 @@ from sympow.kernels.float16_range import (
     KeyRange,
     exponent_to_limit,
     exponents,
+    is_lost,
     log_length,
     power_of_two,
 )
@@ -223,7 +224,7 @@ def forward_kernel(
         acc *= power_of_two(change)[:, None]
         weight *= power_of_two(change)
 
-    exact = weight
+    exact, past = weight, weight
     LIFTED: tl.constexpr = HALF and POWER > 2
     lift = tl.zeros((ROWS,), tl.float32)
     # Not pipelined: the loop above would lose the registers.
@@ -256,11 +257,16 @@ def forward_kernel(
         weight += tl.sum(scores, axis=1)
         acc = tl.dot(scores.to(v.dtype), v, acc, input_precision=PRECISION)
 
-    y = acc / or_one(weight)[:, None]
+    divisor = or_one(weight)
+    lost = weight == 0
+    if LIFTED:
+        lost = lost | is_lost(past, exact)
+        divisor = tl.where(lost, float("inf"), divisor)
+    y = acc / divisor[:, None]
     y_desc.store([batch, head, first, 0], y.to(y_desc.dtype).reshape(1, 1, ROWS, E))
     if HALF:
-        # A row whose weights were all rounded to zero has no output, and must not have gradients of one.
-        exact = tl.where(weight == 0, 0.0, exact)
+        # A row whose weights were lost by rounding has no output, and must not have gradients of one.
+        exact = tl.where(lost, 0.0, exact)
         weight = exact * power_of_two(-before * POWER) * power_of_two(-change)
     tl.store(weight_ptr + sequence.to(tl.int64) * length + rows, weight, mask=rows < length)
 

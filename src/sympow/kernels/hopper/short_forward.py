@@ -45,6 +45,7 @@ from sympow.kernels.float16_range import (
     WEIGHT_LIMIT,
     KeyRange,
     exponents,
+    is_lost,
     log_length,
     power_of_two,
     row_exponent,
@@ -355,6 +356,7 @@ def forward_kernel(
     stage = before % STAGES
     mbarrier.wait(barriers.index(stage), (before // STAGES) & 1)
     v = matrix(v_buffers, stage)
+    upper_past, lower_past = upper_weight, lower_weight
     none = gl.zeros((ROWS,), gl.float32, BY_ROW)
     weights, upper, upper_weight, upper_rounding, upper_lift = on_diagonal(
         upper_scores, upper_rows, columns, upper_whole, upper_rest, column_whole, column_rest, weak, upper,
@@ -378,17 +380,27 @@ def forward_kernel(
     mbarrier.wait(barriers.index(stage), ((before + 1) // STAGES) & 1)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, stage), lower)
 
+    upper_divisor = gl.where(upper_weight == 0, 1.0, upper_weight)
+    lower_divisor = gl.where(lower_weight == 0, 1.0, lower_weight)
+    upper_lost, lower_lost = upper_weight == 0, lower_weight == 0
+    if HALF and POWER > 2:
+        upper_total = (upper_weight + upper_rounding) * power_of_two(-upper_lift)
+        lower_total = (lower_weight + lower_rounding) * power_of_two(-lower_lift)
+        upper_lost = upper_lost | is_lost(upper_past, upper_total)
+        lower_lost = lower_lost | is_lost(lower_past, lower_total)
+        upper_divisor = gl.where(upper_lost, float("inf"), upper_divisor)
+        lower_divisor = gl.where(lower_lost, float("inf"), lower_divisor)
     y_buffer = q_buffer.reshape([2 * ROWS, E])
-    divisor = gl.convert_layout(gl.where(upper_weight == 0, 1.0, upper_weight), SUMS_BY_ROW)
+    divisor = gl.convert_layout(upper_divisor, SUMS_BY_ROW)
     y_buffer.slice(0, ROWS).store((upper / gl.expand_dims(divisor, 1)).to(dtype))
-    divisor = gl.convert_layout(gl.where(lower_weight == 0, 1.0, lower_weight), SUMS_BY_ROW)
+    divisor = gl.convert_layout(lower_divisor, SUMS_BY_ROW)
     y_buffer.slice(ROWS, ROWS).store((lower / gl.expand_dims(divisor, 1)).to(dtype))
     fence_async_shared()
     async_store(y_desc, [batch, head, first, 0], q_buffer)
     if HALF:
-        # 0 if all weights of a row were rounded to 0.
-        upper_weight = gl.where(upper_weight == 0, 0.0, upper_weight + upper_rounding) * power_of_two(-upper_lift)
-        lower_weight = gl.where(lower_weight == 0, 0.0, lower_weight + lower_rounding) * power_of_two(-lower_lift)
+        # 0 if the weights of a row were lost by rounding.
+        upper_weight = gl.where(upper_lost, 0.0, upper_weight + upper_rounding) * power_of_two(-upper_lift)
+        lower_weight = gl.where(lower_lost, 0.0, lower_weight + lower_rounding) * power_of_two(-lower_lift)
         upper_weight *= power_of_two(-upper_change) * power_of_two(-upper_exponent * POWER)
         lower_weight *= power_of_two(-lower_change) * power_of_two(-lower_exponent * POWER)
     elif GATED:
