@@ -106,7 +106,7 @@ def test_an_untied_head_gives_the_logits(pretrained, tokens):
 
 
 def test_models_that_are_more_than_states_are_refused(swapped, pretrained):
-    with pytest.raises(ValueError, match="layers 0, 2 keep softmax"):
+    with pytest.raises(ValueError, match="these keep softmax: 0, 2"):
         SwappedGPT(swapped("llama", layers="every-other"))
     with pytest.raises(ValueError, match="SympowGPT2LMHeadModel has position embeddings"):
         SwappedGPT(swapped("gpt2"))

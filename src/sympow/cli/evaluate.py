@@ -60,8 +60,12 @@ def evaluate(
 
     from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
     from sympow.report.evaluation_summary import print_evaluations, save_evaluations
+    from sympow.serving.loading import in_transformers_format
 
     device, dtype = device_and_dtype(device, dtype)
+    for path in checkpoints if under_torchrun() else ():
+        if in_transformers_format(path):
+            raise ValueError(f"{path} is in Hugging Face format: evaluate it in one process, without torchrun")
     if out is not None:
         check_can_write("out", out, "folder")
         require("matplotlib", "report")

@@ -198,7 +198,7 @@ def _autocast(inputs: Tensor, dtype: torch.dtype | None) -> AbstractContextManag
 
 
 def _first(output: Any) -> Tensor:
-    """The output tensor of an attention module, which is the first of a tuple or alone."""
+    """The output tensor of an attention module or a decoder layer, which is the first of a tuple or alone."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
 
@@ -209,9 +209,14 @@ def _energy(output: Tensor) -> Tensor:
 
 
 def _token_error(output: Tensor, expected: Tensor) -> Tensor:
-    """Mean over tokens of |output − expected|² / |expected|², of (b, t, width); a scalar, float32 or better."""
+    """Mean over tokens of |output − expected|² / |expected|², of (b, t, width); a scalar, float32 or better.
+
+    A token whose expected output is zero counts as 0. The first token of a sequence has such outputs if it is also the
+    padding token, whose embedding is zero and never trained.
+    """
     expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
-    return ((output - expected).square().sum(-1) / expected.square().sum(-1)).mean()
+    energy = expected.square().sum(-1)
+    return ((output - expected).square().sum(-1) * torch.where(energy > 0, 1 / energy, 0)).mean()
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

@@ -160,9 +160,10 @@ def evaluate_model(
     model = load_model(checkpoint, setting.device) if loaded is None else loaded.model
     vocab_size = open_dataset(setting.data, "heldout").vocab_size
     if vocab_size > model.config.vocab_size:
+        file = checkpoint if loaded is None else checkpoint / "tokenizer.json"
         raise ValueError(
             f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
-            f"{checkpoint}: prepare it with the model's tokenizer (--tokenizer {checkpoint})"
+            f"{checkpoint}: prepare it with the model's tokenizer (--tokenizer {file})"
         )
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)

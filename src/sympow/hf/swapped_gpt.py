@@ -127,7 +127,7 @@ class SwappedGPT(GPT):
         if kept:
             raise ValueError(
                 f"model must have swapped attention in all {len(found)} layers, since softmax layers have no state of "
-                f"fixed size; layers {', '.join(map(str, kept))} keep softmax: use generate of transformers"
+                f"fixed size; these keep softmax: {', '.join(map(str, kept))}. Use the model with transformers"
             )
         layers_in_all = getattr(model.config, "num_hidden_layers", len(found))
         if sorted(found) != list(range(layers_in_all)):
