@@ -257,13 +257,13 @@ def test_rows_nearly_orthogonal_to_their_only_key(power, dtype):
         want = expected[name][0, :, 0]
         return (actual[name][0, :, 0].double() - want).norm(dim=-1) / want.norm(dim=-1).mean()
 
-    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    tolerance = 1e-2 if dtype == torch.float16 else 4e-5
     assert (errors("y") <= tolerance).all()
     assert (errors("v") <= tolerance).all()
     # The exact gradient of such a score is 0, and what kernels compute is a rounding error divided by the score.
     alone = cosines < 1
     for name in ("q", "k"):
-        assert (errors(name)[alone] <= tolerance + 1e-4 / cosines[alone]).all(), name
+        assert (errors(name)[alone] <= tolerance + 4e-4 / cosines[alone]).all(), name
 
 
 @pytest.mark.usefixtures("pieces")

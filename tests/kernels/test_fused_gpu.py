@@ -216,12 +216,12 @@ def test_rows_nearly_orthogonal_to_their_only_key(power, dim, length, dtype):
         inputs, lambda x: sympow.attention(**x.arguments(), power=power, form="attention", backend="triton")
     )
     alone = cosines < 1
-    tolerance = 1e-2 if dtype == torch.float16 else 1e-5
+    tolerance = 1e-2 if dtype == torch.float16 else 4e-5
     for name in ("y", "q", "k"):
         want = expected[name][:, alone]
         errors = (actual[name][:, alone].double() - want).norm(dim=-1) / expected[name].norm(dim=-1).mean()
         # The exact gradient of such a score is 0, and what kernels compute is a rounding error divided by the score.
-        rounding = 0.0 if name == "y" else 1e-4 / cosines[alone][:, None]
+        rounding = 0.0 if name == "y" else 4e-4 / cosines[alone][:, None]
         assert (errors <= tolerance + rounding).all(), name
 
 

@@ -196,7 +196,7 @@ def test_a_document_is_uploaded_read_asked_twice_and_deleted(page, server, tmp_p
     row.get_by_role("button", name="Delete book.txt").click()
     expect(row).to_have_count(0)
     expect(page.get_by_label("No document")).to_be_checked()
-    assert server.contexts == {}
+    until(page, lambda: server.contexts == {})
 
 
 def test_a_choice_made_while_a_document_is_read_stays(page, server):
@@ -236,14 +236,16 @@ def test_documents_can_be_dropped_and_pasted(page, server):
     page.evaluate(DROP, {"one.txt": "Eins", "two.txt": "Zwei"})
     expect(document(page, "one.txt")).to_be_visible()
     expect(document(page, "two.txt")).to_be_visible()
+    # The page shows a document while it is still being sent.
+    until(page, lambda: server.texts == {"ctx-1": "Eins", "ctx-2": "Zwei"})
     page.locator("summary", has_text="Paste").click()
     page.get_by_label("Name").fill("three")
     page.get_by_label("Text", exact=True).fill("Drei")
     page.get_by_role("button", name="Read it").click()
     expect(document(page, "three")).to_be_visible()
-    assert server.texts == {"ctx-1": "Eins", "ctx-2": "Zwei", "ctx-3": "Drei"}
+    until(page, lambda: server.texts == {"ctx-1": "Eins", "ctx-2": "Zwei", "ctx-3": "Drei"})
     # The newest first, below "No document".
-    assert page.locator("#document-list .name").all_text_contents() == ["No document", "three", "two.txt", "one.txt"]
+    expect(page.locator("#document-list .name")).to_have_text(["No document", "three", "two.txt", "one.txt"])
 
 
 def test_a_model_whose_state_grows_is_not_said_to_have_one_of_fixed_size(page, server):
