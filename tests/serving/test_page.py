@@ -10,6 +10,8 @@ from serving.stand_in import BREAK_OFF, WAIT, StandIn
 pytestmark = pytest.mark.slow  # a browser
 HTML = "<img src=x onerror=fail()><b>bold</b><script>fail()</script>"
 LONG_NAME = "a_name_without_any_place_to_break_it_" * 4 + ".txt"
+# Seconds to wait for what the page should do, on a busy machine.
+PATIENCE = 30
 PAPER = {"light": "#ffffff", "dark": "#1a1e24"}
 
 
@@ -27,7 +29,7 @@ def open_page(browser, server, width=1280, height=900, scheme="light", phone=Fal
         viewport={"width": width, "height": height}, color_scheme=scheme, has_touch=phone, is_mobile=phone
     )
     page = context.new_page()
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(1_000 * PATIENCE)
     complaints = []
     page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
     page.on("pageerror", lambda error: complaints.append(str(error)))
@@ -47,6 +49,7 @@ def page(browser, server):
 def expect(locator):
     from playwright.sync_api import expect
 
+    expect.set_options(timeout=1_000 * PATIENCE)
     return expect(locator, None)
 
 
@@ -56,12 +59,12 @@ def ask(page, prompt):
 
 
 def until(page, holds):
-    """Waits until something holds of the server; at most ten seconds."""
-    for _ in range(500):
+    """Waits until something holds of the server."""
+    for _ in range(50 * PATIENCE):
         if holds():
             return
         page.wait_for_timeout(20)
-    raise AssertionError("ten seconds have passed")
+    raise AssertionError(f"{PATIENCE} seconds have passed")
 
 
 def newest(page):
