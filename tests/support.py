@@ -121,9 +121,10 @@ def random_inputs(
 
 
 def with_orthogonal_rows(inputs: Inputs, every: int = 3) -> tuple[Inputs, Tensor]:
-    """Inputs, with as many query as key heads, in which every third row or so sees only its own key.
+    """Inputs in which one row in `every` sees only its own key, to which its query is nearly orthogonal.
 
-    Its query is nearly orthogonal to that key. Also returns the rows' cosines, (t,): 1 to 2^-12, and 1 for other rows.
+    There must be as many query heads as key heads. Also returns the cosines of those rows with their keys, from 1 down
+    to 2^-12, and 1 for all other rows: (t,).
     """
     rows = slice(None, None, every)
     q, k = inputs.q.double(), inputs.k.double()

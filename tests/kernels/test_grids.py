@@ -194,7 +194,7 @@ FAMILIES = {
 @interpreted
 def test_only_the_first_axis_of_a_grid_grows(recorders, monkeypatch):
     """With batch, heads and chunks; and no kernel is left out."""
-    # `two_axis_grid` does what it does for many sequences.
+    # Makes `two_axis_grid` flat, as it is for many sequences.
     monkeypatch.setattr(common, "MOST_ON_SECOND_AXIS", 0)
     grids = []
     for sizes in [(2, 3, 3), (4, 3, 3), (2, 6, 3), (2, 3, 6)]:

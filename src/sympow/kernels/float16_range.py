@@ -4,10 +4,10 @@ The largest float16 number is 65,504 and the smallest normal one 2^-14; below, p
 Weights B_ij, states and gradients have no such limits. So the kernels multiply what they round to float16 by powers of
 two, which is exact, and undo these scales on float32 sums. A scale is computed from an upper bound of the numbers that
 it scales (Cauchy–Schwarz), and never depends on rounding. Numbers 2^29 times smaller than their bound lose precision,
-and numbers 2^40 times smaller become zero. Where this would be a row's largest weight, the row is lost. With p = 2 that
-takes a query that is orthogonal to all its keys to one part in 2^20; with p > 2 one part in 2^10 is enough, and scales
-on the diagonal, where the first rows of a document have all their keys, depend on the weights themselves
-(`exponent_to_limit`). A row that is lost has output 0 and no gradients (`is_lost`).
+and numbers 2^40 times smaller become zero. If a row's largest weight becomes zero, the row is lost: it has output 0 and
+no gradients. With p = 2 this takes a query whose cosines with all its keys are below 2^-20; with p = 4, below 2^-10. So
+for p > 2 the weights in the tile of the diagonal, where the first rows of a document have all their keys, are scaled up
+by powers of two that depend on the weights themselves (`exponent_to_limit`); `is_lost` finds the rows that remain.
 
 - Weights: each row's query is scaled so that no weight exceeds 2^15. The bound of a key's weight is
       |q_i · k_j|^p exp(G_i − G_j) ≤ (|q_i| M_i)^p,    M_i = max_{j≤i} |k_j| exp((G_i − G_j) / p),
@@ -150,8 +150,8 @@ def exponent_to_limit(most, LIMIT: tl.constexpr):
 
 @triton.jit
 def is_lost(past, total):
-    """Whether rounding to float16 has lost the weights of a row: those of keys before the tile of the diagonal, where
-    weights have no scale of their own, if they count at all and the row has no large weight.
+    """Whether float16 is too coarse for the weights of a row: all are tiny, and some of those that count belong to keys
+    before the tile of the diagonal, where weights are not scaled up.
 
     Args:
         past: sum of the row's weights before the diagonal, in the scale of the diagonal.

@@ -215,10 +215,9 @@ def _attend_rows(
         if HALF:
             scores *= gl.expand_dims(power_of_two(change), 1)
         scores = gl.where(causal, scores, 0.0)
+    past = weight
     lift = gl.zeros((ROWS,), gl.float32, BY_ROW)
-    lost = weight < 0
     if HALF and POWER > 2:
-        lost = is_lost(weight, weight + gl.sum(scores, axis=1))
         scores, acc, weight, _, lift = lift_weights(scores, acc, weight, lift, lift, SUMS_BY_ROW)
     # Summed as rounded for the product, as in the portable forward kernel. The weights that float16 returns are exact.
     exact = scores
@@ -229,8 +228,10 @@ def _attend_rows(
     mbarrier.wait(v_ready.index(stage), (before // STAGES) & 1)
     acc = warpgroup_mma(gl.convert_layout(scores.to(dtype), LEFT_P), matrix(v_buffers, stage), acc)
 
-    divisor = gl.where(weight == 0, 1.0, weight)
+    lost = weight == 0
+    divisor = gl.where(lost, 1.0, weight)
     if HALF and POWER > 2:
+        lost = lost | is_lost(past, (weight + rounding) * power_of_two(-lift))
         divisor = gl.where(lost, float("inf"), divisor)
     divisor = gl.convert_layout(divisor, SUMS_BY_ROW)
     y_buffer = q_buffers.index(MEMBER)
@@ -240,7 +241,7 @@ def _attend_rows(
     async_store(y_desc, [batch, head, first + MEMBER * ROWS, 0], y_buffer)
     if HALF:
         # As in the portable forward kernel: 0 if the weights of the row were lost by rounding.
-        weight = gl.where((weight == 0) | lost, 0.0, weight + rounding) * power_of_two(-lift)
+        weight = gl.where(lost, 0.0, weight + rounding) * power_of_two(-lift)
         weight *= power_of_two(-change) * power_of_two(-exponent * POWER)
     gl.store(weight_ptr + sequence.to(gl.int64) * length + rows, weight, mask=rows < length)
     tma.store_wait(0)

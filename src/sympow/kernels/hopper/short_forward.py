@@ -380,9 +380,9 @@ def forward_kernel(
     mbarrier.wait(barriers.index(stage), ((before + 1) // STAGES) & 1)
     lower = warpgroup_mma(gl.convert_layout(weights.to(dtype), LEFT_P), matrix(v_buffers, stage), lower)
 
-    upper_divisor = gl.where(upper_weight == 0, 1.0, upper_weight)
-    lower_divisor = gl.where(lower_weight == 0, 1.0, lower_weight)
     upper_lost, lower_lost = upper_weight == 0, lower_weight == 0
+    upper_divisor = gl.where(upper_lost, 1.0, upper_weight)
+    lower_divisor = gl.where(lower_lost, 1.0, lower_weight)
     if HALF and POWER > 2:
         upper_total = (upper_weight + upper_rounding) * power_of_two(-upper_lift)
         lower_total = (lower_weight + lower_rounding) * power_of_two(-lower_lift)
