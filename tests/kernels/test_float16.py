@@ -243,6 +243,26 @@ def test_float32_in_pieces(power, key, value, gate):
 
 
 @pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize("gate", ["scalar", "none"])
+def test_float32_gradients_of_keys_keep_their_precision_beside_a_large_output_gradient(power, gate):
+    """One scale for all queries bounds the weights that the gradients of keys sum. Those far below it, as after many
+    keys, would lose the lower of their two pieces.
+    """
+    inputs = random_inputs(17, length=200, heads=2, key_heads=1, dim=32, value_dim=20, gate=gate, dtype=torch.float32)
+    exact = inputs.map(torch.Tensor.double).requires_grad()
+    inputs = inputs.requires_grad()
+    dy = torch.randn(1, 200, 2, 20, generator=torch.Generator().manual_seed(2))
+    dy[:, 0] *= 2.0**16  # of a query that sees only the first key
+    found = []
+    for x, backend in ((inputs, "triton"), (exact, "torch")):
+        y = run(x, power, "attention", backend=backend)
+        found.append(torch.autograd.grad(y, (x.k, x.v), dy.to(y.dtype)))
+    for name, got, want in zip("kv", *found, strict=True):
+        assert_close(got[:, 1:], want[:, 1:], 2 * float32_tolerance(name, 200), name, relative=True)
+
+
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("power", [2, 4])
 def test_rows_nearly_orthogonal_to_their_only_key(power, dtype):

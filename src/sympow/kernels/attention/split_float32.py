@@ -353,10 +353,10 @@ def key_gradient_kernel(
                 column_factor *= tl.load(from_start_ptr + start + offsets)
                 factor *= row_decay[:, None]
             factor *= (column_factor * tile_factor)[None, :]
-            high, low = _split(factor * score)
-            dv += _product(high, low, dy, dy_low)
-            high, low = _split(factor * dp)
-            dk += _product(high, low, q, q_low)
+            high, low, unit = _split_rows(factor * score)
+            dv += _product(high, low, dy, dy_low) * unit[:, None]
+            high, low, unit = _split_rows(factor * dp)
+            dk += _product(high, low, q, q_low) * unit[:, None]
         if BLOCK_TERMS:
             total = tl.sum(dk * (k.to(tl.float32) + k_low.to(tl.float32)), axis=1) / (gradient_factor * value_factor)
             target = block_terms_ptr + (kv_sequence.to(tl.int64) * blocks + index) * length + rows
@@ -381,10 +381,10 @@ def key_gradient_kernel(
             factor *= pairwise_decay(-row_whole, -row_rest, -column_whole, -column_rest, causal)
         else:
             factor = tl.where(causal, factor, 0.0)
-        high, low = _split(factor * score)
-        dv += _product(high, low, dy, dy_low)
-        high, low = _split(factor * dp)
-        dk += _product(high, low, q, q_low)
+        high, low, unit = _split_rows(factor * score)
+        dv += _product(high, low, dy, dy_low) * unit[:, None]
+        high, low, unit = _split_rows(factor * dp)
+        dk += _product(high, low, q, q_low) * unit[:, None]
 
     dk *= POWER / (gradient_factor * value_factor)
     dv /= gradient_factor
