@@ -131,7 +131,9 @@ def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
     In float32 the 90 % quantile of the rows' errors takes the place of the largest, and of the whole, which a few rows
     dominate. A row that sees one key, or little else, has a gradient of (dy · v − dy · y) 2 / s, in exact arithmetic 0:
     a rounding error over a score that may be near 0. `plain` normalizes weights before it multiplies with values, and
-    gets exactly 0 there.
+    gets exactly 0 there. In float16, where `plain` divides by zero if gates are closed, or leaves the range, its error
+    in bfloat16 is the yardstick, which has three bits less. The inputs then differ by their rounding, and with them the
+    scores near 0 that dominate the largest errors: the 90 % and 99 % quantiles of the rows are compared.
 
     rows: whether single rows are compared.
     """
@@ -146,12 +148,15 @@ def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
         assert actual[name].isfinite().all(), name
         ours, theirs = error(actual[name], want), error(simple[name], want)
         if theirs != theirs:
-            # In float16 the formula divides by zero where gates are closed, or leaves the range. In bfloat16, which has
-            # three bits less, it does neither.
             assert actual["y"].dtype == torch.float16
             coarse = joined(plain, in_bfloat16)[name]
-            theirs = error(coarse, joined(wanted, lambda one: in_bfloat16(one).map(torch.Tensor.double))[name]) / 8
-            assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch an eighth of {8 * theirs:.2e} in bfloat16"
+            coarse_want = joined(wanted, lambda one: in_bfloat16(one).map(torch.Tensor.double))[name]
+            for share in (0.9, 0.99) if want.ndim == 5 else ():
+                ours, theirs = row_error(actual[name], want, share), row_error(coarse, coarse_want, share) / 8
+                assert ours <= 2 * theirs, f"{name}, {share:.0%} of rows: {ours:.2e}, plain PyTorch {theirs:.2e}"
+            if want.ndim != 5:
+                theirs = error(coarse, coarse_want) / 8
+                assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
             continue
         if actual["y"].dtype == torch.float32 and want.ndim == 5:
             ours, theirs = row_error(actual[name], want, 0.9), row_error(simple[name], want, 0.9)
@@ -219,9 +224,14 @@ def test_rows_nearly_orthogonal_to_their_only_key(power, dim, length, dtype):
     tolerance = 1e-2 if dtype == torch.float16 else 4e-5
     for name in ("y", "q", "k"):
         want = expected[name][:, alone]
-        errors = (actual[name][:, alone].double() - want).norm(dim=-1) / expected[name].norm(dim=-1).mean()
+        mean = expected[name].norm(dim=-1).mean()
+        errors = (actual[name][:, alone].double() - want).norm(dim=-1) / mean
         # The exact gradient of such a score is 0, and what kernels compute is a rounding error divided by the score.
         rounding = 0.0 if name == "y" else 4e-4 / cosines[alone][:, None]
+        if name == "k":
+            # Later rows read these keys, too, with gradients up to 60 times the mean. Theirs is (dy · v − dy · y) p / s
+            # times a weight: the rounding of y counts far more than usual where s is near 0.
+            errors /= 4 * (1 + want.norm(dim=-1) / mean)
         assert (errors <= tolerance + rounding).all(), name
 
 
