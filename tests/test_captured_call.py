@@ -1,7 +1,10 @@
 """What is captured as a CUDA graph, where, and what happens if that fails, with a fake in the place of the device."""
 
+import gc
 import threading
 import time
+import warnings
+import weakref
 from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
@@ -133,6 +136,35 @@ def test_one_graph_is_captured_at_a_time(monkeypatch):
     assert fake.most_active == 1
 
 
+@pytest.mark.parametrize("fails", [None, "inside", "at the end"])
+def test_no_garbage_is_collected_during_a_capture(monkeypatch, fails):
+    """A CUDA graph among it, as of an earlier decoder, would be freed, which invalidates the capture."""
+    fake, freed = FakeDevice(monkeypatch), []
+
+    class Graph:
+        def __init__(self):
+            self.cycle = self
+            weakref.finalize(self, freed.append, True)
+
+    def function():
+        if fake.active:
+            # Far more objects than the collector waits for.
+            Graph()
+            assert [[] for _ in range(20 * gc.get_threshold()[0])]
+            assert not freed
+
+    work = CapturedCall(function, capture=True, optional=True)
+    work()
+    fake.fails = fails
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        work()
+    assert fake.captures
+    assert gc.isenabled()
+    gc.collect()
+    assert freed or fails == "inside"
+
+
 def test_decoding_goes_on_where_captures_fail(monkeypatch):
     torch.manual_seed(0)
     model = GPT(GPTConfig.preset("byte-400k")).eval()
@@ -149,3 +181,23 @@ def test_decoding_goes_on_where_captures_fail(monkeypatch):
     assert torch.equal(torch.stack(found, dim=1), expected)
     # One for steps, and one for folds, of which there is a second.
     assert len(fake.captures) == 2
+
+
+def test_a_decoder_that_is_dropped_is_freed_at_once(monkeypatch):
+    """Not when garbage is collected, for its caches may take most of a device's memory."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig.preset("byte-400k")).eval()
+    prefix = Prefix.prefill(model, torch.randint(256, (1, 20)), cache_policy="state")
+    FakeDevice(monkeypatch)
+    decoder = Decoder(model, prefix, cache_policy="state")
+    decoder._capture = True
+    decoder._reset_graphs()
+    for _ in range(3):
+        decoder.step(torch.zeros(1, dtype=torch.int64))
+    kept = weakref.ref(decoder), weakref.ref(decoder._cache)
+    gc.disable()
+    try:
+        del decoder
+        assert [x() for x in kept] == [None, None]
+    finally:
+        gc.enable()

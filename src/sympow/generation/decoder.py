@@ -13,10 +13,13 @@ state, there is no state. With softmax it is a key/value cache.
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
-from collections.abc import Callable
-from functools import cache
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,6 +38,18 @@ _CAPTURING = threading.Lock()
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Where the graphs of a device are captured: one stream for all, so that they can share memory."""
     return torch.cuda.Stream(device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps Python's garbage collector from running: a CUDA graph that it frees invalidates a capture by its thread."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CapturedCall:
@@ -89,6 +104,7 @@ class CapturedCall:
             # `torch.cuda.graph` does not leave the stream if the capture fails at its end. In its mode, other threads
             # may use the device meanwhile, for example to load data.
             with (
+                _no_garbage_collection(),
                 torch.cuda.stream(stream),
                 torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"),
             ):
@@ -171,7 +187,9 @@ class Decoder:
     def _reset_graphs(self) -> None:
         """Discards captured graphs, which refer to the tensors of earlier caches."""
         # Windows do not count tokens while they are captured, and `step` sets the count, so a capture may fail.
-        self._advance = CapturedCall(self._step, capture=self._capture, optional=True)
+        # A strong reference would be cyclic: caches would be freed when garbage is collected, not with their decoder.
+        step = partial(Decoder._step, weakref.proxy(self))
+        self._advance = CapturedCall(step, capture=self._capture, optional=True)
         self._fold = CapturedCall(self._cache.fold, capture=self._capture, optional=True)
 
     @torch.no_grad()
