@@ -234,6 +234,8 @@ def time_captured_steps(options: argparse.Namespace, model: Any, ids: Tensor) ->
                 token = decoder.step(token).argmax(-1)
             synchronize(options)
         seconds.append(time.perf_counter() - start)
+        # Before the next one is made, whose states would need as much memory again.
+        del decoder
     per_token = statistics.median(seconds) / options.new
     return {"captured_tokens_per_second": options.batch / per_token, "captured_milliseconds_per_step": 1e3 * per_token}
 
