@@ -11,7 +11,8 @@ from sympow.cli.app import app
 from sympow.data.multi_query_recall import draw_recall
 from sympow.experiments import RecallSweep
 from sympow.experiments.recall_sweep import best_recall
-from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep, run_sweeps
+from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep
+from sympow.experiments.sweep_runner import run_sweeps
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, member_of, stack
@@ -126,6 +127,21 @@ def test_a_signal_stops_a_sweep_and_leaves_the_others(tmp_path):
     with pytest.raises(StoppedError, match="stopped at step 0 of 6"):
         run_sweep(TINY, "cpu", "a command", checkpoint=tmp_path / "tiny.sweep", interruption=asked)
     assert (tmp_path / "tiny.sweep").is_file()
+
+
+def test_a_signal_during_training_saves_the_sweep(tmp_path, monkeypatch):
+    asked, update = StopRequest(), StackedTraining.update
+
+    def interrupted(training, *batch):
+        update(training, *batch)
+        asked.signal = "SIGTERM" if training.step == 2 else None
+
+    monkeypatch.setattr(StackedTraining, "update", interrupted)
+    results = SweepResults.read(tmp_path, "mine")
+    said = []
+    assert run_sweeps([TINY], results, "cpu", str, None, said.append, tmp_path / "out", asked) == ["tiny"]
+    assert said == ["tiny: stopped at step 2 of 6"]
+    assert (tmp_path / "out" / "mine_tiny.sweep").is_file()
 
 
 def test_an_unfinished_sweep_is_left_for_the_next_call(tmp_path):

@@ -12,7 +12,8 @@ from sympow.cli.app import app
 from sympow.data.state_tracking import find_task
 from sympow.experiments import Sweep
 from sympow.experiments.grid import describe, find_sweeps
-from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep, run_sweeps
+from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep
+from sympow.experiments.sweep_runner import run_sweeps
 from sympow.experiments.tracking_sweep import _mean_score, best_accuracies
 from sympow.report.sweep_report import accuracy_table
 from sympow.train.ensemble import StackedTraining
@@ -165,7 +166,7 @@ def test_finished_sweeps_are_skipped_and_others_kept(tmp_path, found, monkeypatc
             },
         )
 
-    monkeypatch.setattr("sympow.experiments.sweep.run_sweep", run)
+    monkeypatch.setattr("sympow.experiments.sweep_runner.run_sweep", run)
 
     def all_of(sweeps):
         return run_sweeps(sweeps, SweepResults.read(tmp_path, "mine"), "cpu", str, None, lambda _: None)
@@ -259,7 +260,7 @@ def test_the_command_runs_and_reports_a_sweep(tmp_path):
     assert "| conformal |" in (tmp_path / "report" / "accuracy.md").read_text()
 
 
-@pytest.mark.parametrize("flags", [("--jobs", "2"), ("--data", "stdlib"), ("--set", "width=3")])
+@pytest.mark.parametrize("flags", [("--data", "stdlib"), ("--set", "width=3")])
 def test_flags_that_do_not_apply_are_refused(flags, tmp_path):
     done = invoke("experiment", "state_tracking", "--scale", "cpu", "--results", tmp_path, *flags)
     assert done.exit_code != 0

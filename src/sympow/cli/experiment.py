@@ -29,7 +29,7 @@ def experiment(
     name: Annotated[str | None, typer.Argument(help="Name of the experiment; without it, all are listed.")] = None,
     scale: Annotated[str, typer.Option(help=f"Scale: {', '.join(SCALE_NAMES)}.")] = "cpu",
     plan: Annotated[bool, typer.Option("--plan", help="Only print the runs and an estimate of their time.")] = False,
-    jobs: Annotated[int, typer.Option(help="Number of runs at a time, on one GPU or several.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of runs or sweeps at a time, on one GPU or several.")] = 1,
     minutes: Annotated[
         float | None, typer.Option(help="Time limit: start no run that would exceed it; by default none.")
     ] = None,
@@ -68,9 +68,8 @@ def experiment(
         return
     check_choice("experiment", name, known)
     if name in sweeps:
-        for option, given in (("jobs", jobs != 1), ("data", data is not None)):
-            if given:
-                raise ValueError(f"{option} is not for {name}, whose models are trained together on generated rows")
+        if data is not None:
+            raise ValueError(f"data is not for {name}, whose models are trained on generated rows")
         chosen = _chosen(sweeps[name](scale), only)
         extra = _extra_flags(set_, None, folder)
         _run_sweeps(
@@ -78,6 +77,7 @@ def experiment(
             chosen,
             _settings(set_ or [], None),
             plan,
+            jobs,
             minutes,
             results or RESULTS / scale,
             out or OUT / scale,
@@ -145,6 +145,7 @@ def _run_sweeps(
     sweeps: Sequence[Any],
     changes: dict[str, Any],
     plan: bool,
+    jobs: int,
     minutes: float | None,
     folder: Path,
     out: Path,
@@ -155,12 +156,14 @@ def _run_sweeps(
 
     Args:
         changes: settings of all sweeps.
+        jobs: sweeps at a time.
         folder: of results.
         out: folder for a sweep that a time limit ends.
         command: what repeats one sweep, by its name.
     """
     from sympow.experiments.console import Display, print_sweep_plan, print_sweeps
-    from sympow.experiments.sweep import SweepResults, run_sweeps, with_changes
+    from sympow.experiments.sweep import SweepResults, with_changes
+    from sympow.experiments.sweep_runner import run_sweeps
     from sympow.train.signals import stop_on_signals
 
     try:
@@ -176,7 +179,7 @@ def _run_sweeps(
     check_can_write("results", folder, "folder")
     check_can_write("out", out, "folder")
     with stop_on_signals() as interruption:
-        left = run_sweeps(sweeps, stored, device, command, minutes, Display().say, out, interruption)
+        left = run_sweeps(sweeps, stored, device, command, minutes, Display().say, out, interruption, jobs)
     print_sweeps([row for row in stored.rows.values() if row["sweep"] in {sweep.name for sweep in sweeps}])
     if left:
         typer.echo(f"{len(left)} of {len(sweeps)} sweeps are left; run the same command to resume", err=True)

@@ -15,7 +15,7 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -244,7 +244,9 @@ def run_sweep(
     every = max(1, sweep.steps // LOGGED)
     training = StackedTraining(stacked, rates, sweep.steps, warmup=sweep.warmup, log_every=every, **sweep.training)
     kept = None if checkpoint is None else _Checkpoint(checkpoint, sweep, device)
-    trained = _train(sweep, training, device, deadline, kept, say, interruption or StopRequest())
+    trained = _train(
+        sweep, training, device, deadline, kept, say, StopRequest() if interruption is None else interruption
+    )
     logged, losses = training.losses()
     facts = {
         "settings": sweep.settings(),
@@ -360,50 +362,6 @@ def rounded(number: float) -> float:
 def _loss(number: float) -> float | None:
     """Rounded; None, which is null in JSON, for that of a model that diverged."""
     return rounded(number) if math.isfinite(number) else None
-
-
-def run_sweeps(
-    sweeps: Sequence[BaseSweep],
-    results: SweepResults,
-    device: str,
-    command: Callable[[str], str],
-    minutes: float | None,
-    say: Callable[[str], None],
-    out: Path | None = None,
-    interruption: StopRequest | None = None,
-) -> list[str]:
-    """Runs those sweeps that are not done, writes results after each, and returns the names of those left.
-
-    Args:
-        command: what repeats one sweep, by its name.
-        minutes: time limit, at which the sweep that is being trained is saved.
-        say: prints a line of progress.
-        out: folder in which a sweep is saved, for the next call to continue it if this one stops; None: it is not.
-        interruption: whether a signal asks the sweeps to stop; None: none does.
-    """
-    begin = time.monotonic()
-    deadline = None if minutes is None else begin + 60 * minutes
-    left = []
-    for sweep in sweeps:
-        if results.done(sweep):
-            say(f"{sweep.name}: done before")
-            continue
-        if interruption or (deadline is not None and time.monotonic() >= deadline):
-            left.append(sweep.name)
-            continue
-        start = time.monotonic()
-        checkpoint = None if out is None else out / f"{results.experiment}_{sweep.name}.sweep"
-        try:
-            found = run_sweep(sweep, device, command(sweep.name), deadline, checkpoint, say, interruption)
-        except StoppedError as error:
-            say(f"{sweep.name}: {error}")
-            left.append(sweep.name)
-            continue
-        results.rows |= found.rows
-        results.curves |= found.curves
-        results.write()
-        say(f"{sweep.name}: {sweep.members} models in {time.monotonic() - start:.0f} s")
-    return left
 
 
 def with_changes(sweep: BaseSweep, changes: dict[str, Any]) -> BaseSweep:

@@ -1,0 +1,215 @@
+"""Runs the sweeps of an experiment one after another, or several at a time in processes of their own.
+
+A sweep of few small models keeps neither a GPU nor the kernel launches of more than one process busy: several at a time
+take less time in all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import torch
+
+from sympow.experiments.sweep import BaseSweep, StoppedError, SweepResults, run_sweep
+from sympow.train.signals import StopRequest, stop_on_signals
+
+POLL_SECONDS = 0.2
+
+
+def run_sweeps(
+    sweeps: Sequence[BaseSweep],
+    results: SweepResults,
+    device: str,
+    command: Callable[[str], str],
+    minutes: float | None,
+    say: Callable[[str], None],
+    out: Path | None = None,
+    interruption: StopRequest | None = None,
+    jobs: int = 1,
+) -> list[str]:
+    """Runs those sweeps that are not done, writes results after each, and returns the names of those left.
+
+    Args:
+        command: what repeats one sweep, by its name.
+        minutes: time limit, at which sweeps that are being trained are saved.
+        say: prints a line of progress.
+        out: folder in which a sweep is saved, for the next call to continue it if this one stops; None: it is not.
+        interruption: whether a signal asks the sweeps to stop; None: none does.
+        jobs: sweeps at a time; several GPUs are assigned round-robin.
+
+    Raises:
+        RuntimeError: the process of a sweep ended without a result. The others have been stopped and saved.
+    """
+    run = _Run(results, device, command, say, out, StopRequest() if interruption is None else interruption, jobs)
+    if minutes is not None:
+        run.deadline = time.monotonic() + 60 * minutes
+    new = []
+    for sweep in sweeps:
+        if results.done(sweep):
+            say(f"{sweep.name}: done before")
+        else:
+            new.append(sweep)
+    if jobs == 1:
+        run.one_after_another(new)
+    else:
+        run.in_processes(new)
+    return run.left
+
+
+@dataclass
+class _Worker:
+    """A sweep that is being trained in a process, since a time of `time.monotonic`."""
+
+    sweep: BaseSweep
+    process: SpawnProcess
+    start: float
+    asked: bool = False
+
+    def stop(self) -> None:
+        """Asks the process, once, to save the sweep and end."""
+        if not self.asked:
+            self.asked = True
+            self.process.terminate()
+
+
+@dataclass
+class _Run:
+    """One call of `run_sweeps`, with its arguments.
+
+    Attributes:
+        deadline: of `time.monotonic`; None: none.
+        left: names of sweeps that are not done.
+        failure: the first error in a process. The others then save what they have.
+    """
+
+    results: SweepResults
+    device: str
+    command: Callable[[str], str]
+    say: Callable[[str], None]
+    out: Path | None
+    interruption: StopRequest
+    jobs: int
+    deadline: float | None = None
+    left: list[str] = field(default_factory=list)
+    failure: Exception | None = None
+
+    def one_after_another(self, sweeps: Sequence[BaseSweep]) -> None:
+        for sweep in sweeps:
+            if self._is_over():
+                self.left.append(sweep.name)
+                continue
+            start = time.monotonic()
+            try:
+                found = run_sweep(
+                    sweep, self.device, self.command(sweep.name), self.deadline, self._checkpoint(sweep), self.say,
+                    self.interruption,
+                )  # fmt: skip
+            except StoppedError as error:
+                self._leave(sweep, error)
+            else:
+                self._keep(sweep, found, start)
+
+    def in_processes(self, sweeps: Sequence[BaseSweep]) -> None:
+        waiting, started = list(sweeps), 0
+        workers: dict[Connection, _Worker] = {}
+        while waiting or workers:
+            if self._is_over() or self.failure is not None:
+                self.left += [sweep.name for sweep in waiting]
+                waiting.clear()
+            while waiting and len(workers) < self.jobs:
+                receiver, worker = self._start(waiting.pop(0), started)
+                workers[receiver] = worker
+                started += 1
+            if self.interruption or self.failure is not None:
+                for worker in workers.values():
+                    worker.stop()
+            for ready in wait(list(workers), POLL_SECONDS):
+                assert isinstance(ready, Connection)
+                if self._receive(ready, workers[ready]):
+                    del workers[ready]
+        if self.failure is not None:
+            raise self.failure
+
+    def _start(self, sweep: BaseSweep, number: int) -> tuple[Connection, _Worker]:
+        context = multiprocessing.get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        place = (self.device, number, self.jobs)
+        work = (sweep, self.command(sweep.name), self.deadline, self._checkpoint(sweep))
+        process = context.Process(target=_train_in_process, args=(sender, place, *work), name=sweep.name, daemon=True)
+        process.start()
+        # The process has the other copy: when it ends, receiving raises EOFError.
+        sender.close()
+        return receiver, _Worker(sweep, process, time.monotonic())
+
+    def _receive(self, receiver: Connection, worker: _Worker) -> bool:
+        """Takes a message of a process; returns whether it was the last."""
+        try:
+            message = receiver.recv()
+        except EOFError:
+            worker.process.join()
+            message = StoppedError("stopped before its first step")
+            if not worker.asked:
+                name, code = worker.sweep.name, worker.process.exitcode
+                message = RuntimeError(f"the process of {name} ended without a result, with exit code {code}")
+        if isinstance(message, str):
+            self.say(message)
+            return False
+        receiver.close()
+        worker.process.join()
+        if isinstance(message, SweepResults):
+            self._keep(worker.sweep, message, worker.start)
+        elif isinstance(message, StoppedError):
+            self._leave(worker.sweep, message)
+        else:
+            self.failure = self.failure or message
+        return True
+
+    def _is_over(self) -> bool:
+        return bool(self.interruption) or (self.deadline is not None and time.monotonic() >= self.deadline)
+
+    def _checkpoint(self, sweep: BaseSweep) -> Path | None:
+        return None if self.out is None else self.out / f"{self.results.experiment}_{sweep.name}.sweep"
+
+    def _keep(self, sweep: BaseSweep, found: SweepResults, start: float) -> None:
+        self.results.rows |= found.rows
+        self.results.curves |= found.curves
+        self.results.write()
+        self.say(f"{sweep.name}: {sweep.members} models in {time.monotonic() - start:.0f} s")
+
+    def _leave(self, sweep: BaseSweep, error: StoppedError) -> None:
+        self.say(f"{sweep.name}: {error}")
+        self.left.append(sweep.name)
+
+
+def _train_in_process(
+    sender: Connection,
+    place: tuple[str, int, int],
+    sweep: BaseSweep,
+    command: str,
+    deadline: float | None,
+    checkpoint: Path | None,
+) -> None:
+    """Trains a sweep in this process, and sends lines of progress, then its results or the error that ended it.
+
+    Args:
+        place: the device, the number of the sweep, by which it gets one of several GPUs, and sweeps at a time, which
+            share the cores.
+    """
+    device, number, jobs = place
+    if device == "cuda":
+        torch.cuda.set_device(number % torch.cuda.device_count())
+    else:
+        torch.set_num_threads(max(1, torch.get_num_threads() // jobs))
+    result: SweepResults | StoppedError | ValueError
+    with stop_on_signals() as interruption:
+        try:
+            result = run_sweep(sweep, device, command, deadline, checkpoint, sender.send, interruption)
+        except (StoppedError, ValueError) as error:
+            result = error
+        sender.send(result)
