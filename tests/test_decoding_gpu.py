@@ -1,6 +1,8 @@
 """Decoding on a GPU: the same tokens with CUDA graphs as without, and no synchronization with the device."""
 
 import copy
+import gc
+import warnings
 
 import pytest
 import torch
@@ -70,6 +72,34 @@ def test_tokens_are_the_same_with_graphs_and_without(kind):
         )
         assert not with_graphs.is_cuda
         assert torch.equal(with_graphs, without)
+
+
+def test_graphs_that_become_garbage_do_not_disturb_a_capture(monkeypatch):
+    model = make(power=2, heads=2)
+    prefix = Prefix.prefill(model, text(100), cache_policy="state")
+
+    def decoded() -> Decoder:
+        decoder = Decoder(model, prefix, cache_policy="state")
+        for tokens in text(3).unbind(1):
+            decoder.step(tokens)
+        return decoder
+
+    earlier, step = [decoded()], model.step
+
+    def step_with_garbage(*arguments):
+        if earlier and torch.cuda.is_current_stream_capturing():
+            cycle = [earlier.pop()]
+            cycle.append(cycle)
+            del cycle
+            # Far more objects than the collector waits for.
+            assert [[] for _ in range(20 * gc.get_threshold()[0])]
+        return step(*arguments)
+
+    monkeypatch.setattr(model, "step", step_with_garbage)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        decoded()
+    assert not earlier
 
 
 def test_texts_of_different_lengths_decode_together_as_alone():
