@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -52,7 +54,7 @@ def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> N
     Args:
         processes: over which parameters, gradients and optimizer states are sharded.
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    machine = host_memory()
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else machine
     # The host builds the whole model; training adds gradients and two moments of Adam, all in float32.
     for what, needed, there in (
@@ -64,6 +66,39 @@ def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> N
                 f"a model of {config.weights:,} weights takes {needed / 1e9:,.0f} GB to {what}, and there are "
                 f"{there / 1e9:,.0f} GB of memory; choose fewer layers, a smaller width or a smaller vocabulary"
             )
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Bytes of memory that this process may use: the machine's, or the limit of its container or job, if that is less.
+
+    Args:
+        root: of the file system.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _limit_files(root):
+        text = path.read_text().strip() if path.is_file() else ""
+        # "max": there is no limit. Older kernels then have a number larger than any memory.
+        if text.isdigit():
+            memory = min(memory, int(text))
+    return memory
+
+
+def _limit_files(root: Path) -> Iterator[Path]:
+    """Files with the memory limits of this process's control groups (cgroups) and of those around them."""
+    membership = root / "proc/self/cgroup"
+    for line in membership.read_text().splitlines() if membership.is_file() else ():
+        # In version 2 "0::GROUP"; in version 1 a line for each kind of resource, "5:memory:GROUP".
+        _, kinds, group = line.split(":", 2)
+        if kinds == "":
+            folder, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in kinds.split(","):
+            folder, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        relative = PurePosixPath(group.lstrip("/"))
+        # A container may not see its groups, but only its own files, in the topmost folder.
+        for one in (relative, *relative.parents):
+            yield folder / one / name
 
 
 def state_elements(config: GPTConfig) -> int:
