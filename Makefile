@@ -39,11 +39,11 @@ TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # tests/conftest.py says which files are a group.
 test: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
 test-slow: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)
