@@ -76,7 +76,7 @@ def host_memory(root: Path = Path("/")) -> int:
     """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _limit_files(root):
-        text = path.read_text().strip() if path.is_file() else ""
+        text = path.read_text("utf-8").strip() if path.is_file() else ""
         # "max": there is no limit. Older kernels then have a number larger than any memory.
         if text.isdigit():
             memory = min(memory, int(text))
@@ -86,7 +86,7 @@ def host_memory(root: Path = Path("/")) -> int:
 def _limit_files(root: Path) -> Iterator[Path]:
     """Files with the memory limits of this process's control groups (cgroups) and of those around them."""
     membership = root / "proc/self/cgroup"
-    for line in membership.read_text().splitlines() if membership.is_file() else ():
+    for line in membership.read_text("utf-8").splitlines() if membership.is_file() else ():
         # In version 2 "0::GROUP"; in version 1 a line for each kind of resource, "5:memory:GROUP".
         _, kinds, group = line.split(":", 2)
         if kinds == "":
