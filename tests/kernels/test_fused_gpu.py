@@ -132,8 +132,8 @@ def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
     dominate. A row that sees one key, or little else, has a gradient of (dy · v − dy · y) 2 / s, in exact arithmetic 0:
     a rounding error over a score that may be near 0. `plain` normalizes weights before it multiplies with values, and
     gets exactly 0 there. In float16, where `plain` divides by zero if gates are closed, or leaves the range, its error
-    in bfloat16 is the yardstick, which has three bits less. The inputs then differ by their rounding, and with them the
-    scores near 0 that dominate the largest errors: the 90 % and 99 % quantiles of the rows are compared.
+    in bfloat16, which has three bits less, is the yardstick. The inputs then differ by their rounding, and with them
+    the scores near 0 that dominate the error as a whole, so quantiles of the rows are compared first.
 
     rows: whether single rows are compared.
     """
@@ -152,11 +152,10 @@ def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
             coarse = joined(plain, in_bfloat16)[name]
             coarse_want = joined(wanted, lambda one: in_bfloat16(one).map(torch.Tensor.double))[name]
             for share in (0.9, 0.99) if want.ndim == 5 else ():
-                ours, theirs = row_error(actual[name], want, share), row_error(coarse, coarse_want, share) / 8
-                assert ours <= 2 * theirs, f"{name}, {share:.0%} of rows: {ours:.2e}, plain PyTorch {theirs:.2e}"
-            if want.ndim != 5:
-                theirs = error(coarse, coarse_want) / 8
-                assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch {theirs:.2e}"
+                some, few = row_error(actual[name], want, share), row_error(coarse, coarse_want, share) / 8
+                assert some <= 2 * few, f"{name}, {share:.0%} of rows: {some:.2e}, plain PyTorch {few:.2e}"
+            theirs = error(coarse, coarse_want) / 8
+            assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch an eighth of {8 * theirs:.2e} in bfloat16"
             continue
         if actual["y"].dtype == torch.float32 and want.ndim == 5:
             ours, theirs = row_error(actual[name], want, 0.9), row_error(simple[name], want, 0.9)
@@ -228,7 +227,7 @@ def test_rows_nearly_orthogonal_to_their_only_key(power, dim, length, dtype):
         errors = (actual[name][:, alone].double() - want).norm(dim=-1) / mean
         # The exact gradient of such a score is 0, and what kernels compute is a rounding error divided by the score.
         rounding = 0.0 if name == "y" else 4e-4 / cosines[alone][:, None]
-        if name == "k":
+        if name == "k" and dtype == torch.float16:
             # Later rows read these keys, too, with gradients up to 60 times the mean. Theirs is (dy · v − dy · y) p / s
             # times a weight: the rounding of y counts far more than usual where s is near 0.
             errors /= 4 * (1 + want.norm(dim=-1) / mean)
