@@ -1,4 +1,6 @@
-"""Settings of tiny runs for the tests of experiments."""
+"""Settings of tiny runs and sweeps for the tests of experiments."""
+
+from sympow.experiments import RecallSweep
 
 TINY = {
     "layers": 1,
@@ -12,3 +14,17 @@ TINY = {
     "log_every": 4,
     "save_every": 0,
 }
+TINY_RECALL = RecallSweep(
+    "tiny",
+    {"layers": 1, "width": 8, "heads": 2, "gating": "scalar", "rotary": "fixed", "short_conv": 3},
+    learning_rates=(1e-3, 1e-2),
+    seeds=(0, 3),
+    steps=6,
+    rows=4,
+    warmup=1,
+    evaluation_rows=8,
+    mixture=((8, 1), (16, 2)),
+    weights=(1, 1),
+    evaluation=((8, 2), (16, 3)),
+    tokens_known=16,
+)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from experiment_settings import TINY_RECALL
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
@@ -18,21 +19,7 @@ from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, member_of, stack
 from sympow.train.signals import StopRequest
 
-MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "scalar", "rotary": "fixed", "short_conv": 3}
-TINY = RecallSweep(
-    "tiny",
-    MODEL,
-    learning_rates=(1e-3, 1e-2),
-    seeds=(0, 3),
-    steps=6,
-    rows=4,
-    warmup=1,
-    evaluation_rows=8,
-    mixture=((8, 1), (16, 2)),
-    weights=(1, 1),
-    evaluation=((8, 2), (16, 3)),
-    tokens_known=16,
-)
+TINY, MODEL = TINY_RECALL, TINY_RECALL.model
 
 
 def test_every_model_is_given_the_rows_of_its_seed():

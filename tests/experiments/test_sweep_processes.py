@@ -6,29 +6,15 @@ import threading
 from dataclasses import replace
 
 import pytest
+from experiment_settings import TINY_RECALL
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
-from sympow.experiments import RecallSweep
 from sympow.experiments.sweep import SweepResults
 from sympow.experiments.sweep_runner import run_sweeps
 from sympow.train.signals import stop_on_signals
 
-MODEL = {"layers": 1, "width": 8, "heads": 2, "gating": "scalar", "rotary": "fixed"}
-FIRST = RecallSweep(
-    "first",
-    MODEL,
-    learning_rates=(1e-2,),
-    seeds=(0, 3),
-    steps=6,
-    rows=4,
-    warmup=1,
-    evaluation_rows=8,
-    mixture=((8, 1), (16, 2)),
-    weights=(1, 1),
-    evaluation=((8, 2),),
-    tokens_known=16,
-)
+FIRST = replace(TINY_RECALL, name="first")
 SWEEPS = [FIRST, replace(FIRST, name="second", rows=5, seeds=(1, 2))]
 ENDLESS = replace(FIRST, name="endless", steps=10**7)
 

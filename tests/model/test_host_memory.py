@@ -12,12 +12,12 @@ from sympow.model.accounting import check_fits, host_memory
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def system(root, membership, **limits):
-    """A file system whose process is in groups, with limits by path; `__` stands for a slash and `_max` for .max."""
+def system(root, membership, limits):
+    """A file system whose process is in groups, with the contents of files of limits by path."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(membership)
     for path, text in limits.items():
-        file = root / "sys/fs/cgroup" / path.replace("__", "/").replace("_max", ".max").replace("y_lim", "y.lim")
+        file = root / "sys/fs/cgroup" / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     return root
@@ -26,19 +26,19 @@ def system(root, membership, **limits):
 @pytest.mark.parametrize(
     ("membership", "limits", "expected"),
     [
-        ("0::/\n", {"memory_max": "max\n"}, MACHINE),
-        ("0::/\n", {"memory_max": "1000000\n"}, 1_000_000),
+        ("0::/\n", {"memory.max": "max\n"}, MACHINE),
+        ("0::/\n", {"memory.max": "1000000\n"}, 1_000_000),
         # The group of a job within that of its user.
-        ("0::/user/job\n", {"user__memory_max": "5000\n", "user__job__memory_max": "max\n"}, 5_000),
-        ("0::/user/job\n", {"user__memory_max": "5000\n", "user__job__memory_max": "4000\n"}, 4_000),
-        ("0::/hidden/group\n", {"memory_max": "3000\n"}, 3_000),
-        ("5:cpu,memory:/job\n1:cpu:/\n0::/\n", {"memory__job__memory_limit_in_bytes": "7000\n"}, 7_000),
-        ("5:memory:/job\n", {"memory__memory_limit_in_bytes": "9223372036854771712\n"}, MACHINE),
-        ("9:name=systemd:/\n", {"memory_max": "1\n"}, MACHINE),
+        ("0::/user/job\n", {"user/memory.max": "5000\n", "user/job/memory.max": "max\n"}, 5_000),
+        ("0::/user/job\n", {"user/memory.max": "5000\n", "user/job/memory.max": "4000\n"}, 4_000),
+        ("0::/hidden/group\n", {"memory.max": "3000\n"}, 3_000),
+        ("5:cpu,memory:/job\n1:cpu:/\n0::/\n", {"memory/job/memory.limit_in_bytes": "7000\n"}, 7_000),
+        ("5:memory:/job\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, MACHINE),
+        ("9:name=systemd:/\n", {"memory.max": "1\n"}, MACHINE),
     ],
 )
 def test_the_least_limit_counts(tmp_path, membership, limits, expected):
-    assert host_memory(system(tmp_path, membership, **limits)) == expected
+    assert host_memory(system(tmp_path, membership, limits)) == expected
 
 
 def test_without_control_groups_it_is_the_machines(tmp_path):

@@ -244,9 +244,7 @@ def run_sweep(
     every = max(1, sweep.steps // LOGGED)
     training = StackedTraining(stacked, rates, sweep.steps, warmup=sweep.warmup, log_every=every, **sweep.training)
     kept = None if checkpoint is None else _Checkpoint(checkpoint, sweep, device)
-    trained = _train(
-        sweep, training, device, deadline, kept, say, StopRequest() if interruption is None else interruption
-    )
+    trained = _train(sweep, training, device, deadline, kept, say, interruption)
     logged, losses = training.losses()
     facts = {
         "settings": sweep.settings(),
@@ -319,7 +317,7 @@ def _train(
     deadline: float | None,
     checkpoint: _Checkpoint | None,
     say: Callable[[str], None],
-    interruption: StopRequest,
+    interruption: StopRequest | None,
 ) -> float:
     """Trains from the checkpoint, if there is one, to the last step; returns the seconds of all calls together."""
     before, finished = 0.0, False

@@ -1,6 +1,6 @@
 """Runs the sweeps of an experiment one after another, or several at a time in processes of their own.
 
-A sweep of few small models keeps neither a GPU nor the kernel launches of more than one process busy: several at a time
+Sweeps of few small models are bound by the launches of their kernels and leave most of a GPU idle: several at a time
 take less time in all.
 """
 
@@ -46,7 +46,7 @@ def run_sweeps(
     Raises:
         RuntimeError: the process of a sweep ended without a result. The others have been stopped and saved.
     """
-    run = _Run(results, device, command, say, out, StopRequest() if interruption is None else interruption, jobs)
+    run = _Run(results, device, command, say, out, interruption, jobs)
     if minutes is not None:
         run.deadline = time.monotonic() + 60 * minutes
     new = []
@@ -93,7 +93,7 @@ class _Run:
     command: Callable[[str], str]
     say: Callable[[str], None]
     out: Path | None
-    interruption: StopRequest
+    interruption: StopRequest | None
     jobs: int
     deadline: float | None = None
     left: list[str] = field(default_factory=list)

@@ -10,8 +10,8 @@ Ranges are those of float16 (`float16_range`). Keys are scaled per head to lengt
 entries up to that; all else is scaled as in float16. Sums over tiles are added up outside the tensor cores, which
 truncate. So the weights of each tile can have scales of their own: a row's largest weight in the tile is scaled to the
 limit of the range (`_split_rows`). A row keeps its precision even if its query is nearly orthogonal to the few keys it
-sees, and its weights are far below their bound. In the gradient of keys, where rows are keys, this holds for queries
-whose weights are far below the head's largest: after many keys, or beside one with a large output gradient.
+sees, and its weights are far below their bound. In the gradient of keys a row is a key, and its weights are far below
+their bound where queries see many keys, or where another query has a far larger output gradient.
 
 One document, one chunk, without states, heads of up to 64; the portable kernels compute the rest. Their plain PyTorch
 twin is that of these kernels, too.
