@@ -31,7 +31,7 @@ def whole(teacher, texts, tmp_path_factory):
     out = tmp_path_factory.mktemp("conversions") / "whole"
     # Not multiples of a batch, whose remainders would make another.
     tokens = {"match_tokens": 8 * 128 + 100, "distill_tokens": 8 * 128 + 50, "extend_tokens": 8 * 128 + 127}
-    changes = {"data": str(texts), **tokens, "extend_context": 32, "without_match": True, "hidden_weight": 0.5}
+    changes = {"data": str(texts), **tokens, "extend_context": 32, "without_match": True}
     config = ConvertConfig().changed(**{**TINY, **changes})
     assert convert(teacher, config, out, device="cpu")
     return out, config
@@ -43,10 +43,6 @@ def test_every_stage_reduces_its_loss(whole):
         losses = losses_of(out, stage)
         assert len(losses) == (16 if stage == "distill-without-match" else 8)
         assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage
-    lines = (out / "stages" / "distill" / "metrics.jsonl").read_text().splitlines()
-    numbers = [json.loads(line) for line in lines]
-    assert numbers[-1]["hidden_error"] < numbers[0]["hidden_error"]
-    assert numbers[-1]["kl_divergence"] < 0.9 * numbers[0]["kl_divergence"]
 
 
 def test_stage_1_is_evaluated_against_the_teacher_at_every_context(whole):

@@ -1,6 +1,5 @@
 """What cannot be converted is refused with a message that says what is wrong."""
 
-import json
 import re
 import shutil
 import sys
@@ -38,7 +37,6 @@ def refused(teacher, config, out, message, kind=ValueError):
         ({"batch_tokens": 100}, "batch_tokens must be a multiple of the context, 2,048; got 100"),
         ({"match_tokens": -1}, "match_tokens must be at least 0, got -1"),
         ({"distill_rate": -1.0}, "distill_rate must be at least 0, got -1.0"),
-        ({"hidden_weight": -1.0}, "hidden_weight must be at least 0, got -1.0"),
         ({"warmup": 1.5}, "warmup must be a share of the steps, below 1; got 1.5"),
         ({"without_match": True, "match_tokens": 0}, "match_tokens must be above 0; got 0"),
         ({"short": "pack"}, "short must be one of 'refuse', 'drop', 'join'; got 'pack'"),
@@ -174,14 +172,6 @@ def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     # What does not change the result may differ.
     free = {"log_every": 5, "recompute": True, "micro_batch_tokens": 16}
     assert convert(teacher, settings(**short, **free), tmp_path / "out", device="cpu")
-    # A conversion of a version without some setting has its default.
-    written = tmp_path / "out" / "conversion.json"
-    saved = json.loads(written.read_text())
-    del saved["hidden_weight"]
-    written.write_text(json.dumps(saved))
-    message = f"hidden_weight must be that of the conversion in {tmp_path}/out, 0.0; got 1.0"
-    refused(teacher, settings(**short, hidden_weight=1.0), tmp_path / "out", message)
-    assert convert(teacher, settings(**short), tmp_path / "out", device="cpu")
 
 
 def test_a_teacher_that_was_replaced(teacher, settings, tmp_path):

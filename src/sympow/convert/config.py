@@ -110,8 +110,6 @@ class RecipeConfig:
         match_rate: peak learning rate of stage 1.
         distill_rate: peak learning rate of stage 2.
         extend_rate: peak learning rate of stage 3.
-        hidden_weight: in stage 2, weight of the relative squared error of the hidden states after each layer, added to
-            the KL divergence.
         lora: rank of LoRA adapters in stages 2 and 3, merged at the end of each; 0: all parameters are trained.
         without_match: whether to convert a second student without stage 1, on as many tokens, for comparison.
         warmup: fraction of a stage's steps with linear warmup of the learning rate; cosine decay follows.
@@ -128,7 +126,6 @@ class RecipeConfig:
     match_rate: float = 1e-3
     distill_rate: float = 3e-4
     extend_rate: float = 1e-4
-    hidden_weight: float = 0.0
     lora: int = 0
     without_match: bool = False
     warmup: float = 0.05
@@ -140,16 +137,7 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         for name in ("match_tokens", "distill_tokens", "extend_tokens", "extend_context", "lora"):
             check_at_least(name, getattr(self, name), 0)
-        for name in (
-            "match_rate",
-            "distill_rate",
-            "extend_rate",
-            "hidden_weight",
-            "warmup",
-            "final_rate",
-            "weight_decay",
-            "clip_norm",
-        ):
+        for name in ("match_rate", "distill_rate", "extend_rate", "warmup", "final_rate", "weight_decay", "clip_norm"):
             check_finite(name, getattr(self, name))
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")

@@ -178,7 +178,7 @@ class _Conversion:
         if stage.kind == "match":
             return Matching(self.teacher, student, self.dtype)
         if stage.kind == "distill":
-            return Distillation(self.teacher, student, self.dtype, self.config.recipe.hidden_weight)
+            return Distillation(self.teacher, student, self.dtype)
         return NextToken(student, self.dtype)
 
     def _start(self) -> Any:
@@ -242,8 +242,6 @@ class _Conversion:
         saved = read_json(path)
         if not isinstance(saved, dict):
             raise ValueError(f"{path} must hold the settings of a conversion")
-        # Settings that did not exist yet when the conversion began have their defaults.
-        saved = ConvertConfig().settings() | saved
         for name, value in self._facts().items():
             if name not in FREE and saved.get(name) != value:
                 raise ValueError(

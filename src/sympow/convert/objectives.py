@@ -101,20 +101,10 @@ class Matching:
 
 
 class Distillation:
-    """Stage 2: the KL divergence from the teacher's predictions, and optionally the error of hidden states.
+    """Stage 2: the KL divergence from the teacher's predictions. Arguments as for `Matching`."""
 
-    The error of a layer is the relative squared error of its output, |student − teacher|² / |teacher|², for each token:
-    some tokens, such as the first, have hidden states that are many times longer than others'. Its mean over tokens and
-    layers is added with `hidden_weight`.
-
-    Args:
-        teacher, student, dtype: as for `Matching`.
-        hidden_weight: weight of the error of hidden states; 0: the divergence alone.
-    """
-
-    def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None, hidden_weight: float = 0.0) -> None:
-        self.teacher, self.student, self.dtype, self.hidden_weight = teacher, student, dtype, hidden_weight
-        self._last: dict[str, Tensor] = {}
+    def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None) -> None:
+        self.teacher, self.student, self.dtype = teacher, student, dtype
 
     def trainable(self) -> list[nn.Parameter]:
         return list(self.student.parameters())
@@ -122,34 +112,20 @@ class Distillation:
     def backward(self, batch: Batch, weight: float) -> Tensor:
         with _autocast(batch.inputs, self.dtype):
             with torch.no_grad():
-                taught, expected = self._features(self.teacher, batch.inputs)
-            learned, hidden = self._features(self.student, batch.inputs)
+                taught = features(self.teacher, batch.inputs)
+            learned = features(self.student, batch.inputs)
         loss = linear_kl_divergence(
             learned, output_weight(self.student), taught, output_weight(self.teacher), dtype=self.dtype
         )
-        if self.hidden_weight:
-            errors = [_token_error(ours, theirs) for ours, theirs in zip(hidden, expected, strict=True)]
-            error = torch.stack(errors).mean()
-            self._last = {"kl_divergence": loss.detach(), "hidden_error": error.detach()}
-            loss = loss + self.hidden_weight * error
         (loss * weight).backward()
         return loss.detach() * weight
 
-    def _features(self, model: Any, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """`features`, and if they count, the outputs (b, t, width) of all decoder layers."""
-        outputs: list[Tensor] = []
-        with ExitStack() as held:
-            if self.hidden_weight:
-                for layer, _ in decoder_layers(model).values():
-                    held.enter_context(_after_forward(layer, lambda *call: outputs.append(_first(call[-1]))))
-            return features(model, inputs), outputs
-
     def details(self) -> dict[str, Tensor]:
-        return self._last
+        return {}
 
     def compile(self) -> None:
         for model in (self.teacher, self.student):
-            _compile_layers(model, hooked=bool(self.hidden_weight))
+            _compile_layers(model)
 
 
 class NextToken:
@@ -180,17 +156,10 @@ class NextToken:
         _compile_layers(self.student)
 
 
-def _compile_layers(model: Any, *, hooked: bool = False) -> None:
-    """Compiles decoder layers for static shapes: all batches of a stage have one shape, which all layers share.
-
-    hooked: whether hooks come and go on the layers. They then stay outside of what is compiled: PyTorch does not check
-    whether the hooks that it compiled with `nn.Module.compile` are still there.
-    """
+def _compile_layers(model: Any) -> None:
+    """Compiles decoder layers for static shapes: all batches of a stage have one shape, which all layers share."""
     for layer, _ in decoder_layers(model).values():
-        if hooked:
-            layer.forward = torch.compile(layer.forward, dynamic=False)
-        else:
-            layer.compile(dynamic=False)
+        layer.compile(dynamic=False)
 
 
 def _autocast(inputs: Tensor, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -198,7 +167,7 @@ def _autocast(inputs: Tensor, dtype: torch.dtype | None) -> AbstractContextManag
 
 
 def _first(output: Any) -> Tensor:
-    """The output tensor of an attention module or a decoder layer, which is the first of a tuple or alone."""
+    """The output tensor of an attention module, which is the first of a tuple or alone."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
 
@@ -206,17 +175,6 @@ def _first(output: Any) -> Tensor:
 def _energy(output: Tensor) -> Tensor:
     """Squared norm of each sequence, (b,), of (b, t, width)."""
     return output.square().sum((1, 2))
-
-
-def _token_error(output: Tensor, expected: Tensor) -> Tensor:
-    """Mean over tokens of |output − expected|² / |expected|², of (b, t, width); a scalar, float32 or better.
-
-    A token whose expected output is zero counts as 0. The first token of a sequence has such outputs if it is also the
-    padding token, whose embedding is zero and never trained.
-    """
-    expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
-    energy = expected.square().sum(-1)
-    return ((output - expected).square().sum(-1) * torch.where(energy > 0, 1 / energy, 0)).mean()
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

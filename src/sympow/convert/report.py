@@ -65,7 +65,7 @@ def write_report(
     }
     if curves:
         figures["Training"] = out / FIGURES / "training.png"
-        draw_training(curves, figures["Training"], facts["hidden_weight"])
+        draw_training(curves, figures["Training"])
     title = f"Conversion of {facts['teacher']}"
     tables = {
         "Held-out loss (nats per token)": loss_table(named),
@@ -148,9 +148,7 @@ def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     _finish(figure, [axes], path)
 
 
-def draw_training(
-    curves: Mapping[str, tuple[Stage, list[dict[str, float]]]], path: Path, hidden_weight: float = 0.0
-) -> None:
+def draw_training(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]], path: Path) -> None:
     """What each stage minimizes, against steps; a panel for each kind of stage."""
     kinds = list(dict.fromkeys(stage.kind for stage, _ in curves.values()))
     figure, panels = make_panels(len(kinds))
@@ -161,8 +159,7 @@ def draw_training(
                 points = [(line["step"], line["loss"]) for line in lines if "loss" in line]
                 axes.plot(*zip(*points, strict=True), label=describe(name), **styles[describe(name)].for_matplotlib)
         axes.set(xlabel="step", yscale="log" if kind != "extend" else "linear")
-        added = kind == "distill" and hidden_weight
-        set_title(axes, LOSSES[kind] + (f" + {hidden_weight:g} × error of hidden states" if added else ""))
+        set_title(axes, LOSSES[kind])
         tidy(axes)
     add_legend(figure, panels)
     save_figure(figure, path)
