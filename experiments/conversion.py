@@ -4,7 +4,8 @@
 
 The steps: `data` unpacks the corpus (an archive of `prepare_corpus.py`, or a folder that it prepared), `teacher` trains
 the teacher, `all-0` to `all-2` convert every layer with three seeds (the first also without stage 1), `hybrid-0` to
-`hybrid-2` every other layer, `extended` spends a part of its tokens on longer contexts, and `results` writes tables and
+`hybrid-2` every other layer, `chosen-0` to `chosen-2` the half of the layers whose attention outputs stage 1 of `all-0`
+matched best, `extended` spends a part of its tokens on longer contexts, and `results` writes tables and
 figures of what there is. They run in this order, but for `hybrid-0`, which comes before `all-1`: one student of each
 kind is there early. Each step is skipped if it is done and continues where it was interrupted,
 so the same command may be called again. --only chooses steps; --minutes stops in good order when the time is over, and
@@ -35,7 +36,7 @@ import torch
 from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import Evaluation, difference
 from sympow.convert.objectives import NextToken
-from sympow.convert.report import draw_by_context, draw_by_position
+from sympow.convert.report import draw_by_context, draw_by_position, layer_errors
 from sympow.convert.stages import START, TEACHER, WITHOUT_MATCH, Stage, plan
 from sympow.convert.training import StageTraining
 from sympow.data import open_dataset
@@ -58,6 +59,9 @@ STEPS = (
     "all-2",
     "hybrid-1",
     "hybrid-2",
+    "chosen-0",
+    "chosen-1",
+    "chosen-2",
     "extended",
     "results",
 )
@@ -197,7 +201,7 @@ class Experiment:
             "save_every": 0,
             "tensorboard": False,
             **self.scale.student,
-            "layers": "every-other" if kind == "hybrid" else "all",
+            "layers": self._layers(kind),
             "seed": int(seed or 0),
             "without_match": step == "all-0",
             **self.changes,
@@ -213,6 +217,17 @@ class Experiment:
         if 5 * seen > of_teacher:
             raise SystemExit(f"{step} would see {seen:,} tokens, more than a fifth of {of_teacher:,}")
         return config
+
+    def _layers(self, kind: str) -> str:
+        """The layers to convert, by the kind of a student."""
+        if kind != "chosen":
+            return "every-other" if kind == "hybrid" else "all"
+        metrics = self.students / "all-0" / "stages" / "match" / METRICS_FILE
+        if not (self.students / "all-0" / "evaluations" / "match.json").is_file():
+            raise SystemExit("the steps chosen-0 to chosen-2 need all-0, whose stage 1 tells which layers match best")
+        errors = layer_errors(read_metrics(metrics))
+        best = sorted(errors, key=lambda layer: errors[layer])[: len(errors) // 2]
+        return ",".join(map(str, sorted(best)))
 
     def _train_teacher(self) -> bool:
         """Trains a Llama from random parameters with the loop and the loss of stage 3."""
@@ -319,6 +334,7 @@ SHOWN = {
     "all layers, after distillation": ("all-0", "distill"),
     "all layers, without stage 1": ("all-0", f"distill-{WITHOUT_MATCH}"),
     "every other layer": ("hybrid-0", "distill"),
+    "half of the layers, chosen by stage 1": ("chosen-0", "distill"),
     "all layers, longer contexts": ("extended", "extend"),
 }
 
@@ -347,6 +363,9 @@ def _tables(found: dict[tuple[str, str], Evaluation], teacher: Evaluation) -> It
         "every other layer, untrained": ("hybrid", START),
         "every other layer, after stage 1": ("hybrid", "match"),
         "every other layer, after stage 2": ("hybrid", "distill"),
+        "half of the layers, chosen by stage 1, untrained": ("chosen", START),
+        "half of the layers, chosen by stage 1, after stage 1": ("chosen", "match"),
+        "half of the layers, chosen by stage 1, after stage 2": ("chosen", "distill"),
     }
     for label, (kind, name) in rows.items():
         seeds = [one for (step, model), one in found.items() if step.partition("-")[0] == kind and model == name]

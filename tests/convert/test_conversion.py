@@ -110,6 +110,9 @@ def test_the_report_has_every_model_and_figure(whole):
         assert f"| {name} |" in text
         assert f"<td>{name}</td>" in page
     assert f"{read(out, 'distill').by_context[64].loss:.4f}" in text
+    last = json.loads((out / "stages" / "match" / "metrics.jsonl").read_text().splitlines()[-1])
+    for layer in range(2):
+        assert f"| {layer} | {last[f'match_loss/layer_{layer}']:.4f} |" in text
     for figure in ("loss_by_position", "loss_by_context", "training"):
         assert (out / "figures" / f"{figure}.png").read_bytes().startswith(b"\x89PNG")
     assert page.count("data:image/png;base64,") == 3

@@ -202,11 +202,35 @@ def test_no_student_may_see_more_than_a_fifth_of_the_teachers_tokens(tmp_path):
     for scale in script.SCALES.values():
         conversions = script.Experiment(scale, tmp_path, tmp_path, "cpu", False, "students", {})
         for step in script.STEPS[2:-1]:
+            if step.startswith("chosen"):
+                continue
             recipe = conversions.conversion(step).recipe
             assert 5 * (recipe.match_tokens + recipe.distill_tokens + recipe.extend_tokens) <= scale.teacher_tokens
         more = {"distill_tokens": scale.teacher_tokens // 5}
         with pytest.raises(SystemExit, match="more than a fifth of"):
             script.Experiment(scale, tmp_path, tmp_path, "cpu", False, "students", more).conversion("all-1")
+
+
+def test_layers_are_chosen_by_how_well_stage_1_matched_them(tmp_path):
+    script = load("conversion")
+    experiment = script.Experiment(script.SCALES["small"], tmp_path, tmp_path, "cpu", False, "students", {})
+    with pytest.raises(SystemExit, match="need all-0"):
+        experiment.conversion("chosen-0")
+    folder = tmp_path / "students" / "all-0"
+    (folder / "stages" / "match").mkdir(parents=True)
+    # The order at the end counts, not that of the first steps.
+    lines = [dict.fromkeys(range(4), 1.0), {0: 0.2, 1: 0.1, 2: 0.3, 3: 0.05}]
+    metrics = [
+        {"step": step, **{f"match_loss/layer_{n}": e for n, e in line.items()}} for step, line in enumerate(lines)
+    ]
+    written = "".join(json.dumps(line) + "\n" for line in [*metrics, {"step": 2, "loss": 0.1}])
+    (folder / "stages" / "match" / "metrics.jsonl").write_text(written)
+    Evaluation("match", 40, {}).save(folder / "evaluations" / "match.json")
+    for seed in range(3):
+        chosen = experiment.conversion(f"chosen-{seed}")
+        assert chosen.swap.chosen_layers() == [1, 3]
+        recipe = chosen.recipe
+        assert 5 * (recipe.match_tokens + recipe.distill_tokens) <= script.SCALES["small"].teacher_tokens
 
 
 @pytest.mark.slow

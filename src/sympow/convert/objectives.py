@@ -14,6 +14,9 @@ from sympow.convert.models import decoder_layers, features, output_weight
 from sympow.data.loader import Batch
 from sympow.model.losses import linear_cross_entropy
 
+# The metric of stage 1 for a layer is named by this and the layer's index.
+LAYER_ERROR = "match_loss/layer_"
+
 
 class Objective(Protocol):
     """The loss of one stage."""
@@ -85,7 +88,7 @@ class Matching:
             held.enter_context(torch.no_grad())
             held.enter_context(_autocast(batch.inputs, self.dtype))
             features(self.teacher, batch.inputs)
-        self._last = {f"match_loss/layer_{number}": loss for number, loss in sorted(losses.items())}
+        self._last = {f"{LAYER_ERROR}{number}": loss for number, loss in sorted(losses.items())}
         return torch.stack(list(losses.values())).mean() * weight
 
     def details(self) -> dict[str, Tensor]:

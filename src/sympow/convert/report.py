@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow.convert.evaluation import Evaluation, difference
+from sympow.convert.objectives import LAYER_ERROR
 from sympow.convert.stages import LOSSES, START, TEACHER, WITHOUT_MATCH, Stage
 from sympow.files import write_atomically
 from sympow.report.plotting import (
@@ -71,6 +72,7 @@ def write_report(
         "Held-out loss (nats per token)": loss_table(named),
         "Loss minus the teacher's, on the same sequences": difference_table(named),
         "Loss over the last quarter of each context": late_table(named),
+        **_layer_tables(curves),
         "Settings": [["setting", "value"], *([name, str(value)] for name, value in facts.items())],
     }
     write_atomically(out / "report.md", "\n".join(_markdown(title, tables, figures, out)).encode())
@@ -116,6 +118,30 @@ def late_table(evaluations: Mapping[str, Evaluation]) -> Table:
     for name, one in evaluations.items():
         rows.append([name, *(f"{one.by_context[context].late:.4f}" for context in contexts)])
     return rows
+
+
+def layer_errors(lines: Sequence[Mapping[str, float]]) -> dict[int, float]:
+    """The relative squared error of each layer's attention output at the end of stage 1, by the layer's index.
+
+    Args:
+        lines: metrics of stage 1; the last tenth of those with errors of layers is averaged.
+    """
+    measured = [
+        {int(name.removeprefix(LAYER_ERROR)): error for name, error in line.items() if name.startswith(LAYER_ERROR)}
+        for line in lines
+    ]
+    measured = [errors for errors in measured if errors]
+    last = measured[-max(1, len(measured) // 10) :]
+    return {layer: sum(errors[layer] for errors in last) / len(last) for layer in sorted(last[-1])} if last else {}
+
+
+def _layer_tables(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]]) -> dict[str, Table]:
+    """The errors of layers, if stage 1 has run."""
+    errors = next((layer_errors(lines) for stage, lines in curves.values() if stage.kind == "match"), {})
+    if not errors:
+        return {}
+    rows = [[str(layer), f"{error:.4f}"] for layer, error in errors.items()]
+    return {"Attention outputs at the end of stage 1": [["layer", "relative squared error"], *rows]}
 
 
 def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
