@@ -256,8 +256,8 @@ def test_the_command_runs_and_reports_a_sweep(tmp_path):
     pytest.importorskip("matplotlib")
     reported = invoke("report", table, "-o", tmp_path / "report")
     assert reported.exit_code == 0, reported.output
-    assert (tmp_path / "report" / "accuracy_by_position.png").stat().st_size > 10_000
-    assert "| conformal |" in (tmp_path / "report" / "accuracy.md").read_text()
+    assert (tmp_path / "report" / "state_tracking_by_position.png").stat().st_size > 10_000
+    assert "| conformal |" in (tmp_path / "report" / "state_tracking.md").read_text()
 
 
 @pytest.mark.parametrize("flags", [("--data", "stdlib"), ("--set", "width=3")])

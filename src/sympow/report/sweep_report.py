@@ -24,7 +24,7 @@ from sympow.report.plotting import (
     tidy,
 )
 
-TABLE, FIGURE = "accuracy.md", "accuracy_by_position.png"
+FIGURE_ENDING = "_by_position.png"
 COLUMNS = 3
 # A task with labels at no more places than this is drawn by length.
 FEW_LABELS = 8
@@ -36,7 +36,7 @@ def is_sweep_table(path: Path) -> bool:
 
 
 def write_sweep_report(table: Path, out: Path) -> list[Path]:
-    """Writes the table as Markdown and the figure into a folder, and returns both paths."""
+    """Writes the table as Markdown and the figure into a folder, by the experiment's name, and returns both paths."""
     results = SweepResults.read(table.parent, table.stem)
     if not results.rows:
         raise ValueError(f"{table} has no results")
@@ -45,9 +45,10 @@ def write_sweep_report(table: Path, out: Path) -> list[Path]:
         write_atomically(out / recall_report.TABLE, ("\n".join(recall_report.recall_table(rows)) + "\n").encode())
         recall_report.plot_recall(rows, out / recall_report.FIGURE)
         return [out / recall_report.TABLE, out / recall_report.FIGURE]
-    write_atomically(out / TABLE, ("\n".join(accuracy_table(list(results.rows.values()))) + "\n").encode())
-    plot_accuracy_by_position(results, out / FIGURE)
-    return [out / TABLE, out / FIGURE]
+    lines, figure = out / f"{table.stem}.md", out / (table.stem + FIGURE_ENDING)
+    write_atomically(lines, ("\n".join(accuracy_table(list(results.rows.values()))) + "\n").encode())
+    plot_accuracy_by_position(results, figure)
+    return [lines, figure]
 
 
 def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
