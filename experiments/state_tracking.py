@@ -48,7 +48,13 @@ def tracking_remedies(size: str) -> list[Sweep]:
     ]
     # As many rows in all as in `state_tracking`, in twice the steps: noise makes learning slower.
     steps = {"steps": 4_000, "rows": 32} if size == "small" else {}
-    return [_sweep(size, name, model, REMEDIED, **steps, **changes) for name, model, changes in changed]
+    sweeps = [_sweep(size, name, model, REMEDIED, **steps, **changes) for name, model, changes in changed]
+    if size == "small":
+        # Four times as long, with the tasks that some seeds had not learned by then, and rates around their best.
+        longer = {"steps": 16_000, "rows": 32, "learning_rates": (5e-4, 1e-3), "key_noise": 1.0}
+        for name in ("grid-ungated", "grid-clamped"):
+            sweeps.append(_sweep(size, f"{name}-noise-longer", models[name], ("count3", "s3"), **longer))
+    return sweeps
 
 
 def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], **changes: Any) -> Sweep:
@@ -68,7 +74,6 @@ def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], 
         name,
         {"layers": 2, "width": 128, "heads": 4, **model},
         tasks=tasks,
-        learning_rates=(1e-3, 3e-3, 1e-2),
         seeds=(0, 1, 2),
-        **{"length": 64, "steps": 2_000, "rows": 64, **changes},
+        **{"learning_rates": (1e-3, 3e-3, 1e-2), "length": 64, "steps": 2_000, "rows": 64, **changes},
     )
