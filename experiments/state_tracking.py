@@ -50,10 +50,15 @@ def tracking_remedies(size: str) -> list[Sweep]:
     steps = {"steps": 4_000, "rows": 32} if size == "small" else {}
     sweeps = [_sweep(size, name, model, REMEDIED, **steps, **changes) for name, model, changes in changed]
     if size == "small":
-        # Four times as long, with the tasks that some seeds had not learned by then, and rates around their best.
-        longer = {"steps": 16_000, "rows": 32, "learning_rates": (5e-4, 1e-3), "key_noise": 1.0}
-        for name in ("grid-ungated", "grid-clamped"):
-            sweeps.append(_sweep(size, f"{name}-noise-longer", models[name], ("count3", "s3"), **longer))
+        # Four times as long, with more noise as well: the tasks that single seeds had not learned by then, or not
+        # beyond the training length, at rates around their best.
+        longer = {"steps": 16_000, "rows": 32, "learning_rates": (5e-4, 1e-3)}
+        for name, model, noise in (
+            ("grid-clamped-noise-longer", "grid-clamped", 1.0),
+            ("grid-clamped-more-noise-longer", "grid-clamped", 2.0),
+            ("grid-ungated-more-noise-longer", "grid-ungated", 2.0),
+        ):
+            sweeps.append(_sweep(size, name, models[model], ("count3", "s3"), key_noise=noise, **longer))
     return sweeps
 
 
