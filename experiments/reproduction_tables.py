@@ -223,6 +223,7 @@ def tracking_tables(folder: Path) -> Iterator[str]:
     titles = {
         "state_tracking": "State tracking: accuracy in % at 1, 4 and 16 times the training length, mean over seeds",
         "tracking_remedies": "State tracking beyond the training length: likewise",
+        "tracking_longer": "State tracking beyond the training length, trained four times as long: likewise",
     }
     for experiment, title in titles.items():
         rows = list(SweepResults.read(folder, experiment).rows.values())
