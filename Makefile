@@ -22,9 +22,10 @@ help:
 	@echo "make clean   remove $(VENV) and build/"
 	@echo "The command sympow is installed as $(BIN)/sympow."
 
+# Without bytecode, most of which nothing would read: what is imported is compiled then.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(INSTALLED)
