@@ -3,6 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -158,21 +159,29 @@ def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
         found = [results(precision(one), call) for one in inputs]
         return {name: torch.stack([result[name] for result in found]) for name in found[0]}
 
-    expected = joined(wanted, lambda one: one.map(torch.Tensor.double))
+    def in_float64(one):
+        return one.map(torch.Tensor.double)
+
+    @cache
+    def in_place_of_plain():
+        """Results of `plain` in bfloat16, of `wanted` on its inputs, and of `wanted` with operands in float16."""
+        return (
+            joined(plain, in_bfloat16),
+            joined(wanted, lambda one: in_float64(in_bfloat16(one))),
+            joined(lambda one: wanted(with_rounded_operands(one, torch.float16)), in_float64),
+        )
+
+    expected = joined(wanted, in_float64)
     simple, actual = joined(plain), joined(fused)
     for name, want in expected.items():
         assert actual[name].isfinite().all(), name
         ours, theirs = error(actual[name], want), error(simple[name], want)
         if theirs != theirs:
             assert actual["y"].dtype == torch.float16
-            coarse = joined(plain, in_bfloat16)[name]
-            coarse_want = joined(wanted, lambda one: in_bfloat16(one).map(torch.Tensor.double))[name]
+            coarse, coarse_want, rounded = (found[name] for found in in_place_of_plain())
             for share in (0.9, 0.99) if want.ndim == 5 else ():
                 some, few = row_error(actual[name], want, share), row_error(coarse, coarse_want, share) / 8
                 assert some <= 2 * few, f"{name}, {share:.0%} of rows: {some:.2e}, plain PyTorch {few:.2e}"
-            rounded = joined(
-                lambda one: wanted(with_rounded_operands(one, torch.float16)), lambda one: one.map(torch.Tensor.double)
-            )[name]
             theirs = max(error(coarse, coarse_want) / 8, error(rounded, want))
             assert ours <= 2 * theirs, f"{name}: {ours:.2e}, plain PyTorch in float16 about {theirs:.2e}"
             continue
