@@ -41,7 +41,7 @@ def losses(y, state):
 @pytest.mark.parametrize(
     ("gate", "form"),
     [
-        ("none", "auto"),
+        pytest.param("none", "auto", marks=pytest.mark.slow),
         *itertools.product(["scalar"], ["auto", *FORMS]),
         ("vector", "auto"),
         *(pytest.param("vector", form, marks=pytest.mark.slow) for form in FORMS),
@@ -61,8 +61,8 @@ def test_attention_is_compiled_once_for_all_lengths(gate, form):
 
 @pytest.mark.parametrize(
     ("rotation", "form"),
-    [("none", "auto"), ("pairs", "chunked")]
-    + [pytest.param("pairs", form, marks=pytest.mark.slow) for form in ("auto", "attention", "recurrent")],
+    [("none", "auto")]
+    + [pytest.param("pairs", form, marks=pytest.mark.slow) for form in ("auto", "attention", "chunked", "recurrent")],
 )
 def test_attention_between_states_is_compiled_once_for_all_lengths(rotation, form):
     def continued(inputs, state):
@@ -85,7 +85,7 @@ def test_attention_between_states_is_compiled_once_for_all_lengths(rotation, for
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("form", ["auto", "attention", "chunked"])
+@pytest.mark.parametrize("form", ["auto", pytest.param("attention", marks=pytest.mark.slow), "chunked"])
 @pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_a_model_is_compiled_once_for_all_lengths(form, marked):

@@ -95,6 +95,7 @@ def test_parquet_rows_are_documents(tmp_path):
         prepare([tmp_path / "t.parquet"], tmp_path / "other", workers=1)
 
 
+@pytest.mark.slow
 def test_two_workers_write_what_one_does(corpus, tmp_path):
     options = {"shard_bytes": 1000, "heldout": 0.3}
     prepare([corpus], tmp_path / "one", workers=1, **options)

@@ -68,6 +68,7 @@ def test_a_signal_stops_all_processes(tmp_path):
     assert (tmp_path / "out" / "mine_endless.sweep").is_file()
 
 
+@pytest.mark.slow
 def test_an_error_is_raised_after_the_others_were_saved(tmp_path):
     out = tmp_path / "out"
     out.mkdir()

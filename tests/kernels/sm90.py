@@ -707,7 +707,8 @@ CASES = {
 # Parts of names of the cases that `--all` adds.
 WITH_ALL = re.compile(
     "^(?!float16 .*forward p=4).*(p=4|no gates|documents|GQA|query blocks|heads of 80|float32 .*(wide|forward|gradient)"
-    "|(float16 (?!hopper)|pairs ).*(wide|chunked))"
+    "|(float16 (?!hopper)|pairs ).*(wide|chunked)|float16 (query gradient|key gradient|update|fold)"
+    "|quartic .*(d=32|e=))"
 )
 
 

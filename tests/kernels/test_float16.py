@@ -62,7 +62,7 @@ def compare(inputs: Inputs, power: int, form: str, *, scale: float = 1.0, loss=1
 
 
 @pytest.mark.parametrize(("form", "power", "options"), FORMS)
-@pytest.mark.parametrize("gate", ["scalar", "none"])
+@pytest.mark.parametrize("gate", ["scalar", pytest.param("none", marks=pytest.mark.slow)])
 def test_float16(form, power, options, gate):
     compare(make(length=200, heads=4, key_heads=2, gate=gate), power, form, **options)
 
@@ -131,7 +131,9 @@ def test_packed_documents(form, power, options):
         assert (actual[name].double() - want).norm() <= TOLERANCES[name] * want.norm(), name
 
 
-@pytest.mark.parametrize(("form", "power", "options"), FORMS)
+@pytest.mark.parametrize(
+    ("form", "power", "options"), [FORMS[0], pytest.param(*FORMS[1], marks=pytest.mark.slow), FORMS[2]]
+)
 def test_states_at_both_ends(form, power, options):
     inputs = make(6, length=200, heads=2, key_heads=1)
 

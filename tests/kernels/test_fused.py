@@ -192,7 +192,7 @@ def test_states_at_both_ends(form, options, rotation, gate):
     [
         ([256, 256, 138], False, False, "scale", "scalar"),
         ([256, 256, 1], True, True, "fixed", "none"),
-        ([256, 244], False, True, "pairs", "scalar"),
+        pytest.param([256, 244], False, True, "pairs", "scalar", marks=pytest.mark.slow),
     ],
 )
 def test_without_gradients_long_sequences_run_in_segments(monkeypatch, lengths, given, returned, rotation, gate):
@@ -225,7 +225,7 @@ def test_without_gradients_long_sequences_run_in_segments(monkeypatch, lengths, 
     [
         (2, "chunked", {"chunk_size": 128}, "scalar"),
         (2, "attention", {}, "scalar"),
-        (4, "chunked", {"chunk_size": 128}, "scalar"),
+        pytest.param(4, "chunked", {"chunk_size": 128}, "scalar", marks=pytest.mark.slow),
         pytest.param(2, "chunked", {"chunk_size": 128}, "none", marks=pytest.mark.slow),
         pytest.param(4, "attention", {}, "scalar", marks=pytest.mark.slow),
     ],
@@ -276,7 +276,10 @@ def weights_like(x: torch.Tensor) -> torch.Tensor:
         (2, "chunked", {"chunk_size": 128}),
     ],
 )
-@pytest.mark.parametrize(("gate", "rotation"), [("scalar", "scale"), ("none", "fixed"), ("scalar", "pairs")])
+@pytest.mark.parametrize(
+    ("gate", "rotation"),
+    [("scalar", "scale"), ("none", "fixed"), pytest.param("scalar", "pairs", marks=pytest.mark.slow)],
+)
 def test_packed_documents_in_one_call(power, form, options, gate, rotation):
     """Documents within one tile, across several, and ending at a boundary of tiles or chunks."""
     lengths = [1, 40, 87, 200, 56, 16]
@@ -403,8 +406,8 @@ def test_operators_pass_pytorchs_own_checks():
     [
         (2, "attention", "scalar", "scale"),
         (2, "chunked", "scalar", "fixed"),
-        (2, "attention", "vector", "pairs"),
-        (4, "chunked", "scalar", "none"),
+        pytest.param(2, "attention", "vector", "pairs", marks=pytest.mark.slow),
+        pytest.param(4, "chunked", "scalar", "none", marks=pytest.mark.slow),
     ],
 )
 def test_gradient_checkpointing_changes_no_bit(power, form, gate, rotation):
@@ -436,6 +439,7 @@ def test_a_compiled_call_is_one_graph():
     assert_close(compiled(*inputs.tensors()), call(*inputs.tensors()), 1e-6, "y")
 
 
+@pytest.mark.slow
 @interpreted
 def test_a_compiled_call_with_states_is_one_graph():
     inputs = random_inputs(6, length=40, heads=2, dim=16, value_dim=16, dtype=torch.float32)

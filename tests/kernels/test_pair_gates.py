@@ -72,7 +72,10 @@ def test_the_chunked_form():
 
 
 @interpreted
-@pytest.mark.parametrize(("form", "group", "options"), [("attention", 1, {}), ("chunked", 2, {"chunk_size": 128})])
+@pytest.mark.parametrize(
+    ("form", "group", "options"),
+    [("attention", 1, {}), pytest.param("chunked", 2, {"chunk_size": 128}, marks=pytest.mark.slow)],
+)
 def test_packed_documents(form, group, options):
     inputs = gated_inputs(1, "weak", length=150, heads=group, key_heads=1, dim=8, value_dim=20)
     compare(inputs, form, cu_seqlens=torch.tensor([0, 20, 140, 150]), **options)

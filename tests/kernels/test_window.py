@@ -39,7 +39,7 @@ def open_window(inputs: Inputs, power: int, capacity: int) -> Window:
     ("power", "rotation", "gate", "group"),
     [
         (2, "scale", "scalar", 1),
-        (2, "none", "none", 2),
+        pytest.param(2, "none", "none", 2, marks=pytest.mark.slow),
         (2, "pairs", "scalar", 3),
         (4, "fixed", "scalar", 1),
         pytest.param(4, "scale", "none", 2, marks=pytest.mark.slow),

@@ -255,6 +255,7 @@ def test_a_gate_of_exactly_one_is_no_gate(form):
     assert_close(open_gate, run(without, 2, form), 1e-6, "y")
 
 
+@pytest.mark.slow
 def test_a_gate_of_one_half_held_for_4096_tokens():
     inputs = float_inputs(4096, gamma=0.5, heads=1)
     exact = inputs.map(lambda t: t.double()).requires_grad()

@@ -79,7 +79,7 @@ def write_runs(folder, powers, contexts, rates, **changes):
     ("powers", "contexts", "rates"),
     [
         ((2,), (64,), (6e-4,)),
-        ((2,), (64, 96), (6e-4, 1e-3, 3e-3)),
+        pytest.param((2,), (64, 96), (6e-4, 1e-3, 3e-3), marks=pytest.mark.slow),
         pytest.param((2, 4), (256, 512, 4096), (6e-4,), marks=pytest.mark.slow),
     ],
     ids=["one panel", "long names", "several panels"],

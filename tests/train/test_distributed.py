@@ -88,6 +88,7 @@ def test_a_checkpoint_of_one_process_continues_on_two(finish, alone, tmp_path):
     assert same(tmp_path / "run", alone())
 
 
+@pytest.mark.slow
 def test_several_processes_recompute_and_pack(finish, alone, tmp_path):
     changes = {"recompute": True, "short": "pack", "micro_batch_tokens": 32}
     finish(tmp_path / "two", processes=2, parallel="fsdp", steps=STEPS, **changes)

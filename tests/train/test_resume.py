@@ -81,6 +81,7 @@ def test_the_same_seed_gives_the_same_losses_and_another_gives_others(finish, lo
     assert losses(tmp_path / "b")[0] != losses(tmp_path / "a")[0]
 
 
+@pytest.mark.slow
 def test_a_run_killed_three_times_gives_the_losses_of_one_that_was_not(start, losses, expected, tmp_path):
     out, choose = tmp_path / "run", random.Random(0)
     changes = {"steps": STEPS, "save_every": 3, "warmup_steps": 5, "schedule": "cosine", "weight_decay": 0.1}
@@ -218,11 +219,11 @@ def empty_the_seal(path):
     ("damage", "message"),
     [
         (damage_by_truncation, "__0_0.distcp is not what was written"),
-        (damage_a_byte, "__0_0.distcp is not what was written"),
+        pytest.param(damage_a_byte, "__0_0.distcp is not what was written", marks=pytest.mark.slow),
         (damage_a_digit_of_the_seal, "sealed.json is not what was written"),
         (lose_a_file, ".metadata is missing"),
         (lose_the_seal, "sealed.json is missing or unreadable"),
-        (empty_the_seal, "sealed.json is missing or unreadable"),
+        pytest.param(empty_the_seal, "sealed.json is missing or unreadable", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_is_used(
