@@ -63,6 +63,16 @@ class Inputs:
     def arguments(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def rotated(self) -> Inputs:
+        """The same with queries and keys rotated, and no rotation left to do.
+
+        It needs one scale per head, and as many key heads as query heads (`with_all_heads`).
+        """
+        if self.theta is None or self.beta is None:
+            return self
+        phase = (self.beta.double().cumsum(1).unsqueeze(-1) * self.theta.double()).remainder(2 * torch.pi)
+        return replace(self, q=sympow.rotate(self.q, phase), k=sympow.rotate(self.k, phase), beta=None, theta=None)
+
     def with_all_heads(self) -> Inputs:
         """The same inputs with key heads repeated to the number of query heads, as the reference expects."""
         group = self.q.shape[2] // self.k.shape[2]
@@ -156,11 +166,8 @@ def run_plain(inputs: Inputs, power: int, rows: int | None = None) -> Tensor:
 
     Its error is the yardstick for that of a fast path. `rows`: rows of the score matrix at a time, to save memory.
     """
-    inputs = inputs.with_all_heads()
+    inputs = inputs.with_all_heads().rotated()
     q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
-    if inputs.theta is not None and inputs.beta is not None:
-        phase = inputs.beta.double().cumsum(1).transpose(1, 2).unsqueeze(-1) * inputs.theta.double()
-        q, k = sympow.rotate(q, phase.remainder(2 * torch.pi)), sympow.rotate(k, phase.remainder(2 * torch.pi))
     total = None
     if inputs.log_gamma is not None:
         total = inputs.log_gamma.double().clamp(min=-1000.0).cumsum(1).transpose(1, 2)

@@ -130,13 +130,9 @@ def with_rounded_operands(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
     Gradients pass through the rounding.
     """
-    if inputs.theta is None:
-        return inputs
-    phase = inputs.beta.cumsum(1).unsqueeze(-1) * inputs.theta
-    k = sympow.rotate(inputs.k, phase)
-    q = sympow.rotate(inputs.q, phase.repeat_interleave(inputs.q.shape[2] // inputs.k.shape[2], dim=2))
-    q, k = (x + (x.to(dtype).to(x.dtype) - x).detach() for x in (q, k))
-    return replace(inputs, q=q, k=k, beta=None, theta=None)
+    rotated = inputs.with_all_heads().rotated()
+    q, k = (x + (x.to(dtype).to(x.dtype) - x).detach() for x in (rotated.q, rotated.k))
+    return replace(rotated, q=q, k=k)
 
 
 def compare(*inputs: Inputs, wanted, plain, fused, rows=True) -> None:
