@@ -11,7 +11,6 @@ from sympow.experiments.recall_sweep import best_recall
 from sympow.model.config import VARIANTS
 from sympow.report.plotting import add_legend, assign_styles, make_panels, plain_numbers, pyplot, save_figure, tidy
 
-TABLE, FIGURE = "recall.md", "recall_by_state_size.png"
 # Numbers in the state, and accuracies of other models there, as reported for the same task of zoology
 # (github.com/HazyResearch/zoology), trained likewise.
 PUBLISHED_NUMBERS = 67_000

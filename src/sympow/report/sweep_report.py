@@ -11,7 +11,6 @@ from sympow.experiments.recall_sweep import TASK as RECALL
 from sympow.experiments.sweep import ACCURACY_ENDING, SweepResults
 from sympow.experiments.tracking_sweep import best_accuracies
 from sympow.files import write_atomically
-from sympow.report import recall_report
 from sympow.report.grouping import LABELS
 from sympow.report.plotting import (
     add_legend,
@@ -23,8 +22,8 @@ from sympow.report.plotting import (
     set_title,
     tidy,
 )
+from sympow.report.recall_report import plot_recall, recall_table
 
-FIGURE_ENDING = "_by_position.png"
 COLUMNS = 3
 # A task with labels at no more places than this is drawn by length.
 FEW_LABELS = 8
@@ -40,15 +39,15 @@ def write_sweep_report(table: Path, out: Path) -> list[Path]:
     results = SweepResults.read(table.parent, table.stem)
     if not results.rows:
         raise ValueError(f"{table} has no results")
-    if all(row["task"] == RECALL for row in results.rows.values()):
-        rows = list(results.rows.values())
-        write_atomically(out / recall_report.TABLE, ("\n".join(recall_report.recall_table(rows)) + "\n").encode())
-        recall_report.plot_recall(rows, out / recall_report.FIGURE)
-        return [out / recall_report.TABLE, out / recall_report.FIGURE]
-    lines, figure = out / f"{table.stem}.md", out / (table.stem + FIGURE_ENDING)
-    write_atomically(lines, ("\n".join(accuracy_table(list(results.rows.values()))) + "\n").encode())
-    plot_accuracy_by_position(results, figure)
-    return [lines, figure]
+    rows, page = list(results.rows.values()), out / f"{table.stem}.md"
+    if all(row["task"] == RECALL for row in rows):
+        lines, figure = recall_table(rows), out / f"{table.stem}_by_state_size.png"
+        plot_recall(rows, figure)
+    else:
+        lines, figure = accuracy_table(rows), out / f"{table.stem}_by_position.png"
+        plot_accuracy_by_position(results, figure)
+    write_atomically(page, ("\n".join(lines) + "\n").encode())
+    return [page, figure]
 
 
 def accuracy_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
