@@ -22,7 +22,7 @@ help:
 	@echo "make clean   remove $(VENV) and build/"
 	@echo "The command sympow is installed as $(BIN)/sympow."
 
-# Without bytecode, most of which nothing would read: what is imported is compiled then.
+# --no-compile: Python compiles a module when it is first imported, and most modules of the dependencies never are.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'

@@ -5,11 +5,11 @@
 The steps: `data` unpacks the corpus (an archive of `prepare_corpus.py`, or a folder that it prepared), `teacher` trains
 the teacher, `all-0` to `all-2` convert every layer with three seeds (the first also without stage 1), `hybrid-0` to
 `hybrid-2` every other layer, `chosen-0` to `chosen-2` the half of the layers whose attention outputs stage 1 of `all-0`
-matched best, `extended` spends a part of its tokens on longer contexts, and `results` writes tables and
-figures of what there is. They run in this order, but for `hybrid-0`, which comes before `all-1`: one student of each
-kind is there early. Each step is skipped if it is done and continues where it was interrupted,
-so the same command may be called again. --only chooses steps; --minutes stops in good order when the time is over, and
-writes results.
+matched best, `extended` spends a part of its tokens on longer contexts, and `results` writes tables and figures of what
+there is. They run in this order, but for `hybrid-0`, which comes before `all-1`: students with all layers converted and
+with half of them are there early. Each step is skipped if it is done and continues where it was interrupted, so the
+same command may be called again. --only chooses steps; --minutes stops in good order when the time is over, and writes
+results.
 
 Each student sees at most a fifth of the teacher's tokens, in all its stages together.
 """
@@ -222,10 +222,10 @@ class Experiment:
         """The layers to convert, by the kind of a student."""
         if kind != "chosen":
             return "every-other" if kind == "hybrid" else "all"
-        metrics = self.students / "all-0" / "stages" / "match" / METRICS_FILE
-        if not (self.students / "all-0" / "evaluations" / "match.json").is_file():
+        matched = self.students / "all-0"
+        if not (matched / "evaluations" / "match.json").is_file():
             raise SystemExit("the steps chosen-0 to chosen-2 need all-0, whose stage 1 tells which layers match best")
-        errors = layer_errors(read_metrics(metrics))
+        errors = layer_errors(read_metrics(matched / "stages" / "match" / METRICS_FILE))
         best = sorted(errors, key=lambda layer: errors[layer])[: len(errors) // 2]
         return ",".join(map(str, sorted(best)))
 
