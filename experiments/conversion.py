@@ -300,13 +300,17 @@ def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -
         entry = {"step": step, "model": name, "tokens": one.tokens}
         of_contexts = {}
         for context, measured in one.by_context.items():
-            mean, error = difference(measured, teacher.by_context[context])
+            of_teacher = teacher.by_context[context]
+            mean, error = difference(measured, of_teacher)
+            pairs = zip(measured.of_each, of_teacher.of_each, strict=True)
             of_contexts[context] = {
                 "loss": round(measured.loss, 5),
                 "late": round(measured.late, 5),
                 "sequences": len(measured.of_each),
                 "less_teacher": round(mean, 5),
                 "error": round(error, 5),
+                # Single sequences that the teacher predicts badly can differ by half a nat between seeds.
+                "median": round(statistics.median(mine - its for mine, its in pairs), 5),
             }
         lines.append(json.dumps({**entry, "by_context": of_contexts}))
         longest = max(one.by_context)

@@ -193,7 +193,7 @@ def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
     assert lines[0] == {"facts": {"scale": "smoke", "teacher_tokens": 640}}
     assert [line.get("step") for line in lines] == [None, "teacher", "all-0", "all-1", "all-2"]
     last = lines[-1]["by_context"]["256"]
-    assert last == {"loss": 3.3, "late": 3.8, "sequences": 2, "less_teacher": 0.3, "error": 0.0}
+    assert last == {"loss": 3.3, "late": 3.8, "sequences": 2, "less_teacher": 0.3, "error": 0.0, "median": 0.3}
     assert (tmp_path / "results" / "conversion_by_position.png").is_file()
 
 
