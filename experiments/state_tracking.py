@@ -46,6 +46,11 @@ def tracking_remedies(size: str) -> list[Sweep]:
         ("grid-ungated-less-noise", MODELS["grid-ungated"], {"key_noise": 0.5}),
         *((name, model, {}) for name, model in MODELS.items()),
         ("pairs-ungated-random-lengths", UNGATED, {"random_lengths": True}),
+        # Short rows make learning easier, which noise makes harder.
+        *(
+            (f"{name}-noise-random-lengths", MODELS[name], {"key_noise": 1.0, "random_lengths": True})
+            for name in ("grid-ungated", "grid-clamped")
+        ),
     ]
     # As many rows in all as in `state_tracking`, in twice the steps: noise makes learning slower.
     steps = {"steps": 4_000, "rows": 32} if size == "small" else {}
