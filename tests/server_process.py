@@ -8,6 +8,7 @@ import signal
 import string
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -53,6 +54,9 @@ class ServerProcess:
         command = [sys.executable, "-m", "sympow", "serve", str(model), "--port", "0", *map(str, options)]
         source = Path(__file__).parents[1] / "src"
         environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        # A killed server cannot remove its temporary files.
+        self._temporary = tempfile.TemporaryDirectory()
+        environment["TMPDIR"] = self._temporary.name
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -87,6 +91,7 @@ class ServerProcess:
             reader.join()
         self.process.stdout.close()
         self.process.stderr.close()
+        self._temporary.cleanup()
         return code
 
     def kill(self) -> None:
