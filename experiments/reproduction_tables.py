@@ -218,6 +218,14 @@ def _comparisons(found: dict[str, dict[int, Row]]) -> Iterator[tuple[str, str]]:
                 yield switch, same
 
 
+# What the parts of the names of these sweeps mean.
+REMEDIES = """\
+`pairs`: one β per pair; `signed`: signed angles in half of the pairs; `grid`: these rounded. `ungated`, `half-gated`,
+`clamped`: no gates, gates in half of the heads, gates that can be exactly 1; else the paper's. `noise`: on keys in
+training, of deviation 1 (`less`: 0.5, `more`: 2). `random-lengths`: of training rows. `p4`: p = 4, else 2.
+"""
+
+
 def tracking_tables(folder: Path) -> Iterator[str]:
     """The tables of sweeps, of those experiments that have results."""
     titles = {
@@ -227,10 +235,15 @@ def tracking_tables(folder: Path) -> Iterator[str]:
     }
     for experiment, title in titles.items():
         rows = list(SweepResults.read(folder, experiment).rows.values())
-        if rows:
-            yield f"### {title}\n"
-            yield from accuracy_table(rows)
-            yield ""
+        if not rows:
+            continue
+        yield f"### {title}\n"
+        if experiment != "state_tracking":
+            # Beside one another in the table: a model with noise and without.
+            rows.sort(key=lambda row: str(row["sweep"]))
+            yield REMEDIES
+        yield from accuracy_table(rows)
+        yield ""
 
 
 def recall_tables(folder: Path) -> Iterator[str]:

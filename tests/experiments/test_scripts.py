@@ -146,6 +146,12 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
     assert "| | parity (chance 50) |" in lines
     assert "| conformal | 99.5, 50.0 |" in lines
     assert "| gating | 50.0, 50.0 |" in lines
+    assert lines.index("| gating | 50.0, 50.0 |") < lines.index("| conformal | 99.5, 50.0 |")
+    # Remedies follow by name, so that a model with noise stands beside the one without.
+    SweepResults(tmp_path, "tracking_remedies", rows=results.rows, curves=results.curves).write()
+    lines = list(script.tracking_tables(tmp_path))[len(lines) :]
+    assert lines[0].startswith("### State tracking beyond the training length")
+    assert lines.index("| conformal | 99.5, 50.0 |") < lines.index("| gating | 50.0, 50.0 |")
 
 
 def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
