@@ -96,10 +96,10 @@ def test_a_short_convolution_is_asked_for_and_refused_with_context_parallelism(a
     assert "--short-conv is not supported with --context-parallel" in said(refused)
 
 
-def test_flags_override_a_file_which_overrides_a_preset(asked, tmp_path):
+def test_flags_override_a_file_or_a_preset(asked, tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(TrainConfig().changed(steps=11, context=256, power=4).to_yaml())
-    assert invoke("--preset", "paper", "--config", file, "--steps", "12").exit_code == 0
+    assert invoke("--config", file, "--steps", "12").exit_code == 0
     assert asked.config == TrainConfig().changed(steps=12, context=256, power=4)
     assert invoke("--preset", "paper", "--power", "4", "--context", "16384").exit_code == 0
     assert asked.config.run.batch_tokens == 524_288
@@ -107,6 +107,10 @@ def test_flags_override_a_file_which_overrides_a_preset(asked, tmp_path):
     assert invoke("--preset", "paper", "--model", "byte-11m", "--layers", "4").exit_code == 0
     assert asked.config.model == GPTConfig.preset("byte-11m", layers=4)
     assert not asked.resume
+    # A file has values for all fields, so a preset beside it would be ignored.
+    refused = invoke("--preset", "paper", "--config", file)
+    assert refused.exit_code == 2
+    assert "Error: --preset and --config are both configs to start from: give one of them; got" in said(refused)
 
 
 @pytest.mark.parametrize("curve", ["softmax", "sympow", "gated", "conformal"])

@@ -19,7 +19,9 @@ from sympow.invocation import first_process, may_be_restarted
 
 
 def train(
-    preset: Annotated[str, typer.Option(help="Config to start from: laptop or paper.")] = "laptop",
+    preset: Annotated[
+        str | None, typer.Option(help="Config to start from, laptop or paper; by default laptop.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="Config file to start from; each run writes its own as config.yaml.")
@@ -38,10 +40,15 @@ def train(
     """
     from sympow.model.config import GPTConfig
     from sympow.train.config import PRESETS, TrainConfig
+    from sympow.train.flags import DEFAULT_PRESET
     from sympow.train.run_folder import CONFIG_FILE
     from sympow.train.trainer import NonFiniteLossError
     from sympow.train.trainer import train as run
 
+    if preset is not None and config is not None:
+        raise ValueError(
+            f"--preset and --config are both configs to start from: give one of them; got {preset!r} and {config}"
+        )
     if may_be_restarted():
         if out is None:
             raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
@@ -50,7 +57,9 @@ def train(
     if resume:
         out = out or _latest()
         config = config or out / CONFIG_FILE
+    preset = preset or DEFAULT_PRESET
     check_choice("preset", preset, PRESETS)
+    # The config of a run that is resumed began with its preset.
     settings = PRESETS[preset]() if config is None else TrainConfig.read(config)
     if model is not None:
         check_choice("model", model, MODELS)
