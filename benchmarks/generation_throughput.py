@@ -249,10 +249,10 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
             clean_up()
             memory.append(peak_memory(options, prompt))
             print(json.dumps(memory[-1]), flush=True)
-    return {"rows": rows, "memory": memory, "summary": summarise(rows, memory, options.contexts)}
+    return {"rows": rows, "memory": memory, "summary": summarize(rows, memory, options.contexts)}
 
 
-def summarise(rows: list[dict[str, Any]], memory: list[dict[str, Any]], contexts: list[int]) -> dict[str, float]:
+def summarize(rows: list[dict[str, Any]], memory: list[dict[str, Any]], contexts: list[int]) -> dict[str, float]:
     """Ratios of the longest context or prompt to the shortest, and of conformal to softmax."""
     speed = {(row["what"], row["context"]): row["tokens_per_second"] for row in rows if "error" not in row}
     first, last = contexts[0], contexts[-1]

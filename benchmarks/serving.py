@@ -63,7 +63,7 @@ class Sample:
     tokens: int
 
 
-def summarise(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+def summarize(samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     first = sorted(sample.first for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
     return {
@@ -142,7 +142,7 @@ async def ask_all(url: str, bodies: Sequence[dict[str, Any]], together: bool) ->
     samples = (
         await asyncio.gather(*(ask(url, body) for body in bodies)) if together else [await ask(url, b) for b in bodies]
     )
-    return summarise(samples, time.perf_counter() - start)
+    return summarize(samples, time.perf_counter() - start)
 
 
 def text_of(length: int, seed: int) -> str:
@@ -268,7 +268,7 @@ def time_engine(engine: Engine, prompts: Sequence[list[int]], tokens: int, **mor
     start = time.perf_counter()
     completions = [engine.submit(p, GREEDY, max_tokens=tokens, ignore_boundary=True, **more) for p in prompts]
     samples = [sample_of(completion) for completion in completions]
-    return summarise(samples, time.perf_counter() - start)
+    return summarize(samples, time.perf_counter() - start)
 
 
 def measure_engine(options: argparse.Namespace) -> dict[str, Any]:
@@ -351,7 +351,7 @@ def measure_transformers(options: argparse.Namespace) -> dict[str, Any]:
         model.generate(batches[0], attention_mask=torch.ones_like(batches[0]), max_new_tokens=4, do_sample=False)
         start = time.perf_counter()
         samples = [sample for batch in batches for sample in generate(model, batch, start)]
-        found["requests"] = summarise(samples, time.perf_counter() - start)
+        found["requests"] = summarize(samples, time.perf_counter() - start)
         tell("transformers, requests:", **found["requests"])
     if "shared" in options.parts:
         model = a_model(options.context + options.question + options.tokens)
@@ -373,7 +373,7 @@ def measure_transformers(options: argparse.Namespace) -> dict[str, Any]:
             samples += generate(model, ids, start, past_key_values=own)
             del own
             tell("transformers, shared:", requests=len(samples), seconds=time.perf_counter() - start)
-        found["shared"] = {"seconds_to_read": seconds, **summarise(samples, time.perf_counter() - start)}
+        found["shared"] = {"seconds_to_read": seconds, **summarize(samples, time.perf_counter() - start)}
     if options.device == "cuda":
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     return found

@@ -51,7 +51,7 @@ def rotation(scale: Scale) -> list[Run]:
         (rotating, {"rotation_gradient": 0.1}),
         (rotating, {"rotation_gradient": 0.01}),
         (rotating, {**longer, "rotation_gradient": 0.01}),
-        # Initialisation of W_β.
+        # Initialization of W_β.
         (rotating, {"rotation_init": 0.02}),
         # N, which sets the rate of the slowest pairs; that of the fastest does not depend on it.
         (both, {"max_document": 1_024}),

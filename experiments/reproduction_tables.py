@@ -172,7 +172,7 @@ def text_rotation_tables(rows: Sequence[Row]) -> Iterator[str]:
             continue
         tokens, context = of_batch[0]["tokens"], of_batch[0]["context"]
         yield f"### Rotation on text: batches of {batch:,} tokens, {tokens:,} in all, context {context:,}, p = 2\n"
-        yield _table_head(["switch", "best rate", "less", "its best rate", "train loss", "held out", "held out is"])
+        yield _table_head(["switch", "best rate", "minus", "its best rate", "train loss", "held out", "held out is"])
         ahead, compared = [], 0
         for switch, reference in _comparisons(found):
             one, other = found[switch], found[reference]
@@ -339,7 +339,7 @@ def _variants(results: Results) -> Iterator[str]:
     if not others:
         return
     yield "### Other gates and rotations, p = 2\n"
-    yield _table_head(["context", "variant", "train loss", "held out", "less gating"])
+    yield _table_head(["context", "variant", "train loss", "held out", "minus gating"])
     for context in sorted({row["context"] for row in others}):
         names = [*CURVES, *sorted({row["variant"] for row in others if row["context"] == context})]
         gated = results.of("gating", 2, context)
@@ -368,7 +368,7 @@ def _rotation(results: Results) -> Iterator[str]:
             what = ", ".join(f"{name} {value:,}" for name, value in changes.items()) or "–"
             lines.append(_table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)]))
     if lines:
-        yield "### Does rotation pay? Loss less that of gating with the same settings, p = 2\n"
+        yield "### Does rotation pay? Loss minus that of gating with the same settings, p = 2\n"
         yield _table_head(["variant", "context", "changed", "train loss", "held out", "better than gating"])
         yield from lines
         yield ""

@@ -39,7 +39,7 @@ LARGEST_RATIO = 0.25
 FEWEST_SEEDS = 50
 # Seconds between two writes of what a process of the sweep has measured.
 WRITE_INTERVAL = 10
-# The cases of a parametrised test share its seeds: each seed runs in one of every five cases.
+# The cases of a parametrized test share its seeds: each seed runs in one of every five cases.
 LARGEST_SHARE = 5
 # Tests that train in several processes take up to half a minute: they run with fewer seeds and wider tolerances.
 TRAINING_PROCESSES = tuple(

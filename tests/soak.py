@@ -6,7 +6,7 @@
 Each attempt is killed (SIGKILL) at a random moment: while it starts, between two steps, or while it writes a
 checkpoint. After half of the kills, checkpoints are damaged: a bit is flipped, or a file is cut off, emptied,
 overwritten or removed. The next attempt uses --resume. At the end, metrics and weights must equal those of a run that
-was never killed, bit for bit, also after some further steps, which depend on the state of the optimiser and the
+was never killed, bit for bit, also after some further steps, which depend on the state of the optimizer and the
 position in the data. An attempt that ends in another way than by being killed is a failure. Exits with 1 on failure.
 """
 

@@ -297,7 +297,7 @@ def test_a_penalty_makes_seen_tokens_rarer():
 PENALISED = Sampling(temperature=0, repetition_penalty=1.5)
 
 
-def penalised(model, text, count):
+def penalized(model, text, count):
     """Greedy decoding with the repetition penalty, by full forward passes."""
     for _ in range(count):
         logits = model(text)[0][:, -1].detach().clone()
@@ -311,7 +311,7 @@ def penalised(model, text, count):
 def test_the_penalty_counts_all_that_was_read_however_it_was_read(model, tmp_path):
     # Short, so that many tokens of the vocabulary do not occur.
     text = prompt(5)
-    expected = penalised(model, text, 8)
+    expected = penalized(model, text, 8)
     generated_alone = collect(model, text, 8, Sampling(temperature=0))
     assert not torch.equal(expected, generated_alone), "the penalty changes nothing: choose another seed"
     assert torch.equal(collect(model, text, 8, PENALISED), expected)

@@ -58,7 +58,7 @@ class SympowTester:
 
 class TestSympow(ModelTesterMixin, GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (SympowModel, SympowForCausalLM, SympowForSequenceClassification)
-    has_attentions = False  # attention weights are never materialised
+    has_attentions = False  # attention weights are never materialized
     # Skipped for models older than 2023, by the year in a licence header, which our files do not have.
     test_can_init_all_missing_weights_before_2023 = True
 

@@ -90,7 +90,7 @@ class SwappedCase(ModelTesterMixin, GenerationTesterMixin):
         SympowLlamaForSequenceClassification,
         SympowLlamaForTokenClassification,
     )
-    has_attentions = False  # swapped layers never materialise attention weights
+    has_attentions = False  # swapped layers never materialize attention weights
     # Skipped for models older than 2023, by the year in a licence header, which our files do not have.
     test_can_init_all_missing_weights_before_2023 = True
 

@@ -197,7 +197,7 @@ def test_an_untied_model_keeps_its_own_head(make, tokens, tmp_path):
 
 
 def test_a_config_has_the_shape_of_its_heads():
-    """Inference servers, quantisers and memory estimators read them from the config."""
+    """Inference servers, quantizers and memory estimators read them from the config."""
     config = SympowConfig(hidden_size=64, num_attention_heads=4)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
     grouped = SympowConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)

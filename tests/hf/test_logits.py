@@ -103,7 +103,7 @@ def test_padding_leaves_no_trace_in_the_state(make, tokens, kind):
             assert_close(other.phase, own.phase, 1e-12, "phase")
         if kind.get("mixer") != "softmax":
             assert_close(other.kv, own.kv, 1e-12, "state")
-            assert_close(other.normalizer, own.normalizer, 1e-12, "normaliser")
+            assert_close(other.normalizer, own.normalizer, 1e-12, "normalizer")
 
 
 @torch.no_grad()

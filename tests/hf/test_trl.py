@@ -84,7 +84,7 @@ PREFERENCES = {
 }
 
 
-def test_direct_preference_optimisation(folder, tmp_path):
+def test_direct_preference_optimization(folder, tmp_path):
     config = DPOConfig(str(tmp_path / "out"), **OPTIONS)
     trainer = DPOTrainer(folder, args=config, train_dataset=Dataset.from_dict(PREFERENCES))
     losses = train(trainer, SympowForCausalLM)

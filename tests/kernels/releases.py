@@ -19,7 +19,7 @@ from pathlib import Path
 RELEASES = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 TOOL = Path(__file__).parent / "sm90.py"
 SOURCE = Path(__file__).parents[2] / "src"
-LINE = re.compile(r"(.{36}) registers +(\d+) stack +(\d+) shared +(\d+) wgmma +(\d+) carried (\d+)( +SERIALISED)?")
+LINE = re.compile(r"(.{36}) registers +(\d+) stack +(\d+) shared +(\d+) wgmma +(\d+) carried (\d+)( +SERIALIZED)?")
 
 
 def table_of(release: str, folder: Path) -> dict[str, str]:
@@ -39,8 +39,8 @@ def table_of(release: str, folder: Path) -> dict[str, str]:
         if found is None:
             table[line[:36].strip()] = "does not compile"
             continue
-        name, registers, stack, shared, _, _, serialised = found.groups()
-        table[name.strip()] = f"{registers} / {stack} / {int(shared) // 1024}{', serialised' if serialised else ''}"
+        name, registers, stack, shared, _, _, serialized = found.groups()
+        table[name.strip()] = f"{registers} / {stack} / {int(shared) // 1024}{', serialized' if serialized else ''}"
     return table
 
 

@@ -1,4 +1,4 @@
-"""Compiles the kernels for sm_90 without a GPU: registers, stack, shared memory, and whether ptxas serialised wgmma.
+"""Compiles the kernels for sm_90 without a GPU: registers, stack, shared memory, and whether ptxas serialized wgmma.
 
 TRITON_INTERPRET must not be 1. `releases.py` runs this with every supported release of Triton.
 
@@ -162,7 +162,7 @@ class Report:
     stack: int
     shared: int
     products: int
-    serialised: bool
+    serialized: bool
     carried: int
     sass: str
 
@@ -737,7 +737,7 @@ def print_table(everything: bool) -> bool:
             print(f"{name:36} FAILED: {str(error).strip().splitlines()[-1]}", flush=True)
             continue
         print(f"{name:36} registers {r.registers:3} stack {r.stack:4} shared {r.shared:6} wgmma {r.products:3}"
-              f" carried {r.carried}{'  SERIALISED' if r.serialised else ''}", flush=True)  # fmt: skip
+              f" carried {r.carried}{'  SERIALIZED' if r.serialized else ''}", flush=True)  # fmt: skip
     return not failed
 
 

@@ -409,7 +409,7 @@ def _needs_hopper(call: str) -> bool:
 
 
 def _kind(x: Any) -> Any:
-    """What a launch is specialised for: types of tensors, blocks of descriptors, which arguments there are."""
+    """What a launch is specialized for: types of tensors, blocks of descriptors, which arguments there are."""
     if isinstance(x, tuple):
         return tuple(map(_kind, x))
     return (type(x).__name__, str(getattr(x, "dtype", "")), tuple(getattr(x, "block_shape", ())))

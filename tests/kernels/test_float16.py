@@ -171,7 +171,7 @@ def test_bounds_of_keys(gate, power):
 
 
 def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """dk and dv of a head as the warp-specialised kernel computes them from `FoldedRows`, rounded to float16 where it
+    """dk and dv of a head as the warp-specialized kernel computes them from `FoldedRows`, rounded to float16 where it
     rounds: Gluon has no interpreter.
     """
     q, k, v, log_gamma = inputs.q, inputs.k, inputs.v, inputs.log_gamma

@@ -309,7 +309,7 @@ def test_gates_far_from_the_end(monkeypatch, group, packed):
     [(2, "attention", {}), (2, "chunked", {"chunk_size": 128}), (4, "chunked", {"chunk_size": 128})],
 )
 def test_no_kernel_reads_what_none_has_written(power, form, options):
-    """Uninitialised memory: with deterministic algorithms, PyTorch fills new tensors with NaN."""
+    """Uninitialized memory: with deterministic algorithms, PyTorch fills new tensors with NaN."""
     inputs = random_inputs(4, length=140, heads=2, key_heads=1, dim=16, dtype=torch.float32)
     torch.use_deterministic_algorithms(True)
     try:

@@ -100,7 +100,7 @@ def test_nothing_comes_from_behind_a_closed_gate():
 
 
 def test_either_is_the_gradient_of_the_other():
-    """Σ pack(S) · g = Σ S · unpack(g), the normaliser included."""
+    """Σ pack(S) · g = Σ S · unpack(g), the normalizer included."""
     full, gradient = FullState(random(1, 2, 16, 16, 16), random(1, 2, 16, 16)), carried((1, 2, 16, 16)).pack()
     packed = pack(full).double() * gradient.double()
     found = unpack(gradient.unsqueeze(0), (1, 2, 16, 16))

@@ -27,11 +27,11 @@ def test_every_kernel_compiles(table):
     assert [line for line in table if "FAILED" in line] == []
 
 
-def test_no_product_is_serialised(table):
+def test_no_product_is_serialized(table):
     # With heads of 128 the state's query leaves no registers for two products in flight.
-    serialised = [line for line in table if "SERIALISED" in line]
+    serialized = [line for line in table if "SERIALIZED" in line]
     # float32 by tf32 has no speed to lose: its loops wait for the splitting of operands.
-    assert all(line.startswith(("chunked forward, wide", "float32")) for line in serialised)
+    assert all(line.startswith(("chunked forward, wide", "float32")) for line in serialized)
 
 
 def test_spills_are_few(table):

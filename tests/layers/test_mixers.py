@@ -120,7 +120,7 @@ def test_padding_is_as_if_it_were_not_there(kind, gating, rotary):
             assert_close(state.phase[row], own.phase[0], 1e-9, "phase")
         if kind is ConformalAttention:
             assert_close(state.kv[row], own.kv[0], 1e-9, "state")
-            assert_close(state.normalizer[row], own.normalizer[0], 1e-9, "normaliser")
+            assert_close(state.normalizer[row], own.normalizer[0], 1e-9, "normalizer")
 
 
 @pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])

@@ -135,7 +135,7 @@ def test_a_model_learns_to_repeat():
     assert min(losses[-10:]) < 0.7
 
 
-def test_initialisation_follows_gpt2():
+def test_initialization_follows_gpt2():
     model = GPT(GPTConfig(vocab_size=256, layers=4, width=128, heads=4))
     block = model.blocks[0]
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)

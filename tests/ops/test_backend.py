@@ -160,7 +160,7 @@ ABOUT_CUDA = {
     "serving/prefill_graphs.py",  # CUDA graphs
     "serving/row_sampling.py",  # CUDA graphs and events
     "train/ensemble.py",  # autocast and random numbers
-    "train/optimizer.py",  # PyTorch's fused optimisers
+    "train/optimizer.py",  # PyTorch's fused optimizers
 }
 
 

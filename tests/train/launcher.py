@@ -28,7 +28,7 @@ def leave():
 
 import sympow.cli.train  # noqa: E402
 
-# Modules that training imports later. An optimiser imports torch._dynamo, which takes longer than the training itself.
+# Modules that training imports later. An optimizer imports torch._dynamo, which takes longer than the training itself.
 LATER = "fsspec safetensors.torch sympow.train.trainer torch._dynamo torch.distributed.checkpoint.filesystem yaml"
 for name in LATER.split():
     import_module(name)

@@ -156,7 +156,7 @@ def test_a_checkpoint_holds_tensors_alone(out):
     assert any(name.startswith("optimizer.state.") for name in metadata.state_dict_metadata)
 
 
-def test_a_checkpoint_with_settings_of_the_optimiser_still_loads(tiny, losses, tmp_path):
+def test_a_checkpoint_with_settings_of_the_optimizer_still_loads(tiny, losses, tmp_path):
     """Earlier versions pickled them beside the tensors."""
     whole = losses(train(tiny(), tmp_path / "whole", device="cpu"))
     with pytest.MonkeyPatch.context() as patch:

@@ -63,7 +63,7 @@ def fingerprint(model: Any) -> str:
 
 
 def make_student(teacher: Path | str, swap: SwapConfig, device: torch.device) -> Any:
-    """The teacher in float32 with the attention of some layers replaced; new parameters are initialised on the CPU."""
+    """The teacher in float32 with the attention of some layers replaced; new parameters are initialized on the CPU."""
     from sympow.hf import swap_attention
 
     student = load_model(teacher, torch.device("cpu"), torch.float32)

@@ -63,7 +63,7 @@ class Sampling:
         """
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.repetition_penalty != 1 and seen is not None:
-            logits = torch.where(seen, self._penalised(logits), logits)
+            logits = torch.where(seen, self._penalized(logits), logits)
         # Below the smallest normal number of the dtype, the temperature may be flushed to zero.
         if self.temperature < torch.finfo(logits.dtype).tiny:
             return logits.argmax(-1)
@@ -75,7 +75,7 @@ class Sampling:
         waiting = torch.empty_like(probabilities).exponential_(generator=generator)
         return (probabilities / waiting).argmax(-1)
 
-    def _penalised(self, logits: Tensor) -> Tensor:
+    def _penalized(self, logits: Tensor) -> Tensor:
         """Logits of tokens that occurred; the penalty and the products are clamped to the range of the dtype."""
         limits = torch.finfo(logits.dtype)
         penalty = min(max(self.repetition_penalty, limits.tiny), limits.max)

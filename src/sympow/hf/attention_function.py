@@ -36,7 +36,7 @@ def power_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers: returns y (b, t, h, d), and None for the weights, never materialised.
+    """An attention function of transformers: returns y (b, t, h, d), and None for the weights, never materialized.
 
     Args:
         module: the attention module; p is `sympow_power` of its config, by default 2.
@@ -44,7 +44,7 @@ def power_attention(
         key, value: rotated keys, and values, of all n tokens, (b, h_kv, n, d).
         attention_mask: (b, n) bool, False for padding; None: no padding.
         dropout: must be 0.
-        others: arguments that models pass to attention functions. `scaling` is ignored: normalising cancels it.
+        others: arguments that models pass to attention functions. `scaling` is ignored: normalizing cancels it.
 
     Raises:
         ValueError: an argument asks for something that this function does not support; the message names it.
@@ -54,7 +54,7 @@ def power_attention(
     if _weights_asked_for(module, others):
         raise ValueError(
             f"output_attentions must not be set with attn_implementation='{NAME}': attention weights are never "
-            "materialised"
+            "materialized"
         )
     if asked := [name for name in UNSUPPORTED if others.get(name) is not None]:
         raise ValueError(f"attn_implementation='{NAME}' does not support {', '.join(asked)}")

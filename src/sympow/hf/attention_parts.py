@@ -1,6 +1,6 @@
 """Finds the self-attention modules of a transformers model, and the parts of them that a swapped layer takes over.
 
-Modules are recognised by the names of their submodules, and the result is verified: a probe takes the place of the
+Modules are recognized by the names of their submodules, and the result is verified: a probe takes the place of the
 attention function, and the queries, keys and values that it receives are compared with those computed from the parts.
 So a model whose attention computes something else, such as another layout of rotated pairs, is refused.
 """

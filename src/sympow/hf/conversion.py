@@ -169,7 +169,7 @@ def _native_tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _load_whole(folder: Path) -> SympowForCausalLM:
-    """Loads a model whose tensors must be those of its config: transformers would initialise missing ones randomly.
+    """Loads a model whose tensors must be those of its config: transformers would initialize missing ones randomly.
 
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape.
@@ -208,7 +208,7 @@ def check_whole(folder: Path, told: dict[str, Any]) -> None:
 def _existing(folder: Path | str) -> Path:
     """The folder, if there is a model of ours in it.
 
-    transformers would look for any other name on the Hub, and initialise our model where it finds another.
+    transformers would look for any other name on the Hub, and initialize our model where it finds another.
     """
     folder = Path(folder)
     if not (folder / TRANSFORMERS_CONFIG_FILE).is_file():

@@ -48,13 +48,13 @@ class SympowBlock(GradientCheckpointingLayer, Block):
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         Block.__init__(self, config, layer)
-        # transformers initialises a module without telling its name.
+        # transformers initializes a module without telling its name.
         for into_residual in (self.mixer.out_proj, self.mlp.out_proj):
             setattr(into_residual, INTO_RESIDUAL, True)
 
 
-def initialise_own_module(module: nn.Module) -> bool:
-    """Initialises a gate, rotation or short convolution; returns whether the module has the weights of one."""
+def initialize_own_module(module: nn.Module) -> bool:
+    """Initializes a gate, rotation or short convolution; returns whether the module has the weights of one."""
     if isinstance(module, FloatLinear):
         init.zeros_(module.weight)
         if module.initial_bias is not None:
@@ -73,7 +73,7 @@ def initialise_own_module(module: nn.Module) -> bool:
 
 
 class SympowPreTrainedModel(PreTrainedModel):
-    """The base class of the models, with their initialisation."""
+    """The base class of the models, with their initialization."""
 
     config_class = SympowConfig
     config: SympowConfig
@@ -83,7 +83,7 @@ class SympowPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     # Errors of gates and rotations accumulate over a sequence; in float32 these small modules cost nothing.
     _keep_in_fp32_modules_strict = ["gate", "rotation"]  # noqa: RUF012
-    # Quantisers use this list. transformers requires that no name is in both.
+    # Quantizers use this list. transformers requires that no name is in both.
     _keep_in_fp32_modules = ["gamma_proj", "beta_proj"]  # noqa: RUF012
     # transformers refuses assisted generation for stateful models since they cannot remove tokens; SympowCache can.
     _is_stateful = False
@@ -95,7 +95,7 @@ class SympowPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As `GPT.reset_parameters`."""
-        if initialise_own_module(module):
+        if initialize_own_module(module):
             return
         super()._init_weights(module)
         if isinstance(module, nn.Linear) and hasattr(module, INTO_RESIDUAL):
@@ -137,7 +137,7 @@ class SympowModel(SympowPreTrainedModel):
         Args:
             input_ids: (b, t) integers below vocab_size.
             attention_mask: (b, t), or (b, past length + t); 0 for padding, at any place. Padding enters neither state
-                nor normaliser nor phase; its outputs are meaningless.
+                nor normalizer nor phase; its outputs are meaningless.
             position_ids: (b, t) or (1, t). The model counts positions itself and uses these only to find packed
                 documents, which start where they do not increase. Positions with gaps are refused.
             past_key_values: the past; updated in place unless use_cache is False.
@@ -151,7 +151,7 @@ class SympowModel(SympowPreTrainedModel):
             ignored: arguments of other models.
         """
         if ignored.get("output_attentions"):
-            raise ValueError("output_attentions must not be set: attention weights are never materialised")
+            raise ValueError("output_attentions must not be set: attention weights are never materialized")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("exactly one of input_ids and inputs_embeds must be given")
         if past_key_values is not None and not isinstance(past_key_values, SympowCache):

@@ -60,7 +60,7 @@ class SwappedAttention(ConformalAttention):
                 embeddings and the mask of the attention function are ignored; `cache` must not be given.
 
         Returns:
-            (b, t, width) and None, since attention weights are never materialised.
+            (b, t, width) and None, since attention weights are never materialized.
         """
         if others.get("cache") is not None:
             raise ValueError("cache must not be given: swapped layers have no paged cache, for continuous batching")
@@ -119,7 +119,7 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
     asked = named.get("output_attentions")
     if asked or (asked is None and base.config.output_attentions):
-        raise ValueError("output_attentions must not be set: swapped layers never materialise attention weights")
+        raise ValueError("output_attentions must not be set: swapped layers never materialize attention weights")
     tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or MASK in named:
         return (), named

@@ -34,7 +34,7 @@ from transformers import (
 from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
-from sympow.hf.modeling import initialise_own_module
+from sympow.hf.modeling import initialize_own_module
 from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
@@ -103,7 +103,7 @@ def swap_attention(
 
     Args:
         model: a causal language model such as those of Llama, Mistral, Qwen2, Qwen3 and GPT-2, or a base model that is
-            not inside of one. Its attention is recognised by its submodules, whatever the architecture is called. Its
+            not inside of one. Its attention is recognized by its submodules, whatever the architecture is called. Its
             weights must not be offloaded: swap it first, save it, and load it with a device_map.
         power: p, even.
         layers: "all"; "every-other": layers 1, 3, 5, …; or indices. The others keep softmax, and the keys and values of
@@ -187,7 +187,7 @@ def _prepare(
         rotary = "none" if parts[chosen[0]].rates is None else "fixed"
     if (dropout := max(part.dropout for part in parts.values())) > 0:
         warnings.warn(
-            f"model has attention dropout {dropout}, which swapped layers do not apply: they never materialise "
+            f"model has attention dropout {dropout}, which swapped layers do not apply: they never materialize "
             "attention weights",
             stacklevel=3,
         )
@@ -242,12 +242,12 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     if base in _MADE:
         return _MADE[base]
 
-    def initialise(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def initialize(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         base.__init__(self, config, *args, **kwargs)
         _swap_by_record(self, SwapRecord.of(config))
 
-    def initialise_weights(self: PreTrainedModel, module: nn.Module) -> None:
-        if not initialise_own_module(module):
+    def initialize_weights(self: PreTrainedModel, module: nn.Module) -> None:
+        if not initialize_own_module(module):
             base._init_weights(self, module)
 
     def prepare_cache(
@@ -273,12 +273,12 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         f"Sympow{base.__name__}",
         (base,),
         {
-            "__init__": initialise,
-            "_init_weights": torch.no_grad()(initialise_weights),
+            "__init__": initialize,
+            "_init_weights": torch.no_grad()(initialize_weights),
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` with symmetric power attention in some or all layers (`swap_attention`).",
             "config_class": config_class,
-            # Swapped layers never materialise attention weights.
+            # Swapped layers never materialize attention weights.
             "_can_record_outputs": recorded,
             **answers,
             **({"_prepare_cache_for_generation": prepare_cache} if issubclass(base, GenerationMixin) else {}),
@@ -293,7 +293,7 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _swap_by_record(model: PreTrainedModel, record: SwapRecord) -> None:
-    """Swaps the layers of a new model that is to be loaded or initialised, usually on the meta device."""
+    """Swaps the layers of a new model that is to be loaded or initialized, usually on the meta device."""
     found = attention_modules(model)
     missing = [index for index in record.layers if index not in found]
     if missing:

@@ -67,7 +67,7 @@ def _ends(model: GPT) -> list[int]:
 def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
     damage = require("safetensors", "hf").SafetensorError
     try:
-        # Missing tensors, which transformers would initialise at random, are reported rather than ignored.
+        # Missing tensors, which transformers would initialize at random, are reported rather than ignored.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True
         )

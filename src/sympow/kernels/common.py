@@ -175,7 +175,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def empty_aligned(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor whose rows start at multiples of 16 bytes, as TMA requires."""
+    """An uninitialized tensor whose rows start at multiples of 16 bytes, as TMA requires."""
     dtype = dtype or like.dtype
     unit = 16 // dtype.itemsize
     columns = triton.cdiv(shape[-1], unit) * unit
@@ -224,7 +224,7 @@ class Documents(NamedTuple):
 def locate(cu_seqlens: Tensor, length: int) -> Documents:
     """The bounds of each token's document, from the offsets (n + 1,) of documents packed into `length` tokens.
 
-    Does not synchronise with the device.
+    Does not synchronize with the device.
     """
     positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     after = torch.searchsorted(cu_seqlens, positions, right=True)

@@ -28,7 +28,7 @@ def _cross_entropy_kernel(
     known = (target >= 0) & (target < vocabulary)
     chosen = tl.load(logits_ptr + target, mask=known, other=float("nan")).to(tl.float32)
     offsets = tl.arange(0, BLOCK)
-    # One running maximum per lane: a shared one would synchronise the warps at every step.
+    # One running maximum per lane: a shared one would synchronize the warps at every step.
     largest = tl.zeros((BLOCK,), tl.float32) + tl.where(known, chosen * LOG2_E, 0.0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):

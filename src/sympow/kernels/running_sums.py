@@ -147,7 +147,7 @@ def _gate_gradient_kernel(
     """Σ_{i≥m} dG_i with dG_i = (q_i · dq_i − k_i · dk_i) / p, summed over the query heads of a key head.
 
     B_ij is homogeneous of degree p in q_i and in k_j, so Σ_j B_ij dB_ij = q_i · dq_i / p, and likewise for columns.
-    Analytically q_i · dq_i = 0 (rows are normalised); kept, it cancels the rounding of the columns' terms.
+    Analytically q_i · dq_i = 0 (rows are normalized); kept, it cancels the rounding of the columns' terms.
     """
     block, sequence = split_program_id(blocks, tl.int32)
     rows = block * BLOCK + tl.arange(0, BLOCK)

@@ -81,7 +81,7 @@ class LearnedGate(KeepsFloat32, Gate):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises γ, by default to about 0.999."""
+        """Initializes γ, by default to about 0.999."""
         nn.init.constant_(self.logit, self.initial_logit)
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:

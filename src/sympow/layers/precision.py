@@ -1,4 +1,4 @@
-"""Float32 projections and float64 constants of gates and rotations. `FloatLinear` initialises W_γ and W_β to zero."""
+"""Float32 projections and float64 constants of gates and rotations. `FloatLinear` initializes W_γ and W_β to zero."""
 
 # No `from __future__ import annotations`: the operator's schema is read off the annotations.
 
@@ -36,7 +36,7 @@ class FloatLinear(KeepsFloat32, nn.Linear):
     """x Wᵀ + b in float32 or better, whatever the dtype of x and with or without autocast.
 
     Gates and rotation scales are summed over the whole sequence; near γ = 1 a bfloat16 logit would leave three
-    significant bits of log γ. W is initialised to zero, so that at first the result is the bias for every input.
+    significant bits of log γ. W is initialized to zero, so that at first the result is the bias for every input.
 
     A subclass of `nn.Linear`, so that tools such as peft wrap it with adapters.
 
@@ -143,7 +143,7 @@ class ConstantTable(nn.Module):
     """A constant float64 tensor on the device it is asked for.
 
     Not a buffer: `module.to(torch.bfloat16)` would round a buffer, and the rounding of a rotation rate is multiplied by
-    the position; and on the meta device a buffer would be uninitialised. The tensor moves with the module, and is made
+    the position; and on the meta device a buffer would be uninitialized. The tensor moves with the module, and is made
     again from Python numbers on any other device.
     """
 

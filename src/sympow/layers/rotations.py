@@ -1,4 +1,4 @@
-"""Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialised to zero (paper §2.2 and §3.2).
+"""Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialized to zero (paper §2.2 and §3.2).
 
 Beside the paper's are rotations that move less than it does: by a learned share of the rate ("step", "pair-step"), or
 in half of the pairs ("half"). Others hold a state ("signed", "grid").

@@ -41,7 +41,7 @@ class ShortConvolution(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises the convolution to the identity."""
+        """Initializes the convolution to the identity."""
         with torch.no_grad():
             self.weight.copy_(self.initial())
 

@@ -24,7 +24,7 @@ from sympow.parallel.shards import Shards
 ModelState = tuple[LayerState, ...]
 # Default number of tokens that are prefilled at a time: memory depends on it, and not on the length of a text.
 SEGMENT_SIZE = 8_192
-# Modules that initialise their parameters themselves.
+# Modules that initialize their parameters themselves.
 _SELF_INITIALISING = (nn.LayerNorm, FloatLinear, LearnedGate, LearnedRotation, StepSize, ShortConvolution)
 
 
@@ -107,10 +107,10 @@ class GPT(nn.Module):
         return self.embedding.weight
 
     def reset_parameters(self) -> None:
-        """GPT-2's initialisation: std 0.02, divided by √(2 layers) for projections into the residual stream.
+        """GPT-2's initialization: std 0.02, divided by √(2 layers) for projections into the residual stream.
 
-        Norms, gates, rotations and short convolutions initialise themselves. A model made on the meta device is
-        initialised by `to_empty` and then this.
+        Norms, gates, rotations and short convolutions initialize themselves. A model made on the meta device is
+        initialized by `to_empty` and then this.
         """
         nn.init.normal_(self.embedding.weight, std=0.02)
         for name, module in self.named_modules():

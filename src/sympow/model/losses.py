@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary without materialising the logits of all tokens.
+"""Cross-entropy over a vocabulary without materializing the logits of all tokens.
 
 The loss of a block of rows is computed together with its gradients while its logits are in memory: three matrix
 products, none of them recomputed, and memory for `tokens` rows of logits instead of all of them.

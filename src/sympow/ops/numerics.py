@@ -1,7 +1,7 @@
 """Scaling of queries and keys that keeps every score within range and leaves the output unchanged; decays in log space.
 
 The output does not change when a query is scaled, nor when all keys of a head are scaled by s and its state by s^p. So
-queries are normalised to unit length, and each key is divided by a power of two that bounds the length of every key so
+queries are normalized to unit length, and each key is divided by a power of two that bounds the length of every key so
 far, decayed to this token. Then no score exceeds 2^p, and no row depends on later tokens. Where a longer key raises the
 power of two, earlier keys shrink by the same factor as under a gate, and are treated so (`Prepared.decay`); where gates
 lower it, earlier keys have decayed by as much. The scales are constants to autograd, and the gradient is still exact,

@@ -197,7 +197,7 @@ def _read_zip(path: str | PathLike[str]) -> dict[str, Any]:
     """The fields of a state that an earlier version wrote by torch.save: a zip file with a checksum for each."""
     try:
         with zipfile.ZipFile(path) as archive:
-            # torch writes no compressed members and no folders; for those its reader returns uninitialised memory.
+            # torch writes no compressed members and no folders; for those its reader returns uninitialized memory.
             plain = all(m.compress_type == zipfile.ZIP_STORED and not m.external_attr for m in archive.infolist())
             # torch.load does not compare the checksums.
             if not plain or archive.testzip() is not None:

@@ -107,7 +107,7 @@ class Window(PortableWindow):
             raise ValueError(f"key_dim must be even for pairs of entries to be rotated or gated, got {key_dim}")
         key_dtype = key_dtype or compute_dtype(dtype)
         gates = key_dim // 2 if gate_per_pair else 1
-        # Zeros, not uninitialised memory: masked rows still take part in products, where NaN would spread.
+        # Zeros, not uninitialized memory: masked rows still take part in products, where NaN would spread.
         return cls(
             keys=torch.zeros(batch, heads, key_dim, capacity, dtype=key_dtype, device=device),
             values=torch.zeros(batch, heads, capacity, value_dim, dtype=dtype, device=device),

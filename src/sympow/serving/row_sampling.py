@@ -64,8 +64,8 @@ def choose_rows(logits: Tensor, seen: Tensor, noise: Tensor, settings: Settings,
     limits = torch.finfo(logits.dtype)
     if needs.penalty:
         penalty = settings.repetition_penalty.clamp(limits.tiny, limits.max)
-        penalised = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
-        logits = torch.where(seen & (penalty != 1), penalised, logits)
+        penalized = torch.where(logits > 0, logits / penalty, logits * penalty).clamp(limits.min, limits.max)
+        logits = torch.where(seen & (penalty != 1), penalized, logits)
     best = logits.argmax(-1)
     if not needs.sampling:
         return best

@@ -2,7 +2,7 @@
 
 A model of two layers and width 128 keeps a GPU busy for a fraction of the time that it takes to launch its kernels.
 Stacked, the weights of n models are (n, …), each linear map is one batched product, and attention, which has no
-weights, takes the batches of all models as one. Every model has its own data, initialisation and learning rate, and
+weights, takes the batches of all models as one. Every model has its own data, initialization and learning rate, and
 learns what it would learn alone.
 """
 

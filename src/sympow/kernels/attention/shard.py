@@ -64,7 +64,7 @@ class Outputs(NamedTuple):
 
     @classmethod
     def new(cls, q: Tensor, v: Tensor, plan: Plan) -> Outputs:
-        """Uninitialised, for queries and values of all heads."""
+        """Uninitialized, for queries and values of all heads."""
         batch, length, heads, _ = q.shape
         weight = q.new_empty(batch, heads, length, dtype=torch.float32)
         # Without an incoming state the first chunk has no state, and nothing is written for it.
@@ -93,7 +93,7 @@ class Gradients(NamedTuple):
 
     @classmethod
     def new(cls, q: Tensor, k: Tensor, v: Tensor) -> Gradients:
-        """Uninitialised, for queries, keys and values of all heads."""
+        """Uninitialized, for queries, keys and values of all heads."""
         terms = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], dtype=torch.float32) for x in (q, k))
         return cls(*(x.new_empty(x.shape) for x in (q, k, v)), *terms)
 

@@ -178,7 +178,7 @@ def softmax_step(token: Token, cache: RecentTokens, arrivals: Tensor, workspace:
         cache: rotated keys (b, h_kv, W, d); values (b, h_kv, W, e); running sums of log γ, (b, h_kv, W) float64, or
             None without gates; and the number of cached tokens, (b, h_kv) int32, which is incremented.
         arrivals: zeros, (b, h_kv) int32, left as zeros.
-        workspace: `softmax_workspace` numbers of float32, uninitialised.
+        workspace: `softmax_workspace` numbers of float32, uninitialized.
     """
     (batch, heads, dim), value_dim = token.k.shape, token.v.shape[-1]
     capacity, group = cache.k.shape[2], token.q.shape[1] // heads

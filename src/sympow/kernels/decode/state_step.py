@@ -1,4 +1,4 @@
-"""One token for every sequence of a batch, from a state: rotate, decay, update, query and normalise in one kernel.
+"""One token for every sequence of a batch, from a state: rotate, decay, update, query and normalize in one kernel.
 
 The features of a key/value head are split among CTAs. Each reads its rows of the state once, accumulates φ(q) S and
 φ(q) Z for every query head that reads this state, and, where the state is to be updated, writes γ S + φ(k) vᵀ on the
@@ -218,7 +218,7 @@ def _load_tiles(
 
 @triton.jit
 def _load_rows(normalizer_ptr, state, rows, valid, POWER: tl.constexpr):
-    """Entries of a normaliser, of the features' weights, and of the entries that they multiply."""
+    """Entries of a normalizer, of the features' weights, and of the entries that they multiply."""
     normalizer = tl.load(normalizer_ptr + rows, mask=valid, other=0.0)
     weight = tl.load(state.weight + rows, mask=valid, other=0.0)
     entries = ()
@@ -594,7 +594,7 @@ def launch_step(
 
 
 def empty_output(token: Token) -> Tensor:
-    """y (b, h, e), uninitialised."""
+    """y (b, h, e), uninitialized."""
     return token.v.new_empty(*token.q.shape[:2], token.v.shape[-1])
 
 

@@ -216,7 +216,7 @@ def window_step(
         window: rotated keys (b, h_kv, d, W); values (b, h_kv, W, e); running sums of log γ^(1/p) since the last fold,
             (b, h_kv, W) float64; and the number of tokens in the window, (b, h_kv) int32, which is incremented.
         arrivals: zeros, (b, h_kv) int32, left as zeros.
-        workspace: `window_workspace` numbers of float32, uninitialised.
+        workspace: `window_workspace` numbers of float32, uninitialized.
         power: p.
         split_batch: the batch by whose size sums are split among CTAs, which determines their rounding; 0: this one.
         tile, programs, warps, stages: how the state is split, and how many tiles are loaded ahead; None: as measured

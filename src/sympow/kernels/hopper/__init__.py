@@ -1,7 +1,7 @@
 """Both forms for Hopper GPUs (sm_90) in Gluon, Triton's lower-level language: bfloat16 and float16.
 
 The same computation as `sympow.kernels.attention`, whose plain PyTorch twin is also the reference of these kernels.
-`forward` and `backward` are the attention form, warp-specialised, for heads of 64 to 128; `short_forward` and
+`forward` and `backward` are the attention form, warp-specialized, for heads of 64 to 128; `short_forward` and
 `short_backward` are faster for short sequences of heads of 64; and `chunked` is the chunked form for heads of 128. This
 module decides which of them a call runs on, and imports Gluon, which other releases of Triton lack or have changed,
 only for such a call.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
 WIDTHS = (64, 128)
-# With heads of 64 the warp-specialised kernels are faster from this length on. At 4,096 tokens they take 12 % longer
+# With heads of 64 the warp-specialized kernels are faster from this length on. At 4,096 tokens they take 12 % longer
 # forward and backward, at 16,384 3 % less, on an H200.
 LONG = 16_384
 # Longest sequence for which the keys' gradient of `short_backward` is faster than that of the portable kernel.

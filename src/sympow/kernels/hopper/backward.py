@@ -1,5 +1,5 @@
 """Backward pass of the attention form on Hopper, and of the chunked form once the products with states
-are known (`state_products`), warp-specialised as in `forward`.
+are known (`state_products`), warp-specialized as in `forward`.
 
 The equations are those of `sympow.kernels.attention.backward`. Two kernels, each of which owns its outputs, so that
 results are bitwise reproducible. With the decays of a block of 128 tokens folded into the operand that a kernel visits

@@ -1,4 +1,4 @@
-"""Queries and keys with the decays inside a block of tokens folded into them, for the warp-specialised kernels.
+"""Queries and keys with the decays inside a block of tokens folded into them, for the warp-specialized kernels.
 
 A decay factors over the power: exp(G_i − G_j) (q_i · k_j)^p = (exp((G_i − G_j) / p) q_i · k_j)^p. For a block of
 queries and an earlier block of keys,

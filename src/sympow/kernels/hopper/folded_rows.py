@@ -1,7 +1,7 @@
 """Queries of float16 with the factors of their gradients folded in, for the gradient of keys on Hopper.
 
 See `sympow.kernels.float16_range` for the factors. The portable kernels multiply the weights of each query by its
-factor instead, in float32; the warp-specialised kernel has no registers left for that.
+factor instead, in float32; the warp-specialized kernel has no registers left for that.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Forward pass of the attention form on Hopper, and of the chunked form once φ(q) S is known
-(`state_products`), warp-specialised.
+(`state_products`), warp-specialized.
 
 A CTA owns 128 queries and has three partitions of warps: one warp copies tiles of keys and values to shared memory, and
 two warpgroups own 64 queries each. In a warpgroup, the scores of one tile are computed together with the product of the
@@ -157,7 +157,7 @@ def _attend_rows(
             log_decay += reference_rest - gl.load(rest_ptr + begin + COLUMNS - 1)
             weights *= gl.exp2(log_decay)
         sums += partial_row_sums(weights, ROWS, COLUMNS)
-        # No product stays in flight from one step to the next: ptxas would serialise all products.
+        # No product stays in flight from one step to the next: ptxas would serialize all products.
         for step in range(1, before):
             stage = step % STAGES
             last = (step - 1) % STAGES

@@ -1,6 +1,6 @@
 """Forward pass of the attention form on Hopper, for short sequences of heads of 64.
 
-It is faster there than the warp-specialised kernel (`forward`): several CTAs fit on a multiprocessor, and no operand is
+It is faster there than the warp-specialized kernel (`forward`): several CTAs fit on a multiprocessor, and no operand is
 prepared in a launch of its own.
 
 y_i = Σ_{j≤i} B_ij v_j / Σ_{j≤i} B_ij,   B_ij = exp(G_i − G_j) (q_i · k_j)^p.
@@ -9,7 +9,7 @@ As in `sympow.kernels.attention.forward`, a CTA owns 128 queries that start at r
 multiplies their weights by exp(G_r − G_j), one factor per column. Differences:
 
 - The rows are processed as an upper and a lower half: while the weights of one half are computed, the matrix products
-  of the other half run. Without this the two CTAs of a multiprocessor synchronise by chance and wait for the tensor
+  of the other half run. Without this the two CTAs of a multiprocessor synchronize by chance and wait for the tensor
   cores at the same time.
 - There is no float64 arithmetic, which would use the tensor cores' pipe (`split_sums`).
 - With weak gates the diagonal is treated as any other tile, plus a mask: exp(G_r − G_j) exceeds 1 there, but not by
@@ -74,7 +74,7 @@ def order_before_wait(sums):
 
     ptxas would move that wait up, before the arithmetic of the weights, and nothing would overlap. It does not move the
     wait across a store that depends on the sums. They are never negative, so nothing is ever stored. (A trap instead of
-    the store is a branch, for which ptxas serialises every product of the kernel: C7518.)
+    the store is a branch, for which ptxas serializes every product of the kernel: C7518.)
     """
     return gl.inline_asm_elementwise(
         """{ .reg .pred negative; .reg .f32 total; .reg .u32 nowhere;
@@ -254,7 +254,7 @@ def forward_kernel(
     mbarrier.wait(barriers.index(0), 0)
 
     # While the weights of one half of the rows are computed, products of the other half run. No product stays in flight
-    # from one step to the next: ptxas would serialise all products.
+    # from one step to the next: ptxas would serialize all products.
     for step in range(1, before):
         stage = (step - 1) % STAGES
         k = matrix(k_buffers, stage).permute((1, 0))

@@ -270,7 +270,7 @@ def _weighted_sums(weights: Tensor, v: Tensor) -> Sums:
 def _group_product(rows: Tensor, matrix: Tensor) -> Tensor:
     """(b, n, g, t, x) times (b, n, x, y), the g query heads of a key head as one tall product: (b, n, g, t, y)."""
     if not is_known(rows.shape[3]):
-        # With a symbolic length, torch cannot infer the strides of the flattened matrix and would specialise on one.
+        # With a symbolic length, torch cannot infer the strides of the flattened matrix and would specialize on one.
         return rows @ matrix.unsqueeze(2)
     return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
 
