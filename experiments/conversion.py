@@ -33,11 +33,12 @@ from typing import Any
 
 import torch
 
+from sympow.checks import choose_device
 from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import Evaluation, difference
 from sympow.convert.objectives import NextToken
 from sympow.convert.report import draw_by_context, draw_by_position, layer_errors
-from sympow.convert.stages import START, TEACHER, WITHOUT_MATCH, Stage, plan
+from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan
 from sympow.convert.training import StageTraining
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
@@ -46,7 +47,7 @@ from sympow.files import write_atomically
 from sympow.parsing import read_json
 from sympow.train.distributed import process_group
 from sympow.train.metrics import read_metrics
-from sympow.train.run_folder import METRICS_FILE, claimed_folder
+from sympow.train.run_folder import CHECKPOINTS, METRICS_FILE, claimed_folder
 from sympow.train.signals import stop_on_signals
 from sympow.train.trainer import fast_float32
 
@@ -180,8 +181,10 @@ class Experiment:
             # Here, since `sympow experiment` loads this file from elsewhere.
             from prepare_corpus import unpack_shards
 
-            if not self.corpus.is_dir() and not (self.data / MANIFEST_FILE).is_file():
-                unpack_shards(self.corpus, self.data)
+            if self.corpus.is_dir() or (self.data / MANIFEST_FILE).is_file():
+                return True
+            if not unpack_shards(self.corpus, self.data):
+                raise SystemExit(f"{self.corpus} holds no token shards: pack them with prepare_corpus.py --archive")
             return True
         if step == "teacher":
             return self._train_teacher()
@@ -223,9 +226,9 @@ class Experiment:
         if kind != "chosen":
             return "every-other" if kind == "hybrid" else "all"
         matched = self.students / "all-0"
-        if not (matched / "evaluations" / "match.json").is_file():
+        if not (matched / EVALUATIONS / "match.json").is_file():
             raise SystemExit("the steps chosen-0 to chosen-2 need all-0, whose stage 1 tells which layers match best")
-        errors = layer_errors(read_metrics(matched / "stages" / "match" / METRICS_FILE))
+        errors = layer_errors(read_metrics(matched / STAGES / "match" / METRICS_FILE))
         best = sorted(errors, key=lambda layer: errors[layer])[: len(errors) // 2]
         return ",".join(map(str, sorted(best)))
 
@@ -263,18 +266,23 @@ class Experiment:
             stage = Stage(
                 "teacher", "extend", START, scale.teacher_tokens, config.text.context, scale.teacher_rate, 0, 0
             )
+            trained = {
+                "teacher_tokens": stage.seen(config.execution.batch_tokens),
+                "teacher_rate": scale.teacher_rate,
+            }
+            begun = folder / TRAINED_FILE
+            if begun.is_file() and read_json(begun) != trained:
+                raise SystemExit(f"{folder} holds a teacher that was begun with {read_json(begun)}; got {trained}")
+            write_atomically(begun, (json.dumps(trained) + "\n").encode())
             training = StageTraining(stage, config, folder, model, objective, objective.trainable(), dataset, place)
             if not training.run(stop):
                 return False
             unfinished = folder / "unfinished"
             model.save_pretrained(unfinished)
-            trained = {
-                "teacher_tokens": stage.seen(config.execution.batch_tokens),
-                "teacher_rate": scale.teacher_rate,
-            }
             write_atomically(unfinished / TRAINED_FILE, (json.dumps(trained) + "\n").encode())
             to_fast_tokenizer(dataset.load_tokenizer()).save_pretrained(unfinished)
             unfinished.rename(self.teacher_folder)
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return True
 
 
@@ -316,7 +324,7 @@ def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -
         longest = max(one.by_context)
         positions = {at: round(loss, 4) for at, loss in one.by_context[longest].by_position.items()}
         curves.append(json.dumps({**entry, "by_position": positions}))
-    for metrics in [out / "teacher" / METRICS_FILE, *sorted(students.glob(f"*/stages/*/{METRICS_FILE}"))]:
+    for metrics in [out / "teacher" / METRICS_FILE, *sorted(students.glob(f"*/{STAGES}/*/{METRICS_FILE}"))]:
         curve = {"training": metrics.parent.relative_to(out).as_posix(), "lines": condense(read_metrics(metrics), 100)}
         curves.append(json.dumps(curve))
     write_atomically(results / "conversion.jsonl", ("\n".join(lines) + "\n").encode())
@@ -346,7 +354,7 @@ SHOWN = {
 def _evaluations(students: Path) -> Iterator[tuple[tuple[str, str], Evaluation]]:
     """By step and model."""
     for step in STEPS:
-        for path in sorted((students / step / "evaluations").glob("*.json")):
+        for path in sorted((students / step / EVALUATIONS).glob("*.json")):
             one = Evaluation.read(path)
             yield (step, one.name), one
 
@@ -385,6 +393,20 @@ def _cell(seeds: Sequence[Evaluation], teacher: Evaluation, context: int) -> str
     return f"{statistics.fmean(losses):.3f} ({statistics.fmean(above):+.3f}{spread})"
 
 
+def read_change(change: str) -> tuple[str, Any]:
+    """The name and the value of NAME=VALUE, if conversions have such a setting; values that are no JSON are strings."""
+    name, _, text = change.partition("=")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = text
+    try:
+        ConvertConfig().changed(**{name: value})
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"--change takes settings as in distill_rate=6e-4; got {change!r} ({error})") from error
+    return name, value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scale", choices=sorted(SCALES), default="small")
@@ -408,7 +430,7 @@ def main() -> None:
     scale = SCALES[arguments.scale]
     changed = {"teacher_tokens": arguments.teacher_tokens, "teacher_rate": arguments.teacher_rate}
     scale = replace(scale, **{name: value for name, value in changed.items() if value is not None})
-    changes = {name: json.loads(value) for name, _, value in (change.partition("=") for change in arguments.change)}
+    changes = dict(map(read_change, arguments.change))
     experiment = Experiment(
         scale, arguments.corpus, arguments.out, arguments.device, arguments.compile, arguments.label, changes
     )
@@ -431,7 +453,7 @@ def main() -> None:
         "teacher_rate": scale.teacher_rate,
         "student": {**scale.student, **changes},
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": "cpu" if choose_device(arguments.device) == "cpu" else torch.cuda.get_device_name(),
     }
     for step in steps:
         if over.is_set():

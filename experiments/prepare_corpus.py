@@ -59,8 +59,13 @@ def unpack_shards(archive: Path, out: Path) -> bool:
             return False
         out.mkdir(parents=True, exist_ok=True)
         tar.extractall(out, filter="data")
-    for split in SPLITS:
-        ShardDataset(out, split).verify()
+    try:
+        for split in SPLITS:
+            ShardDataset(out, split).verify()
+    except ValueError:
+        # A folder without its manifest does not count as prepared.
+        (out / MANIFEST_FILE).unlink(missing_ok=True)
+        raise
     return True
 
 

@@ -181,6 +181,46 @@ def test_a_killed_conversion_continues_from_its_checkpoint(whole, teacher, tmp_p
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+def test_a_conversion_killed_in_an_evaluation_does_not_train_again(teacher, settings, tmp_path, monkeypatch):
+    config, out = settings(match_tokens=0, save_every=0), tmp_path / "killed"
+    evaluated = []
+
+    def dying(*arguments):
+        evaluated.append(arguments)
+        # After the teacher and the untrained student.
+        if len(evaluated) == 3:
+            raise MemoryError
+        return evaluate(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sympow.convert.conversion.evaluate", dying)
+        with pytest.raises(MemoryError):
+            convert(teacher, config, out, device="cpu")
+    trained = weights_of(out / "stages" / "distill" / "model")
+    monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("the stage ran again"))
+    assert convert(teacher, config, out, device="cpu")
+    result = weights_of(out / "model")
+    assert all(torch.equal(result[name], trained[name]) for name in trained)
+
+
+def test_more_contexts_are_evaluated_without_training_again(teacher, settings, tmp_path, monkeypatch):
+    short, out = {"match_tokens": 0, "distill_tokens": 128}, tmp_path / "out"
+    assert convert(teacher, settings(**short, evaluate_factors="1,4"), out, device="cpu")
+    before = {name: read(out, name).by_context for name in ("teacher", "start", "distill")}
+    monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("the stage ran again"))
+    assert convert(teacher, settings(**short, evaluate_factors="1,2"), out, device="cpu")
+    for name, found in before.items():
+        after = read(out, name).by_context
+        assert list(after) == [16, 32, 64]
+        assert {length: after[length] for length in found} == found
+    # The numbers are those of a conversion that asked for them at once.
+    fresh = tmp_path / "fresh"
+    monkeypatch.undo()
+    assert convert(teacher, settings(**short, evaluate_factors="1,2"), fresh, device="cpu")
+    assert read(fresh, "distill").by_context[32] == read(out, "distill").by_context[32]
+    assert "context 32" in (out / "report.md").read_text("utf-8")
+
+
 def test_stages_without_tokens_are_left_out(teacher, settings, tmp_path):
     assert convert(teacher, settings(match_tokens=0), tmp_path / "distilled", device="cpu")
     assert [path.name for path in (tmp_path / "distilled" / "stages").iterdir()] == ["distill"]

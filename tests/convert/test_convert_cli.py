@@ -54,7 +54,7 @@ def asked(monkeypatch):
 def test_every_flag_reaches_its_field(asked):
     """Each flag is given a value that is not the default."""
     changes = {"layers": "0,2", "gating": "vector", "rotary": "pairs", "data": "elsewhere", "short": "drop"}
-    changes |= {"precision": "fp32", "evaluate_factors": "1,2", "initial_gate": 0.9, "warmup": 0.3}
+    changes |= {"precision": "fp32", "evaluate_factors": "1,2", "initial_gate": 0.9, "warmup": 0.3, "beta2": 0.9}
     for kind, _ in SECTIONS.values():
         for field in fields(kind):
             value = field.default

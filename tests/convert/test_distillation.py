@@ -32,6 +32,22 @@ def test_blocks_give_the_formula_and_its_gradients(tokens):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+def test_a_frozen_output_embedding_gets_no_gradient():
+    """LoRA freezes it; the gradient of the features is the same."""
+    given, frozen = inputs(), inputs()
+    linear_kl_divergence(*given).backward()
+    frozen[1].requires_grad_(False)
+    linear_kl_divergence(*frozen).backward()
+    assert frozen[1].grad is None
+    assert torch.equal(frozen[0].grad, given[0].grad)
+
+
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_a_block_has_at_least_one_row(tokens):
+    with pytest.raises(ValueError, match="tokens must be"):
+        linear_kl_divergence(*inputs(), tokens=tokens)
+
+
 def test_a_student_that_predicts_the_same_has_no_divergence_and_no_gradient():
     _, _, teacher, weight = inputs()
     student, mine = teacher.clone().requires_grad_(), weight.clone().requires_grad_()

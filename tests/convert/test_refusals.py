@@ -1,5 +1,6 @@
 """What cannot be converted is refused with a message that says what is wrong."""
 
+import json
 import re
 import shutil
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 from convert.tiny import make_gpt2, make_llama
+from safetensors.torch import load_file, save_file
 
 from sympow.convert import ConvertConfig, convert
 from sympow.data.preparation import prepare
@@ -37,6 +39,8 @@ def refused(teacher, config, out, message, kind=ValueError):
         ({"batch_tokens": 100}, "batch_tokens must be a multiple of the context, 2,048; got 100"),
         ({"match_tokens": -1}, "match_tokens must be at least 0, got -1"),
         ({"distill_rate": -1.0}, "distill_rate must be at least 0, got -1.0"),
+        ({"layers": "0,2,0"}, "layers must name each layer once, got '0,2,0'"),
+        ({"beta2": 1.5}, "beta2 must be at least 0 and below 1, got 1.5"),
         ({"warmup": 1.5}, "warmup must be a share of the steps, below 1; got 1.5"),
         ({"without_match": True, "match_tokens": 0}, "match_tokens must be above 0; got 0"),
         ({"short": "pack"}, "short must be one of 'refuse', 'drop', 'join'; got 'pack'"),
@@ -58,6 +62,13 @@ def refused(teacher, config, out, message, kind=ValueError):
 )
 def test_settings_out_of_range(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
+        ConvertConfig().changed(**changes)
+
+
+@pytest.mark.parametrize("changes", [{"layers": [0]}, {"evaluate_factors": (1, 4)}, {"data": 3}])
+def test_settings_of_another_type(changes):
+    ((name, value),) = changes.items()
+    with pytest.raises(TypeError, match=re.escape(f"{name} must be a string, got {value!r}")):
         ConvertConfig().changed(**changes)
 
 
@@ -164,6 +175,32 @@ def test_a_teacher_without_a_tokenizer_is_said(teacher, settings, tmp_path, caps
     assert not list((tmp_path / "out" / "model").glob("*token*"))
 
 
+def test_a_folder_with_a_model_of_something_else(teacher, settings, tmp_path):
+    """The result would replace it, and here it is the teacher itself."""
+    shutil.copytree(teacher, tmp_path / "run" / "model")
+    message = (
+        f"out must be a new folder or that of a conversion, got {tmp_path}/run: the result would replace its model"
+    )
+    refused(tmp_path / "run" / "model", settings(), tmp_path / "run", message)
+    assert sorted(path.name for path in (tmp_path / "run" / "model").iterdir()) == sorted(
+        path.name for path in teacher.iterdir()
+    )
+
+
+@pytest.mark.parametrize("shape", [None, (3, 3)])
+def test_a_teacher_without_one_of_its_tensors(teacher, settings, tmp_path, shape):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    weights = tmp_path / "teacher" / "model.safetensors"
+    tensors = load_file(weights)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors.pop(name)
+    if shape is not None:
+        tensors[name] = torch.zeros(shape)
+    save_file(tensors, weights, {"format": "pt"})
+    message = f"{tmp_path}/teacher lacks {name} in the shapes that its config.json requires"
+    refused(tmp_path / "teacher", settings(), tmp_path / "out", message)
+
+
 def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     short = {"match_tokens": 0, "distill_tokens": 128}
     assert convert(teacher, settings(**short), tmp_path / "out", device="cpu")
@@ -172,6 +209,14 @@ def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     # What does not change the result may differ.
     free = {"log_every": 5, "recompute": True, "micro_batch_tokens": 16}
     assert convert(teacher, settings(**short, **free), tmp_path / "out", device="cpu")
+    # Nor does a setting that an earlier version did not have, at its default.
+    path = tmp_path / "out" / "conversion.json"
+    saved = json.loads(path.read_text("utf-8"))
+    assert saved.pop("beta2") == 0.95
+    path.write_text(json.dumps(saved), "utf-8")
+    message = f"beta2 must be that of the conversion in {tmp_path}/out, 0.95; got 0.9"
+    refused(teacher, settings(**short, beta2=0.9), tmp_path / "out", message)
+    assert convert(teacher, settings(**short), tmp_path / "out", device="cpu")
 
 
 def test_a_teacher_that_was_replaced(teacher, settings, tmp_path):

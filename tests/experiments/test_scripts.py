@@ -50,6 +50,19 @@ def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, mo
         tar.add(tmp_path / "texts" / "train", "train")
     with pytest.raises(SystemExit, match=r"must hold heldout/\*.txt"):
         run(tmp_path / "other.tar.xz", "--out", tmp_path / "nowhere")
+    # Shards that were damaged on the way are refused, and the folder does not count as prepared.
+    (damaged,) = (tmp_path / "here").glob("train-*.tokens.npy")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    script.pack_shards(tmp_path / "here", tmp_path / "damaged.tar.xz")
+    with pytest.raises(ValueError, match=damaged.name):
+        run(tmp_path / "damaged.tar.xz", "--out", tmp_path / "elsewhere")
+    assert not (tmp_path / "elsewhere" / "manifest.json").exists()
+    # Texts that were not tokenized are no corpus of a conversion.
+    monkeypatch.syspath_prepend(str(EXPERIMENTS))
+    conversion = load("conversion")
+    smoke = conversion.SCALES["smoke"]
+    with pytest.raises(SystemExit, match=r"texts.tar.xz holds no token shards"):
+        conversion.Experiment(smoke, texts, tmp_path / "out", "cpu", False, "students", {}).run("data")
 
 
 def row(variant, power, context, seed, loss, **others):
@@ -239,6 +252,15 @@ def test_layers_are_chosen_by_how_well_stage_1_matched_them(tmp_path):
         assert 5 * (recipe.match_tokens + recipe.distill_tokens) <= script.SCALES["small"].teacher_tokens
 
 
+def test_changes_of_a_conversion_are_checked_before_the_teacher_is_trained():
+    script = load("conversion")
+    assert script.read_change("gating=vector") == ("gating", "vector")
+    assert script.read_change("distill_rate=6e-4") == ("distill_rate", 6e-4)
+    for change in ("nonsense=3", "nonsense", "power=two", "beta2=3"):
+        with pytest.raises(SystemExit, match=f"--change takes settings as in distill_rate=6e-4; got '{change}'"):
+            script.read_change(change)
+
+
 @pytest.mark.slow
 def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(EXPERIMENTS))
@@ -256,6 +278,11 @@ def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "students" / "hybrid-0" / "model" / "model.safetensors").is_file()
     trained = json.loads((tmp_path / "out" / "teacher" / "model" / script.TRAINED_FILE).read_text())
     assert trained == {"teacher_tokens": 51_200, "teacher_rate": 3e-3}
+    # A teacher that was interrupted continues with the settings that it was begun with.
+    (tmp_path / "out" / "teacher" / "model").rename(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "argv", ["conversion.py", *map(str, words), "--teacher-rate", "1e-3"])
+    with pytest.raises(SystemExit, match="holds a teacher that was begun with"):
+        script.main()
 
 
 def of_text(variant, batch, rate, seed, loss, **changes):

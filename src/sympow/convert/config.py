@@ -18,6 +18,11 @@ PRECISIONS = ("auto", "bf16", "fp32")
 SHORT = ("refuse", "drop", "join")
 
 
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+
+
 @dataclass(frozen=True)
 class SwapConfig:
     """How the teacher's attention is replaced: arguments of `sympow.hf.swap_attention`.
@@ -49,6 +54,7 @@ class SwapConfig:
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """The argument `layers` of `swap_attention`: a name, or a list of indices."""
+        _check_text("layers", self.layers)
         if self.layers == "all":
             return "all"
         if self.layers == "every-other":
@@ -58,7 +64,10 @@ class SwapConfig:
             raise ValueError(
                 f"layers must be 'all', 'every-other', or numbers from 0 as in '0,2,5'; got {self.layers!r}"
             )
-        return [int(number) for number in numbers]
+        chosen = [int(number) for number in numbers]
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"layers must name each layer once, got {self.layers!r}")
+        return chosen
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,7 @@ class TextConfig:
     evaluate_factors: str = "1,4,16"
 
     def __post_init__(self) -> None:
+        _check_text("data", self.data)
         self.factors()
         for name in ("context", "evaluate_tokens"):
             check_positive(name, getattr(self, name))
@@ -89,6 +99,7 @@ class TextConfig:
 
     def factors(self) -> tuple[int, ...]:
         """`evaluate_factors` as numbers, in ascending order; the first is 1."""
+        _check_text("evaluate_factors", self.evaluate_factors)
         numbers = [part.strip() for part in self.evaluate_factors.split(",")]
         factors = sorted({int(number) for number in numbers if number.isdecimal()})
         if not all(number.isdecimal() for number in numbers) or factors[0] != 1:
@@ -105,7 +116,7 @@ class RecipeConfig:
     Attributes:
         match_tokens: tokens of stage 1, which matches each converted layer's attention output to the teacher's.
         distill_tokens: tokens of stage 2, which minimizes the KL divergence from the teacher's predictions.
-        extend_tokens: tokens of stage 3, which trains on longer sequences with the plain loss.
+        extend_tokens: tokens of stage 3, which trains on longer sequences with the cross-entropy of the next token.
         extend_context: tokens per sequence in stage 3; 0: 4 times the context.
         match_rate: peak learning rate of stage 1.
         distill_rate: peak learning rate of stage 2.
@@ -141,6 +152,9 @@ class RecipeConfig:
             check_finite(name, getattr(self, name))
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        check_finite("beta2", self.beta2)
+        if not 0 <= self.beta2 < 1:
+            raise ValueError(f"beta2 must be at least 0 and below 1, got {self.beta2}")
         if self.warmup >= 1:
             raise ValueError(f"warmup must be a share of the steps, below 1; got {self.warmup}")
         check_bool("without_match", self.without_match)

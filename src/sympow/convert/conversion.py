@@ -13,10 +13,12 @@ The folder of a conversion:
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ from sympow.convert.models import (
 )
 from sympow.convert.objectives import Distillation, Matching, NextToken, Objective
 from sympow.convert.report import describe, write_report
-from sympow.convert.stages import START, TEACHER, Stage, plan
+from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, plan
 from sympow.convert.training import StageTraining, make_loader
 from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.extras import require
@@ -56,7 +58,6 @@ from sympow.train.signals import StopRequest, stop_on_signals
 from sympow.train.trainer import fast_float32
 
 SETTINGS_FILE = "conversion.json"
-STAGES, EVALUATIONS = "stages", "evaluations"
 
 
 def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, device: str | None = None) -> bool:
@@ -89,6 +90,10 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
     with ExitStack() as held:
         place = held.enter_context(process_group(device))
         folder = held.enter_context(claimed_folder(Path(out), resume=True, place=place))
+        if (folder / EXPORT).exists() and not (folder / SETTINGS_FILE).is_file():
+            raise ValueError(
+                f"out must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}"
+            )
         stop = held.enter_context(stop_on_signals())
         precision = config.execution.precision
         if precision == "auto":
@@ -126,12 +131,12 @@ class _Conversion:
             _say(note)
         self._describe()
         self._evaluate(TEACHER, 0, self.teacher)
-        if not self._path(START).is_file():
+        if self._missing(START):
             self._evaluate(START, 0, self._start())
         for stage in self.stages:
             if stop:
                 return False
-            if not self._path(stage.name).is_file() and not self._run_stage(stage, stop):
+            if self._missing(stage.name) and not self._run_stage(stage, stop):
                 return False
         self._export()
         write_report(self.out, self.stages, self._evaluations(), self._facts())
@@ -141,6 +146,19 @@ class _Conversion:
     def _run_stage(self, stage: Stage, stop: StopRequest) -> bool:
         """Trains, saves and evaluates the student of a stage; returns whether the stage is complete (not stopped)."""
         folder = self.out / STAGES / stage.name
+        if not (folder / EXPORT).is_dir():
+            if not self._train(stage, folder, stop):
+                return False
+            # Compiled layers are reference cycles, which would keep the trained student in memory.
+            gc.collect()
+        tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
+        # The evaluation comes last: its file marks the stage as complete.
+        self._evaluate(stage.name, tokens, self._student_after(stage.name))
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        return True
+
+    def _train(self, stage: Stage, folder: Path, stop: StopRequest) -> bool:
+        """Trains and saves the student of a stage; returns whether it is complete (not stopped)."""
         student = self._student_after(stage.after)
         new = {name for name, _ in student.named_parameters()} - {name for name, _ in self.teacher.named_parameters()}
         objective = self._objective(stage, student)
@@ -166,12 +184,8 @@ class _Conversion:
             return False
         if adapters is not None:
             student = adapters.merge()
-        student.eval()
-        self._save(student, folder / EXPORT)
-        tokens = stage.before + stage.seen(self.config.execution.batch_tokens)
-        # The evaluation comes last: its file marks the stage as complete.
-        self._evaluate(stage.name, tokens, student)
-        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        with _replacing(folder / EXPORT) as unfinished:
+            student.save_pretrained(unfinished)
         return True
 
     def _objective(self, stage: Stage, student: Any) -> Objective:
@@ -190,31 +204,39 @@ class _Conversion:
         """The student after a stage, loaded from disk in any case: a resumed conversion then computes the same."""
         if name == START:
             return self._start()
-        return load_model(self.out / STAGES / name / EXPORT, self.place.device, torch.float32)
-
-    def _save(self, student: Any, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        student.save_pretrained(folder)
+        folder = self.out / STAGES / name / EXPORT
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is missing; without {self._path(name)}, the same command trains it again")
+        return load_model(folder, self.place.device, torch.float32)
 
     def _export(self) -> None:
         """Writes the final student, not the one without stage 1, in the teacher's dtype and with its tokenizer."""
         main = [stage for stage in self.stages if stage.name == stage.kind]
         student = self._student_after(main[-1].name if main else START)
-        folder = self.out / EXPORT
-        self._save(cast_weights(student, output_weight(self.teacher).dtype), folder)
-        if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
-            require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
         text = self.config.text
         context = self.config.extended_context if self.config.recipe.extend_tokens else text.context
         data = DataConfig(data=text.data, context=context, short=text.short)
-        TrainedOn.of_run(data, self.dataset, self.dataset.load_tokenizer(), named=True).save(folder)
+        with _replacing(self.out / EXPORT) as folder:
+            cast_weights(student, output_weight(self.teacher).dtype).save_pretrained(folder)
+            if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
+                require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
+            TrainedOn.of_run(data, self.dataset, self.dataset.load_tokenizer(), named=True).save(folder)
+
+    def _missing(self, name: str) -> list[int]:
+        """Contexts at which a model has not been evaluated; a resumed conversion may ask for more of them."""
+        path = self._path(name)
+        known = Evaluation.read(path).by_context if path.is_file() else {}
+        return [length for length in self.sequences if length not in known]
 
     def _evaluate(self, name: str, tokens: int, model: Any) -> None:
-        """Evaluates a model unless its evaluation exists."""
-        if self._path(name).is_file():
+        """Evaluates a model at those contexts at which it has not been."""
+        missing = self._missing(name)
+        if not missing:
             return
-        results = evaluate(model, self.sequences, self.dtype)
-        Evaluation(name, tokens, results).save(self._path(name))
+        results = evaluate(model, {length: self.sequences[length] for length in missing}, self.dtype)
+        path = self._path(name)
+        earlier = Evaluation.read(path).by_context if path.is_file() else {}
+        Evaluation(name, tokens, dict(sorted({**earlier, **results}.items()))).save(path)
         losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
         _say(f"held-out loss of the {describe(name)}: {losses}")
 
@@ -242,6 +264,8 @@ class _Conversion:
         saved = read_json(path)
         if not isinstance(saved, dict):
             raise ValueError(f"{path} must hold the settings of a conversion")
+        # A conversion that an earlier version began has no value for settings that came later.
+        saved = {**ConvertConfig().settings(), **saved}
         for name, value in self._facts().items():
             if name not in FREE and saved.get(name) != value:
                 raise ValueError(
@@ -265,6 +289,16 @@ class _Conversion:
         where = self.place.device.type
         lengths = int(self.dataset.lengths.sum())
         _say(f"teacher {self.source}: {parameters:,} parameters on {where}; {self.dataset.name}: {lengths:,} tokens")
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A folder beside another that takes its place at the end of the block: what stands there is always complete."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    yield unfinished
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
 
 
 def _say(line: str) -> None:

@@ -12,9 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sympow.ops.validation import check_positive
+
 # Logits per model in memory at a time; a few float32 copies of them exist.
 MOST_LOGITS = 2**25
 FEWEST_ROWS = 64
+
+
+def rows_in_memory(weight: Tensor) -> int:
+    """Rows of logits that losses compute at a time, for an output embedding (vocabulary, width)."""
+    return max(FEWEST_ROWS, MOST_LOGITS // weight.shape[0])
 
 
 def linear_kl_divergence(
@@ -35,7 +42,7 @@ def linear_kl_divergence(
         weight: the student's output embedding, (vocabulary, width).
         teacher_features: the teacher's last hidden states, (…, teacher's width).
         teacher_weight: the teacher's output embedding, (vocabulary, teacher's width).
-        tokens: rows of logits in memory at a time; None: MOST_LOGITS logits, and at least FEWEST_ROWS rows.
+        tokens: rows of logits in memory at a time; None: `rows_in_memory`.
         dtype: dtype of the matrix products; None: that of the student's weight.
     """
     if features.shape[:-1] != teacher_features.shape[:-1] or weight.shape[0] != teacher_weight.shape[0]:
@@ -47,8 +54,10 @@ def linear_kl_divergence(
     rows = features.reshape(-1, features.shape[-1])
     if not rows.shape[0]:
         raise ValueError("features must not be empty: the mean over no tokens is not defined")
-    if tokens is None:
-        tokens = max(FEWEST_ROWS, MOST_LOGITS // weight.shape[0])
+    if tokens is not None:
+        check_positive("tokens", tokens)
+    else:
+        tokens = rows_in_memory(weight)
     taught = teacher_features.detach().reshape(-1, teacher_features.shape[-1])
     return _LinearKL.apply(rows, weight, taught, teacher_weight.detach(), tokens, dtype or weight.dtype)
 
@@ -65,7 +74,9 @@ class _LinearKL(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         table, teacher_table = weight.to(dtype), teacher_weight.to(dtype)
-        d_features, d_weight = torch.empty_like(features), torch.zeros_like(weight)
+        d_features = torch.empty_like(features)
+        # LoRA freezes the output embedding, whose gradient is as large as itself.
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         total = features.new_zeros((), dtype=torch.promote_types(features.dtype, torch.float32))
         for start in range(0, len(features), tokens):
             rows = slice(start, start + tokens)
@@ -77,7 +88,8 @@ class _LinearKL(torch.autograd.Function):
             total += torch.where(p_taught > 0, p_taught * (log_taught - log_p), 0).sum() / len(features)
             d_logits = (log_p.exp_().sub_(p_taught).div_(len(features))).to(dtype)
             d_features[rows] = d_logits @ table
-            d_weight += d_logits.mT @ operand
+            if d_weight is not None:
+                d_weight += d_logits.mT @ operand
         ctx.save_for_backward(d_features, d_weight)
         return total
 
@@ -85,7 +97,7 @@ class _LinearKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         d_features, d_weight = ctx.saved_tensors
-        return d_features * d_loss, d_weight * d_loss, None, None, None, None
+        return d_features * d_loss, None if d_weight is None else d_weight * d_loss, None, None, None, None
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

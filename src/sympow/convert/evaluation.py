@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sympow.convert.config import TextConfig
+from sympow.convert.distillation import rows_in_memory
 from sympow.convert.models import features, output_weight
 from sympow.data.dataset import TokenDataset
 from sympow.data.loader import Loader
@@ -114,13 +114,11 @@ def evaluate(
     model: Any,
     sequences: dict[int, Sequences],
     dtype: torch.dtype | None,
-    report: Callable[[], None] | None = None,
 ) -> dict[int, LossAtContext]:
     """Losses of a causal language model, by sequence length.
 
     Args:
         dtype: dtype of autocast; None: no autocast.
-        report: called after each batch.
     """
     weight = output_weight(model)
     results = {}
@@ -131,9 +129,10 @@ def evaluate(
             for inputs, targets in batches:
                 with torch.autocast(weight.device.type, dtype=dtype, enabled=dtype is not None):
                     hidden = features(model, inputs.to(weight.device))
-                losses.append(token_losses(hidden, weight, targets.to(weight.device), dtype=dtype).double().cpu())
-                if report is not None:
-                    report()
+                found = token_losses(
+                    hidden, weight, targets.to(weight.device), tokens=rows_in_memory(weight), dtype=dtype
+                )
+                losses.append(found.double().cpu())
             results[length] = _summary(torch.cat(losses))
     return results
 

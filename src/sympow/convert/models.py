@@ -32,18 +32,27 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
     Args:
         source: a folder that `save_pretrained` wrote, or a name on the Hub.
         dtype: dtype of the parameters; "auto": as they were saved.
+
+    Raises:
+        ValueError: there is no such model, or it lacks parameters.
     """
     transformers = require("transformers", "hf")
     path = Path(source)
     if path.exists() and not (path / CONFIG_FILE).is_file():
         raise ValueError(f"teacher must be a model of transformers, and {source} has no {CONFIG_FILE}")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype)
+        # Tensors of another shape are reported with the others below.
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, told = transformers.AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **options)
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"teacher must be a folder or the name of a model of transformers, got {str(source)!r}: {reason}"
         ) from error
+    # transformers would draw these at random. It also ignores tensors that the config does not describe. So do we,
+    # since many published models have some.
+    if absent := sorted({*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}):
+        raise ValueError(f"{source} lacks {', '.join(absent)} in the shapes that its {CONFIG_FILE} requires")
     return model.to(device).eval()
 
 

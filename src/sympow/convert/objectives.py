@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sympow.convert.distillation import linear_kl_divergence
+from sympow.convert.distillation import linear_kl_divergence, rows_in_memory
 from sympow.convert.models import decoder_layers, features, output_weight
 from sympow.data.loader import Batch
 from sympow.model.losses import linear_cross_entropy
@@ -148,7 +148,8 @@ class NextToken:
     def backward(self, batch: Batch, weight: float) -> Tensor:
         with _autocast(batch.inputs, self.dtype):
             learned = features(self.student, batch.inputs)
-        loss = linear_cross_entropy(learned, output_weight(self.student), batch.targets, dtype=self.dtype)
+        table = output_weight(self.student)
+        loss = linear_cross_entropy(learned, table, batch.targets, tokens=rows_in_memory(table), dtype=self.dtype)
         (loss * weight).backward()
         return loss.detach() * weight
 

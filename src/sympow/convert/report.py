@@ -11,7 +11,7 @@ from typing import Any
 
 from sympow.convert.evaluation import Evaluation, difference
 from sympow.convert.objectives import LAYER_ERROR
-from sympow.convert.stages import LOSSES, START, TEACHER, WITHOUT_MATCH, Stage
+from sympow.convert.stages import LOSSES, STAGES, START, TEACHER, WITHOUT_MATCH, Stage
 from sympow.files import write_atomically
 from sympow.report.plotting import (
     VARIANTS,
@@ -60,9 +60,9 @@ def write_report(
     draw_by_position(named, figures["Held-out loss by position"])
     draw_by_context(named, figures["Held-out loss by context"])
     curves = {
-        stage.name: (stage, read_metrics(out / "stages" / stage.name / METRICS_FILE))
+        stage.name: (stage, read_metrics(out / STAGES / stage.name / METRICS_FILE))
         for stage in stages
-        if (out / "stages" / stage.name / METRICS_FILE).is_file()
+        if (out / STAGES / stage.name / METRICS_FILE).is_file()
     }
     if curves:
         figures["Training"] = out / FIGURES / "training.png"

@@ -9,6 +9,8 @@ from sympow.convert.config import ConvertConfig
 
 Kind = Literal["match", "distill", "extend"]
 TEACHER, START, WITHOUT_MATCH = "teacher", "start", "without-match"
+# Folders of a conversion: of each stage, and of the evaluations.
+STAGES, EVALUATIONS = "stages", "evaluations"
 # What a stage minimizes, for progress and reports.
 LOSSES: dict[Kind, str] = {
     "match": "relative squared error of attention outputs",

@@ -185,6 +185,10 @@ class StageTraining:
         if newest is None:
             return
         path, content = newest
+        if content["step"] > self.steps:
+            raise ValueError(
+                f"{path} is of step {content['step']:,}, and stage {self.stage.name} has {self.steps:,} steps"
+            )
         self.loader.load_state_dict(content["progress"]["loader"])
         checkpoints.load(path, self.student, self.optimizer)
         self.step_number = content["step"]
