@@ -66,6 +66,34 @@ def test_a_language_model_becomes_one_by_its_folder(make, tokens, tmp_path):
     assert torch.equal(again(tokens()).logits, model(tokens()).logits)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("filled", [None, 0, 1], ids=["clamped", "zeros", "ones"])
+@torch.no_grad()
+def test_positions_of_padded_texts_change_nothing(classifier, make, tokens, side, filled):
+    """With the positions that transformers makes of a mask: of padding they repeat, as those of packed documents do."""
+    language_model, ids = make(), tokens(2, 9).clamp(max=48)
+    lengths = torch.tensor([[4], [9]])
+    mask = (torch.arange(9) >= 9 - lengths if side == "left" else torch.arange(9) < lengths).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    if filled is not None:
+        positions = positions.masked_fill(mask == 0, filled)
+    found = classifier(ids, attention_mask=mask, position_ids=positions).logits
+    logits = language_model(ids, attention_mask=mask, position_ids=positions).logits
+    for row in range(2):
+        text = ids[row : row + 1, mask[row] == 1]
+        assert_close(found[row : row + 1], classifier(text).logits, 1e-9, "scores")
+        assert_close(logits[row : row + 1, mask[row] == 1], language_model(text).logits, 1e-9, "logits")
+
+
+def test_inputs_that_are_missing_or_given_twice_are_refused(classifier, tokens):
+    embedded = torch.zeros(2, 12, 16, dtype=torch.float64)
+    for given in ({}, {"input_ids": tokens(), "inputs_embeds": embedded}):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds must be given"):
+            classifier(**given)
+    with pytest.raises(TypeError, match="past_key_values must be a SympowCache, got tuple"):
+        classifier(tokens(), position_ids=torch.arange(12)[None], past_key_values=())
+
+
 @pytest.mark.parametrize("marks", [{"cu_seq_lens_q": [0, 5, 12]}, {"position_ids": [[*range(5), *range(7)]]}], ids=str)
 def test_packed_documents_are_refused(classifier, tokens, marks):
     with pytest.raises(ValueError, match="scores of packed documents are not supported"):

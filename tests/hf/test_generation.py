@@ -373,6 +373,33 @@ class TestCache:
         with pytest.raises(ValueError, match="but 0 were recorded"):
             cache.crop(-1)
 
+    @pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+    @torch.no_grad()
+    def test_so_are_those_to_be_read_again_from_the_first_token_on(self, model, tokens, change):
+        ids = tokens(3, 9)
+        cache = SympowCache()
+        cache.activate_past_recording()
+        model(ids[:, :8], past_key_values=cache)
+        cache.crop(-3)
+        argument, rows = (2, [0, 0, 1, 1, 2, 2]) if "repeat" in change else (torch.tensor([2, 0]), [2, 0])
+        getattr(cache, change)(argument)
+        assert cache.batch_size == len(rows)
+        out = model(ids[rows, 5:7], past_key_values=cache)
+        assert_close(out.logits, model(ids[rows, :7]).logits[:, 5:], 1e-9, "logits")
+
+    @torch.no_grad()
+    def test_recording_ends_with_a_reset(self, model, tokens):
+        cache = SympowCache()
+        model.generate(tokens(1, 6), past_key_values=cache, max_new_tokens=4, prompt_lookup_num_tokens=2)
+        assert cache.is_recording_past()
+        cache.reset()
+        assert not cache.is_recording_past()
+        ids = tokens(1, 8)
+        out = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(8)]
+        assert_close(torch.cat(out, 1), model(ids).logits, 1e-9, "logits")
+        with pytest.raises(ValueError, match="but 0 were recorded"):
+            cache.crop(-1)
+
     def test_forgetting_everything(self, cache):
         cache.reset()
         assert cache.state is None

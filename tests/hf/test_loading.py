@@ -115,9 +115,20 @@ from sympow.hf import SympowConfig  # noqa: E402
 
 
 def test_an_older_transformers_is_refused():
-    check_version("5.0.0rc1")
     with pytest.raises(ImportError, match=r"sympow\.hf needs transformers 5 or newer, found 4\.57\.0"):
         check_version("4.57.0")
+
+
+def test_a_transformers_that_works_in_part_is_named_in_the_log(caplog):
+    check_version("5.17.0")
+    check_version("5.18rc1")
+    check_version("6.0.0")
+    assert not caplog.records
+    for version in ("5.0.0rc1", "5.16.2"):
+        check_version(version)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "needs transformers 5.17 or newer for assisted generation" in caplog.text
+    assert "found 5.16.2" in caplog.text
 
 
 def test_transformers_goes_on_where_registering_fails(monkeypatch):

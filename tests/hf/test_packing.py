@@ -88,6 +88,47 @@ def test_documents_do_not_start_behind_a_cache(make, tokens):
         model(ids, past_key_values=cache, position_ids=torch.tensor([[6, 7, 8, 0, 1, 2]]))
 
 
+@pytest.mark.parametrize("positions", [[5], [5, 6, 7]], ids=str)
+@torch.no_grad()
+def test_positions_that_continue_a_cache_change_nothing(make, tokens, positions):
+    model, ids = make(), tokens(1)
+    cache = model(ids[:, :5]).past_key_values
+    found = model(ids[:, 5 : 5 + len(positions)], past_key_values=cache, position_ids=torch.tensor([positions])).logits
+    assert_close(found, model(ids).logits[:, 5 : 5 + len(positions)], 1e-9, "logits")
+
+
+@pytest.mark.parametrize("positions", [[50], [0], [6], [40, 41, 42], [0, 1, 2]], ids=str)
+@torch.no_grad()
+def test_positions_that_do_not_continue_a_cache_are_refused(make, tokens, positions):
+    model, ids = make(), tokens(1)
+    cache = model(ids[:, :5]).past_key_values
+    more, where = ids[:, 5 : 5 + len(positions)], torch.tensor([positions])
+    with pytest.raises(ValueError, match=f"position_ids must continue .* past_key_values: .*; got {positions[0]} for"):
+        model(more, past_key_values=cache, position_ids=where)
+    assert cache.get_seq_length() == 5
+    # With a mask of all tokens, positions are known exactly.
+    with pytest.raises(ValueError, match="got 4 for the token after 5 others"):
+        model(ids[:, 5:6], torch.ones(1, 6), past_key_values=cache, position_ids=torch.tensor([[4]]))
+
+
+@pytest.mark.parametrize("counting", [False, True], ids=["texts", "padding too"])
+@torch.no_grad()
+def test_positions_of_padded_texts_continue_a_cache(make, tokens, pad_left, counting):
+    model, texts = make(), [row[:length] for row, length in zip(tokens(), (12, 7), strict=True)]
+    ids, mask = pad_left(texts)
+    positions = torch.arange(12).expand(2, -1) if counting else (mask.cumsum(1) - 1).clamp(min=0)
+    expected, cache, found = model(ids, attention_mask=mask).logits, None, []
+    for start, stop in ((0, 4), (4, 9), (9, 10), (10, 11), (11, 12)):
+        given = {"attention_mask": mask[:, :stop], "position_ids": positions[:, start:stop]}
+        out = model(ids[:, start:stop], past_key_values=cache, use_cache=True, **given)
+        cache = out.past_key_values
+        found.append(out.logits)
+    for row, text in enumerate(texts):
+        assert_close(torch.cat(found, 1)[row, -len(text) :], expected[row, -len(text) :], 1e-9, "logits")
+    with pytest.raises(ValueError, match="position_ids must continue"):
+        model(ids[:, :1], torch.ones(2, 13), positions[:, -1:] + 2, cache)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_refuses_positions_that_start_again(make, tokens):

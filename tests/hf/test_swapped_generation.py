@@ -334,6 +334,37 @@ def test_removed_tokens_leave_no_trace(swapped, tokens, layers, first):
         cache.layers[swapped_layers(model)[0]].crop(-1)
 
 
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+@torch.no_grad()
+def test_sequences_to_be_read_again_from_the_first_token_on_are_selected(swapped, tokens, change):
+    model, ids = swapped(), tokens(3, 9)
+    cache = DynamicCache(config=model.config)
+    for index in swapped_layers(model):
+        cache.layers[index] = StateLayer()
+    cache.activate_past_recording()
+    read(model, ids[:, :8], [8], cache)
+    cache.crop(-3)
+    argument, rows = (2, [0, 0, 1, 1, 2, 2]) if "repeat" in change else (torch.tensor([2, 0]), [2, 0])
+    getattr(cache, change)(argument)
+    assert all(layer.batch_size == len(rows) for layer in cache.layers)
+    found, _ = read(model, ids[rows, 5:7], [2], cache)
+    assert_close(found, model(ids[rows, :7], use_cache=False).logits[:, 5:], 1e-9, "logits")
+
+
+@torch.no_grad()
+def test_recording_ends_with_a_reset(swapped, tokens):
+    model, ids = swapped(), tokens(1, 8)
+    cache = DynamicCache(config=model.config)
+    model.generate(ids, past_key_values=cache, max_new_tokens=4, prompt_lookup_num_tokens=2, **GREEDY)
+    assert all(layer.record_past for layer in cache.layers)
+    cache.reset()
+    assert not any(layer.record_past for layer in cache.layers)
+    found, _ = read(model, ids, [1] * 8, cache)
+    assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
+    with pytest.raises(ValueError, match="but 0 were recorded"):
+        cache.layers[0].crop(-1)
+
+
 @pytest.mark.parametrize("layers", ["all", "every-other"])
 @torch.no_grad()
 def test_assisted_generation_gives_what_the_model_gives_alone(swapped, pretrained, tokens, layers):

@@ -180,10 +180,12 @@ def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
         (ValueError, "each once", {"layers": [1, 1]}),
         (TypeError, "layers must hold integers", {"layers": ["0"]}),
         (ValueError, "gating", {"gating": "soft"}),
-        (ValueError, "rotary", {"rotary": "soft"}),
+        (ValueError, "rotary must be one of 'none', .* 'half'; got 'soft'", {"rotary": "soft"}),
         (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'signed'", {"rotary": "signed"}),
         (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'grid'", {"rotary": "grid"}),
         (ValueError, "initial_gate must lie between 0 and 1", {"initial_gate": 1.0}),
+        (TypeError, "initial_gate must be a number, got NoneType", {"initial_gate": None}),
+        (TypeError, "initial_gate must be a number, got str", {"initial_gate": "a"}),
         (ValueError, "cache_policy", {"cache_policy": "soft"}),
     ]
     for kind, message, options in cases:
@@ -201,6 +203,13 @@ def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
         swap_attention(pretrained(num_hidden_layers=1), layers="every-other")
     with pytest.raises(ValueError, match="rotary must be 'none' for a model without a rotary embedding"):
         swap_attention(pretrained("gpt2"), rotary="fixed")
+
+
+@pytest.mark.parametrize("name", ["layer_idx", "cache_policy", "is_causal", "power", "gate"])
+def test_no_projection_takes_the_name_of_an_attribute(name):
+    q, k, v, o = (torch.nn.Linear(8, 8) for _ in range(4))
+    with pytest.raises(ValueError, match=f"names must not be those of the layer's attributes, got '{name}' for o"):
+        SwappedAttention.from_projections(q, k, v, o, width=8, heads=2, layer_idx=0, names={"o": name})
 
 
 def test_attention_dropout_is_said_not_to_be_applied(pretrained):

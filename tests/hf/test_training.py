@@ -10,7 +10,7 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 from support import assert_close
 from sympow.data.tokenizer import ByteTokenizer
-from sympow.hf import SympowConfig, SympowForCausalLM, to_fast_tokenizer
+from sympow.hf import SympowConfig, SympowForCausalLM, modeling, to_fast_tokenizer
 
 
 def gradients(model, **inputs):
@@ -56,6 +56,19 @@ def test_checkpointing_changes_no_gradient(make, tokens, reentrant):
     assert model(ids, use_cache=True).past_key_values is None
     model.gradient_checkpointing_disable()
     assert model(ids, use_cache=True).past_key_values is not None
+
+
+def test_a_cache_asked_for_with_checkpointing_is_said_not_to_be_made(make, tokens, caplog):
+    model, ids = make().train(), tokens()
+    model.gradient_checkpointing_enable()
+    # Other tests may have caused the message, which is logged once.
+    modeling.logger.warning_once.cache_clear()
+    assert model(ids).past_key_values is None
+    assert not caplog.records
+    for _ in range(2):
+        assert model(ids, use_cache=True).past_key_values is None
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "`use_cache=True` is incompatible with gradient checkpointing" in caplog.text
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from support import assert_close
-from sympow.layers import ConformalAttention
+from sympow.layers import ConformalAttention, SoftmaxAttention
 from sympow.ops import reference
 from sympow.ops.rotary import rotary_rates
 from sympow.ops.window import Window
@@ -115,12 +115,37 @@ def test_modules_and_names_that_do_not_fit_are_refused():
         (ValueError, "rates or max_document must be given for rotary='fixed'", (q, k, v, o), {"rotary": "fixed"}),
         (ValueError, "pairs must be one of", (q, k, v, o), {"pairs": "thirds"}),
         (ValueError, "names must be for q, k, v, o.*; got w", (q, k, v, o), {"names": {"w": "x"}}),
+        (ValueError, "names must differ, got 'k_proj' for both q and k", (q, k, v, o), {"names": {"q": "k_proj"}}),
+        (
+            ValueError,
+            "names must differ, got 'o_proj' for both q and o",
+            (q, None, None, o),
+            {"names": {"q": "o_proj"}},
+        ),
+        (ValueError, "names must not be empty or have dots, got 'a.b' for v", (q, k, v, o), {"names": {"v": "a.b"}}),
+        (TypeError, "names must hold strings, got 3 for v", (q, k, v, o), {"names": {"v": 3}}),
+        (ValueError, "bias must not be given: .*; got False", (q, k, v, o), {"bias": False}),
+        (TypeError, "rates must be a tensor, got list", (q, k, v, o), {"rates": [1.0, 0.1, 0.01]}),
         (ValueError, "initial_gate must lie between 0 and 1, got 1.5", (q, k, v, o), {"initial_gate": 1.5}),
         (ValueError, "heads must be a multiple of key_value_heads", (q, k, v, o), {"key_value_heads": 3}),
     ]
     for kind, message, given, options in cases:
         with pytest.raises(kind, match=message):
             around(*given, **options)
+
+
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+def test_no_module_takes_the_name_of_an_attribute(kind):
+    q, k, v, o = modules()
+    sizes = {"width": WIDTH, "heads": HEADS, "key_value_heads": KEY_HEADS, "head_dim": DIM}
+    layer = kind.from_projections(q, k, v, o, **sizes)
+    own = {"gate", "rotation", *dir(layer)} - {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for name in sorted(own):
+        with pytest.raises(ValueError, match=f"names must not be those of the layer's attributes, got '{name}' for v"):
+            kind.from_projections(q, k, v, o, names={"v": name}, **sizes)
+    # The name of a module that is not there is free.
+    fused = nn.Linear(WIDTH, (HEADS + 2 * KEY_HEADS) * DIM).double()
+    assert kind.from_projections(fused, None, None, o, names={"q": "k_proj"}, **sizes).k_proj is fused
 
 
 def test_a_rotation_with_rates_of_its_own_needs_max_document():

@@ -297,6 +297,10 @@ def test_the_fastest_rate_is_the_one_asked_for(kind):
         ("fixed", {"max_rate": math.nan}, "max_rate must be finite, got nan"),
         ("none", {"max_rate": 1.0}, "max_rate is for models with a rotation; got 1.0 with rotary='none'"),
         ("fixed", {"max_rate": 1.0, "rates": torch.ones(2)}, "max_rate cannot be combined with rates.*; got 1.0"),
+        ("fixed", {"rates": torch.tensor([1.0, math.nan])}, r"rates must be finite, got \[1.0, nan\]"),
+        ("scale", {"rates": torch.tensor([math.inf, 1.0])}, r"rates must be finite, got \[inf, 1.0\]"),
+        ("soft", {"rates": torch.ones(2)}, "rotary must be one of 'none', .* 'half'; got 'soft'"),
+        ("soft", {}, "rotary must be one of 'none', .* 'signed', 'grid'; got 'soft'"),
     ],
 )
 def test_rates_that_cannot_be_are_refused(kind, options, message):

@@ -208,6 +208,7 @@ def test_inputs_of_another_shape_are_named(shape):
         ({"heads": 4, "head_dim": 3}, ValueError, "head_dim must be even"),
         ({"heads": 4, "power": 3}, ValueError, "power must be even"),
         ({"heads": 4, "gating": "hard"}, ValueError, "gating must be one of"),
+        ({"heads": 4, "bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
         ({"heads": 4, "form": "quick"}, ValueError, "form must be one of"),
         ({"heads": 4, "backend": "quick"}, ValueError, "backend must be one of"),
         ({"heads": 4, "form": "recurrent", "chunk_size": 4}, ValueError, "chunk_size is for"),

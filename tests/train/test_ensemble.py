@@ -84,6 +84,33 @@ def test_each_model_has_its_own_rate_clipping_and_decay(decay):
             torch.testing.assert_close(stacked.get_parameter(name)[number], parameter, rtol=1e-7, atol=1e-9)
 
 
+def test_a_clip_norm_of_zero_clips_nothing():
+    models = models_of("conformal")
+    inputs, labels = rows_for(3)
+    found = []
+    for clip_norm in (0.0, 1e9):
+        stacked = stack(models)
+        training = StackedTraining(stacked, torch.full((3,), 1e-2), 3, warmup=0, clip_norm=clip_norm)
+        training.update(inputs, labels)
+        training.update(inputs, labels)
+        found.append(stacked.embedding.weight.detach())
+    assert (found[0] - stack(models).embedding.weight).abs().max() > 1e-3, "nothing was learned"
+    assert torch.equal(*found)
+
+
+def test_mistakes_in_training_are_named():
+    stacked = stack(models_of("gating"))
+    for count in (1, 4):
+        with pytest.raises(ValueError, match=rf"rates must be \(3,\), a rate for each model; got \({count},\)"):
+            StackedTraining(stacked, torch.full((count,), 1e-2), 3, warmup=1)
+    for clip_norm in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="clip_norm must be at least 0"):
+            StackedTraining(stacked, torch.full((3,), 1e-2), 3, warmup=1, clip_norm=clip_norm)
+    optimizer = StackedAdam(stacked.named_parameters(), torch.ones(3), 1.0)
+    with pytest.raises(ValueError, match=r"every parameter must have a gradient, (\d+) of \1 have none"):
+        optimizer.step(1.0)
+
+
 @pytest.mark.parametrize("length", [1, 2, 3, 9])
 def test_stacked_convolutions_of_rows_are_those_of_segments(length):
     models = models_of("gating", short_conv=4)
@@ -160,9 +187,13 @@ def test_schedule_rises_and_falls_to_zero():
     assert max(rates) == rates[10] == 1.0
     assert rates[55] == pytest.approx(0.5, abs=0.01)
     assert rates[100] < 1e-3
+    # Zero is reached one step after the last.
+    assert [schedule(step, 3, 1) for step in range(4)] == pytest.approx([0.5, 1.0, 0.5, 0.0])
 
 
 def test_models_that_cannot_be_stacked_are_refused():
+    with pytest.raises(ValueError, match="models must hold at least one model, got none"):
+        stack([])
     with pytest.raises(ValueError, match="same config"):
         stack([*models_of("gating", 1), *models_of("conformal", 1)])
     with pytest.raises(ValueError, match=r"gate.logit is not of a linear map"):

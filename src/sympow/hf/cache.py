@@ -196,9 +196,9 @@ class SympowCache(Cache):
         return self._length + new, 0
 
     def reset(self) -> None:
-        """Empties the cache."""
+        """Empties the cache, which then does not record tokens for `crop` any more."""
         self._state = self._decoding = self._before = self._recorded = self.pending = None
-        self._length, self._batch = 0, -1
+        self._length, self._batch, self._recording = 0, -1, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Sequence i becomes what sequence beam_idx[i] was."""
@@ -206,7 +206,8 @@ class SympowCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps some sequences of the batch, which may be repeated and reordered."""
-        if not self.is_initialized:
+        # After a crop to before the first token there is no state, but there may be tokens to prefill again.
+        if not self.is_initialized and self.pending is None:
             return
         if self._decoding is not None:
             selected = copy.copy(self._decoding)

@@ -10,16 +10,29 @@ from typing import Any, ClassVar
 
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from sympow.checks import check_at_least
 from sympow.layers.rotations import MAX_RATE
 from sympow.model.config import GPTConfig
 
+logger = logging.get_logger(__name__)
+
 
 def check_version(version: str) -> None:
-    """Refuses a transformers too old for this package."""
-    if int(version.partition(".")[0]) < 5:
+    """Refuses transformers before 5, and logs a warning about releases of 5 that the extra `hf` excludes.
+
+    Those are not refused: they load models and generate, but without an assistant model in some of them.
+    """
+    # A release candidate has a suffix, as in 5.17rc1.
+    release = [int(number) for number in re.findall(r"\d+", version)[:2]]
+    if release < [5]:
         raise ImportError(f"sympow.hf needs transformers 5 or newer, found {version}", name="transformers")
+    if release < [5, 17]:
+        logger.warning(
+            "sympow.hf needs transformers 5.17 or newer for assisted generation and for removing tokens from a cache, "
+            f"found {version}"
+        )
 
 
 check_version(transformers.__version__)

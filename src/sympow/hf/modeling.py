@@ -25,10 +25,11 @@ from transformers.modeling_outputs import (
     CausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
+from transformers.utils import logging
 
 from sympow.hf.cache import Segment, SympowCache
 from sympow.hf.config import SympowConfig
-from sympow.hf.packing import packed_offsets
+from sympow.hf.packing import check_continuation, packed_offsets
 from sympow.hf.registration import publish
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState
@@ -38,6 +39,8 @@ from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
 from sympow.ops.compilation import Sealed
+
+logger = logging.get_logger(__name__)
 
 # Marks projections into the residual stream, whose initial weights are smaller.
 INTO_RESIDUAL = "_into_residual"
@@ -139,10 +142,12 @@ class SympowModel(SympowPreTrainedModel):
             attention_mask: (b, t), or (b, past length + t); 0 for padding, at any place. Padding enters neither state
                 nor normalizer nor phase; its outputs are meaningless.
             position_ids: (b, t) or (1, t). The model counts positions itself and uses these only to find packed
-                documents, which start where they do not increase. Positions with gaps are refused.
+                documents, which start where they do not increase. Positions with gaps are refused, and after a cache
+                those that do not continue it.
             past_key_values: the past; updated in place unless use_cache is False.
             inputs_embeds: (b, t, hidden_size), in place of input_ids.
-            use_cache: whether to return the cache; None: as in the config, but never in training.
+            use_cache: whether to return the cache; None: as in the config, but never in training. With gradient
+                checkpointing in training it is always False.
             output_hidden_states: whether to return the input of every block, and the output of the last.
             return_dict: whether to return a ModelOutput, not a tuple.
             cu_seq_lens_q: offsets of packed documents, as transformers' collators call them; batch 1, without a cache.
@@ -152,14 +157,9 @@ class SympowModel(SympowPreTrainedModel):
         """
         if ignored.get("output_attentions"):
             raise ValueError("output_attentions must not be set: attention weights are never materialized")
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        if past_key_values is not None and not isinstance(past_key_values, SympowCache):
-            raise TypeError(f"past_key_values must be a SympowCache, got {type(past_key_values).__name__}")
+        shape, past_length = _shape(input_ids, inputs_embeds), _past_length(past_key_values)
         if output_hidden_states not in (None, False, True):
             raise ValueError(f"output_hidden_states must be True or False, for all layers; got {output_hidden_states}")
-        shape = input_ids.shape[:2] if input_ids is not None else inputs_embeds.shape[:2]  # type: ignore[union-attr]
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
         mask = _real_tokens(attention_mask, shape, past_length)
         offsets, packed_by = cu_seq_lens_q, "cu_seq_lens_q"
         if offsets is None:
@@ -168,6 +168,8 @@ class SympowModel(SympowPreTrainedModel):
             raise ValueError(
                 f"use_cache and past_key_values are not supported with packed documents; {packed_by} has some"
             )
+        if past_length and position_ids is not None:
+            check_continuation(position_ids, attention_mask, mask, past_length, shape)
         if inputs_embeds is None:
             assert input_ids is not None
             # The id of padding need not be in the vocabulary.
@@ -180,7 +182,10 @@ class SympowModel(SympowPreTrainedModel):
             inputs_embeds, mask = inputs_embeds.flatten(0, 1).unsqueeze(0), None
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and offsets is None
-        if self.gradient_checkpointing and self.training:
+        if use_cache and self.gradient_checkpointing and self.training:
+            logger.warning_once(
+                "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`."
+            )
             use_cache = False
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
@@ -383,9 +388,13 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
             use_cache: whether to return the cache; None: False.
             the rest: as in `SympowModel`. Packed documents are refused.
         """
-        shape = torch.Size((input_ids if inputs_embeds is None else inputs_embeds).shape[:2])  # type: ignore[union-attr]
+        shape, seq_idx = _shape(input_ids, inputs_embeds), others.get("seq_idx")
         offsets = others.get("cu_seq_lens_q")
-        if offsets is not None or packed_offsets(position_ids, others.get("seq_idx"), None, shape) is not None:
+        # The mask is not read where nothing can mark documents: that would synchronize with a GPU.
+        if offsets is None and (position_ids is not None or seq_idx is not None):
+            mask = _real_tokens(attention_mask, shape, _past_length(past_key_values))
+            offsets = packed_offsets(position_ids, seq_idx, mask, shape)
+        if offsets is not None:
             raise ValueError("input_ids must have one text in each row: scores of packed documents are not supported")
         features = self.model(
             input_ids=input_ids,
@@ -414,6 +423,24 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
         )
         by_name = self.config.return_dict if return_dict is None else return_dict
         return output if by_name else output.to_tuple()
+
+
+def _shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size:
+    """(b, t) of the inputs, input_ids (b, t) or inputs_embeds (b, t, hidden_size)."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    assert inputs is not None
+    return inputs.shape[:2]
+
+
+def _past_length(past_key_values: SympowCache | None) -> int:
+    """The number of tokens in a cache, 0 without one."""
+    if past_key_values is None:
+        return 0
+    if not isinstance(past_key_values, SympowCache):
+        raise TypeError(f"past_key_values must be a SympowCache, got {type(past_key_values).__name__}")
+    return past_key_values.get_seq_length()
 
 
 def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: int) -> Tensor | None:

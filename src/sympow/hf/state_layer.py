@@ -135,7 +135,8 @@ class StateLayer(CacheLayerMixin):
     def batch_size(self) -> int:
         """The number of sequences, or −1 before the first token."""
         if self.past is None:
-            return -1
+            # After a crop to before the first token, all tokens that are left are to be prefilled again.
+            return -1 if self.pending is None else self.pending.mask.shape[0]
         return self.past.batch if isinstance(self.past, State) else self.past.count.shape[0]
 
     def get_seq_length(self) -> int:
@@ -156,8 +157,8 @@ class StateLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Empties the cache."""
-        self.past, self._open, self._length, self.is_initialized = None, False, 0, False
+        """Empties the cache, which then does not record tokens for `crop` any more."""
+        self.past, self._open, self._length, self.is_initialized, self.record_past = None, False, 0, False, False
         self._before = self._recorded = self.pending = None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -174,7 +175,7 @@ class StateLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence, copies next to each other."""
-        if self.past is not None:
+        if self.batch_size >= 0:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:

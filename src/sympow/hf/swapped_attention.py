@@ -41,6 +41,7 @@ class SwappedAttention(ConformalAttention):
     """
 
     is_causal = True
+    _own_names = ConformalAttention._own_names | {"layer_idx", "cache_policy"}
 
     def __init__(
         self, width: int, heads: int, *, layer_idx: int, cache_policy: CachePolicy = "auto", **others: Any

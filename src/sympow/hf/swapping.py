@@ -31,7 +31,7 @@ from transformers import (
     modeling_utils,
 )
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, check_finite
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
 from sympow.hf.modeling import initialize_own_module
@@ -169,6 +169,7 @@ def _prepare(
     if hasattr(model.config, "sympow_attention"):
         raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
     check_choice("cache_policy", others["cache_policy"], CACHE_POLICIES)
+    check_finite("initial_gate", initial_gate)
     if around := _models_around(model):
         raise ValueError(
             f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "

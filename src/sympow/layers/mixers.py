@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, softmax_attention
-from sympow.ops.validation import BACKENDS, FORMS, check_chunk_size, check_positive, check_power
+from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
 
@@ -101,6 +101,10 @@ class Mixer(nn.Module, ABC):
     """
 
     backend: Backend = "auto"
+    # Attributes that a constructor sets, which modules of another layer must not replace.
+    _own_names: ClassVar[frozenset[str]] = frozenset(
+        ("width", "heads", "key_value_heads", "head_dim", "projections", "gate", "rotation", "short_conv")
+    )
 
     def __init__(
         self,
@@ -121,6 +125,7 @@ class Mixer(nn.Module, ABC):
     ) -> None:
         super().__init__()
         check_positive("max_document", max_document)
+        check_bool("bias", bias)
         shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
         self.width = width
         self.heads, self.key_value_heads, self.head_dim = shape.heads, shape.key_value_heads, shape.head_dim
@@ -186,8 +191,9 @@ class Mixer(nn.Module, ABC):
             q_norm, k_norm: norms of each query and each key, (…, d) to (…, d), before the rotation.
             out_dropout: a module that is applied to the output of `o`.
             names: names of the modules in this layer, by the names of the arguments; by default q_proj, k_proj, v_proj
-                and o_proj, or qkv_proj and o_proj, with q_norm, k_norm and out_dropout.
-            others: power, gating, initial_gate, form, and so on.
+                and o_proj, or qkv_proj and o_proj, with q_norm, k_norm and out_dropout. They must differ from each
+                other and from the layer's own attributes.
+            others: power, gating, initial_gate, form, and so on; not bias, which the modules have or have not.
 
         Example:
             >>> q, k, v, o = (torch.nn.Linear(64, 64) for _ in range(4))
@@ -195,6 +201,8 @@ class Mixer(nn.Module, ABC):
         """
         if (k is None) != (v is None):
             raise ValueError("k and v must both be modules, or both None if q projects to all three")
+        if "bias" in others:
+            raise ValueError(f"bias must not be given: q, k, v and o keep the biases they have; got {others['bias']!r}")
         if rotary is None:
             rotary = "none" if rates is None else "fixed"
         if rotary != "none" and rates is None and "max_document" not in others:
@@ -208,6 +216,7 @@ class Mixer(nn.Module, ABC):
         named |= {"q_norm": "q_norm", "k_norm": "k_norm", "out_dropout": "out_dropout"} | dict(names or {})
         if unknown := sorted(named.keys() - given.keys()):
             raise ValueError(f"names must be for {', '.join(given)}; got {', '.join(unknown)}")
+        cls._check_names({argument: named[argument] for argument in modules})
         gating = others.get("gating", "scalar")
         shape = HeadShape.resolve(width, heads, key_value_heads, head_dim, in_pairs=acts_on_pairs(gating, rotary))
         how: dict[str, Any] = {
@@ -243,6 +252,21 @@ class Mixer(nn.Module, ABC):
             for new in (layer.gate, layer.rotation):
                 new.to(device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
         return layer
+
+    @classmethod
+    def _check_names(cls, names: Mapping[str, str]) -> None:
+        """Raises unless modules can have these names in the layer, by the arguments they came as."""
+        bare, by_name = nn.Module(), dict[str, str]()
+        for argument, name in names.items():
+            if not isinstance(name, str):
+                raise TypeError(f"names must hold strings, got {name!r} for {argument}")
+            if not name or "." in name:
+                raise ValueError(f"names must not be empty or have dots, got {name!r} for {argument}")
+            if name in by_name:
+                raise ValueError(f"names must differ, got {name!r} for both {by_name[name]} and {argument}")
+            if name in cls._own_names or hasattr(cls, name) or hasattr(bare, name):
+                raise ValueError(f"names must not be those of the layer's attributes, got {name!r} for {argument}")
+            by_name[name] = argument
 
     @property
     def device(self) -> torch.device:
@@ -377,6 +401,8 @@ class ConformalAttention(Mixer):
         >>> y, state = layer(torch.randn(1, 100, 64))
         >>> y, state = layer(torch.randn(1, 1, 64), state)
     """
+
+    _own_names = Mixer._own_names | {"power", "form", "chunk_size"}
 
     def __init__(
         self,

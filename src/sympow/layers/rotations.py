@@ -292,11 +292,15 @@ def make_rotation(
             WITH_GIVEN_RATES take them.
         max_rate: θ_1, radians per token of the fastest pair; the paper's is 2π.
     """
-    check_choice("rotary", kind, ROTATIONS)
+    if rates is not None:
+        # Before the choice of kinds, since it says why some of them do not take rates.
+        check_takes_rates(kind)
+    check_choice("rotary", kind, ROTATIONS if rates is None else WITH_GIVEN_RATES)
     check_rotation_settings(kind, max_rate)
     check_rotation_dim(kind, head_dim)
     if rates is not None:
-        check_takes_rates(kind)
+        if not isinstance(rates, Tensor):
+            raise TypeError(f"rates must be a tensor, got {type(rates).__name__}")
         if max_rate != MAX_RATE:
             raise ValueError(f"max_rate cannot be combined with rates, which have a fastest one; got {max_rate}")
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
@@ -304,6 +308,8 @@ def make_rotation(
             f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
             f"got {tuple(rates.shape)}"
         )
+    if rates is not None and not rates.is_meta and not rates.isfinite().all():
+        raise ValueError(f"rates must be finite, got {rates.tolist()}")
     if kind == "none":
         return NoRotation()
     if rates is None:

@@ -167,9 +167,11 @@ def stack(models: Sequence[GPT]) -> GPT:
     """One model that computes all of them: `features` takes tokens (n · b, t), the rows of each model together.
 
     Raises:
-        ValueError: the models differ in shape, or have parameters outside linear maps, norms, embeddings, step
-            sizes and short convolutions.
+        ValueError: there are no models, or they differ in shape, or have parameters outside linear maps, norms,
+            embeddings, step sizes and short convolutions.
     """
+    if not models:
+        raise ValueError("models must hold at least one model, got none")
     if any(model.config != models[0].config for model in models):
         raise ValueError("models must have the same config")
     stacked = copy.deepcopy(models[0])
@@ -257,7 +259,7 @@ class StackedAdam:
     Args:
         named: parameters by name, (n, …) each.
         rates: the learning rate of each model, (n,).
-        clip_norm: largest norm of a model's gradient.
+        clip_norm: largest norm of a model's gradient; 0: no clipping.
         weight_decay: of those parameters that `sympow.train.optimizer` decays.
     """
 
@@ -266,19 +268,28 @@ class StackedAdam:
     ) -> None:
         parameters: dict[str, Tensor] = dict(named)
         self._parameters = list(parameters.values())
+        members = len(self._parameters[0])
+        if rates.shape != (members,):
+            raise ValueError(f"rates must be ({members},), a rate for each model; got {tuple(rates.shape)}")
+        if not clip_norm >= 0:
+            raise ValueError(f"clip_norm must be at least 0, which is no clipping; got {clip_norm}")
         self._decayed = [x for name, x in parameters.items() if is_decayed(name, x.ndim - 1)] if weight_decay else []
         self._rates, self._clip_norm, self._weight_decay, self._step = rates, clip_norm, weight_decay, 0
         self._sizes = [x[0].numel() for x in self._parameters]
-        self._first, self._second = (self._parameters[0].new_zeros(len(rates), sum(self._sizes)) for _ in range(2))
+        self._first, self._second = (self._parameters[0].new_zeros(members, sum(self._sizes)) for _ in range(2))
 
     @torch.no_grad()
     def step(self, schedule: float) -> None:
         """One update, the learning rates multiplied by `schedule`; clears the gradients."""
+        gradients = [x.grad.flatten(1) for x in self._parameters if x.grad is not None]
+        if missing := len(self._parameters) - len(gradients):
+            raise ValueError(f"every parameter must have a gradient, {missing} of {len(self._parameters)} have none")
         self._step += 1
         first_bias, second_bias = (1 - beta**self._step for beta in BETAS)
-        gradient = torch.cat([x.grad.flatten(1) for x in self._parameters if x.grad is not None], dim=1)
-        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
-        gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        gradient = torch.cat(gradients, dim=1)
+        if self._clip_norm:
+            norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+            gradient.mul_((self._clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self._first.lerp_(gradient, 1 - BETAS[0])
         self._second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
         change = self._first * (-schedule / first_bias * self._rates).unsqueeze(1)
@@ -305,7 +316,11 @@ class StackedAdam:
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, then a cosine to zero at the last step; `step` counts from 0."""
+    """The factor on learning rates: linear warm-up, then a cosine; `step` counts from 0.
+
+    The cosine is zero at `step` = `steps`, one step after the last, so that the last one still learns:
+    `OptimizerConfig.rate_at` reaches its end at the last step instead.
+    """
     if step < warmup:
         return (step + 1) / (warmup + 1)
     return (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))) / 2
@@ -320,7 +335,7 @@ class StackedTraining:
         rates: learning rates, (n,).
         steps: updates in all, for the schedule.
         warmup: steps over which learning rates rise.
-        clip_norm: largest norm of a model's gradient.
+        clip_norm: as in `StackedAdam`.
         weight_decay: as in `StackedAdam`.
         key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
             a task is learned much faster without it.
