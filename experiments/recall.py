@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sympow.checks import check_choice
 from sympow.experiments import VARIANTS, RecallSweep
 
 TAPS = 4
@@ -39,6 +40,7 @@ CPU_MODELS = ("gating-w64-4x16", "softmax-w128")
 
 def recall(size: str) -> list[RecallSweep]:
     """Multi-query associative recall as zoology trains it: accuracy against the size of the state, p = 2 and 4."""
+    check_choice("scale", size, ("cpu", "small"))
     if size == "cpu":
         # Seconds: a test that everything works, not a measurement.
         return [
@@ -58,8 +60,6 @@ def recall(size: str) -> list[RecallSweep]:
             )
             for name in CPU_MODELS
         ]
-    if size != "small":
-        raise ValueError(f"recall has the scales 'cpu' and 'small'; got {size!r}")
     return [
         RecallSweep(
             name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sympow.checks import check_choice
 from sympow.experiments import VARIANTS, Sweep
 
 TASKS = ("parity", "count3", "count5", "count8", "s3", "d4", "a5", "copy", "induction")
@@ -73,6 +74,7 @@ def tracking_longer(size: str) -> list[Sweep]:
 
 
 def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], **changes: Any) -> Sweep:
+    check_choice("scale", size, ("cpu", "small"))
     if size == "cpu":
         # Seconds: a test that everything works, not a measurement.
         return Sweep(
@@ -83,8 +85,6 @@ def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], 
             seeds=(0,),
             **{"length": 20, "steps": 12, "rows": 8, "warmup": 4, "evaluation_rows": 8, **changes},
         )
-    if size != "small":
-        raise ValueError(f"state tracking has the scales 'cpu' and 'small'; got {size!r}")
     return Sweep(
         name,
         {"layers": 2, "width": 128, "heads": 4, **model},

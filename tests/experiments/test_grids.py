@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sympow.experiments import SCALES, VARIANTS
-from sympow.experiments.grid import describe, find_experiments, runs_of, settings_of
+from sympow.experiments import SCALES, VARIANTS, Evaluation
+from sympow.experiments.grid import describe, differences, find_experiments, runs_of, settings_of
 from sympow.train.config import TrainConfig, paper
 
 EXPERIMENTS = find_experiments(Path(__file__).parents[2] / "experiments")
@@ -98,7 +98,8 @@ def test_the_papers_scale_is_the_papers():
 
 def test_variants_are_models():
     for name, fields in VARIANTS.items():
-        assert TrainConfig().changed(**fields), name
+        found = settings_of(TrainConfig().changed(**fields))
+        assert {key: found[key] for key in fields} == fields, name
 
 
 def test_an_experiment_is_a_function_of_a_scale(folder):
@@ -108,15 +109,52 @@ def test_an_experiment_is_a_function_of_a_scale(folder):
     (folder / "more.py").write_text("def pair(scale): return []\n")
     with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
         find_experiments(folder)
+    (folder / "mine.py").unlink()
     with pytest.raises(ValueError, match="pair has no runs at scale 'cpu'"):
-        runs_of(lambda_named_pair, SCALES["cpu"]())
+        runs_of(find_experiments(folder)["pair"], SCALES["cpu"]())
+    (folder / "more.py").unlink()
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(folder))} has no experiment: a function"):
+        find_experiments(folder)
 
 
-def lambda_named_pair(scale):
-    return []
+def test_a_default_folder_without_experiments_is_named(tmp_path, monkeypatch):
+    (tmp_path / "experiments").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"^experiments has no experiment: a function"):
+        find_experiments()
 
 
-lambda_named_pair.__name__ = "pair"
+def test_two_runs_of_one_name_are_refused_unless_they_are_the_same(scale):
+    def same(scale):
+        return [scale.run("gating", context=32, title="x"), scale.run("gating", context=32, title="x")]
+
+    def rates(scale):
+        return [scale.run("gating", context=32, title="x", learning_rate=rate) for rate in (1e-3, 2e-3)]
+
+    def evaluations(scale):
+        return [scale.run("gating", context=32, evaluation=Evaluation(documents=count)) for count in (2, 3)]
+
+    assert len(runs_of(same, scale)) == 1
+    name = "gating_p2_c32_x_s0"
+    with pytest.raises(ValueError, match=f"^rates has two runs of the name {name}: learning_rate 0.001 and 0.002"):
+        runs_of(rates, scale)
+    with pytest.raises(ValueError, match=r"evaluations has two runs of the name gating_p2_c32_s0: .*documents=3"):
+        runs_of(evaluations, scale)
+
+
+def test_tokens_are_counted_in_the_batches_of_the_run(scale):
+    run = scale.run("gating", context=32, tokens=6_400, batch_tokens=128)
+    assert (run.tokens, run.config.run.steps) == (6_400, 50)
+    assert scale.run("gating", context=32, tokens=6_400).config.run.steps == 100
+    with pytest.raises(ValueError, match="tokens and steps exclude each other, got tokens=6400 and steps=3"):
+        scale.run("gating", context=32, tokens=6_400, steps=3)
+    with pytest.raises(ValueError, match="tokens must be at least 64, got 63"):
+        scale.run("gating", context=32, tokens=63)
+
+
+def test_what_a_run_learns_does_not_depend_on_when_it_counts_as_hanging(scale):
+    runs = [scale.changed(hang_after=seconds).run("gating", context=32) for seconds in (0, 600)]
+    assert differences(runs[0].config, runs[1].config) == []
 
 
 def grown(scale, loss):

@@ -36,10 +36,23 @@ def test_what_does_not_fit_waits_and_what_is_shorter_goes_first(runs):
     assert [allocation.seconds for allocation in allocations] == [10, 6, 6]
 
 
-def test_a_run_longer_than_the_limit_has_a_allocation_to_itself(runs):
+def test_a_run_longer_than_the_limit_goes_last_and_is_resumed_by_the_next_commands(runs):
     allocations = pack(runs, times(runs, 30, 1, 1, 1, 1), jobs=2, limit=10)
-    assert names(allocations[0])[0] == 0
-    assert sorted(seed for allocation in allocations for seed in names(allocation)) == [0, 1, 2, 3, 4]
+    assert [names(allocation) for allocation in allocations] == [[1, 2, 3, 4, 0], [0], [0]]
+    # Eight seconds of the first command are left for it, and ten of each of two more.
+    assert [(allocation.seconds, allocation.commands) for allocation in allocations] == [(10, 1), (10, 2), (2, 1)]
+
+
+def test_the_plan_of_many_commands_is_short(runs):
+    allocations = pack(runs, times(runs, *[1e6] * 5), jobs=2, limit=1)
+    assert len(allocations) < 10
+    assert sum(allocation.commands for allocation in allocations) == 3_000_000
+    assert names(allocations[0]) == [0, 1]
+
+
+def test_an_interrupted_run_comes_first(runs):
+    allocations = pack(runs, times(runs, 6, 6, 6, 1, 1), jobs=1, limit=10, begun={runs[2].name})
+    assert [names(allocation) for allocation in allocations] == [[2, 3, 4], [0], [1]]
 
 
 def row(run, seconds, **changes):

@@ -1,7 +1,9 @@
 """Recall sweeps: their rows, early ends, time limits and continuing, the command and the report."""
 
 import json
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 from sympow.cli.app import app
 from sympow.data.multi_query_recall import draw_recall
 from sympow.experiments import RecallSweep
+from sympow.experiments.locks import locked
 from sympow.experiments.recall_sweep import best_recall
 from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep
 from sympow.experiments.sweep_runner import run_sweeps
@@ -81,7 +84,6 @@ def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, m
     assert continued.curves == whole.curves
     for name in ("overall", "by_shape", "validation", "best_rate", "steps"):
         assert continued.rows["recall_tiny"][name] == whole.rows["recall_tiny"][name]
-    assert list(checkpoint.parent.iterdir()) == []
 
 
 def test_a_sweep_that_is_killed_in_its_evaluation_is_not_trained_again(tmp_path, monkeypatch):
@@ -92,6 +94,84 @@ def test_a_sweep_that_is_killed_in_its_evaluation_is_not_trained_again(tmp_path,
             run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint)
     monkeypatch.setattr(StackedTraining, "update", None)
     assert run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint).curves == whole.curves
+
+
+def test_a_sweep_whose_results_cannot_be_written_is_not_trained_again(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SweepResults, "write", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            run_sweeps([TINY], SweepResults.read(tmp_path, "mine"), "cpu", str, None, lambda _: None, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine_tiny.sweep"]
+    monkeypatch.setattr(StackedTraining, "update", None)
+    results = SweepResults.read(tmp_path, "mine")
+    assert run_sweeps([TINY], results, "cpu", str, None, lambda _: None, tmp_path / "out") == []
+    assert list(SweepResults.read(tmp_path, "mine").rows) == ["recall_tiny"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_two_commands_keep_each_others_results(tmp_path):
+    both = [SweepResults.read(tmp_path, "mine") for _ in range(2)]
+    for name, results in zip("ab", both, strict=True):
+        assert run_sweeps([replace(TINY, name=name)], results, "cpu", str, None, lambda _: None, tmp_path / "out") == []
+    stored = SweepResults.read(tmp_path, "mine")
+    assert list(stored.rows) == list(stored.curves) == ["recall_a", "recall_b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.accuracy.jsonl", "mine.jsonl", "out"]
+
+
+def test_results_that_are_added_at_the_same_time_are_all_kept(tmp_path):
+    def add(first):
+        results = SweepResults.read(tmp_path, "mine")
+        for number in range(first, first + 20):
+            row = {str(number): {"run": str(number)}}
+            results.add(SweepResults(Path(), "one", row, row))
+
+    threads = [threading.Thread(target=add, args=(first,)) for first in (0, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stored = SweepResults.read(tmp_path, "mine")
+    assert stored.rows.keys() == stored.curves.keys() == {str(n) for n in (*range(20), *range(100, 120))}
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_sweep_that_another_command_trains_is_left_to_it(tmp_path, monkeypatch, jobs):
+    said, others = [], SweepResults.read(tmp_path, "mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(StackedTraining, "update", None)
+        with locked(tmp_path / "out" / "mine_tiny.sweep"):
+            assert run_sweeps([TINY], others, "cpu", str, None, said.append, tmp_path / "out", jobs=jobs) == ["tiny"]
+    assert said == ["tiny: another command is training it"]
+    assert not others.table.exists()
+    results = SweepResults.read(tmp_path, "mine")
+    assert run_sweeps([TINY], results, "cpu", str, None, said.append, tmp_path / "out") == []
+    monkeypatch.setattr(StackedTraining, "update", None)
+    assert run_sweeps([TINY], others, "cpu", str, None, said.append, tmp_path / "out", jobs=jobs) == []
+    assert said[-1] == "tiny: done by another command"
+    assert list(others.rows) == ["recall_tiny"]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_written_keeps_the_one_before(tmp_path, monkeypatch):
+    checkpoint, asked = tmp_path / "tiny.sweep", StopRequest()
+    asked.signal = "SIGTERM"
+    with pytest.raises(StoppedError):
+        run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint, interruption=asked)
+    before = checkpoint.read_bytes()
+
+    def fill(state, file):
+        Path(file).write_bytes(b"some") if isinstance(file, Path) else file.write(b"some")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fill)
+        with pytest.raises(OSError, match="No space left"):
+            run_sweep(TINY, "cpu", "a command", checkpoint=checkpoint, interruption=asked)
+    assert checkpoint.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\x03\x04" + bytes(40)])
@@ -150,6 +230,11 @@ def test_mistakes_are_named():
         ("weight_decay", -1, "weight_decay must be at least 0, got -1"),
         ("weight_decay", float("nan"), "weight_decay must be finite"),
         ("target", float("inf"), "target must be finite"),
+        ("mixture", (), "mixture must not be empty"),
+        ("evaluation", (), "evaluation must not be empty"),
+        ("seeds", (0, -1), "seeds must be at least 0, got -1"),
+        ("tokens_known", 2**15 + 2, "tokens_known must be at most 32,768, which is what the int16"),
+        ("mixture", ((2**16, 1), (16, 2)), "the length of a shape of mixture must be at most 32,768"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(TINY, **{name: value})

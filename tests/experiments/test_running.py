@@ -2,21 +2,25 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
 
 import pytest
+import torch
 from experiment_settings import TINY
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
-from sympow.experiments import grid
+from sympow.experiments import grid, runner
+from sympow.experiments.console import print_rows
+from sympow.experiments.runner import RunnerConfig, run_all
 from sympow.experiments.store import Store, read_results, read_rows, read_table, write_result
 from sympow.experiments.worker import STOPPED, JobSpec, work, write_job
 from sympow.report.run_collection import collect
@@ -45,9 +49,10 @@ def row_of(run, out):
     return Store(out / "results", out).row(run)
 
 
-def command(folder, tmp_path, *arguments):
+def command(folder, tmp_path, *arguments, device="cpu"):
     settings = [flag for name, value in TINY.items() if name != "context" for flag in ("--set", f"{name}={value}")]
-    where = ["--folder", folder, "--out", tmp_path / "runs", "--results", tmp_path / "results", "--device", "cpu"]
+    where = ["--folder", folder, "--out", tmp_path / "runs", "--results", tmp_path / "results"]
+    where += [] if device is None else ["--device", device]
     result = CliRunner().invoke(app, ["experiment", *map(str, [*arguments, *where]), *settings])
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
@@ -253,6 +258,47 @@ def test_a_table_keeps_runs_that_the_grid_does_not_have_now(scale, tmp_path):
     assert [run.name for run in read_table(tmp_path / "one.jsonl")] == [runs[n].name for n in (1, 0, 2)]
 
 
+def put(run, out, loss=1.0, **numbers):
+    """Writes a made-up result of a run into its folder."""
+    row = {"run": run.name, "variant": run.variant, "status": "done", "final_loss": loss, "heldout_loss": loss}
+    about = {"changes": run.changes, "config": asdict(run.config), "total_seconds": 1, **numbers}
+    (out / run.name).mkdir(parents=True, exist_ok=True)
+    write_result(out / run.name, {**row, **about}, {"metrics": {}})
+
+
+@pytest.mark.parametrize("of_other", [{0}, {1}], ids=["not of the grid", "of the grid"])
+def test_a_table_keeps_what_another_command_has_added(scale, tmp_path, of_other):
+    """Of which this command knows nothing: a grid that has grown since, or another folder of runs."""
+    runs = [scale.run("gating", context=32, seed=seed) for seed in range(2)]
+    one, other = (Store(tmp_path / "results", tmp_path / name) for name in ("one", "other"))
+    put(runs[0], tmp_path / "one")
+    put(runs[1], tmp_path / "other", loss=2.0)
+    other.write("mine", runs)
+    assert one.state(runs[1]) == "new"
+    (table, _) = one.write("mine", runs[:1] if of_other == {0} else runs)
+    assert [(run.name, run.row["final_loss"]) for run in read_table(table)] == [(runs[0].name, 1), (runs[1].name, 2)]
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["mine.curves.jsonl", "mine.jsonl"]
+
+
+def test_a_run_that_was_begun_with_other_settings_is_refused(folder, scale, tmp_path):
+    settings = {name: value for name, value in TINY.items() if name != "context"}
+    (run,) = (run for run in runs_of_pair(folder, settings) if run.variant == "gating")
+    begun = tmp_path / "runs" / run.name
+    begun.mkdir(parents=True)
+    (begun / "config.yaml").write_text(run.config.changed(learning_rate=0.5, vocab_size=300, save_every=7).to_yaml())
+    for plan in ([], ["--plan"]):
+        code, output = command(folder, tmp_path, "pair", *plan)
+        assert code == 2
+        assert "is of another config: learning_rate 0.5 and 0.003. Choose other folders" in output
+    assert [path.name for path in begun.iterdir()] == ["config.yaml"]
+    (begun / "config.yaml").write_text(run.config.changed(vocab_size=300, save_every=7).to_yaml())
+    assert Store(tmp_path / "results", tmp_path / "runs").state(run) == "begun"
+
+
+def runs_of_pair(folder, settings):
+    return grid.runs_of(grid.find_experiments(folder)["pair"], grid.cpu().changed(**settings))
+
+
 def test_tables_that_disagree_are_refused(scale, tmp_path):
     run = scale.run("gating", context=32)
     for table, loss in (("one", 2.5), ("another", 2.25)):
@@ -268,11 +314,182 @@ def test_tables_that_disagree_are_refused(scale, tmp_path):
     assert [row["final_loss"] for row in read_rows(tmp_path / "one.jsonl")] == [2.5]
 
 
-def test_nothing_is_started_that_will_not_end_in_time(folder, tmp_path):
-    code, output = command(folder, tmp_path, "pair", "--minutes", 0.01)
+class Silent:
+    """A display that keeps what was started, and whether it was resumed."""
+
+    def __init__(self):
+        self.runs = []
+
+    def started(self, run, seconds, resumed):
+        self.runs.append((run.name, resumed))
+
+    def __getattr__(self, name):
+        return lambda *_: None
+
+
+def sleeping(run, scale, config, index):
+    """In the place of `_start`: a run that writes its config and never ends."""
+    (config.out / run.name).mkdir(parents=True, exist_ok=True)
+    (config.out / run.name / "config.yaml").write_text(run.config.to_yaml())
+    return subprocess.Popen(["sleep", "100"], start_new_session=True)
+
+
+def test_a_run_longer_than_any_limit_is_begun_and_resumed_by_the_next_command(scale, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_start", sleeping)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    runs, slow = [scale.run("gating", context=32, seed=seed) for seed in range(2)], replace(scale, startup_seconds=700)
+    for command_number in range(2):
+        config = RunnerConfig(tmp_path, 1, 0.2, "cpu", str, lambda: runs)
+        display = Silent()
+        outcome = run_all(runs[::-1], slow, config, Store(tmp_path / "results", tmp_path), display)
+        assert display.runs == [(runs[1].name, command_number == 1)]
+        assert (outcome.stopped, outcome.not_started) == ([runs[1].name], [runs[0].name])
+
+
+def test_nothing_is_started_that_the_next_command_could_finish(scale):
+    runs = [scale.run("gating", context=32, seed=seed) for seed in range(2)]
+    first, second = (run.name for run in runs)
+    assert runner._next(runs, {first: 8, second: 9}, (), left=5, limit=10) is None
+    assert runner._next(runs, {first: 8, second: 5}, (), left=5, limit=10) is runs[1]
+    assert runner._next(runs, {first: 8, second: 9}, {second}, left=5, limit=10) is runs[1]
+    # One that no command could finish, once nothing else fits.
+    assert runner._next(runs, {first: 11, second: 5}, (), left=5, limit=10) is runs[1]
+    assert runner._next(runs, {first: 11, second: 6}, (), left=5, limit=10) is runs[0]
+
+
+def test_a_time_limit_below_a_runs_estimate_is_kept(folder, tmp_path):
+    code, output = command(folder, tmp_path, "pair", "--minutes", 0.001)
     assert code == 0, output
+    assert "gating_p2_c32_s0: started" in output
+    assert "gating_p2_c32_s0: stopped; the same command resumes it" in output
     assert "2 of 2 runs are left" in output
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["gating_p2_c32_s0"]
+
+
+def test_an_error_leaves_no_process_behind(scale, tmp_path, monkeypatch):
+    """Neither a worker that does not stop when it is asked to, nor the processes that it started."""
+    runs = [scale.run("gating", context=32, seed=seed) for seed in range(2)]
+    reader, writer = os.pipe()
+    processes = []
+
+    def start(run, scale, config, index):
+        if run is runs[1]:
+            put(run, config.out)
+            return subprocess.Popen(["true"], start_new_session=True)
+        # The second in a session of its own, as torchrun starts the processes of a run.
+        shell = "trap '' TERM; sleep 100 & setsid sleep 100 & wait; wait; wait"
+        processes.append(subprocess.Popen(["sh", "-c", shell], start_new_session=True, pass_fds=[writer]))
+        os.close(writer)
+        return processes[0]
+
+    def fail():
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runner, "_start", start)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "GRACE_SECONDS", 0.3)
+    config = RunnerConfig(tmp_path, 2, None, "cpu", str, fail)
+    with pytest.raises(OSError, match="No space left"):
+        run_all(runs, scale, config, Store(tmp_path / "results", tmp_path), Silent())
+    assert processes[0].returncode == -signal.SIGKILL
+    # At its end once no process has the other end.
+    assert select.select([reader], [], [], 10)[0]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_a_second_ctrl_c_ends_the_workers_at_once(scale, tmp_path, monkeypatch):
+    processes = []
+
+    def start(*given):
+        processes.append(sleeping(*given))
+        return processes[-1]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "_start", start)
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    display = Silent()
+    display.update = interrupted
+    run = scale.run("gating", context=32)
+    with pytest.raises(KeyboardInterrupt):
+        run_all([run], scale, RunnerConfig(tmp_path, 1, None, "cpu", str, list), Store(tmp_path, tmp_path), display)
+    assert processes[0].returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "expected"),
+    [
+        (None, 2, ["0", "1", "0"]),
+        ("2,3", 2, ["2", "3", "2"]),
+        ("GPU-a, GPU-b", 2, ["GPU-a", "GPU-b", "GPU-a"]),
+        # CUDA ignores what follows an entry that does not exist.
+        ("4,5,-1,6", 2, ["4", "5", "4"]),
+        ("3", 1, [None] * 3),
+    ],
+)
+def test_each_run_gets_one_of_the_gpus_that_are_visible(monkeypatch, tmp_path, given, gpus, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = RunnerConfig(tmp_path, 3, None, "cuda", str, list)
+    assert [runner._resources(config, index).get("CUDA_VISIBLE_DEVICES") for index in range(3)] == expected
+
+
+def test_without_a_gpu_times_on_the_cpu_count(folder, tmp_path, monkeypatch):
+    """Also where --device does not say so."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    run = runs_of_pair(folder, {name: value for name, value in TINY.items() if name != "context"})[0]
+    measured = {"power": 2, "context": 32, "tokens": run.tokens, "device": "cpu", "jobs": 1, "sittings": 1}
+    put(run, tmp_path / "runs", total_seconds=777, **measured)
+    code, output = command(folder, tmp_path, "pair", "--plan", device=None)
+    assert code == 0, output
+    assert "1 of 2 runs to do, 1,280 tokens, about 12:57" in output
+    code, output = command(folder, tmp_path, "pair", "--plan", device="cuda")
+    assert code == 0, output
+    assert "about 12:57" not in output, "a plan for another machine"
+    given = []
+    monkeypatch.setattr(runner, "run_all", lambda runs, scale, config, *_: given.append(config) or runner.Outcome())
+    assert command(folder, tmp_path, "pair", device=None)[0] == 0
+    assert given[0].device == "cpu"
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_scale_of_several_gpus_is_refused_where_there_are_fewer(folder, tmp_path, monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    code, output = command(folder, tmp_path, "pair", "--scale", "paper", "--set", "context=32", device=None)
+    assert code == 2
+    assert f"scale 'paper' needs a machine with 8 GPUs, which each of its runs takes; torch finds {gpus} here" in output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 10**7}, r"an evaluation with length=10,000,000 needs a held-out document of 10,000,000 tokens"),
+        ({"distances": (16, 10**7)}, r"distances up to 10,000,000 needs a held-out document of 10,000,0\d\d tokens"),
+    ],
+)
+def test_an_evaluation_that_documents_are_too_short_for_is_refused_before_training(scale, tmp_path, changes, message):
+    run = scale.run("gating", context=32, evaluation=replace(scale.evaluation, **changes))
+    write_job(tmp_path, run, job(run))
+    with pytest.raises(ValueError, match=rf"{message}; the longest of the standard library .* has [\d,]+$"):
+        work(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "wanted.yaml"]
+
+
+def test_the_table_says_how_many_seeds_are_in_a_mean(capsys):
+    row = {"variant": "gating", "power": 2, "context": 32, "changes": {}, "tokens_per_second": 10}
+    done = [{**row, "status": "done", "final_loss": loss, "heldout_loss": loss} for loss in (2.0, 3.0)]
+    diverged = {**row, "status": "diverged", "final_loss": None}
+    for rows, seeds in (([*done, diverged], "2 of 3"), (done, "2"), ([diverged], "0 of 1")):
+        print_rows(rows)
+        line = next(line for line in capsys.readouterr().out.splitlines() if "gating" in line)
+        assert [cell.strip() for cell in line.split("│")][5] == seeds
+        assert ("2.5000" in line) == (rows != [diverged])
 
 
 def test_a_run_that_fails_is_named_with_its_log(folder, tmp_path):

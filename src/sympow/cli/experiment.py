@@ -18,7 +18,7 @@ from sympow.files import check_can_write
 from sympow.parsing import parse_yaml
 
 if TYPE_CHECKING:
-    from sympow.experiments.grid import Run
+    from sympow.experiments.grid import Run, Scale
 
 OUT = Path("runs/experiments")
 RESULTS = Path("experiments/results")
@@ -109,10 +109,10 @@ def experiment(
 
     runs = _chosen(all_runs(), only)
     if plan:
-        print_plan(name, runs, size, store, jobs, minutes, device)
+        # Not checked: a plan may be for another machine.
+        print_plan(name, runs, size, store, jobs, minutes, device or choose_device(None))
         return
-    # Only now: a plan may be for another machine.
-    choose_device(device)
+    device = _choose_device(device, size)
     check_can_write("out", out, "folder")
     check_can_write("results", results, "folder")
     extra = _extra_flags(set_, data, folder)
@@ -138,6 +138,20 @@ def experiment(
         typer.echo(f"{run} failed; see {log}", err=True)
     if outcome.failed or outcome.interrupted:
         raise typer.Exit(130 if outcome.interrupted else 1)
+
+
+def _choose_device(device: str | None, scale: Scale) -> str:
+    """The device of all runs; raises a ValueError if there are not as many GPUs as a run has processes."""
+    chosen = choose_device(device)
+    if scale.processes > 1 and device != "cpu":
+        import torch
+
+        if (gpus := torch.cuda.device_count()) < scale.processes:
+            raise ValueError(
+                f"scale {scale.name!r} needs a machine with {scale.processes} GPUs, which each of its runs takes; "
+                f"torch finds {gpus} here. Choose another scale, or --device cpu for one process"
+            )
+    return chosen
 
 
 def _run_sweeps(

@@ -117,7 +117,7 @@ def print_plan(
     store: Store,
     jobs: int,
     minutes: float | None,
-    device: str | None,
+    device: str,
 ) -> None:
     """Prints the runs, their tokens, how long each may take, and how they fit into commands of `minutes` each."""
     estimator = Estimator(scale, jobs, store.rows())
@@ -131,18 +131,26 @@ def print_plan(
     console = _console()
     console.print(table)
     left = [run for run in runs if states[run.name] != "done"]
-    allocations = pack(left, seconds, jobs, None if minutes is None else 60 * minutes)
-    total = sum(allocation.seconds for allocation in allocations)
+    begun = {run.name for run in left if states[run.name] == "begun"}
+    allocations = pack(left, seconds, jobs, None if minutes is None else 60 * minutes, begun)
+    total = sum(allocation.commands * allocation.seconds for allocation in allocations)
     console.print(
         f"{len(left)} of {len(runs)} runs to do, {sum(run.tokens for run in left):,} tokens, about {_duration(total)}"
     )
     if minutes is not None:
-        for number, allocation in enumerate(allocations, start=1):
-            console.print(f"command {number}: {len(allocation.runs)} runs, about {_duration(allocation.seconds)}")
+        number = 1
+        for allocation in allocations:
+            last = number + allocation.commands - 1
+            which = f"command {number:,}" if last == number else f"commands {number:,} to {last:,}, each"
+            console.print(f"{which}: {len(allocation.runs)} runs, about {_duration(allocation.seconds)}")
+            number = last + 1
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints means over seeds, with the standard deviation of one run where there are several."""
+    """Prints means over seeds, with the standard deviation of one run where there are several.
+
+    Runs that diverged have no loss: the column of seeds has how many are in the means, and of how many.
+    """
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         key = (row["variant"], row["power"], row["context"], json.dumps(row["changes"], sort_keys=True))
@@ -152,12 +160,13 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     for (variant, power, context, _), members in groups.items():
         changes = ", ".join(f"{name} {value}" for name, value in members[0]["changes"].items())
         speeds = [row["tokens_per_second"] for row in members if row.get("tokens_per_second")]
+        finished = sum(row["status"] == "done" for row in members)
         table.add_row(
             variant,
             "" if power is None else str(power),
             f"{context:,}",
             changes,
-            str(len(members)),
+            str(finished) if finished == len(members) else f"{finished} of {len(members)}",
             _mean(members, "final_loss"),
             _mean(members, "heldout_loss"),
             f"{statistics.median(speeds):,.0f}" if speeds else "",

@@ -42,6 +42,7 @@ BOOKKEEPING = frozenset(
         "save",
         "save_every",
         "keep",
+        "hang_after",
         "tensorboard",
         "wandb",
     }
@@ -193,15 +194,23 @@ class Scale:
             seed: seed of the parameters and of the order of the data.
             evaluation: replaces the scale's.
             title: names the changes in the run's name; by default they are listed there.
-            changes: any fields of a TrainConfig, and `tokens` in place of steps.
+            changes: any fields of a TrainConfig, and `tokens` in place of steps: as many whole batches as they hold.
         """
         check_choice("variant", variant, VARIANTS)
+        if "tokens" in changes and "steps" in changes:
+            raise ValueError(
+                f"tokens and steps exclude each other, got tokens={changes['tokens']} and steps={changes['steps']}"
+            )
         fields = {**VARIANTS[variant], "context": context, "seed": seed}
         if variant != "softmax":
             fields["power"] = power
-        steps = {"steps": changes["tokens"] // self.base.run.batch_tokens} if "tokens" in changes else {}
         others = {name: value for name, value in changes.items() if name != "tokens"}
-        config = self.base.changed(**{**fields, **others, **steps})
+        if "tokens" in changes:
+            batch = changes.get("batch_tokens", self.base.run.batch_tokens)
+            check_at_least("batch_tokens", batch, 1)
+            check_at_least("tokens", changes["tokens"], batch)
+            others["steps"] = changes["tokens"] // batch
+        config = self.base.changed(**{**fields, **others})
         words = [variant, *([] if variant == "softmax" else [f"p{power}"]), f"c{context}"]
         words += [title] if title else [f"{key}-{_shown(value)}" for key, value in changes.items()]
         name = "_".join([*words, f"s{seed}"])
@@ -294,7 +303,8 @@ def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
     found = _find_functions(folder, "scale")
     if not found and not find_sweeps(folder):
         raise ValueError(
-            f"{folder} has no experiment: a function with the one argument scale or size, in a Python file"
+            f"{folder or _default_folder()} has no experiment: a function with the one argument scale or size, "
+            "in a Python file"
         )
     return found
 
@@ -325,8 +335,22 @@ def _find_functions(folder: Path | None, argument: str) -> dict[str, Callable[[A
 
 
 def runs_of(experiment: Experiment, scale: Scale) -> list[Run]:
-    """The runs of an experiment, each once."""
-    runs = {run.name: run for run in experiment(scale)}
+    """The runs of an experiment, each once.
+
+    Raises:
+        ValueError: there are none, or two of one name differ in what their results depend on.
+    """
+    runs: dict[str, Run] = {}
+    for run in experiment(scale):
+        first = runs.setdefault(run.name, run)
+        different = differences(first.config, run.config)
+        if first.evaluation != run.evaluation:
+            different.append(f"{first.evaluation} and {run.evaluation}")
+        if different:
+            raise ValueError(
+                f"{experiment.__name__} has two runs of the name {run.name}: {'; '.join(different)}. "
+                "Give them different titles"
+            )
     if not runs:
         raise ValueError(f"{experiment.__name__} has no runs at scale {scale.name!r}")
     return list(runs.values())

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least, check_finite
+from sympow.checks import check_at_least, check_at_most, check_finite
 from sympow.data.loader import prefetch
 from sympow.data.multi_query_recall import VOCABULARY, check_recall, draw_recall
-from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, rounded
+from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, check_distinct, rounded
 from sympow.model.accounting import key_value_elements, state_elements
 from sympow.model.config import GPTConfig
 from sympow.train.ensemble import StackedTraining, stacked_logits
@@ -25,6 +25,9 @@ TASK = "recall"
 EVALUATED_TOKENS = 2**18
 # Rows of a validation, as a part of those of the evaluation.
 VALIDATION_PART = 8
+
+# Training rows are drawn as int16: the number of ids and of positions that it holds.
+DRAWN_LIMIT = 2**15
 
 # (length, pairs)
 Shape = tuple[int, int]
@@ -61,8 +64,13 @@ class RecallSweep(BaseSweep):
     validate_every: ClassVar[int | None] = 500
 
     def __post_init__(self) -> None:
+        for name in ("mixture", "evaluation"):
+            check_distinct(name, getattr(self, name))
         for length, pairs in (*self.mixture, *self.evaluation):
             check_recall(length, pairs, self.tokens_known)
+        why = "which is what the int16 of training rows holds"
+        check_at_most("tokens_known", self.tokens_known, DRAWN_LIMIT, why)
+        check_at_most("the length of a shape of mixture", self.longest, DRAWN_LIMIT, why)
         if len(self.weights) != len(self.mixture) or min(self.weights) < 1:
             raise ValueError(f"weights must be a number of at least 1 for each shape of mixture, got {self.weights}")
         check_at_least("evaluation_rows", self.evaluation_rows, VALIDATION_PART)

@@ -1,17 +1,20 @@
 """Scheduler of an experiment: runs each run in its own process, several at a time, optionally within a time limit.
 
 A finished run is skipped, and an interrupted one is resumed from its checkpoint. A run that would not finish within the
-limit is not started, and runs still in training when it expires are asked to stop, which leaves a checkpoint.
+time that is left is not started, unless no limit of this length is enough for it and nothing else fits. Runs still in
+training when the limit expires are asked to stop, which leaves a checkpoint.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +41,7 @@ class RunnerConfig:
         out: folder of the runs' own folders, with models and checkpoints.
         jobs: runs at a time; several GPUs are assigned round-robin.
         seconds: time limit; None: until all is done.
-        device: "cpu" or "cuda"; None: a GPU if there is one.
+        device: "cpu" or "cuda".
         command: returns the command that repeats one run, given its name.
         on_finish: called after each run that has finished; returns all runs to train, which may be more than before.
     """
@@ -46,7 +49,7 @@ class RunnerConfig:
     out: Path
     jobs: int
     seconds: float | None
-    device: str | None
+    device: str
     command: Callable[[str], str]
     on_finish: Callable[[], Sequence[Run]]
 
@@ -110,43 +113,83 @@ class Estimator:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Runs that fit into one time limit.
+    """What a command trains within its time limit.
 
     Attributes:
         runs: in the order they start.
-        seconds: until the last of them ends.
+        seconds: until the last of them ends or is stopped.
+        commands: number of commands in a row that train the same runs for as long.
     """
 
     runs: list[Run]
     seconds: float
+    commands: int = 1
 
 
-def pack(runs: Sequence[Run], seconds: Mapping[str, float], jobs: int, limit: float | None) -> list[Allocation]:
-    """Distributes runs over allocations of at most `limit` seconds, `jobs` at a time, in order as far as they fit.
+def pack(
+    runs: Sequence[Run],
+    seconds: Mapping[str, float],
+    jobs: int,
+    limit: float | None,
+    begun: Collection[str] = (),
+) -> list[Allocation]:
+    """Distributes runs over commands of at most `limit` seconds, `jobs` at a time, as `run_all` starts them.
 
-    A run that takes longer than the limit has an allocation to itself: it will be stopped, and resumed in the next.
+    Interrupted runs come first, then runs in order as far as they fit. Where nothing else fits, a run starts that takes
+    longer than the whole limit: it is stopped at the limit, and the next command resumes it.
 
     Args:
         seconds: estimates, by run.
         limit: None puts all runs into one allocation.
+        begun: names of runs that were interrupted.
     """
-    allocations = []
-    waiting = list(runs)
-    while waiting:
+    whole = math.inf if limit is None else limit
+    needed = {run.name: seconds[run.name] for run in runs}
+    resumed = set(begun)
+    left, allocations = list(runs), []
+    while left:
+        waiting = sorted(left, key=lambda run: run.name not in resumed)
         busy_until = [0.0] * jobs
         taken: list[Run] = []
-        left = []
-        for run in waiting:
+        while waiting:
             job = min(range(jobs), key=busy_until.__getitem__)
-            needed = seconds[run.name]
-            if limit is not None and busy_until[job] + needed > limit and (taken or needed <= limit):
-                left.append(run)
-                continue
-            busy_until[job] += needed
+            rest = whole - busy_until[job]
+            run = _next(waiting, needed, resumed, rest, limit)
+            if run is None or rest <= 0:
+                break
+            waiting.remove(run)
             taken.append(run)
-        allocations.append(Allocation(taken, max(busy_until)))
-        waiting = left
+            spent = min(needed[run.name], rest)
+            busy_until[job] += spent
+            needed[run.name] -= spent
+        resumed.update(run.name for run in taken)
+        commands = 1
+        if len(taken) <= jobs and all(needed[run.name] > 0 for run in taken):
+            # All of them are trained for the whole limit, again and again until one of them ends.
+            commands += int(min(needed[run.name] for run in taken) // whole)
+            for run in taken:
+                needed[run.name] -= (commands - 1) * whole
+        allocations.append(Allocation(taken, max(busy_until), commands))
+        left = [run for run in left if needed[run.name] > 0]
     return allocations
+
+
+def _next(
+    waiting: Sequence[Run], seconds: Mapping[str, float], begun: Collection[str], left: float, limit: float | None
+) -> Run | None:
+    """The run to start when there is room for one, or None.
+
+    Args:
+        seconds: estimates of whole runs, by name.
+        begun: names of interrupted runs. One needs less than the estimate, and is stopped again if it must be.
+        left: seconds until the limit.
+        limit: seconds of the whole limit; None: there is none.
+    """
+    for run in waiting:
+        if run.name in begun or seconds[run.name] <= left:
+            return run
+    # Runs that no command of this limit can finish would never be started otherwise.
+    return next((run for run in waiting if limit is not None and seconds[run.name] > limit), None)
 
 
 @dataclass
@@ -171,25 +214,34 @@ def run_all(runs: Sequence[Run], scale: Scale, config: RunnerConfig, store: Stor
     jobs: list[_Job] = []
     display.begin([run.name for run in runs], len(outcome.done))
     with stop_on_signals() as interruption:
-        while waiting or jobs:
-            now = time.monotonic()
-            for job in [job for job in jobs if job.process.poll() is not None]:
-                jobs.remove(job)
-                if _record_exit(job, config, store, outcome, estimator, display):
-                    added = [run for run in config.on_finish() if run.name not in known]
-                    known |= {run.name for run in added}
-                    new = _take_done(added, store, outcome)
-                    waiting += new
-                    display.added(len(added), len(added) - len(new))
-            stop = bool(interruption) or (deadline is not None and now >= deadline)
-            if stop:
-                _stop(jobs, now)
-            else:
-                _start_what_fits(waiting, jobs, scale, config, store, estimator, deadline, display)
-            if not jobs and (stop or waiting):
-                break
-            display.update({job.run.name: config.out / job.run.name for job in jobs})
-            time.sleep(POLL_SECONDS)
+        try:
+            while waiting or jobs:
+                now = time.monotonic()
+                for job in [job for job in jobs if job.process.poll() is not None]:
+                    jobs.remove(job)
+                    if _record_exit(job, config, store, outcome, estimator, display):
+                        added = [run for run in config.on_finish() if run.name not in known]
+                        known |= {run.name for run in added}
+                        new = _take_done(added, store, outcome)
+                        waiting += new
+                        display.added(len(added), len(added) - len(new))
+                stop = bool(interruption) or (deadline is not None and now >= deadline)
+                if stop:
+                    _stop(jobs, now)
+                else:
+                    _start_what_fits(waiting, jobs, scale, config, store, estimator, deadline, display)
+                if not jobs and (stop or waiting):
+                    break
+                display.update({job.run.name: config.out / job.run.name for job in jobs})
+                time.sleep(POLL_SECONDS)
+        except KeyboardInterrupt:
+            # The second Ctrl-C ends everything at once.
+            for job in jobs:
+                _kill(job)
+            raise
+        finally:
+            # Jobs are left only where something was raised. They have sessions of their own, and would train on.
+            _end(jobs)
         outcome.interrupted = bool(interruption)
     outcome.not_started = [run.name for run in waiting]
     return outcome
@@ -213,19 +265,16 @@ def _start_what_fits(
     deadline: float | None,
     display: Display,
 ) -> None:
-    left = None if deadline is None else deadline - time.monotonic()
-    for run in list(waiting):
-        if len(jobs) >= config.jobs:
-            return
-        needed = estimator.seconds(run, config.device == "cpu")
-        begun = store.state(run) == "begun"
-        # An interrupted run needs less than the estimate, which is for a whole run; it is stopped again if it must be.
-        if left is not None and needed > left and not begun:
-            continue
+    if len(jobs) >= config.jobs:
+        return
+    left = math.inf if deadline is None else deadline - time.monotonic()
+    seconds = {run.name: estimator.seconds(run, config.device == "cpu") for run in waiting}
+    begun = {run.name for run in waiting if store.state(run) == "begun"}
+    while len(jobs) < config.jobs and (run := _next(waiting, seconds, begun, left, config.seconds)) is not None:
         waiting.remove(run)
         index = min(set(range(config.jobs)) - {job.index for job in jobs})
         jobs.append(_Job(run, _start(run, scale, config, index), index))
-        display.started(run, needed, begun)
+        display.started(run, seconds[run.name], run.name in begun)
 
 
 def _start(run: Run, scale: Scale, config: RunnerConfig, index: int) -> subprocess.Popen[bytes]:
@@ -258,11 +307,14 @@ def _resources(config: RunnerConfig, index: int) -> dict[str, str]:
     """Environment variables that give each concurrent run its share of the cores, and a GPU (round-robin)."""
     cores = str(max(1, (os.cpu_count() or 1) // config.jobs))
     variables = {name: os.environ.get(name, cores) for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")}
-    if config.device != "cpu" and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    if config.device != "cpu":
         import torch
 
         if (gpus := torch.cuda.device_count()) > 1:
-            variables["CUDA_VISIBLE_DEVICES"] = str(index % gpus)
+            # Numbers or UUIDs; torch counts those before the first that does not exist.
+            given = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = [str(gpu) for gpu in range(gpus)] if given is None else given.split(",")[:gpus]
+            variables["CUDA_VISIBLE_DEVICES"] = names[index % len(names)].strip()
     return variables
 
 
@@ -292,4 +344,42 @@ def _stop(jobs: list[_Job], now: float) -> None:
             job.asked_to_stop = now
             job.process.send_signal(signal.SIGTERM)
         elif now > job.asked_to_stop + GRACE_SECONDS:
-            job.process.kill()
+            _kill(job)
+
+
+def _kill(job: _Job) -> None:
+    """Kills the process of a job and all that it started."""
+    if job.process.poll() is not None:
+        return
+    # torchrun starts its processes in sessions of their own, so that they are not of this one's group.
+    others = _descendants(job.process.pid)
+    for kill, number in ((os.killpg, job.process.pid), *((os.kill, other) for other in others)):
+        with suppress(ProcessLookupError):
+            kill(number, signal.SIGKILL)
+
+
+def _descendants(process: int) -> list[int]:
+    """Numbers of the processes that a process has started, and these in turn; none where there is no /proc."""
+    parents = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        # A process may have ended meanwhile.
+        with suppress(OSError):
+            # After the name, which may have any characters, come the state and the parent.
+            parents[int(path.parent.name)] = int(path.read_text("utf-8", "replace").rpartition(")")[2].split()[1])
+    found = [process]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
+
+
+def _end(jobs: list[_Job]) -> None:
+    """Asks jobs to stop, and returns when all have ended."""
+    try:
+        while running := [job for job in jobs if job.process.poll() is None]:
+            _stop(running, time.monotonic())
+            time.sleep(POLL_SECONDS)
+    finally:
+        # Ctrl-C while waiting.
+        for job in jobs:
+            _kill(job)
+            job.process.wait()

@@ -24,6 +24,7 @@ from sympow.evaluate.evaluation_file import Evaluation
 from sympow.evaluate.head_statistics import FILE as HEADS_FILE
 from sympow.evaluate.head_statistics import HeadTable
 from sympow.experiments.grid import Run, differences
+from sympow.experiments.locks import locked
 from sympow.files import write_atomically
 from sympow.parsing import read_json, read_yaml
 from sympow.train.config import TrainConfig
@@ -164,22 +165,37 @@ class Store:
         return [self._runs[name].row for name in sorted(self._runs)]
 
     def state(self, run: Run) -> str:
-        """Whether a run is "done", "begun" or "new"."""
+        """Whether a run is "done", "begun" or "new".
+
+        Raises:
+            ValueError: there is a result, or a folder in which training has begun, of that name with other settings.
+        """
         if self._find(run) is not None:
             return "done"
-        return "begun" if (self._out / run.name / CONFIG_FILE).is_file() else "new"
+        begun = self._out / run.name / CONFIG_FILE
+        if not begun.is_file():
+            return "new"
+        _check_same(run, TrainConfig.read(begun), begun)
+        return "begun"
 
     def write(self, experiment: str, runs: Sequence[Run]) -> list[Path]:
         """Writes the table of an experiment from those of its runs that are done, and returns the files.
 
         Runs that are in its table and not among these are kept: a grid that grows has them only as long as it has the
-        results that they depend on, and the table may be all that is left of them.
+        results that they depend on, and the table may be all that is left of them. Other commands may have written
+        the table since it was read: what they added is kept, too.
+
+        Raises:
+            ValueError: there is a result of a run with other settings.
         """
         table = self._results / f"{experiment}{TABLE_ENDING}"
-        stored = [one for run in runs if (one := self._find(run)) is not None]
-        names = {run.name for run in runs}
-        earlier = [row["run"] for row in read_rows(table)] if is_table(table) else []
-        return write_table(table, [*stored, *(self._runs[name] for name in earlier if name not in names)])
+        with locked(table):
+            earlier = {run.name: run for run in read_table(table)} if is_table(table) else {}
+            # As when the store was made, what a table has of a run counts for more than what is in its folder.
+            self._runs |= earlier
+            stored = [one for run in runs if (one := self._find(run)) is not None]
+            names = {run.name for run in runs}
+            return write_table(table, [*stored, *(run for name, run in earlier.items() if name not in names)])
 
     def _find(self, run: Run) -> StoredRun | None:
         if run.name not in self._runs:
@@ -188,12 +204,7 @@ class Store:
             self._runs[run.name] = _read_folder(self._out / run.name)
         stored = self._runs[run.name]
         # JSON is YAML.
-        config = TrainConfig.from_yaml(json.dumps(stored.row["config"]))
-        if different := differences(config, run.config):
-            raise ValueError(
-                f"{run.name} in {stored.source} is of another config: {'; '.join(different)}. "
-                "Choose other folders for runs and results, or remove it there"
-            )
+        _check_same(run, TrainConfig.from_yaml(json.dumps(stored.row["config"])), stored.source)
         return stored
 
 
@@ -232,6 +243,15 @@ def condense(lines: Sequence[dict[str, float]], points: int = POINTS) -> list[di
         line: dict[str, float] = {name: _significant(sum(x) / len(x)) for name, x in values.items()}
         found.append({**line, "step": group[-1]["step"]})
     return found
+
+
+def _check_same(run: Run, config: TrainConfig, source: Path) -> None:
+    """Raises a ValueError unless a config that was found under a run's name has the run's settings."""
+    if different := differences(config, run.config):
+        raise ValueError(
+            f"{run.name} in {source} is of another config: {'; '.join(different)}. "
+            "Choose other folders for runs and results, or remove it there"
+        )
 
 
 def _curves_of(table: Path) -> Path:

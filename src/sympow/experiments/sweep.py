@@ -5,7 +5,7 @@
 
 A sweep takes seconds to minutes, so that there are no folders of runs: the files of the experiment are written anew
 whenever a sweep has finished, and a sweep that is in them is done. One that a time limit or a signal ends is saved, and
-the next call continues it.
+the next call continues it. Several commands can run sweeps of one experiment at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 import pickle
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -26,8 +26,9 @@ from torch import Tensor
 
 from sympow import __version__
 from sympow.bench.timing import environment
-from sympow.checks import check_at_least
-from sympow.files import write_atomically
+from sympow.checks import check_at_least, check_finite
+from sympow.experiments.locks import locked
+from sympow.files import replacing, write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, stack
@@ -77,6 +78,14 @@ class BaseSweep(ABC):
         for name in ("steps", "rows", "evaluation_rows"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("warmup", self.warmup, 0)
+        check_distinct("learning_rates", self.learning_rates)
+        for rate in self.learning_rates:
+            check_finite("learning_rates", rate)
+            if rate <= 0:
+                raise ValueError(f"learning_rates must be above 0, got {rate}")
+        check_distinct("seeds", self.seeds)
+        for seed in self.seeds:
+            check_at_least("seeds", seed, 0)
         GPTConfig(vocab_size=self.vocabulary, **self.model)
 
     @property
@@ -195,6 +204,19 @@ class SweepResults:
                 )
         return True
 
+    def add(self, found: SweepResults) -> None:
+        """Adds results and writes both files, with everything that other commands have written to them since."""
+        with locked(self.table):
+            self.refresh()
+            self.rows |= found.rows
+            self.curves |= found.curves
+            self.write()
+
+    def refresh(self) -> None:
+        """Reads both files again: other commands may have written to them."""
+        there = SweepResults.read(self.folder, self.experiment)
+        self.rows, self.curves = there.rows, there.curves
+
     def write(self) -> list[Path]:
         """Writes both files, the table last: every run in it has its curves."""
         for path, lines in ((self.accuracies, self.curves), (self.table, self.rows)):
@@ -222,8 +244,9 @@ def run_sweep(
         device: "cpu" or "cuda".
         command: what repeats it, for the record.
         deadline: of `time.monotonic`; None: none.
-        checkpoint: file in which training is saved, every few minutes and when it stops, and from which it continues;
-            removed at the end. None: there is none.
+        checkpoint: file in which training is saved, every few minutes, when it stops and at its end, and from which it
+            continues. It stays until the caller has written the results: until then it is all that is left of them if
+            the process dies. None: there is none.
         say: prints a line of progress.
         interruption: whether a signal asks training to stop; None: none does.
 
@@ -265,8 +288,6 @@ def run_sweep(
         best = [losses[of_task[row["best_rate"], seed]].tolist() for seed in sweep.seeds]
         curves["loss"] = {"step": logged, "value": [[_loss(x) for x in values] for values in best]}
         found.curves[name] = {"run": name, **curves}
-    if kept is not None:
-        kept.path.unlink(missing_ok=True)
     return found
 
 
@@ -290,10 +311,9 @@ class _Checkpoint:
 
     def write(self, training: StackedTraining, seconds: float, finished: bool = False) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_suffix(".unfinished")
         state = {"origin": self.origin, "seconds": seconds, "finished": finished, "training": training.state_dict()}
-        torch.save(state, unfinished)
-        unfinished.replace(self.path)
+        with replacing(self.path) as file:
+            torch.save(state, file)
 
     def read(self, training: StackedTraining) -> tuple[float, bool]:
         """Continues training where the file left it; returns the seconds that it took, and whether it was finished."""
@@ -350,6 +370,14 @@ def _train(
         # Evaluation may take long, too.
         checkpoint.write(training, seconds, finished=True)
     return seconds
+
+
+def check_distinct(name: str, values: Sequence[Any]) -> None:
+    """Raises a ValueError for a field without values, or with one twice, whose results would be stored once."""
+    if not values:
+        raise ValueError(f"{name} must not be empty")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{name} must differ from each other, got {', '.join(map(str, values))}")
 
 
 def rounded(number: float) -> float:

@@ -15,7 +15,7 @@ from sympow.checks import check_at_least, check_finite
 from sympow.data.loader import prefetch
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.evaluate.state_tracking import draw_rows, score
-from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, rounded
+from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, check_distinct, rounded
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, member_of
 
@@ -37,7 +37,7 @@ class Sweep(BaseSweep):
         length: tokens of a training row.
         key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
         random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
-        factors: evaluation lengths, as multiples of `length`.
+        factors: evaluation lengths, as multiples of `length`, in ascending order: curves are those of the last.
     """
 
     tasks: tuple[str, ...]
@@ -50,6 +50,14 @@ class Sweep(BaseSweep):
 
     def __post_init__(self) -> None:
         check_at_least("length", self.length, 1)
+        check_distinct("tasks", self.tasks)
+        check_distinct("factors", self.factors)
+        for factor in self.factors:
+            check_at_least("factors", factor, 1)
+        if list(self.factors) != sorted(self.factors):
+            raise ValueError(f"factors must be in ascending order, got {', '.join(map(str, self.factors))}")
+        if not isinstance(self.random_lengths, bool):
+            raise TypeError(f"random_lengths must be a bool, got {type(self.random_lengths).__name__}")
         shortest = max(find_task(task).shortest for task in self.tasks)
         check_at_least("length", self.length, max(8, shortest))
         check_finite("key_noise", self.key_noise)

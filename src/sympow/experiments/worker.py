@@ -26,6 +26,7 @@ from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
 from sympow.evaluate.evaluation_file import ModelEvaluation, rounded, write_evaluations
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
 from sympow.evaluate.model_evaluation import Setting, run_probes
+from sympow.evaluate.probes import LEAD
 from sympow.experiments.grid import Evaluation, Run
 from sympow.experiments.store import condense, curves_of_metrics, write_result
 from sympow.files import write_atomically
@@ -85,11 +86,17 @@ def write_job(folder: Path, run: Run, job: JobSpec) -> None:
 
 
 def work(folder: Path) -> bool:
-    """Trains or resumes the run of a folder, then evaluates it. Returns whether it has finished."""
+    """Trains or resumes the run of a folder, then evaluates it. Returns whether it has finished.
+
+    Raises:
+        ValueError: held-out documents are too short for the evaluation; before training.
+    """
     job = JobSpec.read(folder / JOB_FILE)
     config = TrainConfig.read(folder / WANTED_FILE)
     begin = time.monotonic()
     first = first_process()
+    if first:
+        _check_evaluation(job.evaluation, config)
     earlier = _read_sittings(folder)
     if first:
         # Written before training, so that a process that is killed is counted, too.
@@ -119,6 +126,24 @@ def work(folder: Path) -> bool:
     if not job.keep_checkpoints:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
     return True
+
+
+def _check_evaluation(wanted: Evaluation, config: TrainConfig) -> None:
+    """Raises a ValueError for held-out documents that are too short for what `_evaluate` measures on them."""
+    heldout = open_dataset(config.data.data, "heldout")
+    longest = int(heldout.lengths.max())
+    needed = {
+        f"a context of {config.data.context:,}": config.data.context,
+        f"an evaluation with length={wanted.length:,}": wanted.length,
+    }
+    if wanted.distances:
+        # A token more than the text around the key.
+        needed[f"an evaluation with distances up to {max(wanted.distances):,}"] = LEAD + max(wanted.distances) + 1
+    for what, tokens in needed.items():
+        if longest < tokens:
+            raise ValueError(
+                f"{what} needs a held-out document of {tokens:,} tokens; the longest of {heldout.name} has {longest:,}"
+            )
 
 
 def _describe(
