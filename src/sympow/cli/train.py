@@ -19,9 +19,7 @@ from sympow.invocation import first_process, may_be_restarted
 
 
 def train(
-    preset: Annotated[
-        str | None, typer.Option(help="Config to start from, laptop or paper; by default laptop.")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="Config to start from: laptop or paper. [default: laptop]")] = None,
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="Config file to start from; each run writes its own as config.yaml.")
