@@ -222,7 +222,8 @@ def _comparisons(found: dict[str, dict[int, Row]]) -> Iterator[tuple[str, str]]:
 REMEDIES = """\
 `pairs`: one β per pair; `signed`: signed angles in half of the pairs; `grid`: these rounded. `ungated`, `half-gated`,
 `clamped`: no gates, gates in half of the heads, gates that can be exactly 1; else the paper's. `noise`: on keys in
-training, of deviation 1 (`less`: 0.5, `more`: 2). `random-lengths`: of training rows. `p4`: p = 4, else 2.
+training, of deviation 1 (`less`: 0.5, `more`: 2). `random-lengths`: of training rows. `slow`: RoPE of at most 1e-4 rad
+per token. `p4`: p = 4, else 2.
 """
 
 

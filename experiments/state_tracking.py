@@ -41,6 +41,7 @@ def state_tracking(size: str) -> list[Sweep]:
 
 def tracking_remedies(size: str) -> list[Sweep]:
     """What carries tracking beyond the training length: gates that keep, angles that are exact, noise on keys."""
+    exact = ("grid-ungated", "grid-clamped")
     noisy = ("grid-ungated", "grid-clamped", "pairs-ungated", "signed-ungated", "grid", "grid-ungated-p4")
     changed: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         *((f"{name}-noise", MODELS[name], {"key_noise": 1.0}) for name in noisy),
@@ -48,10 +49,9 @@ def tracking_remedies(size: str) -> list[Sweep]:
         *((name, model, {}) for name, model in MODELS.items()),
         ("pairs-ungated-random-lengths", UNGATED, {"random_lengths": True}),
         # Short rows make learning easier, which noise makes harder.
-        *(
-            (f"{name}-noise-random-lengths", MODELS[name], {"key_noise": 1.0, "random_lengths": True})
-            for name in ("grid-ungated", "grid-clamped")
-        ),
+        *((f"{name}-noise-random-lengths", MODELS[name], {"key_noise": 1.0, "random_lengths": True}) for name in exact),
+        # RoPE also turns what a query sees of the first token, in half of the pairs.
+        *((f"{name}-slow-noise", {**MODELS[name], "max_rate": 1e-4}, {"key_noise": 1.0}) for name in exact),
     ]
     # As many rows in all as in `state_tracking`, in twice the steps: noise makes learning slower.
     steps = {"steps": 4_000, "rows": 32} if size == "small" else {}
