@@ -41,6 +41,11 @@ def check_at_most(name: str, value: int, largest: int, why: str) -> None:
         raise ValueError(f"{name} must be at most {largest:,}, {why}; got {got}")
 
 
+def check_text(name: str, value: str) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+
+
 def check_finite(name: str, value: float) -> None:
     """Raises unless the value is a finite number. NaN would pass every comparison with a limit."""
     if not isinstance(value, int | float) or isinstance(value, bool):

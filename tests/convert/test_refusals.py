@@ -68,7 +68,7 @@ def test_settings_out_of_range(changes, message):
 @pytest.mark.parametrize("changes", [{"layers": [0]}, {"evaluate_factors": (1, 4)}, {"data": 3}])
 def test_settings_of_another_type(changes):
     ((name, value),) = changes.items()
-    with pytest.raises(TypeError, match=re.escape(f"{name} must be a string, got {value!r}")):
+    with pytest.raises(TypeError, match=f"{name} must be a string, got {type(value).__name__}"):
         ConvertConfig().changed(**changes)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_at_least, check_at_most, check_choice, check_finite
+from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_text
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import WITH_GIVEN_RATES, check_takes_rates
 from sympow.ops.validation import check_bool, check_positive
@@ -16,11 +16,6 @@ from sympow.train.config import MOST_TOKENS, REASON
 
 PRECISIONS = ("auto", "bf16", "fp32")
 SHORT = ("refuse", "drop", "join")
-
-
-def _check_text(name: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class SwapConfig:
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """The argument `layers` of `swap_attention`: a name, or a list of indices."""
-        _check_text("layers", self.layers)
+        check_text("layers", self.layers)
         if self.layers == "all":
             return "all"
         if self.layers == "every-other":
@@ -90,7 +85,7 @@ class TextConfig:
     evaluate_factors: str = "1,4,16"
 
     def __post_init__(self) -> None:
-        _check_text("data", self.data)
+        check_text("data", self.data)
         self.factors()
         for name in ("context", "evaluate_tokens"):
             check_positive(name, getattr(self, name))
@@ -99,7 +94,7 @@ class TextConfig:
 
     def factors(self) -> tuple[int, ...]:
         """`evaluate_factors` as numbers, in ascending order; the first is 1."""
-        _check_text("evaluate_factors", self.evaluate_factors)
+        check_text("evaluate_factors", self.evaluate_factors)
         numbers = [part.strip() for part in self.evaluate_factors.split(",")]
         factors = sorted({int(number) for number in numbers if number.isdecimal()})
         if not all(number.isdecimal() for number in numbers) or factors[0] != 1:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from sympow.convert.config import FREE, ConvertConfig
-from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
+from sympow.convert.evaluation import Evaluation, LossAtContext, evaluate, held_out_sequences
 from sympow.convert.lora import Adapters
 from sympow.convert.models import (
     TOKENIZER_FILES,
@@ -131,12 +131,12 @@ class _Conversion:
             _say(note)
         self._describe()
         self._evaluate(TEACHER, 0, self.teacher)
-        if self._missing(START):
+        if not self._is_evaluated(START):
             self._evaluate(START, 0, self._start())
         for stage in self.stages:
             if stop:
                 return False
-            if self._missing(stage.name) and not self._run_stage(stage, stop):
+            if not self._is_evaluated(stage.name) and not self._run_stage(stage, stop):
                 return False
         self._export()
         write_report(self.out, self.stages, self._evaluations(), self._facts())
@@ -222,21 +222,23 @@ class _Conversion:
                 require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
             TrainedOn.of_run(data, self.dataset, self.dataset.load_tokenizer(), named=True).save(folder)
 
-    def _missing(self, name: str) -> list[int]:
-        """Contexts at which a model has not been evaluated; a resumed conversion may ask for more of them."""
+    def _known(self, name: str) -> dict[int, LossAtContext]:
+        """The losses of a model that have been measured, by context."""
         path = self._path(name)
-        known = Evaluation.read(path).by_context if path.is_file() else {}
-        return [length for length in self.sequences if length not in known]
+        return Evaluation.read(path).by_context if path.is_file() else {}
+
+    def _is_evaluated(self, name: str) -> bool:
+        """Whether a model has been evaluated at all contexts; a resumed conversion may ask for more of them."""
+        return self.sequences.keys() <= self._known(name).keys()
 
     def _evaluate(self, name: str, tokens: int, model: Any) -> None:
         """Evaluates a model at those contexts at which it has not been."""
-        missing = self._missing(name)
+        known = self._known(name)
+        missing = {length: batches for length, batches in self.sequences.items() if length not in known}
         if not missing:
             return
-        results = evaluate(model, {length: self.sequences[length] for length in missing}, self.dtype)
-        path = self._path(name)
-        earlier = Evaluation.read(path).by_context if path.is_file() else {}
-        Evaluation(name, tokens, dict(sorted({**earlier, **results}.items()))).save(path)
+        results = evaluate(model, missing, self.dtype)
+        Evaluation(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
         losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
         _say(f"held-out loss of the {describe(name)}: {losses}")
 

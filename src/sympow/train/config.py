@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from sympow.checks import check_at_least, check_at_most, check_choice, check_finite
+from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_text
 from sympow.data.loader import SHORT
 from sympow.extras import require
 from sympow.model.config import GPTConfig
@@ -43,7 +43,7 @@ class DataConfig:
     short: Literal["refuse", "drop", "join", "pack"] = "join"
 
     def __post_init__(self) -> None:
-        _check_text("data", self.data)
+        check_text("data", self.data)
         check_positive("context", self.context)
         check_at_most("context", self.context, MOST_TOKENS, REASON)
         check_choice("short", self.short, SHORT)
@@ -172,7 +172,7 @@ class RunConfig:
             check_at_least(name, getattr(self, name), 0)
         for name in ("compile", "recompute", "save", "tensorboard"):
             check_bool(name, getattr(self, name))
-        _check_text("wandb", self.wandb)
+        check_text("wandb", self.wandb)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("parallel", self.parallel, PARALLEL)
 
@@ -326,8 +326,3 @@ def _with_exponents(kind: type[Any], section: Mapping[str, Any]) -> dict[str, An
             except ValueError as error:
                 raise ValueError(f"{name} must be a number, got {value!r}") from error
     return values
-
-
-def _check_text(name: str, value: str) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
