@@ -181,9 +181,8 @@ class Experiment:
             # Here, since `sympow experiment` loads this file from elsewhere.
             from prepare_corpus import unpack_shards
 
-            if self.corpus.is_dir() or (self.data / MANIFEST_FILE).is_file():
-                return True
-            if not unpack_shards(self.corpus, self.data):
+            prepared = self.corpus.is_dir() or (self.data / MANIFEST_FILE).is_file()
+            if not prepared and not unpack_shards(self.corpus, self.data):
                 raise SystemExit(f"{self.corpus} holds no token shards: pack them with prepare_corpus.py --archive")
             return True
         if step == "teacher":

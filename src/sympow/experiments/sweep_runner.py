@@ -49,7 +49,7 @@ def run_sweeps(
         say: prints a line of progress.
         out: folder in which a sweep is saved, for the next call to continue it if this one stops; None: it is not.
         interruption: whether a signal asks the sweeps to stop; None: none does.
-        jobs: sweeps at a time; of several GPUs, each gets that with the fewest of them.
+        jobs: sweeps at a time; each runs on the GPU that has the fewest of them.
 
     Raises:
         RuntimeError: the process of a sweep ended without a result. The others have been stopped and saved.
