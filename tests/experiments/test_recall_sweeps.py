@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from sympow.cli.app import app
 from sympow.data.multi_query_recall import draw_recall
 from sympow.experiments import RecallSweep
-from sympow.experiments.locks import locked
 from sympow.experiments.recall_sweep import best_recall
 from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep
 from sympow.experiments.sweep_runner import run_sweeps
+from sympow.locks import locked
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, member_of, stack

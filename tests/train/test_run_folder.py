@@ -7,11 +7,14 @@ import signal
 import time
 
 import pytest
+import torch
 from train.conftest import PATIENCE
 
+from sympow.locks import lock_file
 from sympow.train import TrainConfig, train, trainer
-from sympow.train import run_folder as run_folder_module
+from sympow.train.distributed import Place
 from sympow.train.metrics import read_metrics
+from sympow.train.run_folder import claimed_folder
 
 STARTS = 50
 # A barrier: all processes arrive here before any continues.
@@ -111,8 +114,12 @@ def test_two_runs_of_one_process_do_not_share_a_folder(tiny, tmp_path, monkeypat
     seen = []
 
     def second(*arguments, **options):
-        with pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"):
-            run_folder_module._lock(tmp_path / "run")
+        place = Place(rank=0, world_size=1, device=torch.device("cpu"))
+        with (
+            pytest.raises(ValueError, match=rf"run is in use by process {os.getpid()} on .* since \d{{4}}-"),
+            claimed_folder(tmp_path / "run", resume=True, place=place),
+        ):
+            pytest.fail("two runs have one folder")
         seen.append(True)
         return make(*arguments, **options)
 
@@ -144,10 +151,10 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", removing)
-    handle = run_folder_module._lock(tmp_path / "run")
-    assert len(tried) == 2
-    assert os.path.samestat(os.fstat(handle), (tmp_path / "run" / "run.lock").stat())
-    os.close(handle)
+    with lock_file(tmp_path / "run" / "run.lock", wait=False) as handle:
+        assert len(tried) == 2
+        assert os.path.samestat(os.fstat(handle), (tmp_path / "run" / "run.lock").stat())
+    assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatch):
@@ -155,6 +162,6 @@ def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatc
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with pytest.warns(UserWarning, match="run has no locks: another run can write to it"):
+    with pytest.warns(UserWarning, match="run has no locks: other commands can write there"):
         train(tiny(steps=2), tmp_path / "run", device="cpu")
     assert len(losses(tmp_path / "run")) == 2

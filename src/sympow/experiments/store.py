@@ -24,8 +24,8 @@ from sympow.evaluate.evaluation_file import Evaluation
 from sympow.evaluate.head_statistics import FILE as HEADS_FILE
 from sympow.evaluate.head_statistics import HeadTable
 from sympow.experiments.grid import Run, differences
-from sympow.experiments.locks import locked
 from sympow.files import write_atomically
+from sympow.locks import locked
 from sympow.parsing import read_json, read_yaml
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import read_metrics

@@ -27,8 +27,8 @@ from torch import Tensor
 from sympow import __version__
 from sympow.bench.timing import environment
 from sympow.checks import check_at_least, check_finite
-from sympow.experiments.locks import locked
 from sympow.files import replacing, write_atomically
+from sympow.locks import locked
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.train.ensemble import StackedTraining, stack

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from sympow.experiments.locks import locked
 from sympow.experiments.sweep import BaseSweep, StoppedError, SweepResults, run_sweep
+from sympow.locks import locked
 from sympow.train.signals import StopRequest, stop_on_signals
 
 POLL_SECONDS = 0.2

@@ -1,20 +1,18 @@
 """The run folder: names of its files, and a lock that keeps two runs from writing to it."""
 
-import errno
-import fcntl
 import itertools
 import os
 import socket
 import time
-import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from sympow.files import check_can_write
+from sympow.locks import lock_file
 from sympow.train.distributed import Place
 
 # Parent of run folders without --out.
@@ -24,8 +22,6 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 EXPORT = "model"
-# Errors of file systems without locks.
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
@@ -56,17 +52,13 @@ def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[
 def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
     check_can_write("out", out or RUNS, "folder")
     folder, made = _make_new() if out is None else _make(out)
-    lock = _lock(folder)
-    try:
+    # On the way out the lock is released first: its file would keep the folder from being removed.
+    with ExitStack() as held:
+        held.callback(_remove_if_empty, made)
+        held.enter_context(_lock(folder))
         if not resume and (folder / CONFIG_FILE).exists():
             raise ValueError(f"{folder} holds a run already: resume it, or choose another folder")
         yield folder
-    finally:
-        # Before the lock is released, so that no other run's file is removed. The disk may be read-only by now.
-        with suppress(OSError):
-            (folder / LOCK_FILE).unlink()
-        os.close(lock)
-        _remove_if_empty(made)
 
 
 def _make(folder: Path) -> tuple[Path, list[Path]]:
@@ -91,38 +83,18 @@ def _make_new() -> tuple[Path, list[Path]]:
     raise AssertionError("unreachable")
 
 
-def _lock(folder: Path) -> int:
-    """Takes the lock; returns the file descriptor that holds it until it is closed."""
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Holds the lock of a run folder; raises a ValueError that names the process that has it."""
     file = folder / LOCK_FILE
-    while True:
+    with ExitStack() as held:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
-        except FileNotFoundError:
-            # Another run that was refused has just removed the folder.
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The locked file may have been removed meanwhile and another created with its name.
-            if _is_file_of(handle, file):
-                _write_holder(handle)
-                return handle
+            handle = held.enter_context(lock_file(file, wait=False))
         except BlockingIOError as error:
-            # Empty: the holder has locked the file and not yet written to it.
-            holder = os.pread(handle, 256, 0).decode(errors="replace").strip() or "another process"
-            os.close(handle)
-            message = f"{folder} is in use by {holder}: stop that run first, or choose another folder"
+            message = f"{folder} is in use by {_holder(file)}: stop that run first, or choose another folder"
             raise ValueError(message) from error
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                os.close(handle)
-                raise
-            warnings.warn(
-                f"the file system of {folder} has no locks: another run can write to it at the same time",
-                stacklevel=2,
-            )
-            return handle
-        os.close(handle)
+        _write_holder(handle)
+        yield
 
 
 def _write_holder(handle: int) -> None:
@@ -132,11 +104,12 @@ def _write_holder(handle: int) -> None:
     os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
 
 
-def _is_file_of(handle: int, file: Path) -> bool:
+def _holder(file: Path) -> str:
+    # Empty: the holder has locked the file and not yet written to it. Missing: it has just ended.
     try:
-        return os.path.samestat(os.fstat(handle), file.stat())
+        return file.read_text(encoding="utf-8", errors="replace").strip() or "another process"
     except FileNotFoundError:
-        return False
+        return "another process"
 
 
 def _remove_if_empty(made: list[Path]) -> None:
