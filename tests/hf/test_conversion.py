@@ -1,6 +1,7 @@
 """Conversion of models and tokenizers between native and transformers, in both directions."""
 
 import json
+import shutil
 
 import pytest
 import safetensors.torch
@@ -91,8 +92,21 @@ def test_the_command(tmp_path, capsys):
     main(["to-native", *folders[1:]])
     assert torch.equal(load_model(folders[2]).embedding.weight, model.embedding.weight)
     with pytest.raises(SystemExit):
-        main(["to-native", folders[0], folders[1]])
+        main(["to-native", folders[0], folders[2]])
     assert "holds no model of transformers, but a native model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("convert", [convert_to_transformers, convert_to_native])
+def test_a_model_of_the_other_format_is_not_overwritten(tmp_path, convert):
+    model, weights = native(), tmp_path / "kept" / "model.safetensors"
+    save_model(tmp_path / "native", model.config, model.state_dict())
+    from_native(model).save_pretrained(tmp_path / "there")
+    source = tmp_path / ("native" if convert is convert_to_transformers else "there")
+    shutil.copytree(source, tmp_path / "kept")
+    before = weights.read_bytes()
+    with pytest.raises(ValueError, match=r"out must not hold a model of the other format.*kept has \w+\.json"):
+        convert(source, tmp_path / "kept")
+    assert weights.read_bytes() == before
 
 
 @pytest.mark.parametrize(

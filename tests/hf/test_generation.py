@@ -388,6 +388,16 @@ class TestCache:
         assert_close(out.logits, model(ids[rows, :7]).logits[:, 5:], 1e-9, "logits")
 
     @torch.no_grad()
+    def test_a_cache_without_all_its_tokens_takes_another_batch(self, model, tokens):
+        ids, cache = tokens(3, 6), SympowCache()
+        cache.activate_past_recording()
+        model(tokens(2, 4, seed=5), past_key_values=cache)
+        cache.crop(-4)
+        assert (cache.get_seq_length(), cache.batch_size) == (0, -1)
+        assert_close(model(ids, past_key_values=cache).logits, model(ids).logits, 1e-9, "logits")
+        assert cache.batch_size == 3
+
+    @torch.no_grad()
     def test_recording_ends_with_a_reset(self, model, tokens):
         cache = SympowCache()
         model.generate(tokens(1, 6), past_key_values=cache, max_new_tokens=4, prompt_lookup_num_tokens=2)

@@ -256,6 +256,8 @@ class SympowCache(Cache):
         self._state, self._recorded = self._before, None
         self.pending = kept if kept.length else None
         self._length += tokens_to_remove
+        if self._length == 0:
+            self._batch = -1
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("update is not supported: SympowModel itself advances a SympowCache")

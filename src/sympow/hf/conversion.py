@@ -78,7 +78,7 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
 
 def convert_to_transformers(folder: Path | str, out: Path | str) -> None:
     """Converts the folder of a native model and its tokenizer to one that the Auto classes' `from_pretrained` reads."""
-    _check_out(folder, out)
+    _check_out(folder, out, CONFIG_FILE)
     from_native(folder).save_pretrained(out)
     tokenizer = _native_tokenizer(Path(folder))
     if tokenizer is not None:
@@ -87,7 +87,7 @@ def convert_to_transformers(folder: Path | str, out: Path | str) -> None:
 
 def convert_to_native(folder: Path | str, out: Path | str) -> None:
     """Converts a folder of transformers, with its tokenizer, to one that `load_model` and `load_tokenizer` read."""
-    _check_out(folder, out)
+    _check_out(folder, out, TRANSFORMERS_CONFIG_FILE)
     model = to_native(folder)
     save_model(out, model.config, model.state_dict())
     if (Path(folder) / TOKENIZER_CONFIG_FILE).is_file():
@@ -226,10 +226,18 @@ def _existing(folder: Path | str) -> Path:
     return folder
 
 
-def _check_out(folder: Path | str, out: Path | str) -> None:
+def _check_out(folder: Path | str, out: Path | str, other: str) -> None:
+    """Raises for an output folder with a model of the other format: both have a model.safetensors.
+
+    Args:
+        other: file that only a model of the other format has.
+    """
     if Path(folder).resolve() == Path(out).resolve():
-        # Both formats have a model.safetensors, with different names of tensors.
         raise ValueError(f"out must be another folder than the model's, got {out}")
+    if (Path(out) / other).exists():
+        raise ValueError(
+            f"out must not hold a model of the other format, whose weights would be lost; {out} has {other}"
+        )
     check_can_write("out", Path(out), "folder")
 
 
