@@ -39,7 +39,7 @@ def check(
         typer.echo(f"{'ok    ' if outcome.passed else 'FAILED'} {outcome.name}", err=True)
     failed = [outcome for outcome in outcomes if not outcome.passed]
     if not as_json:
-        _print_outcomes(outcomes, f"{_what(machine)} against float64 in plain PyTorch, seed {seed}")
+        _print_outcomes(outcomes, f"{_what(machine)} against plain PyTorch in float64, seed {seed}")
     rows = []
     if timing:
         setting, contexts = _sizes(device)
@@ -64,7 +64,7 @@ def check(
 
 def _what(machine: Any) -> str:
     dtype = str(machine.dtype).removeprefix("torch.")
-    return f"Kernels in {dtype}" if machine.on_kernels else f"Portable forms in {dtype}"
+    return f"Kernels in {dtype}" if machine.on_kernels else f"Plain PyTorch in {dtype}"
 
 
 def _sizes(device: str) -> tuple[Any, tuple[int, ...]]:
