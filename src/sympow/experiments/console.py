@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -20,6 +21,9 @@ from sympow.experiments.sweep import BaseSweep, SweepResults
 from sympow.experiments.tracking_sweep import best_accuracies
 from sympow.extras import require
 from sympow.train.run_folder import METRICS_FILE
+
+# Columns of a file or a pipe.
+UNLIMITED_WIDTH = 1_000
 
 
 class Display:
@@ -259,9 +263,13 @@ def _duration(seconds: float) -> str:
 def _table(title: str, columns: Sequence[str]) -> Any:
     table = require("rich.table", "cli").Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0, overflow="fold")
     return table
 
 
 def _console() -> Any:
-    return require("rich.console", "cli").Console(soft_wrap=True)
+    console = require("rich.console", "cli").Console(soft_wrap=True)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        # A file or a pipe has no width; rich would assume 80 columns, which is less than the tables have.
+        console.width = UNLIMITED_WIDTH
+    return console
