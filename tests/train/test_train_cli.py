@@ -113,6 +113,18 @@ def test_flags_override_a_file_or_a_preset(asked, tmp_path):
     assert "Error: --preset and --config are both configs to start from: give one of them; got" in said(refused)
 
 
+def test_what_would_have_no_effect_is_refused(asked, tmp_path):
+    (tmp_path / "config.yaml").write_text(TrainConfig().to_yaml())
+    refused = invoke("--preset", "paper", "--resume", "--out", tmp_path)
+    assert refused.exit_code == 2
+    assert "Error: --preset is for a new run: --resume continues one with its own settings; got" in said(refused)
+    refused = invoke("--final-rate", "0.5")
+    assert refused.exit_code == 2
+    assert "Error: --final-rate has no effect with the schedule constant: give --schedule too; got 0.5" in said(refused)
+    assert invoke("--final-rate", "0.5", "--schedule", "cosine").exit_code == 0
+    assert asked.config.optimizer.final_rate == 0.5
+
+
 @pytest.mark.parametrize("curve", ["softmax", "sympow", "gated", "conformal"])
 @pytest.mark.parametrize("power", [2, 4])
 def test_flags_give_every_curve_of_the_paper(asked, curve, power):

@@ -6,7 +6,7 @@ from dataclasses import asdict, fields
 import pytest
 
 from sympow.model.config import GPTConfig
-from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, train
 from sympow.train.config import PRESETS, field_help
 from sympow.train.flags import SECTIONS
 
@@ -97,6 +97,10 @@ def test_changes_find_their_part():
     assert (config.model.layers, config.data.context) == (3, 128)
     assert (config.optimizer.learning_rate, config.run.steps) == (0.1, 7)
     assert config.batch_rows == config.run.batch_tokens // 128
+    with pytest.raises(TypeError, match="data must be a DataConfig, got str"):
+        TrainConfig(data="books")
+    with pytest.raises(TypeError, match="config must be a TrainConfig, got str"):
+        train("laptop")
     with pytest.raises(TypeError, match="no section of a TrainConfig has a field 'stepz'"):
         config.changed(stepz=3)
 

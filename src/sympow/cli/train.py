@@ -47,6 +47,8 @@ def train(
         raise ValueError(
             f"--preset and --config are both configs to start from: give one of them; got {preset!r} and {config}"
         )
+    if preset is not None and resume:
+        raise ValueError(f"--preset is for a new run: --resume continues one with its own settings; got {preset!r}")
     if may_be_restarted():
         if out is None:
             raise ValueError("out must be given with torchrun's --max-restarts, so that a restart finds the run")
@@ -63,6 +65,10 @@ def train(
         check_choice("model", model, MODELS)
         settings = replace(settings, model=GPTConfig.preset(model))
     settings = settings.changed(**changes)
+    if "final_rate" in changes and settings.optimizer.schedule == "constant":
+        raise ValueError(
+            f"--final-rate has no effect with the schedule constant: give --schedule too; got {changes['final_rate']}"
+        )
     try:
         folder = run(settings, out, resume=resume, device=device)
     except NonFiniteLossError:

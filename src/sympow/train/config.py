@@ -66,7 +66,7 @@ class OptimizerConfig:
         clip_norm: largest norm of the gradient of all parameters; 0: no clipping.
         warmup_steps: steps over which the learning rate rises from 0.
         schedule: of the learning rate after warm-up: constant, linear or cosine down to final_rate.
-        final_rate: learning rate of the last step, relative to learning_rate.
+        final_rate: learning rate of the last step, relative to learning_rate, with linear and cosine.
     """
 
     learning_rate: float = 6e-4
@@ -177,6 +177,14 @@ class RunConfig:
         check_choice("parallel", self.parallel, PARALLEL)
 
 
+SECTIONS: dict[str, type[Any]] = {
+    "model": GPTConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "run": RunConfig,
+}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """A training run.
@@ -194,6 +202,9 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
+        for name, kind in SECTIONS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} must be a {kind.__name__}, got {type(getattr(self, name)).__name__}")
         if self.run.batch_tokens % self.data.context:
             raise ValueError(
                 f"batch_tokens must be a multiple of the context, {self.data.context}; got {self.run.batch_tokens}"
@@ -239,22 +250,16 @@ class TrainConfig:
         content = parse_yaml(text)
         if not isinstance(content, Mapping):
             raise ValueError(f"a config must map sections to fields, got {type(content).__name__}")
-        kinds: dict[str, type[Any]] = {
-            "model": GPTConfig,
-            "data": DataConfig,
-            "optimizer": OptimizerConfig,
-            "run": RunConfig,
-        }
         sections = {}
         for title, section in content.items():
-            if title not in kinds:
-                raise ValueError(f"a config has the sections {', '.join(kinds)}; got {title!r}")
+            if title not in SECTIONS:
+                raise ValueError(f"a config has the sections {', '.join(SECTIONS)}; got {title!r}")
             if not isinstance(section, Mapping | None):
                 raise ValueError(f"{title} must map fields to values, got {type(section).__name__}")
-            unknown = set(section or {}) - _names(kinds[title])
+            unknown = set(section or {}) - _names(SECTIONS[title])
             if unknown:
                 raise ValueError(f"{title} has no field {', '.join(sorted(map(str, unknown)))}")
-            sections[title] = kinds[title](**_with_exponents(kinds[title], section or {}))
+            sections[title] = SECTIONS[title](**_with_exponents(SECTIONS[title], section or {}))
         return cls(**sections)
 
     @classmethod
