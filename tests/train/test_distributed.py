@@ -20,7 +20,8 @@ from sympow.train.distributed import Place, any_process
 
 # A checkpoint every step: writing in the background must not interfere with the collectives of training.
 THOROUGH = {"layers": 2, "micro_batch_tokens": 64, "clip_norm": 0.5, "save_every": 1, "evaluate_every": 2}
-THOROUGH |= {"evaluate_tokens": 256}
+# Nine sequences, of which the last is evaluated by one process of two.
+THOROUGH |= {"evaluate_tokens": 288}
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -318,6 +318,15 @@ def test_a_finished_run_can_be_resumed_with_more_steps(tiny, losses, expected_he
     assert losses(out) == whole
 
 
+def test_a_model_without_checkpoints_is_not_trained_over(tiny, losses, tmp_path):
+    out = train(tiny(steps=2), tmp_path / "run", device="cpu")
+    shutil.rmtree(out / "checkpoints")
+    before, weights = losses(out), (out / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="run has a trained model, but no checkpoint to resume from"):
+        train(tiny(steps=2, learning_rate=1.0), out, resume=True, device="cpu")
+    assert (losses(out), (out / "model" / "model.safetensors").read_bytes()) == (before, weights)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -211,6 +211,24 @@ def test_a_missing_held_out_part_is_found_before_training(tiny, tmp_path):
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_dataset_is_evaluated_on_the_one_given_with_it(tiny, texts, tmp_path, monkeypatch):
+    # The config names Python's sources, which are neither trained nor evaluated on.
+    config = tiny(data="stdlib", evaluate_every=2, evaluate_tokens=320, steps=2)
+    dataset, heldout = open_dataset(texts), open_dataset(texts, "heldout")
+    with pytest.raises(ValueError, match=r"heldout must be given with dataset to evaluate.*evaluate_every of 2"):
+        train(config, tmp_path / "run", device="cpu", dataset=dataset)
+    train(config, tmp_path / "given", device="cpu", dataset=dataset, heldout=heldout)
+    train(config.changed(data=str(texts)), tmp_path / "named", device="cpu")
+    given, named = (read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("given", "named"))
+    assert given["heldout_loss"] == named["heldout_loss"]
+    with pytest.raises(ValueError, match="heldout must be None if evaluate_every is 0"):
+        train(tiny(steps=1), tmp_path / "run", device="cpu", heldout=heldout)
+    monkeypatch.setattr(heldout, "vocab_size", 300)
+    with pytest.raises(ValueError, match="heldout must have the vocab_size of what is trained on, 257; got 300"):
+        train(config, tmp_path / "run", device="cpu", dataset=dataset, heldout=heldout)
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_model_folder_says_what_it_was_trained_on(tiny, texts, tmp_path, monkeypatch):
     monkeypatch.chdir(texts.parent)
     out = train(tiny(data=texts.name, steps=1), tmp_path / "named", device="cpu")

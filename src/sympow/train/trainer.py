@@ -73,6 +73,7 @@ def train(
     resume: bool = False,
     device: str | None = None,
     dataset: TokenDataset | None = None,
+    heldout: TokenDataset | None = None,
 ) -> Path:
     """Trains a model and writes everything into one run folder.
 
@@ -86,6 +87,8 @@ def train(
         resume: continue from the newest intact checkpoint in it, or start from the beginning if there is none.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         dataset: what to train on, instead of what the config names.
+        heldout: what to evaluate on, instead of the held-out documents of what the config names. With `dataset`, an
+            evaluation needs it.
 
     Returns:
         the folder.
@@ -94,25 +97,48 @@ def train(
         NonFiniteLossError: the loss or a gradient is not finite; the last checkpoint is from before.
         LostProcessError: another process of the run is dead or hangs; the message names it.
     """
+    if not isinstance(config, TrainConfig):
+        raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
     if resume and out is None:
         raise ValueError("out must name the run to resume, got None")
+    evaluates, named = bool(config.run.evaluate_every), dataset is None
+    if evaluates and heldout is None and not named:
+        raise ValueError(
+            "heldout must be given with dataset to evaluate: documents that the config names are others; got None and "
+            f"an evaluate_every of {config.run.evaluate_every}"
+        )
+    if heldout is not None and not evaluates:
+        raise ValueError("heldout must be None if evaluate_every is 0: nothing is evaluated")
     with ExitStack() as held:
         place = held.enter_context(process_group(device))
         check_same({**config.settings(), "resume": resume, "device": place.device.type}, place)
         folder = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
-        named = dataset is None
-        dataset = dataset or open_dataset(config.data.data)
+        if dataset is None:
+            dataset = open_dataset(config.data.data)
         check_same({"data": dataset.fingerprint}, place)
+        if evaluates and heldout is None:
+            heldout = open_dataset(config.data.data, "heldout")
+        if heldout is not None:
+            _check_same_tokens(dataset, heldout)
+            check_same({"heldout": heldout.fingerprint}, place)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         stop = held.enter_context(stop_on_signals())
         with fast_float32(config.run.precision, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
-            _Run(config, folder, place, dataset, heartbeat, named=named).run(resume, stop)
+            _Run(config, folder, place, dataset, heldout, heartbeat, named=named).run(resume, stop)
     return folder
 
 
 class _Run:
     def __init__(
-        self, config: TrainConfig, out: Path, place: Place, dataset: TokenDataset, heartbeat: Heartbeat, *, named: bool
+        self,
+        config: TrainConfig,
+        out: Path,
+        place: Place,
+        dataset: TokenDataset,
+        heldout: TokenDataset | None,
+        heartbeat: Heartbeat,
+        *,
+        named: bool,
     ) -> None:
         self.config, self.out, self.place, self.dataset, self.heartbeat = config, out, place, dataset, heartbeat
         self.named = named  # whether the dataset is what the config names
@@ -139,9 +165,10 @@ class _Run:
         objective = Objective(self.model, config.run.loss_tokens, self.dtype)
         self.parallel_model = parallelize(objective, place, config.run.parallel)
         self.optimizer = make_optimizer(self.parallel_model, config.optimizer)
-        self.loader = self._make_loader(dataset, config.batch_rows, shuffle=True)
-        # Opened now for the same reason.
-        self.heldout = self._open_heldout() if config.run.evaluate_every else None
+        groups = {"rank": self.mesh.data_rank, "world_size": self.mesh.data_size}
+        self.loader = self._make_loader(dataset, config.batch_rows, **groups)
+        # Made now for the same reason.
+        self.heldout = None if heldout is None else self._make_heldout(heldout)
         self.step_number = 0
         # On the device: whether an update was skipped because its loss or gradients were not finite.
         self.skipped = torch.zeros((), dtype=torch.bool, device=place.device)
@@ -268,43 +295,47 @@ class _Run:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss on held-out documents, the same ones every time."""
-        heldout = self.heldout or self._open_heldout()
-        heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
-        rows = max(1, self.config.run.evaluate_tokens // self.config.data.context // self.mesh.data_size)
-        losses = []
-        for batch in islice(heldout, rows):
+        """Mean loss on held-out documents: the same ones every time, and for any number of processes."""
+        assert self.heldout is not None
+        self.heldout.load_state_dict({**self.heldout.state_dict(), "epoch": 0, "batch": 0})
+        rows = islice(self.heldout, max(1, self.config.run.evaluate_tokens // self.config.data.context))
+        total, count, rank = torch.zeros((), device=self.place.device), 0, self.mesh.data_rank
+        while batches := list(islice(rows, self.mesh.data_size)):
             self.heartbeat.report_progress()
-            losses.append(self._loss(batch.to(self.place.device)))
-        return mean_over_processes(torch.stack(losses).mean(), self.place).item()
+            # Of the last rows some processes have none. They repeat one that does not count: a forward pass of sharded
+            # parameters needs all processes.
+            counts = rank < len(batches)
+            loss = self._loss(batches[rank if counts else 0].to(self.place.device))
+            total += loss * counts
+            count += len(batches)
+        return mean_over_processes(total * self.mesh.data_size / count, self.place).item()
 
-    def _open_heldout(self) -> Loader:
-        """One row at a time for each process, or for each context-parallel group."""
-        dataset = open_dataset(self.config.data.data, "heldout")
+    def _make_heldout(self, dataset: TokenDataset) -> Loader:
+        """All held-out rows, one at a time."""
         try:
-            return self._make_loader(dataset, self.mesh.data_size, shuffle=False)
+            return self._make_loader(dataset, 1, shuffle=False, epochs=1)
         except ValueError as error:
             raise ValueError(
-                f"evaluate_every needs more held-out text: {self.config.data.data} holds out {dataset.lengths.sum():,} "
+                f"evaluate_every needs more held-out text: {dataset.name} has {dataset.lengths.sum():,} "
                 f"tokens ({error}). Hold out more of it, train with a shorter context, or do not evaluate"
             ) from error
 
-    def _make_loader(self, dataset: TokenDataset, rows: int, *, shuffle: bool) -> Loader:
+    def _make_loader(self, dataset: TokenDataset, rows: int, **how: Any) -> Loader:
         return Loader(
             dataset,
             self.config.data.context,
             rows,
             short=self.config.data.short,
             seed=self.config.run.seed,
-            shuffle=shuffle,
-            rank=self.mesh.data_rank,
-            world_size=self.mesh.data_size,
             pin_memory=self.place.device.type == "cuda",
-            epochs=None if shuffle else 1,
+            **how,
         )
 
     def _resume(self, checkpoints: Checkpoints) -> None:
         newest = checkpoints.newest()
+        if newest is None and (self.out / EXPORT).exists():
+            # Starting from the beginning would replace it.
+            raise ValueError(f"{self.out} has a trained model, but no checkpoint to resume from: choose another folder")
         if newest is None:
             self._say("no checkpoint to resume from: starting from the beginning")
             return
@@ -459,6 +490,13 @@ def _check_extras(config: TrainConfig) -> None:
         needed["wandb"] = "wandb"
     for module, extra in needed.items():
         require(module, extra)
+
+
+def _check_same_tokens(dataset: TokenDataset, heldout: TokenDataset) -> None:
+    for name in ("vocab_size", "boundary"):
+        expected, came = getattr(dataset, name), getattr(heldout, name)
+        if came != expected:
+            raise ValueError(f"heldout must have the {name} of what is trained on, {expected}; got {came}")
 
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
