@@ -72,7 +72,8 @@ def open_dataset(
         source: "stdlib" (this Python's standard library as bytes), a folder that `prepare` wrote, or LongCrawl64: the
             folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays; or "mqar", the
             synthetic task of associative recall, with options as in "mqar:pairs=32,length=256".
-        split: "train" or "heldout".
+        split: "train" or "heldout". A single array of LongCrawl64 has one of them: `heldout.zarr` documents that are
+            held out, an array of any other name training documents.
         storage_options: for an address, what fsspec needs to open it.
     """
     # Imported here: each of these modules imports this one.
