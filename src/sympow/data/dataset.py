@@ -25,8 +25,8 @@ class TokenDataset(Protocol):
     Attributes:
         name: where the data come from, for messages.
         lengths: tokens of every document, (documents,).
-        blocks: offsets into the documents, (blocks + 1,), from 0 to their number. Documents of one block are quick to
-            read together, so a shuffled epoch reads a few blocks at a time.
+        blocks: offsets into the documents, (blocks + 1,), strictly increasing from 0 to their number. Documents of one
+            block are quick to read together, so a shuffled epoch reads a few blocks at a time.
         vocab_size: every id is below this.
         boundary: the id before a document's first token.
         fingerprint: changes when the data change; a loader's position is valid for one fingerprint only.
