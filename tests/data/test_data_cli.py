@@ -48,6 +48,18 @@ def test_info_describes_the_standard_library_by_default():
     assert "heldout" in result.output
 
 
+@pytest.mark.parametrize("command", [("data", "info"), ("train",)])
+def test_help_names_every_kind_of_dataset(command):
+    text = runner.invoke(app, [*command, "--help"], terminal_width=200).output
+    for kind in ("stdlib", "prepare", "LongCrawl64", "mqar:pairs=32,length=256"):
+        assert kind in text
+
+
+def test_info_describes_associative_recall():
+    described = json.loads(invoke("info", "mqar:pairs=8,documents=30", "--json").output)
+    assert described["splits"]["train"]["documents"] == 30
+
+
 def test_info_describes_longcrawl64(tmp_path):
     zarr, numcodecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
     options = {"chunks": (2, 2), "zarr_format": 2, "compressors": numcodecs.Blosc(cname="lz4")}

@@ -99,7 +99,12 @@ def prepare(
 
 @app.command()
 def info(
-    source: Annotated[str, typer.Argument(help="A prepared folder, LongCrawl64, or stdlib.")] = "stdlib",
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A prepared folder, LongCrawl64's folder or address, mqar (as in mqar:pairs=32,length=256), or stdlib."
+        ),
+    ] = "stdlib",
     tokens: Annotated[int, typer.Option(help="Tokens to show of the first documents.")] = 32,
     verify: Annotated[bool, typer.Option("--verify", help="Read all shards and compare their hashes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
