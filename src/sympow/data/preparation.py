@@ -44,7 +44,7 @@ from sympow.data.sources import (
     read_documents,
 )
 from sympow.data.token_shards import ShardWriter, id_dtype
-from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
+from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, check_boundary_token, load_tokenizer, train_bpe
 from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.parsing import read_json
 
@@ -126,6 +126,7 @@ def prepare(
         raise ValueError("heldout and heldout_sources both choose what is held out; give one of them")
     if vocab_size is not None and tokenizer != "bpe":
         raise ValueError(f"vocab_size is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}")
+    check_boundary_token(tokenizer, boundary_token)
     if not sources:
         raise ValueError("sources must name at least one file or folder")
     out = Path(out)
