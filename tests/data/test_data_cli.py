@@ -95,3 +95,15 @@ def test_mistakes_are_explained_without_a_traceback(tmp_path, monkeypatch, argum
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_bad_line_is_explained_alike_by_any_number_of_processes(tmp_path, monkeypatch, workers):
+    monkeypatch.chdir(tmp_path)
+    # Two lines of more than a shard each, so that there is work for two processes.
+    line = json.dumps({"text": "x" * 9_000_000})
+    (tmp_path / "x.jsonl").write_text(f'{line}\n{{"text": 3}}\n{line}\n')
+    result = invoke("prepare", "x.jsonl", "--out", "out", "--heldout", "0", "--workers", workers)
+    assert result.exit_code == 2, result.output
+    message = "Error: x.jsonl, line at byte 9,000,013: field 'text' must be text, got int"
+    assert result.stderr.splitlines()[-1] == message

@@ -45,6 +45,7 @@ from sympow.data.sources import (
 )
 from sympow.data.token_shards import ShardWriter, id_dtype
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, check_boundary_token, load_tokenizer, train_bpe
+from sympow.exceptions import raised_by_sympow
 from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
 from sympow.parsing import read_json
 
@@ -350,7 +351,10 @@ def _write_all(
     try:
         futures = {executor.submit(_run_in_worker, groups[number], number): number for number in missing}
         for future in as_completed(futures):
-            records[futures[future]] = future.result()
+            done = future.result()
+            if isinstance(done, ValueError):
+                raise done
+            records[futures[future]] = done
             report()
     finally:
         executor.shutdown(cancel_futures=True)
@@ -367,9 +371,18 @@ def _start_worker(job: Job) -> None:
     _worker = job, load_tokenizer(job.out)
 
 
-def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record:
+def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record | ValueError:
+    """As `write_shards`, but returns sympow's own errors for the parent to raise.
+
+    An exception that leaves a worker loses its frames, by which a command tells a bad document from a bug.
+    """
     assert _worker is not None
-    return write_shards(group, number, *_worker)
+    try:
+        return write_shards(group, number, *_worker)
+    except ValueError as error:
+        if not raised_by_sympow(error):
+            raise
+        return error
 
 
 @dataclass(frozen=True)

@@ -176,6 +176,8 @@ def _text_of_line(line: bytes, path: Path, position: int, field: str) -> str:
     text = decode(line, where)
     try:
         record = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
