@@ -176,6 +176,46 @@ def test_held_out_sources_are_held_out(corpus, tmp_path):
     assert len(open_dataset(tmp_path / "out").lengths) == 40
 
 
+@pytest.mark.parametrize("heldout", ["more/b.txt", "more", "a.txt", "link.txt"])
+def test_files_of_a_source_can_be_held_out(corpus, tmp_path, heldout):
+    (tmp_path / "link.txt").symlink_to(corpus / "a.txt")
+    held = tmp_path / heldout if heldout == "link.txt" else corpus / heldout
+    manifest = prepare([corpus], tmp_path / "out", heldout_sources=[held], workers=1)
+    train, heldout_texts = splits_of(tmp_path / "out")
+    small = ["first document\n", "zweites Dokument: größer\n"]
+    assert heldout_texts == [small["more" in heldout]]
+    assert sorted(train) == sorted([small["more" not in heldout], *jsonl_texts(corpus / "c.jsonl")])
+    assert manifest.counts["files"] == 3
+
+
+def test_ignored_files_are_counted_once_and_without_those_held_out(corpus, tmp_path):
+    (corpus / "more" / "notes.xyz").write_text("named by itself")
+    (corpus / "more" / "table.bin").write_bytes(b"\xff")
+    held = [corpus / "more", corpus / "more" / "notes.xyz"]
+    manifest = prepare([corpus], tmp_path / "out", heldout_sources=held, workers=1)
+    assert sorted(manifest.counts["files_ignored"]) == [str(corpus / "more" / "table.bin"), str(corpus / "picture.png")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "heldout_sources", "message"),
+    [
+        (
+            ["more/b.txt", "c.jsonl"],
+            ["more/b.txt"],
+            r"sources and heldout_sources both contain more/b\.txt; name its fold",
+        ),
+        (["more/b.txt"], ["more"], r"sources and heldout_sources both contain more/b\.txt"),
+        (["more", "more/b.txt"], ["a.txt"], r"sources contain more/b\.txt twice"),
+        (["c.jsonl"], ["more", "more/b.txt"], r"sources contain more/b\.txt twice"),
+        (["more"], ["more"], "heldout_sources must leave a file of the sources for training"),
+    ],
+)
+def test_a_file_that_is_named_twice_is_refused(corpus, tmp_path, monkeypatch, sources, heldout_sources, message):
+    monkeypatch.chdir(corpus)
+    with pytest.raises(ValueError, match=message):
+        prepare(sources, tmp_path / "out", heldout_sources=heldout_sources, workers=1)
+
+
 def splits_of(folder):
     """Texts of both splits, in order."""
     return [list(texts_of(open_dataset(folder, split)).values()) for split in ("train", "heldout")]

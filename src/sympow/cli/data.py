@@ -32,7 +32,8 @@ def prepare(
         typer.Option(help="Share of the documents to hold out, chosen by hash; 0: none.", show_default="0.02"),
     ] = None,
     heldout_source: Annotated[
-        list[Path] | None, typer.Option(help="File or folder to hold out instead of a share; repeatable.")
+        list[Path] | None,
+        typer.Option(help="File or folder to hold out instead of a share, also from inside a SOURCE; repeatable."),
     ] = None,
     skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip empty documents, and count them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier dataset in the folder.")] = False,

@@ -110,7 +110,8 @@ def prepare(
         heldout: fraction of the documents to hold out, chosen by a hash of their text, so that copies stay together: at
             least one of several, and of a single document its end (see `sources.HeldoutRule`). By default 0.02, or
             with heldout_sources none; 0: nothing.
-        heldout_sources: files and folders to hold out instead.
+        heldout_sources: files and folders to hold out instead. They may be inside folders of `sources`, which then
+            give the other files for training.
         skip_empty: skip and count empty documents, instead of refusing them.
         overwrite: remove what an earlier preparation left in `out`.
         workers: processes; by default one per core.
@@ -135,7 +136,7 @@ def prepare(
     overwritten = overwrite and _remove_earlier(out)
 
     listing, ignored = _list_sources(
-        {BY_HASH if heldout else "train": sources, "heldout": heldout_sources}, shard_bytes, may_be_empty=skip_empty
+        sources, heldout_sources, BY_HASH if heldout else "train", shard_bytes, may_be_empty=skip_empty
     )
     groups = group_ranges(listing, shard_bytes)
     request: dict[str, Any] = {
@@ -202,20 +203,41 @@ def _summarize(
 
 
 def _list_sources(
-    sources: dict[str, Sequence[Path | str]], shard_bytes: int, *, may_be_empty: bool
+    sources: Sequence[Path | str],
+    heldout_sources: Sequence[Path | str],
+    split: str,
+    shard_bytes: int,
+    *,
+    may_be_empty: bool,
 ) -> tuple[list[FileRange], list[Path]]:
-    """Ranges of all files, each with its split, and the files that are not documents."""
+    """Ranges of all files, each with its split, and the files that are not documents.
+
+    A file of a folder among the sources that is held out is in the held-out split alone.
+
+    Args:
+        split: of the sources that are not held out.
+    """
+    found, heldout = find_files(sources), find_files(heldout_sources)
+    held = {path.resolve() for path in heldout.files}
+    for source in map(Path, sources):
+        if source.is_file() and source.resolve() in held:
+            raise ValueError(
+                f"sources and heldout_sources both contain {source}; name its folder among the sources to train on "
+                "the others of its files"
+            )
+    files = [path for path in found.files if path.resolve() not in held]
+    if not files:
+        raise ValueError("heldout_sources must leave a file of the sources for training, and contain all of them")
+
     listing: list[FileRange] = []
-    ignored: list[Path] = []
     seen: dict[Path, Path] = {}
-    for split, group in sources.items():
-        found = find_files(group)
-        ignored += found.ignored
-        for path in found.files:
+    for files_split, group in ((split, files), ("heldout", heldout.files)):
+        for path in group:
             if (other := seen.setdefault(path.resolve(), path)) is not path:
                 raise ValueError(f"sources contain {path} twice, also as {other}")
-            listing += file_ranges(path, split, shard_bytes, may_be_empty=may_be_empty)
-    return listing, ignored
+            listing += file_ranges(path, files_split, shard_bytes, may_be_empty=may_be_empty)
+    ignored = {path.resolve(): path for path in (*found.ignored, *heldout.ignored)}
+    return listing, [path for resolved, path in ignored.items() if resolved not in seen]
 
 
 def _contents(listing: Iterable[FileRange], field: str) -> Iterator[bytes]:
