@@ -151,6 +151,70 @@ def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_pa
     assert (out / "notes").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        (["nowhere"], {}, "neither a file nor a folder"),
+        (["empty"], {}, "has no document in it"),
+        (["a.txt", "a.txt"], {}, "twice"),
+        (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
+        (["a.txt"], {"tokenizer": "empty"}, "holds no saved tokenizer"),
+        (["a.txt"], {"tokenizer": "a.txt"}, r"not a readable tokenizer\.json"),
+        (["a.txt"], {"tokenizer": "bpe", "vocab_size": 3}, "vocab_size must be at least 257"),
+        (["a.txt"], {"tokenizer": "gpt2", "boundary_token": "</s>"}, "boundary_token is for"),
+        (["a.txt", "c.jsonl"], {"field": "body", "heldout": 0}, r"c\.jsonl, line at byte 0: no field 'body'"),
+        (["a.txt", "t.parquet"], {"field": "text", "heldout": 0}, r"t\.parquet: no column 'text'"),
+        (["a.txt"], {"heldout_sources": ["nowhere"]}, "neither a file nor a folder"),
+        (["a.txt"], {"workers": 0}, "workers must be at least 1"),
+    ],
+)
+def test_a_refused_overwrite_leaves_the_folder_as_it_was(corpus, tmp_path, monkeypatch, sources, options, message):
+    monkeypatch.chdir(corpus)
+    (corpus / "empty").mkdir()
+    if "t.parquet" in sources:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"body": ["row"]}), "t.parquet")
+    out = tmp_path / "out"
+    prepare(["a.txt", "c.jsonl"], out, tokenizer="bpe", vocab_size=280, workers=1)
+    before = files_in(out)
+    with pytest.raises(ValueError, match=message):
+        prepare(sources, out, overwrite=True, **{"workers": 1, **options})
+    assert files_in(out) == before
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_a_dataset_is_overwritten_with_its_own_tokenizer(corpus, tmp_path, name):
+    out = tmp_path / "out"
+    prepare([corpus], out, tokenizer="bpe", vocab_size=280, workers=1)
+    before = load_tokenizer(out)
+    options = {"tokenizer": str(out / name), "heldout": 0, "workers": 1}
+    done = prepare([corpus / "a.txt"], out, overwrite=True, **options)
+    assert list(texts_of(open_dataset(out)).values()) == ["first document\n"]
+    assert load_tokenizer(out).encode("größer").tolist() == before.encode("größer").tolist()
+    # The same request is recognized as done.
+    assert prepare([corpus / "a.txt"], out, **options) == done
+
+
+def test_an_overwrite_that_was_interrupted_can_be_repeated(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    prepare([corpus], out, shard_bytes=1000, workers=1)
+    unlink, removed = Path.unlink, []
+
+    def stop_at_the_third(path, **options):
+        if len(removed) == 2:
+            raise KeyboardInterrupt
+        removed.append(path)
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", stop_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([corpus / "a.txt"], out, heldout=0, overwrite=True, workers=1)
+    prepare([corpus / "a.txt"], out, heldout=0, workers=1)
+    prepare([corpus / "a.txt"], tmp_path / "new", heldout=0, workers=1)
+    assert files_in(out) == files_in(tmp_path / "new")
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_with_other_things_is_refused_and_left_alone(corpus, tmp_path, overwrite):
     (tmp_path / "out").mkdir()

@@ -37,6 +37,7 @@ from sympow.data.sources import (
     Document,
     FileRange,
     HeldoutRule,
+    check_field,
     describe_position,
     file_ranges,
     find_files,
@@ -113,7 +114,7 @@ def prepare(
         heldout_sources: files and folders to hold out instead. They may be inside folders of `sources`, which then
             give the other files for training.
         skip_empty: skip and count empty documents, instead of refusing them.
-        overwrite: remove what an earlier preparation left in `out`.
+        overwrite: replace what an earlier preparation left in `out`, once all arguments have been checked.
         workers: processes; by default one per core.
         shard_bytes: source bytes per shard, at most, unless one document or row group has more.
         on_progress: called after every shard.
@@ -133,7 +134,6 @@ def prepare(
         raise ValueError("sources must name at least one file or folder")
     out = Path(out)
     check_can_write("out", out, "folder")
-    overwritten = overwrite and _remove_earlier(out)
 
     listing, ignored = _list_sources(
         sources, heldout_sources, BY_HASH if heldout else "train", shard_bytes, may_be_empty=skip_empty
@@ -149,13 +149,21 @@ def prepare(
         "portion_bytes": shard_bytes,
         "sources": _digest(groups),
     }
-    if (finished := _start_or_resume(out, request, may_hold_others=overwritten)) is not None:
-        return finished
+    earlier, finished = (None, None) if overwrite else _find_earlier(out)
+    if earlier is None:
+        _check_can_start(out)
+        check_field(listing, field)
+    else:
+        _check_same(out, request, earlier)
+        if finished is not None:
+            return finished
 
     rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
     job = Job(out, field, rule, skip_empty)
-    if not (out / SETTINGS_FILE).is_file():
-        _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress).save(out)
+    if earlier is None:
+        made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress)
+        # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
+        _start(out, request, made)
     records = _write_all(groups, job, workers, on_progress)
 
     manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
@@ -262,23 +270,22 @@ def _tokenizer_identity(tokenizer: str) -> str:
     return f"{path.name} {sha256_of(path)}" if path.is_file() else tokenizer
 
 
-def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: bool) -> Manifest | None:
-    """The manifest, if all is done; otherwise sets the folder up to start or resume, or refuses it."""
-    manifest = Manifest.load(out) if (out / MANIFEST_FILE).is_file() else None
-    request_path = out / WORK_FOLDER / REQUEST_FILE
-    if manifest is not None:
-        earlier = manifest.request
-    elif any((out / WORK_FOLDER).glob(RECORDS)):
-        earlier = read_json(request_path)
-        if not isinstance(earlier, dict):
-            raise ValueError(f"{request_path} is not a request; overwrite what was prepared")
-    else:
+def _find_earlier(out: Path) -> tuple[dict[str, Any] | None, Manifest | None]:
+    """The request of an earlier preparation that wrote shards, and its manifest if it is finished."""
+    if (out / MANIFEST_FILE).is_file():
+        manifest = Manifest.load(out)
+        return manifest.request, manifest
+    if not any((out / WORK_FOLDER).glob(RECORDS)):
         # A request that was refused before it wrote a shard does not count.
-        others = not may_hold_others and not _remove_earlier(out)
-        if others and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
-        write_atomically(request_path, json.dumps(request).encode())
-        return None
+        return None, None
+    path = out / WORK_FOLDER / REQUEST_FILE
+    request = read_json(path)
+    if not isinstance(request, dict):
+        raise ValueError(f"{path} is not a request; overwrite what was prepared")
+    return request, None
+
+
+def _check_same(out: Path, request: dict[str, Any], earlier: dict[str, Any]) -> None:
     different = sorted(key for key in request if request[key] != earlier.get(key))
     if different:
         # The digest of the sources is not readable.
@@ -289,20 +296,26 @@ def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: boo
             f"out={str(out)!r} was prepared from something else: {', '.join(shown)} differ; "
             "choose another folder or overwrite it"
         )
-    return manifest
 
 
-def _remove_earlier(out: Path) -> bool:
-    """Removes the files of an earlier preparation, and no others; returns whether there was one."""
-    if not (out / WORK_FOLDER).is_dir() and not (out / MANIFEST_FILE).is_file():
-        return False
+def _check_can_start(out: Path) -> None:
+    """Refuses a folder of other things. Those beside an earlier preparation are left alone."""
+    earlier = (out / WORK_FOLDER).is_dir() or (out / MANIFEST_FILE).is_file()
+    if not earlier and out.exists() and any(out.iterdir()):
+        raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
+
+
+def _start(out: Path, request: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Replaces the files of an earlier preparation, and no others, by a request and its tokenizer."""
     if (out / WORK_FOLDER).is_dir():
         shutil.rmtree(out / WORK_FOLDER)
+    # Before anything else is removed: it says that the other files are of a preparation, should this be interrupted.
+    write_atomically(out / WORK_FOLDER / REQUEST_FILE, json.dumps(request).encode())
     shards = [f"{split}-*{ending}" for split in SPLITS for ending in (TOKENS_ENDING, INDEX_ENDING)]
     for pattern in (MANIFEST_FILE, VERIFIED_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
         for path in out.glob(pattern):
             path.unlink()
-    return True
+    tokenizer.save(out)
 
 
 def _make_tokenizer(
