@@ -8,8 +8,9 @@ import pytest
 
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
+from sympow.data.describe import describe
 from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
-from sympow.data.preparation import write_shards
+from sympow.data.preparation import LOCK_FILE, write_shards
 from sympow.data.sources import file_ranges, read_documents
 
 
@@ -201,9 +202,9 @@ def test_an_overwrite_that_was_interrupted_can_be_repeated(corpus, tmp_path, mon
     unlink, removed = Path.unlink, []
 
     def stop_at_the_third(path, **options):
-        if len(removed) == 2:
-            raise KeyboardInterrupt
         removed.append(path)
+        if len(removed) == 3:
+            raise KeyboardInterrupt
         unlink(path, **options)
 
     with monkeypatch.context() as patched:
@@ -213,6 +214,41 @@ def test_an_overwrite_that_was_interrupted_can_be_repeated(corpus, tmp_path, mon
     prepare([corpus / "a.txt"], out, heldout=0, workers=1)
     prepare([corpus / "a.txt"], tmp_path / "new", heldout=0, workers=1)
     assert files_in(out) == files_in(tmp_path / "new")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_preparations_do_not_write_to_one_folder(corpus, tmp_path, overwrite):
+    out, refused = tmp_path / "out", []
+
+    def prepare_meanwhile(progress):
+        if not refused:
+            with pytest.raises(ValueError, match="is in use by another preparation; wait until it has ended") as error:
+                prepare([corpus / "a.txt"], out, heldout=0, workers=1, overwrite=overwrite)
+            refused.append(error)
+
+    prepare([corpus], out, heldout=0, workers=1, on_progress=prepare_meanwhile)
+    assert refused
+    assert len(open_dataset(out).lengths) == 42
+    assert not [name for name in files_in(out) if "lock" in name]
+
+
+def test_the_lock_of_a_killed_preparation_is_in_nobodys_way(corpus, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / LOCK_FILE).touch()
+    prepare([corpus], out, heldout=0, workers=1)
+    assert not (out / LOCK_FILE).exists()
+    (out / LOCK_FILE).touch()
+    assert describe(str(out), verify=True)["splits"]["train"]["documents"] == 42
+    assert len(open_dataset(out).lengths) == 42
+
+
+@pytest.mark.parametrize("out", ["out", "new/folders/out"])
+def test_a_refused_preparation_leaves_no_folder(corpus, tmp_path, out):
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="tokenizer must be"):
+        prepare([corpus], tmp_path / out, tokenizer="gpt5", workers=1)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

@@ -15,6 +15,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,15 @@ from sympow.data.sources import (
 from sympow.data.token_shards import ShardWriter, id_dtype
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, check_boundary_token, load_tokenizer, train_bpe
 from sympow.exceptions import raised_by_sympow
-from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
+from sympow.files import (
+    PARTIAL_ENDING,
+    check_can_write,
+    missing_folders,
+    remove_empty,
+    sha256_of,
+    write_atomically,
+)
+from sympow.locks import LOCK_ENDING, lock_file
 from sympow.parsing import read_json
 
 # A few seconds of work for the slower tokenizers, which is what an interruption costs at most.
@@ -58,6 +67,8 @@ HELDOUT = 0.02
 BPE_TRAINING_BYTES = 2**28
 REQUEST_FILE = "request.json"
 RECORDS = "portion-*.json"
+# Not in the work folder, which is removed while the lock is held.
+LOCK_FILE = f"{WORK_FOLDER}{LOCK_ENDING}"
 
 
 @dataclass(frozen=True)
@@ -149,30 +160,47 @@ def prepare(
         "portion_bytes": shard_bytes,
         "sources": _digest(groups),
     }
-    earlier, finished = (None, None) if overwrite else _find_earlier(out)
-    if earlier is None:
-        _check_can_start(out)
-        check_field(listing, field)
-    else:
-        _check_same(out, request, earlier)
-        if finished is not None:
-            return finished
+    with _locked(out):
+        earlier, finished = (None, None) if overwrite else _find_earlier(out)
+        if earlier is None:
+            _check_can_start(out)
+            check_field(listing, field)
+        else:
+            _check_same(out, request, earlier)
+            if finished is not None:
+                return finished
 
-    rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
-    job = Job(out, field, rule, skip_empty)
-    if earlier is None:
-        made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress)
-        # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
-        _start(out, request, made)
-    records = _write_all(groups, job, workers, on_progress)
+        rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
+        job = Job(out, field, rule, skip_empty)
+        if earlier is None:
+            made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress)
+            # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
+            _start(out, request, made)
+        records = _write_all(groups, job, workers, on_progress)
 
-    manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
-    manifest.save(out)
-    shutil.rmtree(out / WORK_FOLDER)
-    for path in out.glob(f"*{PARTIAL_ENDING}"):
-        # Left by a killed run.
-        path.unlink()
-    return manifest
+        manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
+        manifest.save(out)
+        shutil.rmtree(out / WORK_FOLDER)
+        for path in out.glob(f"*{PARTIAL_ENDING}"):
+            # Left by a killed run.
+            path.unlink()
+        return manifest
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps other preparations out of the folder; removes the folder again if it is new and nothing was written."""
+    made = missing_folders(out)
+    # On the way out the lock is released first: its file would keep the folder from being removed.
+    with ExitStack() as held:
+        held.callback(remove_empty, made)
+        try:
+            held.enter_context(lock_file(out / LOCK_FILE, wait=False))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"out={str(out)!r} is in use by another preparation; wait until it has ended, or choose another folder"
+            ) from error
+        yield
 
 
 def _summarize(
@@ -301,7 +329,7 @@ def _check_same(out: Path, request: dict[str, Any], earlier: dict[str, Any]) -> 
 def _check_can_start(out: Path) -> None:
     """Refuses a folder of other things. Those beside an earlier preparation are left alone."""
     earlier = (out / WORK_FOLDER).is_dir() or (out / MANIFEST_FILE).is_file()
-    if not earlier and out.exists() and any(out.iterdir()):
+    if not earlier and any(path.name != LOCK_FILE for path in out.iterdir()):
         raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
 
 
