@@ -76,6 +76,21 @@ def check_can_write(name: str, path: Path, kind: Literal["file", "folder"]) -> N
         raise ValueError(f"{name} must be a {kind} that can be written, and {path} cannot: {error.strerror}") from error
 
 
+def missing_folders(folder: Path) -> list[Path]:
+    """The folder and its parents that do not exist, innermost first: what creating it will create."""
+    return [path for path in (folder, *folder.parents) if not path.exists()]
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Removes folders that were created for nothing, from the innermost up to the first that is not empty."""
+    for path in folders:
+        try:
+            path.rmdir()
+        except OSError:
+            # Not empty: this process, or another one, has written to it.
+            return
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

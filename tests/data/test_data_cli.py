@@ -48,6 +48,18 @@ def test_info_describes_the_standard_library_by_default():
     assert "heldout" in result.output
 
 
+@pytest.mark.parametrize("command", [("data", "info"), ("train",)])
+def test_help_names_every_kind_of_dataset(command):
+    text = runner.invoke(app, [*command, "--help"], terminal_width=200).output
+    for kind in ("stdlib", "prepare", "LongCrawl64", "mqar:pairs=32,length=256"):
+        assert kind in text
+
+
+def test_info_describes_associative_recall():
+    described = json.loads(invoke("info", "mqar:pairs=8,documents=30", "--json").output)
+    assert described["splits"]["train"]["documents"] == 30
+
+
 def test_info_describes_longcrawl64(tmp_path):
     zarr, numcodecs = pytest.importorskip("zarr"), pytest.importorskip("numcodecs")
     options = {"chunks": (2, 2), "zarr_format": 2, "compressors": numcodecs.Blosc(cname="lz4")}
@@ -83,3 +95,15 @@ def test_mistakes_are_explained_without_a_traceback(tmp_path, monkeypatch, argum
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_bad_line_is_explained_alike_by_any_number_of_processes(tmp_path, monkeypatch, workers):
+    monkeypatch.chdir(tmp_path)
+    # Two lines of more than a shard each, so that there is work for two processes.
+    line = json.dumps({"text": "x" * 9_000_000})
+    (tmp_path / "x.jsonl").write_text(f'{line}\n{{"text": 3}}\n{line}\n')
+    result = invoke("prepare", "x.jsonl", "--out", "out", "--heldout", "0", "--workers", workers)
+    assert result.exit_code == 2, result.output
+    message = "Error: x.jsonl, line at byte 9,000,013: field 'text' must be text, got int"
+    assert result.stderr.splitlines()[-1] == message

@@ -301,6 +301,17 @@ def test_batches_are_made_ahead_in_order_and_errors_come_in_their_place():
         next(taken)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+@pytest.mark.parametrize("blocks", [[0, 2, 2, 4], [0, 3, 1, 4], [1, 4], [0, 3], [0, 5], [4], [], [[0, 4]]])
+def test_blocks_that_miscount_documents_are_refused(memory, blocks, dtype):
+    dataset = memory([12] * 4)
+    dataset.blocks = np.array(blocks, dtype)
+    with pytest.raises(
+        ValueError, match=r"blocks must strictly increase from 0 to the number of documents, which is 4; got \["
+    ):
+        Loader(dataset, 8, 1, short="join")
+
+
 def test_leaving_an_iteration_ends_its_thread(memory):
     def threads():
         return sum(thread.name.startswith("sympow-prefetch") for thread in threading.enumerate())

@@ -121,6 +121,33 @@ def test_an_fsspec_address_is_read():
     assert dataset.read(19, 10, 40).tolist() == tokens[19, 10:40].tolist()
 
 
+def test_a_single_array_has_the_split_of_its_name(store):
+    folder, tokens = store
+    for split, other in (("train", "heldout"), ("heldout", "train")):
+        array = folder / f"{split}.zarr"
+        assert open_dataset(array, split).read(0, 0, LENGTH).tolist() == tokens[split][0].tolist()
+        assert open_dataset(f"{array}/", split).read(0, 0, 4).tolist() == tokens[split][0, :4].tolist()
+        for name in (array, f"{array}/"):
+            with pytest.raises(
+                ValueError, match=rf"split '{other}', and .*{split}\.zarr has only '{split}'; name the folder"
+            ):
+                open_dataset(name, other)
+
+
+def test_an_array_of_another_name_is_for_training(tmp_path):
+    tokens = write(tmp_path / "mirror.zarr")
+    assert open_dataset(tmp_path / "mirror.zarr").read(0, 0, LENGTH).tolist() == tokens[0].tolist()
+    with pytest.raises(ValueError, match=r"must have the split 'heldout', and .*mirror\.zarr has only 'train'"):
+        open_dataset(tmp_path / "mirror.zarr", "heldout")
+
+
+def test_an_array_behind_an_address_has_the_split_of_its_name():
+    tokens = write("memory://single/heldout.zarr")
+    assert open_dataset("memory://single/heldout.zarr", "heldout").read(3, 0, 8).tolist() == tokens[3, :8].tolist()
+    with pytest.raises(ValueError, match=r"memory://single/heldout\.zarr has only 'heldout'; name the folder"):
+        open_dataset("memory://single/heldout.zarr")
+
+
 def test_a_missing_chunk_is_refused_on_opening_a_folder(store):
     (store[0] / "train.zarr" / "1.2").unlink()
     with pytest.raises(

@@ -8,8 +8,9 @@ import pytest
 
 import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
+from sympow.data.describe import describe
 from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
-from sympow.data.preparation import write_shards
+from sympow.data.preparation import LOCK_FILE, write_shards
 from sympow.data.sources import file_ranges, read_documents
 
 
@@ -151,6 +152,105 @@ def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_pa
     assert (out / "notes").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("sources", "options", "message"),
+    [
+        (["nowhere"], {}, "neither a file nor a folder"),
+        (["empty"], {}, "has no document in it"),
+        (["a.txt", "a.txt"], {}, "twice"),
+        (["a.txt"], {"tokenizer": "gpt5"}, "tokenizer must be"),
+        (["a.txt"], {"tokenizer": "empty"}, "holds no saved tokenizer"),
+        (["a.txt"], {"tokenizer": "a.txt"}, r"not a readable tokenizer\.json"),
+        (["a.txt"], {"tokenizer": "bpe", "vocab_size": 3}, "vocab_size must be at least 257"),
+        (["a.txt"], {"tokenizer": "gpt2", "boundary_token": "</s>"}, "boundary_token is for"),
+        (["a.txt", "c.jsonl"], {"field": "body", "heldout": 0}, r"c\.jsonl, line at byte 0: no field 'body'"),
+        (["a.txt", "t.parquet"], {"field": "text", "heldout": 0}, r"t\.parquet: no column 'text'"),
+        (["a.txt"], {"heldout_sources": ["nowhere"]}, "neither a file nor a folder"),
+        (["a.txt"], {"workers": 0}, "workers must be at least 1"),
+    ],
+)
+def test_a_refused_overwrite_leaves_the_folder_as_it_was(corpus, tmp_path, monkeypatch, sources, options, message):
+    monkeypatch.chdir(corpus)
+    (corpus / "empty").mkdir()
+    if "t.parquet" in sources:
+        pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        pq.write_table(pa.table({"body": ["row"]}), "t.parquet")
+    out = tmp_path / "out"
+    prepare(["a.txt", "c.jsonl"], out, tokenizer="bpe", vocab_size=280, workers=1)
+    before = files_in(out)
+    with pytest.raises(ValueError, match=message):
+        prepare(sources, out, overwrite=True, **{"workers": 1, **options})
+    assert files_in(out) == before
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_a_dataset_is_overwritten_with_its_own_tokenizer(corpus, tmp_path, name):
+    out = tmp_path / "out"
+    prepare([corpus], out, tokenizer="bpe", vocab_size=280, workers=1)
+    before = load_tokenizer(out)
+    options = {"tokenizer": str(out / name), "heldout": 0, "workers": 1}
+    done = prepare([corpus / "a.txt"], out, overwrite=True, **options)
+    assert list(texts_of(open_dataset(out)).values()) == ["first document\n"]
+    assert load_tokenizer(out).encode("größer").tolist() == before.encode("größer").tolist()
+    # The same request is recognized as done.
+    assert prepare([corpus / "a.txt"], out, **options) == done
+
+
+def test_an_overwrite_that_was_interrupted_can_be_repeated(corpus, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    prepare([corpus], out, shard_bytes=1000, workers=1)
+    unlink, removed = Path.unlink, []
+
+    def stop_at_the_third(path, **options):
+        removed.append(path)
+        if len(removed) == 3:
+            raise KeyboardInterrupt
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", stop_at_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([corpus / "a.txt"], out, heldout=0, overwrite=True, workers=1)
+    prepare([corpus / "a.txt"], out, heldout=0, workers=1)
+    prepare([corpus / "a.txt"], tmp_path / "new", heldout=0, workers=1)
+    assert files_in(out) == files_in(tmp_path / "new")
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_preparations_do_not_write_to_one_folder(corpus, tmp_path, overwrite):
+    out, refused = tmp_path / "out", []
+
+    def prepare_meanwhile(progress):
+        if not refused:
+            with pytest.raises(ValueError, match="is in use by another preparation; wait until it has ended") as error:
+                prepare([corpus / "a.txt"], out, heldout=0, workers=1, overwrite=overwrite)
+            refused.append(error)
+
+    prepare([corpus], out, heldout=0, workers=1, on_progress=prepare_meanwhile)
+    assert refused
+    assert len(open_dataset(out).lengths) == 42
+    assert not [name for name in files_in(out) if "lock" in name]
+
+
+def test_the_lock_of_a_killed_preparation_is_in_nobodys_way(corpus, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / LOCK_FILE).touch()
+    prepare([corpus], out, heldout=0, workers=1)
+    assert not (out / LOCK_FILE).exists()
+    (out / LOCK_FILE).touch()
+    assert describe(str(out), verify=True)["splits"]["train"]["documents"] == 42
+    assert len(open_dataset(out).lengths) == 42
+
+
+@pytest.mark.parametrize("out", ["out", "new/folders/out"])
+def test_a_refused_preparation_leaves_no_folder(corpus, tmp_path, out):
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="tokenizer must be"):
+        prepare([corpus], tmp_path / out, tokenizer="gpt5", workers=1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_folder_with_other_things_is_refused_and_left_alone(corpus, tmp_path, overwrite):
     (tmp_path / "out").mkdir()
@@ -174,6 +274,46 @@ def test_held_out_sources_are_held_out(corpus, tmp_path):
     prepare([corpus / "c.jsonl"], tmp_path / "out", heldout_sources=[corpus / "a.txt"], workers=1)
     assert list(texts_of(open_dataset(tmp_path / "out", "heldout")).values()) == ["first document\n"]
     assert len(open_dataset(tmp_path / "out").lengths) == 40
+
+
+@pytest.mark.parametrize("heldout", ["more/b.txt", "more", "a.txt", "link.txt"])
+def test_files_of_a_source_can_be_held_out(corpus, tmp_path, heldout):
+    (tmp_path / "link.txt").symlink_to(corpus / "a.txt")
+    held = tmp_path / heldout if heldout == "link.txt" else corpus / heldout
+    manifest = prepare([corpus], tmp_path / "out", heldout_sources=[held], workers=1)
+    train, heldout_texts = splits_of(tmp_path / "out")
+    small = ["first document\n", "zweites Dokument: größer\n"]
+    assert heldout_texts == [small["more" in heldout]]
+    assert sorted(train) == sorted([small["more" not in heldout], *jsonl_texts(corpus / "c.jsonl")])
+    assert manifest.counts["files"] == 3
+
+
+def test_ignored_files_are_counted_once_and_without_those_held_out(corpus, tmp_path):
+    (corpus / "more" / "notes.xyz").write_text("named by itself")
+    (corpus / "more" / "table.bin").write_bytes(b"\xff")
+    held = [corpus / "more", corpus / "more" / "notes.xyz"]
+    manifest = prepare([corpus], tmp_path / "out", heldout_sources=held, workers=1)
+    assert sorted(manifest.counts["files_ignored"]) == [str(corpus / "more" / "table.bin"), str(corpus / "picture.png")]
+
+
+@pytest.mark.parametrize(
+    ("sources", "heldout_sources", "message"),
+    [
+        (
+            ["more/b.txt", "c.jsonl"],
+            ["more/b.txt"],
+            r"sources and heldout_sources both contain more/b\.txt; name its fold",
+        ),
+        (["more/b.txt"], ["more"], r"sources and heldout_sources both contain more/b\.txt"),
+        (["more", "more/b.txt"], ["a.txt"], r"sources contain more/b\.txt twice"),
+        (["c.jsonl"], ["more", "more/b.txt"], r"sources contain more/b\.txt twice"),
+        (["more"], ["more"], "heldout_sources must leave a file of the sources for training"),
+    ],
+)
+def test_a_file_that_is_named_twice_is_refused(corpus, tmp_path, monkeypatch, sources, heldout_sources, message):
+    monkeypatch.chdir(corpus)
+    with pytest.raises(ValueError, match=message):
+        prepare(sources, tmp_path / "out", heldout_sources=heldout_sources, workers=1)
 
 
 def splits_of(folder):
@@ -314,6 +454,7 @@ def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path,
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"x\.jsonl, line at byte 14 is not UTF-8 text: byte 0xe9 at"),
         ("x.jsonl", b'{"text": "a"}\n{"text": ""}\n', r"x\.jsonl, line at byte 14: the document is empty"),
         ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line at byte 14: not JSON"),
+        ("x.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, r"x\.jsonl, line at byte 14: not JSON.* nested too deeply"),
         ("x.jsonl", b'{"body": "a"}', r"x\.jsonl, line at byte 0: no field 'text'; it has 'body'"),
         ("x.jsonl", b'{"text": 3}', r"field 'text' must be text, got int"),
         ("x.jsonl", b"[1]", r"must be an object with a field 'text', got list"),

@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sympow.data import load_tokenizer
+from sympow.data import load_tokenizer, prepare
 from sympow.data.tokenizer import MODEL_FILE, train_bpe
 
 TEXT = "Hello world, größer  than\n\n\t<|endoftext|> 🙂 def f(x): return x**2\n"
@@ -91,6 +92,7 @@ def test_saved_bytes_need_numpy_alone(tmp_path):
     load_tokenizer("bytes").save(tmp_path)
     code = f"""
 import sys
+from pathlib import Path
 for name in ("tokenizers", "zarr", "pyarrow", "fsspec"):
     sys.modules[name] = None
 from sympow.data import Loader, load_tokenizer, open_dataset
@@ -122,6 +124,28 @@ def test_a_tokenizer_json_without_a_usual_boundary_must_name_it(bpe, tmp_path):
     with pytest.raises(ValueError, match=r"'<\|end\|>' is not in the vocabulary"):
         load_tokenizer(path, boundary_token="<|end|>")
     assert load_tokenizer(path, boundary_token="<|stop|>").boundary == bpe.boundary
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2", "bpe", "saved"])
+def test_a_boundary_token_is_refused_where_it_has_no_effect(bpe, tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    bpe.save("saved")
+    Path("a.txt").write_text("text")
+    message = rf"boundary_token is for a tokenizer\.json.*Got boundary_token='</s>' with tokenizer='{tokenizer}'"
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(tokenizer, boundary_token="</s>")
+    with pytest.raises(ValueError, match=message):
+        prepare(["a.txt"], "out", tokenizer=tokenizer, boundary_token="</s>", workers=1)
+
+
+def test_a_boundary_token_of_a_tokenizer_json_ends_prepared_documents(bpe, tmp_path):
+    bpe.save(tmp_path)
+    path = tmp_path / MODEL_FILE
+    path.write_text(path.read_text().replace("<|endoftext|>", "<|stop|>"))
+    (tmp_path / "a.txt").write_text("text")
+    options = {"tokenizer": str(path), "boundary_token": "<|stop|>", "heldout": 0, "workers": 1}
+    manifest = prepare([tmp_path / "a.txt"], tmp_path / "out", **options)
+    assert manifest.tokenizer["boundary"] == bpe.boundary
 
 
 def test_truncation_and_padding_of_a_tokenizer_json_are_off(bpe, tmp_path):

@@ -32,7 +32,8 @@ def prepare(
         typer.Option(help="Share of the documents to hold out, chosen by hash; 0: none.", show_default="0.02"),
     ] = None,
     heldout_source: Annotated[
-        list[Path] | None, typer.Option(help="File or folder to hold out instead of a share; repeatable.")
+        list[Path] | None,
+        typer.Option(help="File or folder to hold out instead of a share, also from inside a SOURCE; repeatable."),
     ] = None,
     skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip empty documents, and count them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier dataset in the folder.")] = False,
@@ -99,7 +100,12 @@ def prepare(
 
 @app.command()
 def info(
-    source: Annotated[str, typer.Argument(help="A prepared folder, LongCrawl64, or stdlib.")] = "stdlib",
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="A prepared folder, LongCrawl64's folder or address, mqar (as in mqar:pairs=32,length=256), or stdlib."
+        ),
+    ] = "stdlib",
     tokens: Annotated[int, typer.Option(help="Tokens to show of the first documents.")] = 32,
     verify: Annotated[bool, typer.Option("--verify", help="Read all shards and compare their hashes.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+from sympow.exceptions import defined_by_sympow, raised_by_sympow
+
 BUG = "sympow did not expect this. If it is a bug in sympow, please report it with the lines above."
 INTERRUPTED = 130
 
@@ -43,7 +45,7 @@ class Reported:
     ) -> None:
         if isinstance(error, KeyboardInterrupt):
             self._stop("interrupted", INTERRUPTED, on_every_process=False)
-        if isinstance(error, ValueError) and _raised_by_sympow(error):
+        if isinstance(error, ValueError) and raised_by_sympow(error):
             # All processes of torchrun have the same arguments, and so the same mistake.
             if self.on_mistake is not None and _first_on_machine():
                 self.on_mistake(str(error))
@@ -51,7 +53,7 @@ class Reported:
         if _is_failure(error):
             # Other processes may not have failed, so each prints its own.
             self._stop(f"error: {_describe(error)}", 1, on_every_process=True)
-        if error is not None and _defined_by_sympow(type(error)):
+        if error is not None and defined_by_sympow(type(error)):
             print(f"stopped: {error}", file=sys.stderr, flush=True)
             raise SystemExit(1) from None
         if isinstance(error, Exception) and not _is_for_typer(error) and BUG not in getattr(error, "__notes__", ()):
@@ -87,22 +89,6 @@ def _describe(error: BaseException | None) -> str:
     # Only the first line: torch adds advice on debugging kernels.
     text = str(error).strip().partition("\n")[0]
     return text or type(error).__name__
-
-
-def _raised_by_sympow(error: BaseException) -> bool:
-    """Whether sympow's own code raised the exception, not a library: only sympow's messages are written for users."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and _in_sympow(trace.tb_frame.f_globals.get("__name__", ""))
-
-
-def _defined_by_sympow(kind: type) -> bool:
-    return issubclass(kind, Exception) and _in_sympow(kind.__module__)
-
-
-def _in_sympow(module: str) -> bool:
-    return module.partition(".")[0] == "sympow"
 
 
 def _is_for_typer(error: Exception) -> bool:

@@ -25,8 +25,8 @@ class TokenDataset(Protocol):
     Attributes:
         name: where the data come from, for messages.
         lengths: tokens of every document, (documents,).
-        blocks: offsets into the documents, (blocks + 1,), from 0 to their number. Documents of one block are quick to
-            read together, so a shuffled epoch reads a few blocks at a time.
+        blocks: offsets into the documents, (blocks + 1,), strictly increasing from 0 to their number. Documents of one
+            block are quick to read together, so a shuffled epoch reads a few blocks at a time.
         vocab_size: every id is below this.
         boundary: the id before a document's first token.
         fingerprint: changes when the data change; a loader's position is valid for one fingerprint only.
@@ -72,7 +72,8 @@ def open_dataset(
         source: "stdlib" (this Python's standard library as bytes), a folder that `prepare` wrote, or LongCrawl64: the
             folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays; or "mqar", the
             synthetic task of associative recall, with options as in "mqar:pairs=32,length=256".
-        split: "train" or "heldout".
+        split: "train" or "heldout". A single array of LongCrawl64 has one of them: `heldout.zarr` documents that are
+            held out, an array of any other name training documents.
         storage_options: for an address, what fsspec needs to open it.
     """
     # Imported here: each of these modules imports this one.

@@ -9,6 +9,7 @@ import numpy as np
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS, TokenDataset, open_dataset
+from sympow.data.longcrawl64 import ARRAY_ENDING, split_of_array
 from sympow.data.manifest import MANIFEST_FILE, Manifest
 from sympow.data.token_shards import ShardDataset
 from sympow.extras import require
@@ -48,8 +49,8 @@ def describe(source: str, *, shown_tokens: int = 32, verify: bool = False) -> di
 def _splits_of(source: str) -> list[str]:
     """The splits that exist; at an address, where looking is slow, both are assumed to."""
     path = Path(source)
-    if path.suffix == ".zarr":
-        return [path.stem if path.stem in SPLITS else SPLITS[0]]
+    if path.suffix == ARRAY_ENDING:
+        return [split_of_array(source)]
     if (path / MANIFEST_FILE).is_file():
         return [split for split, shards in Manifest.load(path).splits.items() if shards]
     arrays = [split for split in SPLITS if (path / f"{split}.zarr").is_dir()]

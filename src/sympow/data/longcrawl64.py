@@ -24,6 +24,7 @@ from sympow.data.tokenizer import Tokenizer, load_tokenizer
 from sympow.extras import require
 
 ENCODER = "tiktoken-gpt2"
+ARRAY_ENDING = ".zarr"
 METADATA_FILES = ("zarr.json", ".zarray", ".zattrs", ".zgroup", ".zmetadata")
 # All that zarr raises on malformed metadata.
 METADATA_DAMAGE = (
@@ -46,8 +47,9 @@ class LongCrawl64:
     """One array of LongCrawl64, read lazily.
 
     Args:
-        source: the folder or fsspec address with `train.zarr` and `heldout.zarr`, or one such array.
-        split: "train" or "heldout".
+        source: the folder or fsspec address with `train.zarr` and `heldout.zarr`, or one such array. An array with
+            another name counts as training documents.
+        split: "train" or "heldout"; of a single array, the one that it holds.
         documents: how many to use, as of an incomplete mirror; by default all.
         storage_options: for fsspec, such as {"token": "anon"}.
         cache_bytes: decoded chunks to keep in memory; a shuffled epoch needs two bytes for each of the loader's
@@ -68,7 +70,11 @@ class LongCrawl64:
     ) -> None:
         check_choice("split", split, SPLITS)
         address = str(source).rstrip("/")
-        self.name = address if address.endswith(".zarr") else f"{address}/{split}.zarr"
+        if address.endswith(ARRAY_ENDING):
+            _check_array_holds(address, split)
+            self.name = address
+        else:
+            self.name = f"{address}/{split}{ARRAY_ENDING}"
         self._array = _open_array(self.name, storage_options)
         rows, row_length = self._array.shape
         if documents is not None:
@@ -174,6 +180,21 @@ class LongCrawl64:
                 f"{self.name}: {len(missing):,} of {len(expected):,} chunks are missing, first {missing[0]}; they "
                 "would read as zeros. Fetch them again, or open fewer with LongCrawl64(source, documents=N)"
             )
+
+
+def split_of_array(address: str) -> str:
+    """The split that a single array holds, by its name: "heldout" for `heldout.zarr`, "train" for any other."""
+    name = address.rstrip("/").rpartition("/")[2].removesuffix(ARRAY_ENDING)
+    return name if name in SPLITS else SPLITS[0]
+
+
+def _check_array_holds(address: str, split: str) -> None:
+    """Refuses the other split of a single array: documents that were trained on would count as held out."""
+    if (held := split_of_array(address)) != split:
+        raise ValueError(
+            f"source must have the split {split!r}, and {address} has only {held!r}; name the folder or address with "
+            f"both train{ARRAY_ENDING} and heldout{ARRAY_ENDING}"
+        )
 
 
 def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:

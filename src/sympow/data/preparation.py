@@ -15,6 +15,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from sympow.data.sources import (
     Document,
     FileRange,
     HeldoutRule,
+    check_field,
     describe_position,
     file_ranges,
     find_files,
@@ -44,8 +46,17 @@ from sympow.data.sources import (
     read_documents,
 )
 from sympow.data.token_shards import ShardWriter, id_dtype
-from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, load_tokenizer, train_bpe
-from sympow.files import PARTIAL_ENDING, check_can_write, sha256_of, write_atomically
+from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, check_boundary_token, load_tokenizer, train_bpe
+from sympow.exceptions import raised_by_sympow
+from sympow.files import (
+    PARTIAL_ENDING,
+    check_can_write,
+    missing_folders,
+    remove_empty,
+    sha256_of,
+    write_atomically,
+)
+from sympow.locks import LOCK_ENDING, lock_file
 from sympow.parsing import read_json
 
 # A few seconds of work for the slower tokenizers, which is what an interruption costs at most.
@@ -56,6 +67,8 @@ HELDOUT = 0.02
 BPE_TRAINING_BYTES = 2**28
 REQUEST_FILE = "request.json"
 RECORDS = "portion-*.json"
+# Not in the work folder, which is removed while the lock is held.
+LOCK_FILE = f"{WORK_FOLDER}{LOCK_ENDING}"
 
 
 @dataclass(frozen=True)
@@ -109,9 +122,10 @@ def prepare(
         heldout: fraction of the documents to hold out, chosen by a hash of their text, so that copies stay together: at
             least one of several, and of a single document its end (see `sources.HeldoutRule`). By default 0.02, or
             with heldout_sources none; 0: nothing.
-        heldout_sources: files and folders to hold out instead.
+        heldout_sources: files and folders to hold out instead. They may be inside folders of `sources`, which then
+            give the other files for training.
         skip_empty: skip and count empty documents, instead of refusing them.
-        overwrite: remove what an earlier preparation left in `out`.
+        overwrite: replace what an earlier preparation left in `out`, once all arguments have been checked.
         workers: processes; by default one per core.
         shard_bytes: source bytes per shard, at most, unless one document or row group has more.
         on_progress: called after every shard.
@@ -126,14 +140,14 @@ def prepare(
         raise ValueError("heldout and heldout_sources both choose what is held out; give one of them")
     if vocab_size is not None and tokenizer != "bpe":
         raise ValueError(f"vocab_size is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}")
+    check_boundary_token(tokenizer, boundary_token)
     if not sources:
         raise ValueError("sources must name at least one file or folder")
     out = Path(out)
     check_can_write("out", out, "folder")
-    overwritten = overwrite and _remove_earlier(out)
 
     listing, ignored = _list_sources(
-        {BY_HASH if heldout else "train": sources, "heldout": heldout_sources}, shard_bytes, may_be_empty=skip_empty
+        sources, heldout_sources, BY_HASH if heldout else "train", shard_bytes, may_be_empty=skip_empty
     )
     groups = group_ranges(listing, shard_bytes)
     request: dict[str, Any] = {
@@ -146,22 +160,47 @@ def prepare(
         "portion_bytes": shard_bytes,
         "sources": _digest(groups),
     }
-    if (finished := _start_or_resume(out, request, may_hold_others=overwritten)) is not None:
-        return finished
+    with _locked(out):
+        earlier, finished = (None, None) if overwrite else _find_earlier(out)
+        if earlier is None:
+            _check_can_start(out)
+            check_field(listing, field)
+        else:
+            _check_same(out, request, earlier)
+            if finished is not None:
+                return finished
 
-    rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
-    job = Job(out, field, rule, skip_empty)
-    if not (out / SETTINGS_FILE).is_file():
-        _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress).save(out)
-    records = _write_all(groups, job, workers, on_progress)
+        rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
+        job = Job(out, field, rule, skip_empty)
+        if earlier is None:
+            made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress)
+            # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
+            _start(out, request, made)
+        records = _write_all(groups, job, workers, on_progress)
 
-    manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
-    manifest.save(out)
-    shutil.rmtree(out / WORK_FOLDER)
-    for path in out.glob(f"*{PARTIAL_ENDING}"):
-        # Left by a killed run.
-        path.unlink()
-    return manifest
+        manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
+        manifest.save(out)
+        shutil.rmtree(out / WORK_FOLDER)
+        for path in out.glob(f"*{PARTIAL_ENDING}"):
+            # Left by a killed run.
+            path.unlink()
+        return manifest
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps other preparations out of the folder; removes the folder again if it is new and nothing was written."""
+    made = missing_folders(out)
+    # On the way out the lock is released first: its file would keep the folder from being removed.
+    with ExitStack() as held:
+        held.callback(remove_empty, made)
+        try:
+            held.enter_context(lock_file(out / LOCK_FILE, wait=False))
+        except BlockingIOError as error:
+            raise ValueError(
+                f"out={str(out)!r} is in use by another preparation; wait until it has ended, or choose another folder"
+            ) from error
+        yield
 
 
 def _summarize(
@@ -200,20 +239,41 @@ def _summarize(
 
 
 def _list_sources(
-    sources: dict[str, Sequence[Path | str]], shard_bytes: int, *, may_be_empty: bool
+    sources: Sequence[Path | str],
+    heldout_sources: Sequence[Path | str],
+    split: str,
+    shard_bytes: int,
+    *,
+    may_be_empty: bool,
 ) -> tuple[list[FileRange], list[Path]]:
-    """Ranges of all files, each with its split, and the files that are not documents."""
+    """Ranges of all files, each with its split, and the files that are not documents.
+
+    A file of a folder among the sources that is held out is in the held-out split alone.
+
+    Args:
+        split: of the sources that are not held out.
+    """
+    found, heldout = find_files(sources), find_files(heldout_sources)
+    held = {path.resolve() for path in heldout.files}
+    for source in map(Path, sources):
+        if source.is_file() and source.resolve() in held:
+            raise ValueError(
+                f"sources and heldout_sources both contain {source}; name its folder among the sources to train on "
+                "the others of its files"
+            )
+    files = [path for path in found.files if path.resolve() not in held]
+    if not files:
+        raise ValueError("heldout_sources must leave a file of the sources for training, and contain all of them")
+
     listing: list[FileRange] = []
-    ignored: list[Path] = []
     seen: dict[Path, Path] = {}
-    for split, group in sources.items():
-        found = find_files(group)
-        ignored += found.ignored
-        for path in found.files:
+    for files_split, group in ((split, files), ("heldout", heldout.files)):
+        for path in group:
             if (other := seen.setdefault(path.resolve(), path)) is not path:
                 raise ValueError(f"sources contain {path} twice, also as {other}")
-            listing += file_ranges(path, split, shard_bytes, may_be_empty=may_be_empty)
-    return listing, ignored
+            listing += file_ranges(path, files_split, shard_bytes, may_be_empty=may_be_empty)
+    ignored = {path.resolve(): path for path in (*found.ignored, *heldout.ignored)}
+    return listing, [path for resolved, path in ignored.items() if resolved not in seen]
 
 
 def _contents(listing: Iterable[FileRange], field: str) -> Iterator[bytes]:
@@ -238,23 +298,22 @@ def _tokenizer_identity(tokenizer: str) -> str:
     return f"{path.name} {sha256_of(path)}" if path.is_file() else tokenizer
 
 
-def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: bool) -> Manifest | None:
-    """The manifest, if all is done; otherwise sets the folder up to start or resume, or refuses it."""
-    manifest = Manifest.load(out) if (out / MANIFEST_FILE).is_file() else None
-    request_path = out / WORK_FOLDER / REQUEST_FILE
-    if manifest is not None:
-        earlier = manifest.request
-    elif any((out / WORK_FOLDER).glob(RECORDS)):
-        earlier = read_json(request_path)
-        if not isinstance(earlier, dict):
-            raise ValueError(f"{request_path} is not a request; overwrite what was prepared")
-    else:
+def _find_earlier(out: Path) -> tuple[dict[str, Any] | None, Manifest | None]:
+    """The request of an earlier preparation that wrote shards, and its manifest if it is finished."""
+    if (out / MANIFEST_FILE).is_file():
+        manifest = Manifest.load(out)
+        return manifest.request, manifest
+    if not any((out / WORK_FOLDER).glob(RECORDS)):
         # A request that was refused before it wrote a shard does not count.
-        others = not may_hold_others and not _remove_earlier(out)
-        if others and out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
-        write_atomically(request_path, json.dumps(request).encode())
-        return None
+        return None, None
+    path = out / WORK_FOLDER / REQUEST_FILE
+    request = read_json(path)
+    if not isinstance(request, dict):
+        raise ValueError(f"{path} is not a request; overwrite what was prepared")
+    return request, None
+
+
+def _check_same(out: Path, request: dict[str, Any], earlier: dict[str, Any]) -> None:
     different = sorted(key for key in request if request[key] != earlier.get(key))
     if different:
         # The digest of the sources is not readable.
@@ -265,20 +324,26 @@ def _start_or_resume(out: Path, request: dict[str, Any], *, may_hold_others: boo
             f"out={str(out)!r} was prepared from something else: {', '.join(shown)} differ; "
             "choose another folder or overwrite it"
         )
-    return manifest
 
 
-def _remove_earlier(out: Path) -> bool:
-    """Removes the files of an earlier preparation, and no others; returns whether there was one."""
-    if not (out / WORK_FOLDER).is_dir() and not (out / MANIFEST_FILE).is_file():
-        return False
+def _check_can_start(out: Path) -> None:
+    """Refuses a folder of other things. Those beside an earlier preparation are left alone."""
+    earlier = (out / WORK_FOLDER).is_dir() or (out / MANIFEST_FILE).is_file()
+    if not earlier and any(path.name != LOCK_FILE for path in out.iterdir()):
+        raise ValueError(f"out={str(out)!r} must be a new or empty folder, or one that an interrupted run left")
+
+
+def _start(out: Path, request: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Replaces the files of an earlier preparation, and no others, by a request and its tokenizer."""
     if (out / WORK_FOLDER).is_dir():
         shutil.rmtree(out / WORK_FOLDER)
+    # Before anything else is removed: it says that the other files are of a preparation, should this be interrupted.
+    write_atomically(out / WORK_FOLDER / REQUEST_FILE, json.dumps(request).encode())
     shards = [f"{split}-*{ending}" for split in SPLITS for ending in (TOKENS_ENDING, INDEX_ENDING)]
     for pattern in (MANIFEST_FILE, VERIFIED_FILE, MODEL_FILE, SETTINGS_FILE, *shards):
         for path in out.glob(pattern):
             path.unlink()
-    return True
+    tokenizer.save(out)
 
 
 def _make_tokenizer(
@@ -349,7 +414,10 @@ def _write_all(
     try:
         futures = {executor.submit(_run_in_worker, groups[number], number): number for number in missing}
         for future in as_completed(futures):
-            records[futures[future]] = future.result()
+            done = future.result()
+            if isinstance(done, ValueError):
+                raise done
+            records[futures[future]] = done
             report()
     finally:
         executor.shutdown(cancel_futures=True)
@@ -366,9 +434,18 @@ def _start_worker(job: Job) -> None:
     _worker = job, load_tokenizer(job.out)
 
 
-def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record:
+def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record | ValueError:
+    """As `write_shards`, but returns sympow's own errors for the parent to raise.
+
+    An exception that leaves a worker loses its frames, by which a command tells a bad document from a bug.
+    """
     assert _worker is not None
-    return write_shards(group, number, *_worker)
+    try:
+        return write_shards(group, number, *_worker)
+    except ValueError as error:
+        if not raised_by_sympow(error):
+            raise
+        return error
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,7 @@ class RowOrder:
 
     Args:
         lengths: tokens of each document, (documents,).
-        blocks: offsets of the blocks into the documents, (blocks + 1,).
+        blocks: offsets of the blocks into the documents, (blocks + 1,), strictly increasing from 0 to their number.
         context: tokens of a row.
         join: whether remainders are joined into rows.
         seed: of the order; None: no shuffling.
@@ -146,6 +146,7 @@ class RowOrder:
     def __init__(
         self, lengths: Ints, blocks: Ints, context: int, *, join: bool, seed: int | None, group_tokens: int
     ) -> None:
+        _check_blocks(blocks, len(lengths))
         self._lengths, self._blocks, self._context = lengths, blocks, context
         self._join, self._seed, self._group_tokens = join, seed, group_tokens
         self._block_tokens = np.add.reduceat(lengths, blocks[:-1])
@@ -191,3 +192,14 @@ class RowOrder:
 
     def _permutation(self, count: int, *numbers: int) -> Ints:
         return np.arange(count) if self._seed is None else permutation(count, self._seed, *numbers)
+
+
+def _check_blocks(blocks: Ints, documents: int) -> None:
+    """Refuses offsets with which documents would be counted twice or not at all, as in a dataset of the user's own."""
+    # Compared, not subtracted: differences of unsigned integers wrap around.
+    increase = blocks.ndim == 1 and bool((blocks[1:] > blocks[:-1]).all())
+    if not increase or not len(blocks) or blocks[0] != 0 or blocks[-1] != documents:
+        shown = np.array2string(blocks, separator=", ", threshold=8, max_line_width=1_000)
+        raise ValueError(
+            f"blocks must strictly increase from 0 to the number of documents, which is {documents:,}; got {shown}"
+        )

@@ -137,6 +137,17 @@ def group_ranges(ranges: Sequence[FileRange], shard_bytes: int) -> list[tuple[Fi
     return [tuple(group) for group in group_by_size(ranges, lambda file_range: file_range.size, shard_bytes)]
 
 
+def check_field(ranges: Iterable[FileRange], field: str) -> None:
+    """Refuses files without the field, by their first line or their columns, before all of them are read."""
+    for file_range in ranges:
+        path = Path(file_range.file)
+        if _ending(path) == LINES and file_range.begin == 0:
+            next(_read_lines(path, file_range, field), None)
+        elif _ending(path) == ROWS and file_range.begin == 0:
+            with _open_parquet(path) as file:
+                _check_column(path, file, field)
+
+
 def read_documents(file_range: FileRange, field: str) -> Iterator[Document]:
     """The documents of a file range, in order.
 
@@ -176,6 +187,8 @@ def _text_of_line(line: bytes, path: Path, position: int, field: str) -> str:
     text = decode(line, where)
     try:
         record = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{where}: not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -189,8 +202,7 @@ def _text_of_line(line: bytes, path: Path, position: int, field: str) -> str:
 
 def _read_rows(path: Path, file_range: FileRange, field: str) -> Iterator[Document]:
     with _open_parquet(path) as file:
-        if field not in file.schema_arrow.names:
-            raise ValueError(f"{path}: no column {field!r}; it has {', '.join(map(repr, file.schema_arrow.names))}")
+        _check_column(path, file, field)
         row = sum(file.metadata.row_group(group).num_rows for group in range(file_range.begin))
         for batch in file.iter_batches(row_groups=range(file_range.begin, file_range.end), columns=[field]):
             for value in batch.column(0):
@@ -199,6 +211,11 @@ def _read_rows(path: Path, file_range: FileRange, field: str) -> Iterator[Docume
                     raise ValueError(f"{path}, row {row:,}: column {field!r} must be text, got {type(text).__name__}")
                 yield Document(text, row)
                 row += 1
+
+
+def _check_column(path: Path, file: Any, field: str) -> None:
+    if field not in file.schema_arrow.names:
+        raise ValueError(f"{path}: no column {field!r}; it has {', '.join(map(repr, file.schema_arrow.names))}")
 
 
 def _open_parquet(path: Path) -> Any:

@@ -21,6 +21,8 @@ from sympow.parsing import read_json
 
 SETTINGS_FILE = "sympow_tokenizer.json"
 MODEL_FILE = "tokenizer.json"
+# Tokenizers that are no files.
+NAMED = ("bytes", "gpt2", "bpe")
 END_OF_TEXT = "<|endoftext|>"
 # Usual names of the token between documents, in order of preference.
 BOUNDARY_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
@@ -188,8 +190,10 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
 
     Args:
         source: "bytes", "gpt2", a `tokenizer.json`, or a folder with a saved tokenizer (prepared data, a checkpoint).
-        boundary_token: for a `tokenizer.json`, the token that separates documents, if its name is unusual.
+        boundary_token: for a `tokenizer.json`, the token that separates documents, if its name is unusual. The other
+            tokenizers have their own, and refuse another.
     """
+    check_boundary_token(source, boundary_token)
     if source == "bytes":
         return ByteTokenizer()
     if source == "gpt2":
@@ -203,6 +207,15 @@ def load_tokenizer(source: Path | str, boundary_token: str | None = None) -> Tok
             f"got {str(source)!r}"
         )
     return JsonTokenizer(_read_model(path), "file", boundary_token, name=str(path))
+
+
+def check_boundary_token(tokenizer: Path | str, boundary_token: str | None) -> None:
+    """Refuses a boundary token where it would have no effect: only a `tokenizer.json` takes one."""
+    if boundary_token is not None and (str(tokenizer) in NAMED or Path(tokenizer).is_dir()):
+        raise ValueError(
+            "boundary_token is for a tokenizer.json, named as a file; other tokenizers have their own. Got "
+            f"boundary_token={boundary_token!r} with tokenizer={str(tokenizer)!r}"
+        )
 
 
 def token_unit(folder: Path | str) -> str:

@@ -33,7 +33,8 @@ class DataConfig:
     """Training data.
 
     Attributes:
-        data: "stdlib" (this Python's standard library), a folder of `sympow data prepare`, or LongCrawl64's address.
+        data: "stdlib" (this Python's standard library), a folder of `sympow data prepare`, LongCrawl64's folder or
+            address, or "mqar" (associative recall, a synthetic task), with options as in "mqar:pairs=32,length=256".
         context: tokens of a training sequence.
         short: what to do with documents and tails shorter than the context: refuse, drop, join or pack.
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from sympow.files import check_can_write
+from sympow.files import check_can_write, missing_folders, remove_empty
 from sympow.locks import lock_file
 from sympow.train.distributed import Place
 
@@ -54,7 +54,7 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
     folder, made = _make_new() if out is None else _make(out)
     # On the way out the lock is released first: its file would keep the folder from being removed.
     with ExitStack() as held:
-        held.callback(_remove_if_empty, made)
+        held.callback(remove_empty, made)
         held.enter_context(_lock(folder))
         if not resume and (folder / CONFIG_FILE).exists():
             raise ValueError(f"{folder} holds a run already: resume it, or choose another folder")
@@ -63,7 +63,7 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
 
 def _make(folder: Path) -> tuple[Path, list[Path]]:
     """Creates the folder; returns it and the folders created, innermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder, missing
 
@@ -110,13 +110,3 @@ def _holder(file: Path) -> str:
         return file.read_text(encoding="utf-8", errors="replace").strip() or "another process"
     except FileNotFoundError:
         return "another process"
-
-
-def _remove_if_empty(made: list[Path]) -> None:
-    """Removes the folders created for a run that wrote nothing."""
-    for path in made:
-        try:
-            path.rmdir()
-        except OSError:
-            # Not empty: this run, or another one, has written to it.
-            return
