@@ -226,6 +226,11 @@ training, of deviation 1 (`less`: 0.5, `more`: 2). `random-lengths`: of training
 per token. `p4`: p = 4, else 2.
 """
 
+CURRICULUM = """\
+`all`: angles on a grid, gates that can be exactly 1, slow RoPE, noise on keys, rows that grow. `softmax`, `gating`,
+`pair-rotation`: rows that grow alone. The others are `all` with one of these changed.
+"""
+
 
 def tracking_tables(folder: Path) -> Iterator[str]:
     """The tables of sweeps, of those experiments that have results."""
@@ -233,16 +238,19 @@ def tracking_tables(folder: Path) -> Iterator[str]:
         "state_tracking": "State tracking: accuracy in % at 1, 4 and 16 times the training length, mean over seeds",
         "tracking_remedies": "State tracking beyond the training length: likewise",
         "tracking_longer": "State tracking beyond the training length, trained four times as long: likewise",
+        "tracking_curriculum": "State tracking with rows that grow to 128 tokens in training: likewise",
     }
     for experiment, title in titles.items():
         rows = list(SweepResults.read(folder, experiment).rows.values())
         if not rows:
             continue
         yield f"### {title}\n"
-        if experiment != "state_tracking":
+        if experiment in ("tracking_remedies", "tracking_longer"):
             # Beside one another in the table: a model with noise and without.
             rows.sort(key=lambda row: str(row["sweep"]))
             yield REMEDIES
+        if experiment == "tracking_curriculum":
+            yield CURRICULUM
         yield from accuracy_table(rows)
         yield ""
 

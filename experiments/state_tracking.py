@@ -17,6 +17,8 @@ COMPARED = ("softmax", "sympow", "gating", "conformal", "pair-rotation")
 REMEDIED = ("parity", "count3", "count8", "s3")
 PAIRS: dict[str, Any] = VARIANTS["pair-rotation"]
 UNGATED = {**PAIRS, "gating": "none"}
+# RoPE that hardly turns within the rows of an evaluation.
+SLOW = {"max_rate": 1e-4}
 # What may carry tracking beyond the training length.
 MODELS: dict[str, dict[str, Any]] = {
     "pairs": PAIRS,
@@ -47,11 +49,11 @@ def tracking_remedies(size: str) -> list[Sweep]:
         *((f"{name}-noise", MODELS[name], {"key_noise": 1.0}) for name in noisy),
         ("grid-ungated-less-noise", MODELS["grid-ungated"], {"key_noise": 0.5}),
         *((name, model, {}) for name, model in MODELS.items()),
-        ("pairs-ungated-random-lengths", UNGATED, {"random_lengths": True}),
+        ("pairs-ungated-random-lengths", UNGATED, {"lengths": "random"}),
         # Short rows make learning easier, which noise makes harder.
-        *((f"{name}-noise-random-lengths", MODELS[name], {"key_noise": 1.0, "random_lengths": True}) for name in exact),
+        *((f"{name}-noise-random-lengths", MODELS[name], {"key_noise": 1.0, "lengths": "random"}) for name in exact),
         # RoPE also turns what a query sees of the first token, in half of the pairs.
-        *((f"{name}-slow-noise", {**MODELS[name], "max_rate": 1e-4}, {"key_noise": 1.0}) for name in exact),
+        *((f"{name}-slow-noise", {**MODELS[name], **SLOW}, {"key_noise": 1.0}) for name in exact),
     ]
     # As many rows in all as in `state_tracking`, in twice the steps: noise makes learning slower.
     steps = {"steps": 4_000, "rows": 32} if size == "small" else {}
@@ -71,6 +73,29 @@ def tracking_longer(size: str) -> list[Sweep]:
         _sweep(size, name, MODELS[model], ("count3", "s3"), key_noise=noise, **longer)
         for name, (model, noise) in changed.items()
     ]
+
+
+def tracking_curriculum(size: str) -> list[Sweep]:
+    """What carries tracking to 16 times the training length: rows that grow in training, beside the other remedies."""
+    # One step of the grid of angles that is wrong shows at the end of rows of 128, not of 64.
+    full: dict[str, Any] = {"length": 128, "key_noise": 1.0, "lengths": "growing"}
+    model = {**MODELS["grid-clamped"], **SLOW}
+    changed: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "all": (model, full),
+        # Whether rows that grow are enough.
+        **{name: (VARIANTS[name], {**full, "key_noise": 0.0}) for name in ("softmax", "gating", "pair-rotation")},
+        # Each without one of them.
+        "fixed-lengths": (model, {**full, "lengths": "fixed"}),
+        "random-lengths": (model, {**full, "lengths": "random"}),
+        "no-noise": (model, {**full, "key_noise": 0.0}),
+        "no-grid": ({**model, "rotary": "signed"}, full),
+        "fast-rope": (MODELS["grid-clamped"], full),
+        "plain-gates": ({**MODELS["grid"], **SLOW}, full),
+        "no-gates": ({**MODELS["grid-ungated"], **SLOW}, full),
+    }
+    tasks = ("parity", "count3", "count5", "count8", "s3", "d4")
+    steps = {"steps": 4_000, "rows": 16, "learning_rates": (1e-3, 3e-3)} if size == "small" else {"length": 20}
+    return [_sweep(size, name, model, tasks, **{**changes, **steps}) for name, (model, changes) in changed.items()]
 
 
 def _sweep(size: str, name: str, model: dict[str, Any], tasks: tuple[str, ...], **changes: Any) -> Sweep:

@@ -57,10 +57,21 @@ def test_every_model_is_given_the_rows_of_its_task_and_seed():
 
 
 def test_random_lengths_vary_and_fit_every_task():
-    sweep = replace(TINY, length=64, random_lengths=True, steps=200, rows=1)
+    sweep = replace(TINY, length=64, lengths="random", steps=200, rows=1)
     lengths = {given.shape[-1] for given, _ in sweep.batches("cpu")}
     assert lengths == {17, 24, 32, 40, 48, 56, 64} & lengths
     assert len(lengths) > 4
+
+
+def test_growing_lengths_grow_to_the_whole_and_stay():
+    sweep = replace(TINY, length=64, lengths="growing", steps=320, rows=1)
+    lengths = [given.shape[-1] for given, _ in sweep.batches("cpu")]
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 17
+    assert lengths.count(64) >= 0.3 * 320
+    assert len(set(lengths)) > 8
+    # Those of a sweep that is continued are the same.
+    assert [given.shape[-1] for given, _ in sweep.batches("cpu", 100)] == lengths[100:]
 
 
 def test_a_sweep_has_a_row_for_every_task(found):
@@ -211,8 +222,8 @@ def test_mistakes_in_a_sweep_are_named():
         replace(TINY, key_noise=-1)
     with pytest.raises(ValueError, match="task must be one of"):
         replace(TINY, tasks=("party",))
-    with pytest.raises(TypeError, match="random_lengths must be a bool, got int"):
-        replace(TINY, random_lengths=3)
+    with pytest.raises(ValueError, match="lengths must be one of 'fixed', 'random', 'growing'; got 3"):
+        replace(TINY, lengths=3)
 
 
 @pytest.mark.parametrize(
@@ -288,8 +299,8 @@ def test_the_command_runs_and_reports_a_sweep(tmp_path):
     ("flags", "message"),
     [
         (("--data", "stdlib"), "data is not for state_tracking, whose models are trained on generated rows"),
-        (("--set", "width=3"), "set takes length, key_noise, random_lengths, steps, rows, warmup, evaluation_rows for"),
-        (("--set", "random_lengths=3"), "random_lengths must be a bool, got int"),
+        (("--set", "width=3"), "set takes length, key_noise, lengths, steps, rows, warmup, evaluation_rows for"),
+        (("--set", "lengths=3"), "lengths must be one of 'fixed', 'random', 'growing'; got 3"),
     ],
 )
 def test_flags_that_do_not_apply_are_refused(flags, message, tmp_path):

@@ -6,12 +6,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least, check_finite
+from sympow.checks import check_at_least, check_choice, check_finite
 from sympow.data.loader import prefetch
 from sympow.data.state_tracking import VOCABULARY, find_task
 from sympow.evaluate.state_tracking import draw_rows, score
@@ -21,6 +21,9 @@ from sympow.train.ensemble import StackedTraining, member_of
 
 # Batches that are drawn together: drawing a row takes a loop over its positions.
 DRAWN_TOGETHER = 16
+LENGTHS = ("fixed", "random", "growing")
+# Of the steps in which growing rows grow.
+GROWING_PART = 0.7
 # Positions of the accuracy at the greatest length.
 BINS = 64
 
@@ -36,17 +39,18 @@ class Sweep(BaseSweep):
         tasks: names of tasks.
         length: tokens of a training row.
         key_noise: deviation of the noise on keys in training (`KeyNoise`); 0: none.
-        random_lengths: whether each batch has a random length, a multiple of an eighth of `length` up to it.
+        lengths: of training rows. "fixed": all have `length`. "random": each batch has a multiple of an eighth of it.
+            "growing": a length curriculum, from a sixteenth of `length` to all of it in the first 70 % of the steps.
         factors: evaluation lengths, as multiples of `length`, in ascending order: curves are those of the last.
     """
 
     tasks: tuple[str, ...]
     length: int = 64
     key_noise: float = 0.0
-    random_lengths: bool = False
+    lengths: Literal["fixed", "random", "growing"] = "fixed"
     factors: tuple[int, ...] = (1, 4, 16)
 
-    CHANGEABLE: ClassVar[tuple[str, ...]] = ("length", "key_noise", "random_lengths", *BaseSweep.CHANGEABLE)
+    CHANGEABLE: ClassVar[tuple[str, ...]] = ("length", "key_noise", "lengths", *BaseSweep.CHANGEABLE)
 
     def __post_init__(self) -> None:
         check_at_least("length", self.length, 1)
@@ -56,8 +60,7 @@ class Sweep(BaseSweep):
             check_at_least("factors", factor, 1)
         if list(self.factors) != sorted(self.factors):
             raise ValueError(f"factors must be in ascending order, got {', '.join(map(str, self.factors))}")
-        if not isinstance(self.random_lengths, bool):
-            raise TypeError(f"random_lengths must be a bool, got {type(self.random_lengths).__name__}")
+        check_choice("lengths", self.lengths, LENGTHS)
         shortest = max(find_task(task).shortest for task in self.tasks)
         check_at_least("length", self.length, max(8, shortest))
         check_finite("key_noise", self.key_noise)
@@ -146,9 +149,8 @@ def _mean_score(scores: list[tuple[float, float]]) -> tuple[int, float, float]:
 
 def _draw(sweep: Sweep, start: int) -> Iterator[Tensor]:
     """Inputs and labels of some steps at a time, (2, tasks, seeds, steps, rows, length) int16, from a step on."""
-    lengths = _lengths(sweep)
-    for first in range(0, sweep.steps, DRAWN_TOGETHER):
-        length, steps = next(lengths), min(DRAWN_TOGETHER, sweep.steps - first)
+    for first, length in zip(range(0, sweep.steps, DRAWN_TOGETHER), _lengths(sweep), strict=True):
+        steps = min(DRAWN_TOGETHER, sweep.steps - first)
         if first < start:
             continue
         drawn = [
@@ -164,9 +166,13 @@ def _lengths(sweep: Sweep) -> Iterator[int]:
     """Of each draw; the same for all models, so that their rows are one tensor."""
     shortest = max(find_task(task).shortest for task in sweep.tasks)
     choose = torch.Generator().manual_seed(0)
-    while True:
-        eighths = int(torch.randint(1, 9, (), generator=choose)) if sweep.random_lengths else 8
-        yield max(shortest, eighths * sweep.length // 8)
+    for first in range(0, sweep.steps, DRAWN_TOGETHER):
+        sixteenths = 16
+        if sweep.lengths == "random":
+            sixteenths = 2 * int(torch.randint(1, 9, (), generator=choose))
+        elif sweep.lengths == "growing":
+            sixteenths = min(16, 1 + int(16 * first / (GROWING_PART * sweep.steps)))
+        yield max(shortest, sixteenths * sweep.length // 16)
 
 
 def best_accuracies(row: Mapping[str, Any]) -> dict[int, list[float]]:
