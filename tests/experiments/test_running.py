@@ -492,7 +492,8 @@ def test_the_table_says_how_many_seeds_are_in_a_mean(capsys):
         assert ("2.5000" in line) == (rows != [diverged])
 
 
-def test_nothing_of_a_table_is_cut_off_in_a_pipe(capsys):
+def test_nothing_of_a_table_is_cut_off_in_a_pipe(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     changes = {f"a_field_with_a_long_name_{number}": 0.123456789 for number in range(4)}
     print_rows([{"variant": "gating", "power": 2, "context": 65_536, "changes": changes, "status": "done"}])
     lines = capsys.readouterr().out.splitlines()
