@@ -442,6 +442,24 @@ def test_a_file_is_uploaded_as_a_form(served):
         assert message in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "undefined", "hex"])
+def test_forms_are_utf8_so_that_names_are_text(served, charset):
+    """Python decodes the first two to lone surrogates, which no response can hold."""
+    parts = (
+        b'--xx\r\nContent-Disposition: form-data; name="name"\r\n\r\n%s\r\n'
+        b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\ntext\r\n--xx--\r\n'
+    )
+    name = b"a+2AA-b" if charset == "utf-7" else rb"a\ud800b"
+    kind = f"multipart/form-data; boundary=xx; charset={charset}"
+    answer = served.raw.post("/v1/contexts", content=parts % name, headers={"content-type": kind})
+    assert answer.status_code == 400
+    assert f"or as UTF-8; got charset='{charset}'" in answer.json()["error"]["message"]
+    assert served.raw.get("/v1/contexts").status_code == 200
+    kind = "multipart/form-data; boundary=xx; charset=UTF-8"
+    made = served.raw.post("/v1/contexts", content=parts % "café".encode(), headers={"content-type": kind}).json()
+    assert made["name"] == "café"
+
+
 def test_a_context_on_its_way_shows_how_far_it_is_and_can_be_deleted(served):
     made = upload(served, "A long book. " * 20_000)
     assert (made["status"], made["tokens"]) == ("reading", 13 * 20_000 + 1)

@@ -342,6 +342,7 @@ def test_a_stop_lets_requests_end_and_keeps_contexts(folders, tmp_path):
         (("--timeout", "0"), "--timeout must be above 0"),
         (("--max-body", "0"), "--max-body must be at least 1"),
         (("--slots", "0"), "--slots must be at least 1"),
+        (("--model-name", "m\udcff"), "--model-name is not UTF-8 text: character 1"),
         (("--api-key-file", "empty.txt"), "--api-key-file must have at least one key"),
         (("--api-key-file", "missing.txt"), "missing.txt cannot be read"),
         (("--contexts", "empty.txt"), "--contexts must name a folder"),

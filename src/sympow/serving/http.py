@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -76,6 +77,8 @@ ROUTES = (
 MOST_ECHOED = 2**20
 # Threads that tokenize prompts.
 TOKENIZING_THREADS = 2
+# Encodings of an uploaded form, as its header may name them.
+UTF8 = (b"utf-8", b"utf8")
 # Parts of an uploaded form: the file, and the context's name.
 FORM_LIMITS: dict[str, Any] = {"max_files": 1, "max_fields": 8, "max_part_size": 2**16}
 
@@ -454,6 +457,11 @@ def _checked(call: Callable[[], Any], body: BaseModel) -> Any:
 
 async def _uploaded(request: Request) -> tuple[str, str]:
     """The text and the name in an uploaded form; the name is by default that of the file."""
+    charset = parse_options_header(request.headers["content-type"])[1].get(b"charset", b"utf-8")
+    if charset.lower() not in UTF8:
+        # Other encodings of Python can express what is not text, or fail with errors of their own.
+        message = f"a form must be sent without a charset, or as UTF-8; got charset={charset.decode('latin-1')[:100]!r}"
+        raise ApiError(400, message, code="not_utf8")
     async with request.form(**FORM_LIMITS) as form:
         file, name = form.get("file"), form.get("name", "")
         if unknown := sorted(form.keys() - {"file", "name"}):
