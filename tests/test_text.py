@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -71,13 +72,82 @@ def test_streamed_text_is_that_of_all_tokens_at_once(json_tokenizers, kind):
 def test_random_tokens_are_streamed_as_they_are_decoded_at_once(json_tokenizers, kind):
     tokenizer = json_tokenizers[kind]
     generator = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        ids = torch.randint(tokenizer.vocab_size, (40,), generator=generator)
+    for length in (40, 500) * 25:
+        ids = torch.randint(tokenizer.vocab_size, (length,), generator=generator)
         ids = ids[ids != tokenizer.boundary].tolist()
         found = streamed(tokenizer, ids)
         # Byte fallback decodes a whole run of bytes to replacement characters if one is invalid; a stream cannot know
         # that in time.
         assert found if kind == "byte fallback" else found == tokenizer.decode(ids)
+
+
+class Counted:
+    """A tokenizer that counts the tokens it decodes, and those that its stream holds at each step."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens = tokenizer, 0
+
+    def __getattr__(self, name):
+        found = getattr(self.tokenizer, name)
+        if name in ("decode", "decode_continuation"):
+            return lambda ids: self.count(len(ids), found(ids))
+        return self.stream(found) if name == "decode_stream" else found
+
+    def count(self, tokens, text):
+        self.tokens += tokens
+        return text
+
+    def stream(self, open_stream):
+        def opened(continues):
+            advance, held = open_stream(continues), 0
+
+            def step(token):
+                nonlocal held
+                held += 1
+                self.tokens += held
+                new = advance(token)
+                held = held if new is None else 0
+                return new
+
+            return step
+
+        return opened
+
+
+@cache
+def name_of_byte(byte):
+    """The character that stands for a byte in the vocabulary of a byte-level BPE."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte if byte in plain else 256 + [b for b in range(256) if b not in plain].index(byte))
+
+
+TEXTS = {
+    "invalid bytes": b"\xff" * 2_000,
+    "continuation bytes": b"\x80" * 2_000,
+    "first bytes": b"\xf0" * 2_000,
+    "incomplete characters": b"\xe2\x82" * 1_000 + b"\xf0\x9f\x91" * 500,
+    "replacement characters": ("\N{REPLACEMENT CHARACTER}" * 700).encode(),
+    "among emoji": ("👩‍🚀\N{REPLACEMENT CHARACTER}" * 200 + "e\N{COMBINING ACUTE ACCENT}").encode() * 2,
+    "combining characters": ("e" + "\N{COMBINING ACUTE ACCENT}\N{COMBINING DIAERESIS}" * 1_000).encode(),
+    "anything": bytes(torch.randint(256, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()),
+    "high bytes": bytes(torch.randint(128, 256, (2_000,), generator=torch.Generator().manual_seed(1)).tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "bytes"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_runs_of_replacement_characters_are_decoded_in_linear_time(json_tokenizers, kind, text):
+    tokenizer, content = Counted(json_tokenizers[kind]), TEXTS[text]
+    if kind == "bytes":
+        ids = list(content)
+    else:
+        # A token for each byte, and merged ones of the text that they are.
+        ids = [tokenizer._model.token_to_id(name_of_byte(byte)) for byte in content]
+        ids += tokenizer.encode(content.decode(errors="replace")).tolist()
+    expected = tokenizer.decode(ids)
+    tokenizer.tokens = 0
+    assert streamed(tokenizer, ids) == expected
+    assert tokenizer.tokens <= 30 * len(ids)
 
 
 def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
