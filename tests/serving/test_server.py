@@ -168,6 +168,14 @@ def test_log_probabilities_belong_to_tokens(served):
     assert [logprob for part in streamed for logprob in part.token_logprobs] == found.token_logprobs
 
 
+def test_log_probabilities_of_many_tokens_can_be_asked_for(served):
+    """As many as a response may have, of a text that ends soon."""
+    text = complete(served, "log", 10).choices[0].text
+    [choice] = complete(served, "log", 49_932, logprobs=20, stop=text[5]).choices
+    assert choice.text == text[: text.index(text[5])]
+    assert all(len(top) == 20 for top in choice.logprobs.top_logprobs)
+
+
 def test_log_probabilities_that_are_nan_are_null(served):
     entries = [TokenLogprob(1, None), TokenLogprob(2, math.nan, ((3, math.nan), (4, -math.inf), (5, -1.0)))]
     usage = Usage(2, 0, 0)
@@ -251,8 +259,15 @@ def test_a_client_that_goes_away_frees_its_slots(served, how):
         (
             {"prompt": "x" * 60_000, "logprobs": 20, "echo": True},
             "logprobs",
-            "logprobs with echo must give at most 1,048,576 numbers, tokens of all prompts × (logprobs + 1); "
-            "got 60,001 × 21 = 1,260,021",
+            "logprobs must be at most 1,048,576 numbers in all choices, (tokens of echoed prompts + max_tokens) × "
+            "(logprobs + 1); got (60,001 + 16) × 21 = 1,260,357",
+        ),
+        ({"logprobs": 20, "max_tokens": 50_000}, "logprobs", "got (0 + 50,000) × 21 = 1,050,000"),
+        ({"logprobs": 0, "max_tokens": 60_000, "n": 20}, "logprobs", "got (0 + 1,200,000) × 1 = 1,200,000"),
+        (
+            {"prompt": ["x" * 9_999] * 5, "logprobs": 20, "max_tokens": 10, "echo": True, "stream": True},
+            "logprobs",
+            "got (50,000 + 50) × 21 = 1,051,050",
         ),
         ({"prompt": []}, "prompt", "must be a text, a list of token ids"),
         ({"prompt": [["a"]]}, "prompt", "must be a text, a list of token ids"),

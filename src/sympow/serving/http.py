@@ -73,8 +73,8 @@ ROUTES = (
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/contexts", "/health", "/metrics"),
     "/openapi.json",
 )
-# The most log-probabilities of echoed prompts in one response, which take some 100 MB as text.
-MOST_ECHOED = 2**20
+# The most log-probabilities of one response, which take some 100 MB in memory, and as many as text.
+MOST_LOGPROBS = 2**20
 # Threads that tokenize prompts.
 TOKENIZING_THREADS = 2
 # Encodings of an uploaded form, as its header may name them.
@@ -196,7 +196,7 @@ class Service:
                     return
                 same = before is not None and before.prompt is job.prompt
                 tokenized.append(tokenized[-1] if same else self.engine.tokenize(job.prompt, prefix))
-            _check_echo(jobs, tokenized)
+            _check_logprobs(jobs, tokenized)
             for job, prompt in zip(jobs, tokenized, strict=True):
                 if group.ended:
                     return
@@ -229,17 +229,19 @@ class Service:
         return group
 
 
-def _check_echo(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
-    """Bounds the number of echoed log-probabilities, all of which are in memory at once, as numbers and as text."""
-    first = jobs[0]
-    if first.echo and first.logprobs is not None:
-        tokens = sum(len(prompt.tokens) for prompt in prompts)
-        count = tokens * (first.logprobs + 1)
-        if count > MOST_ECHOED:
-            raise ValueError(
-                f"logprobs with echo must give at most {MOST_ECHOED:,} numbers, tokens of all prompts × (logprobs + "
-                f"1); got {tokens:,} × {first.logprobs + 1} = {count:,}"
-            )
+def _check_logprobs(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
+    """Bounds the number of log-probabilities, all of which are in memory at once, as numbers and as text."""
+    each = jobs[0].logprobs
+    if each is None:
+        return
+    echoed = sum(len(prompt.tokens) for job, prompt in zip(jobs, prompts, strict=True) if job.echo)
+    generated = sum(job.max_tokens for job in jobs)
+    count = (echoed + generated) * (each + 1)
+    if count > MOST_LOGPROBS:
+        raise ValueError(
+            f"logprobs must be at most {MOST_LOGPROBS:,} numbers in all choices, (tokens of echoed prompts + "
+            f"max_tokens) × (logprobs + 1); got ({echoed:,} + {generated:,}) × {each + 1} = {count:,}"
+        )
 
 
 def create_app(service: Service) -> ASGIApp:
