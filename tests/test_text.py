@@ -162,6 +162,8 @@ def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
         ("ababac", ["abac"], "ab"),
         ("one", ["e!"], "one"),
         ("né à la", ["à"], "né "),
+        ("one. two", ". ", "one"),
+        ("a\nb\n\nc", "\n\n", "a\nb"),
     ],
 )
 def test_stop_strings_end_the_text_and_are_no_part_of_it(text, stop, expected):
@@ -180,9 +182,20 @@ def test_the_boundary_ends_a_text():
     assert list(decoder.take(ord("b"))) == []
 
 
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="stop must not contain an empty string"):
-        TextDecoder(TOKENIZER, [""])
+@pytest.mark.parametrize(
+    ("stop", "error", "message"),
+    [
+        ([""], ValueError, "stop must not contain an empty string"),
+        ("", ValueError, "stop must not contain an empty string"),
+        ("\ud800", ValueError, "stop is not UTF-8 text: character 0"),
+        (5, TypeError, "stop must be a string or strings, got int$"),
+        (None, TypeError, "stop must be a string or strings, got NoneType$"),
+        ([b"a"], TypeError, "stop must be a string or strings, got bytes among them"),
+    ],
+)
+def test_stop_strings_that_end_no_text_are_refused(stop, error, message):
+    with pytest.raises(error, match=message):
+        TextDecoder(TOKENIZER, stop)
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +221,20 @@ def test_prompts_of_different_lengths_continue_together_as_alone(folder):
     alone = ["".join(text_model.stream(prefix, 30, GREEDY)) for prefix in prefixes]
     assert text_model.continue_all(prefixes, 30, GREEDY) == alone
     assert len(set(alone)) > 1
+
+
+def test_a_stop_string_ends_texts_as_a_list_of_it_does(folder):
+    text_model = TextModel.load(folder, dtype=torch.float64)
+    prefixes = [text_model.prefill(text) for text in ("a", "a longer prompt")]
+    whole = text_model.continue_all(prefixes, 60, seed=0)
+    stop = whole[0][10:12]
+    for given in (stop, [stop], iter([stop])):
+        texts = text_model.continue_all(prefixes, 60, stop=given, seed=0)
+        assert texts == [text.partition(stop)[0] for text in whole]
+    assert len(texts[0]) == 10
+    alone = "".join(text_model.stream(prefixes[0], 60, seed=0))
+    stop = alone[10:12]
+    assert "".join(text_model.stream(prefixes[0], 60, stop=stop, seed=0)) == alone.partition(stop)[0] == alone[:10]
 
 
 def test_an_interrupted_batch_leaves_what_was_generated(folder):

@@ -681,6 +681,7 @@ def test_mistakes_are_named(small):
         (ValueError, "logprobs must be at most 20", {"logprobs": 21}),
         (ValueError, "stop must not contain an empty string", {"stop": ["a", ""]}),
         (TypeError, "stop must be a string or strings, got int among them", {"stop": [1]}),
+        (TypeError, "stop must be a string or strings, got int$", {"stop": 5}),
         (TypeError, "seed must be an int", {"seed": "1"}),
         (ValueError, "seed must be at most", {"seed": 2**63}),
         (TypeError, "sampling must be a Sampling, got dict", {"sampling": {}}),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of, load_tokenizer
 from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CachePolicy
@@ -82,7 +83,7 @@ class TextModel:
         tokens: int,
         sampling: Sampling | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Iterable[str] = (),
         seed: int | None = None,
         cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
@@ -92,7 +93,7 @@ class TextModel:
         Args:
             prefix: of one text.
             tokens: the most tokens to generate; a token that ends texts (`ends_of`) ends this one earlier.
-            stop: strings that end the text and are not part of it.
+            stop: a string, or strings, that end the text and are not part of it.
             seed: of the samples.
             cache_policy: as in `generate`.
             report: called after each token with the number of tokens so far.
@@ -117,7 +118,7 @@ class TextModel:
         tokens: int,
         sampling: Sampling | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Iterable[str] = (),
         seed: int | None = None,
         cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
@@ -127,6 +128,7 @@ class TextModel:
         Ctrl-C ends the generation, and the text so far is returned.
         """
         joined = Prefix.cat(prefixes)
+        stop = stop_strings(stop)
         decoders = [TextDecoder(self.tokenizer, stop) for _ in range(joined.batch)]
         texts = [""] * joined.batch
         stops = ends_of(self.tokenizer)
@@ -144,18 +146,30 @@ class TextModel:
         return [text + "".join(decoder.finish()) for text, decoder in zip(texts, decoders, strict=True)]
 
 
+def stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """One stop string or several, checked, as a tuple."""
+    if not isinstance(stop, Iterable):
+        raise TypeError(f"stop must be a string or strings, got {type(stop).__name__}")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in strings:
+        if not isinstance(text, str):
+            raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
+        if not text:
+            raise ValueError("stop must not contain an empty string: it would end every text at once")
+        check_text("stop", text)
+    return strings
+
+
 class TextDecoder:
     """Converts tokens to text as they come. Incomplete characters and possible stop strings are held back.
 
     Args:
-        stop: strings that end the text.
+        stop: a string, or strings, that end the text.
         continues: whether the tokens continue a text, and are not its beginning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, continues: bool = True) -> None:
-        if any(not text for text in stop):
-            raise ValueError("stop must not contain an empty string: it would end every text at once")
-        self._ends, self._stop = ends_of(tokenizer), tuple(stop)
+    def __init__(self, tokenizer: Tokenizer, stop: str | Iterable[str] = (), *, continues: bool = True) -> None:
+        self._ends, self._stop = ends_of(tokenizer), stop_strings(stop)
         stream = _LibraryStream if hasattr(tokenizer, "decode_stream") else _TextStream
         self._stream = stream(tokenizer, continues)
         self._held = ""

@@ -22,7 +22,7 @@ took at the end of another prompt: it is rounded differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -207,7 +207,7 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         max_tokens: int,
-        stop: str | Sequence[str] = (),
+        stop: str | Iterable[str] = (),
         seed: int | None = None,
         logprobs: int | None = None,
         echo: bool = False,
@@ -222,7 +222,7 @@ class Engine:
                 unchanged. Ids may be empty only with a prefix.
             sampling: settings of sampling; None: the model's own distribution.
             max_tokens: the most tokens to generate; 0: only prefill, for the log-probabilities of a prompt for example.
-            stop: strings that end the completion and are not part of it.
+            stop: a string, or strings, that end the completion and are not part of it.
             seed: seed of the samples; None: a new one each time.
             logprobs: how many of the most likely tokens to report with each token's own log-probability, 0 to 20;
                 None: no log-probabilities.
@@ -244,10 +244,6 @@ class Engine:
             check_at_most("logprobs", logprobs, MAX_LOGPROBS, "the most that are computed")
         if seed is not None:
             check_at_least("seed", seed, SMALLEST_SEED)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
         decoder = TextDecoder(self.text_model.tokenizer, stop)
         if not isinstance(prompt, TokenizedPrompt):
             prompt = self.tokenize(prompt, prefix)
