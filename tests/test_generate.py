@@ -128,6 +128,8 @@ def test_files_that_are_no_readings_are_refused(model, tmp_path):
         other.embedding.weight[0, 0] += 1e-6
     with pytest.raises(ValueError, match="was made by another model: its fingerprint"):
         Prefix.load(path, other)
+    with pytest.raises(ValueError, match="was made by a model in float64, and this model is in bfloat16: load the"):
+        Prefix.load(path, other.bfloat16())
     safetensors.torch.save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match=r"must have the format 'sympow reading 2', got None"):
         Prefix.load(path, model)
