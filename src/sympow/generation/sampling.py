@@ -122,7 +122,7 @@ def generate(
         prompt: (b, t), at least one token; sequences of one length.
         prefix: the text before the prompt; without a prompt, generation continues it.
         stop: the token, or the tokens, that end a sequence; generation ends when all sequences have had one.
-        seed: of the samples; None: torch's default generator.
+        seed: of the generator that the samples of all sequences come from; None: torch's default generator.
         segment_size: tokens of the prompt that are prefilled at a time.
         cache_policy: what decoding holds. "auto": keys and values until they would take more bytes than a state, then
             a state; "state" or "keys": always the one or the other. All give the same numbers.

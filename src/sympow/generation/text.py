@@ -125,7 +125,8 @@ class TextModel:
     ) -> list[str]:
         """The texts that follow several prefixes of any lengths, generated as one batch; arguments as in `stream`.
 
-        Ctrl-C ends the generation, and the text so far is returned.
+        Samples of all texts come from one generator, so that they depend on the batch. Ctrl-C ends the generation, and
+        the text so far is returned.
         """
         joined = Prefix.cat(prefixes)
         stop = stop_strings(stop)
