@@ -413,3 +413,11 @@ def test_wrong_arguments_are_named(model):
         list(generate(model, 1, prompt=prompt(0)))
     with pytest.raises(ValueError, match="prompt or prefix must be given"):
         list(generate(model, 1))
+    with pytest.raises(ValueError, match="seed must be at most 18,446,744,073,709,551,615, which is the largest"):
+        list(generate(model, 1, prompt=prompt(), seed=2**64))
+    with pytest.raises(ValueError, match="seed must be at least -9,223,372,036,854,775,808, the smallest"):
+        list(generate(model, 1, prompt=prompt(), seed=-(2**63) - 1))
+    with pytest.raises(TypeError, match="seed must be an int, got float"):
+        list(generate(model, 1, prompt=prompt(), seed=0.5))
+    for seed in (2**64 - 1, -(2**63)):
+        assert len(list(generate(model, 1, prompt=prompt(), seed=seed))) == 1

@@ -683,7 +683,7 @@ def test_mistakes_are_named(small):
         (TypeError, "stop must be a string or strings, got int among them", {"stop": [1]}),
         (TypeError, "stop must be a string or strings, got int$", {"stop": 5}),
         (TypeError, "seed must be an int", {"seed": "1"}),
-        (ValueError, "seed must be at most", {"seed": 2**63}),
+        (ValueError, "seed must be at most", {"seed": 2**64}),
         (TypeError, "sampling must be a Sampling, got dict", {"sampling": {}}),
         (TypeError, "prefix must be a Prefix, got str", {"prefix": "text"}),
         (ValueError, "prefix must be of one text, got 2", {"prefix": prefix.fork(2)}),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least, check_finite
+from sympow.checks import check_at_least, check_finite, check_seed
 from sympow.deprecated import accepts_old_arguments
 from sympow.generation.cache import CachePolicy
 from sympow.generation.decoder import Decoder
@@ -136,6 +136,8 @@ def generate(
     sampling = sampling or Sampling()
     if tokens < 0:
         raise ValueError(f"tokens must be at least 0, got {tokens}")
+    if seed is not None:
+        check_seed(seed)
     owned = prompt is not None
     if prompt is not None:
         options: Any = {"segment_size": segment_size, "cache_policy": cache_policy}

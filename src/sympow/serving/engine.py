@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from sympow.checks import check_at_least, check_at_most
+from sympow.checks import check_at_least, check_at_most, check_seed
 from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
@@ -48,8 +48,6 @@ MAX_LOGPROBS = 20
 GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
 # Default of `step_rows` on a CPU: matrix products with so few rows are still bound by memory and not by arithmetic.
 CPU_STEP_ROWS = 16
-# The smallest seed that torch's generators take; the largest is that of a 64-bit integer.
-SMALLEST_SEED = -(2**63)
 
 
 @dataclass(frozen=True)
@@ -243,7 +241,7 @@ class Engine:
             check_at_least("logprobs", logprobs, 0)
             check_at_most("logprobs", logprobs, MAX_LOGPROBS, "the most that are computed")
         if seed is not None:
-            check_at_least("seed", seed, SMALLEST_SEED)
+            check_seed(seed)
         decoder = TextDecoder(self.text_model.tokenizer, stop)
         if not isinstance(prompt, TokenizedPrompt):
             prompt = self.tokenize(prompt, prefix)
