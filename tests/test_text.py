@@ -431,11 +431,17 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
         (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
         (("--file", "nowhere.txt"), "Error: nowhere.txt cannot be read: No such file or directory"),
         (("--prompt", "a", "--cache", "all"), "Error: --cache must be one of"),
+        (("--prompt", "a", "--tokens", -3), "Error: --tokens must be at least 0, got -3"),
+        (("--prompt", "a", "--segment-size", 0), "Error: --segment-size must be at least 1, got 0"),
+        (("--prompt", "a", "--stop", ""), "Error: --stop must not contain an empty string"),
+        (("--prompt", "a", "--stop", r"\ud800"), "Error: --stop is not UTF-8 text"),
+        (("--prompt", "a", "--seed", 2**64), "Error: --seed must be at most 18,446,744,073,709,551,615"),
     ],
 )
-def test_the_command_names_mistakes(folder, arguments, message):
-    result = run("generate", folder, *arguments)
+def test_the_command_names_mistakes_before_it_loads_a_model(arguments, message):
+    result = run("generate", "no folder", *arguments)
     assert result.exit_code == 2
+    assert result.stdout == ""
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
