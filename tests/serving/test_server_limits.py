@@ -18,10 +18,13 @@ from sympow.generation.text import TextModel
 from sympow.serving.context_folder import ContextFolder
 from sympow.serving.contexts import ContextStore
 from sympow.serving.engine import Engine
+from sympow.serving.gatekeeping import allowed_hosts
 from sympow.serving.http import ServerOptions, Service, create_app
 from sympow.serving.loading import ServedModel
 
 GREEDY = Sampling(temperature=0)
+BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")
+MORE = "such as models.example, or an address, without scheme, port and path"
 MAX_BODY = 20_000
 # More than can be generated within a test.
 ENDLESS = {"prompt": "endless", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
@@ -346,6 +349,7 @@ def test_a_stop_lets_requests_end_and_keeps_contexts(folders, tmp_path):
         (("--api-key-file", "empty.txt"), "--api-key-file must have at least one key"),
         (("--api-key-file", "missing.txt"), "missing.txt cannot be read"),
         (("--contexts", "empty.txt"), "--contexts must name a folder"),
+        *((("--allow-host", name), f"--allow-host must be a name {MORE}; got {name!r}") for name in BAD_HOSTS),
     ],
 )
 def test_mistakes_on_the_command_line_are_explained(folders, tmp_path, monkeypatch, arguments, message):
@@ -355,6 +359,13 @@ def test_mistakes_on_the_command_line_are_explained(folders, tmp_path, monkeypat
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_hosts_are_compared_as_clients_send_them():
+    hosts = allowed_hosts("127.0.0.1", ["Models.Example", "::2", "[FE80::0:1]", "10.0.0.7"])
+    assert hosts == {"localhost", "127.0.0.1", "[::1]", "models.example", "[::2]", "[fe80::1]", "10.0.0.7"}
+    assert allowed_hosts("::1", []) == {"localhost", "127.0.0.1", "[::1]"}
+    assert allowed_hosts("0.0.0.0", []) is None
 
 
 def test_a_folder_without_a_model_is_explained(tmp_path):
