@@ -417,6 +417,10 @@ def test_wrong_arguments_are_named(model):
         list(generate(model, 1, prompt=prompt(), seed=2**64))
     with pytest.raises(ValueError, match="seed must be at least -9,223,372,036,854,775,808, the smallest"):
         list(generate(model, 1, prompt=prompt(), seed=-(2**63) - 1))
+    with pytest.raises(TypeError, match="sampling must be a Sampling, got float"):
+        list(generate(model, 2, 0.5, prompt=prompt()))
+    with pytest.raises(TypeError, match="prompt must be a tensor of token ids, got list"):
+        list(generate(model, 2, prompt=[[1, 2]]))
     with pytest.raises(TypeError, match="seed must be an int, got float"):
         list(generate(model, 1, prompt=prompt(), seed=0.5))
     for seed in (2**64 - 1, -(2**63)):

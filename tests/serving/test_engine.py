@@ -675,7 +675,9 @@ def test_mistakes_are_named(small):
         (ValueError, "prompt must hold at least one token", {"prompt": []}),
         (ValueError, "prompt must hold ids from 0 to 256, got 257", {"prompt": [1, 257]}),
         (TypeError, "prompt must be a string or token ids, got float among them", {"prompt": [1.0]}),
-        (ValueError, "surrogates not allowed", {"prompt": "\ud800"}),
+        (TypeError, "prompt must be a string or token ids, got int$", {"prompt": 5}),
+        (TypeError, "prompt must be a string or token ids, got NoneType$", {"prompt": None}),
+        (ValueError, "prompt is not UTF-8 text: character 1 ", {"prompt": "a\ud800"}),
         (ValueError, "max_tokens must be at least 0, got -1", {"max_tokens": -1}),
         (TypeError, "max_tokens must be an int", {"max_tokens": 1.5}),
         (ValueError, "logprobs must be at most 20", {"logprobs": 21}),
@@ -700,5 +702,7 @@ def test_mistakes_are_named(small):
                 engine.submit(**({"prompt": "a", "max_tokens": 9} | arguments))
         with pytest.raises(ValueError, match="text is too long"):
             engine.prefill("a" * 40)
+        with pytest.raises(TypeError, match="text must be a string or token ids, got int"):
+            engine.prefill(5)
         assert engine.stats().submitted == 0
         assert len(engine.submit("a" * 30, max_tokens=9, seed=1).result(60).tokens) <= 9

@@ -133,7 +133,11 @@ def generate(
         >>> prompt = torch.tensor([list(b"def ")])
         >>> tokens = [int(token) for token in generate(model, 8, prompt=prompt, seed=0)]
     """
-    sampling = sampling or Sampling()
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+    if prompt is not None and not isinstance(prompt, Tensor):
+        raise TypeError(f"prompt must be a tensor of token ids, got {type(prompt).__name__}")
     if tokens < 0:
         raise ValueError(f"tokens must be at least 0, got {tokens}")
     if seed is not None:

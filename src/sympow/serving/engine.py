@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from sympow.checks import check_at_least, check_at_most, check_seed
+from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
@@ -378,7 +379,10 @@ class Engine:
         """The tokens of a prompt or a context, checked."""
         if prefix is not None:
             _check_prefix(prefix, self.text_model)
+        if not isinstance(text, Iterable):
+            raise TypeError(f"{name} must be a string or token ids, got {type(text).__name__}")
         if isinstance(text, str):
+            check_text(name, text)
             tokenizer = self.text_model.tokenizer
             if prefix is None:
                 tokens = (*beginning_of(tokenizer), *tokenizer.encode(text).tolist())
