@@ -172,6 +172,8 @@ def test_keys_are_needed_for_everything_but_health_and_the_page(served):
     assert served.raw.get("/v1/models", headers={"authorization": "Basic first-key"}).status_code == 401
     assert served.raw.get("/v1/models", headers=HEADERS).status_code == 200
     assert served.raw.get("/health").status_code == served.raw.get("/").status_code == 200
+    head = served.raw.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 def test_large_bodies_are_refused_with_and_without_their_length(served):

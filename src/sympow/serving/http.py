@@ -383,6 +383,8 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
 
 
 def _add_monitoring(app: FastAPI, service: Service) -> None:
+    # Some probes send HEAD. A route for both methods would have one operation id for both in /openapi.json.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         alive = not service.stopping and service.engine.alive
