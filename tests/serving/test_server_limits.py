@@ -26,6 +26,7 @@ GREEDY = Sampling(temperature=0)
 BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")
 MORE = "such as models.example, or an address, without scheme, port and path"
 MAX_BODY = 20_000
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 # More than can be generated within a test.
 ENDLESS = {"prompt": "endless", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
 TEMPLATE = (
@@ -145,6 +146,27 @@ def test_an_answer_can_be_sent_back_as_it_came(served):
         ({"response_format": {"type": "json_object"}}, "response_format", "'text'"),
         ({"top_logprobs": 2}, "top_logprobs", "only be given with logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must not both be given"),
+        (
+            {"max_tokens": None, "max_completion_tokens": 10**9},
+            "max_completion_tokens",
+            "max_completion_tokens must be at most 65,536, got 1,000,000,000",
+        ),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens: Input should be greater"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages",
+            "messages.0.content: must be a text, or a list of text parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages",
+            "messages.0.content.0.text: Input should be a valid string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages",
+            "messages.0.content.0.type: must be 'text', since this server takes only text; got 'image_url'",
+        ),
     ],
 )
 def test_mistakes_in_chats_are_explained(served, fields, param, message):

@@ -166,7 +166,8 @@ class Service:
             raise _unknown_model(body.model)
         most = self.options.max_tokens
         if jobs[0].max_tokens > most:
-            raise ApiError(400, f"max_tokens must be at most {most:,}, got {jobs[0].max_tokens:,}", param="max_tokens")
+            name = body.limit_name
+            raise ApiError(400, f"{name} must be at most {most:,}, got {jobs[0].max_tokens:,}", param=name)
         stats = self.engine.stats()
         if len(jobs) > stats.slots + stats.max_queue:
             message = f"a request must have at most {stats.slots + stats.max_queue:,} choices, got {len(jobs):,}"
