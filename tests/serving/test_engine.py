@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import tracemalloc
 import weakref
 from collections import Counter
 from itertools import pairwise
@@ -272,6 +273,25 @@ def test_a_full_queue_refuses_and_recovers(small):
         there[1].result(60)
         there.append(engine.submit("b", max_tokens=1, seed=4))
         for completion in there:
+            completion.cancel()
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_prompt_that_waits_takes_four_bytes_for_each_token(small, as_ids):
+    text = "a long prompt " * 20_000
+    prompt = small.encode(text)[0].tolist() if as_ids else text
+    with engine_of(small, 1, max_queue=8, prefix_cache_bytes=2**20) as engine:
+        first = engine.submit("a", max_tokens=10**6, seed=1, ignore_boundary=True)
+        next(iter(first))
+        tracemalloc.start()
+        waiting = [engine.submit(prompt, max_tokens=1) for _ in range(8)]
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert engine.stats().queued == 8
+        assert taken < 8 * 4.5 * len(text)
+        assert waiting[0].prompt_tokens == tuple(small.encode(text)[0].tolist())
+        for completion in (first, *waiting):
             completion.cancel()
 
 

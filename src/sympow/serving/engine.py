@@ -22,6 +22,7 @@ took at the end of another prompt: it is rounded differently.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -35,7 +36,7 @@ from sympow.generation.text import TextDecoder, TextModel
 from sympow.ops.window import CAPACITY
 from sympow.serving.completion import Completion, Prefilling
 from sympow.serving.prefill_graphs import PrefillGraphs, unsupported_reason
-from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.prefix_cache import TOKEN_TYPE, PrefixCache
 from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import RowSampler
 from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
@@ -103,12 +104,12 @@ class TokenizedPrompt:
     """A prompt as `Engine.tokenize` returns it, for several requests.
 
     Attributes:
-        tokens: token ids, including those that begin a text.
+        tokens: token ids, including those that begin a text; four bytes each, since many prompts may wait for a slot.
         text: the text; None if the prompt was given as ids.
         continues: whether the prompt is for requests with a prefix.
     """
 
-    tokens: tuple[int, ...]
+    tokens: array[int]
     text: str | None
     continues: bool
 
@@ -260,7 +261,7 @@ class Engine:
         self._check_room("prompt", len(tokens), prefix, max_tokens)
         echoed = None
         if echo:
-            echoed = self.text_model.tokenizer.decode(tokens) if prompt.text is None else prompt.text
+            echoed = self.text_model.tokenizer.decode(tokens.tolist()) if prompt.text is None else prompt.text
         handle = Completion(tokens, self._scheduler.wake)
         request = Request(
             handle=handle,
@@ -375,7 +376,7 @@ class Engine:
     ) -> None:
         self.close(drain=kind is None)
 
-    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> tuple[int, ...]:
+    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> array[int]:
         """The tokens of a prompt or a context, checked."""
         if prefix is not None:
             _check_prefix(prefix, self.text_model)
@@ -384,13 +385,13 @@ class Engine:
         if isinstance(text, str):
             check_text(name, text)
             tokenizer = self.text_model.tokenizer
-            if prefix is None:
-                tokens = (*beginning_of(tokenizer), *tokenizer.encode(text).tolist())
-            else:
-                tokens = tuple(encode_continuation(tokenizer, text).tolist())
+            tokens = array(TOKEN_TYPE, beginning_of(tokenizer) if prefix is None else ())
+            ids = tokenizer.encode(text) if prefix is None else encode_continuation(tokenizer, text)
+            tokens.frombytes(ids.astype(TOKEN_TYPE).tobytes())
         else:
-            tokens = tuple(text)
-            self._check_ids(name, tokens)
+            given = tuple(text)
+            self._check_ids(name, given)
+            tokens = array(TOKEN_TYPE, given)
         if not tokens and prefix is None:
             raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
         return tokens
