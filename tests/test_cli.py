@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from sympow import GPT, GPTConfig
 from sympow.bench.operator import Setting, methods, run_bench
 from sympow.cli import common
 from sympow.cli.app import app
@@ -14,6 +16,7 @@ from sympow.layers.gates import GATES
 from sympow.layers.rotations import ROTATIONS
 from sympow.model.config import MIXERS, PRESETS
 from sympow.model.gpt import SEGMENT_SIZE
+from sympow.model.storage import save_model
 from sympow.train.config import PRESETS as TRAIN_PRESETS
 
 runner = CliRunner()
@@ -69,6 +72,19 @@ def test_info_takes_options():
     info = json.loads(result.output)
     assert info["config"]["heads"] == 2
     assert info["parameters"]["gating_and_rotary_overhead_percent"] == 0
+
+
+def test_info_takes_the_model_folder_of_a_run(tmp_path):
+    config = GPTConfig.preset("byte-400k", layers=3, power=4)
+    save_model(tmp_path / "model", config, GPT(config).state_dict())
+    found = json.loads(invoke(str(tmp_path / "model"), "--json").output)
+    assert found["config"] == asdict(config)
+    assert found == json.loads(invoke("byte-400k", "--json", "--layers", "3", "--power", "4").output)
+    changed = json.loads(invoke(str(tmp_path / "model"), "--json", "--power", "2").output)
+    assert changed["config"] == asdict(replace(config, power=2))
+    result = invoke(str(tmp_path))
+    assert result.exit_code == 2
+    assert "holds no model: model.json is missing; did you mean" in " ".join(result.output.split())
 
 
 def test_info_counts_rotations_of_the_layers_that_have_them():

@@ -118,11 +118,12 @@ class Option:
         ("there is a power in it; batch_tokens says which", "there is a power in it; --batch-tokens says which"),
         ("runs/x/config.yaml: batch_tokens must be at least 1", "runs/x/config.yaml: batch_tokens must be at least 1"),
         ("other_name must be 1", "other_name must be 1"),
+        ("cache_policy='keys' is not possible here", "--cache='keys' is not possible here"),
     ],
 )
 def test_messages_name_flags(message, expected):
     options = [Option("--batch-tokens"), Option("--context", multiple=True), Option("--data"), Option("--power")]
-    assert in_flags(message, [*options, Option("--mixer"), Option("preset")]) == expected
+    assert in_flags(message, [*options, Option("--mixer"), Option("--cache"), Option("preset")]) == expected
 
 
 @pytest.fixture

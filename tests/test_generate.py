@@ -128,6 +128,8 @@ def test_files_that_are_no_readings_are_refused(model, tmp_path):
         other.embedding.weight[0, 0] += 1e-6
     with pytest.raises(ValueError, match="was made by another model: its fingerprint"):
         Prefix.load(path, other)
+    with pytest.raises(ValueError, match="was made by a model in float64, and this model is in bfloat16: load the"):
+        Prefix.load(path, other.bfloat16())
     safetensors.torch.save_file({"x": torch.zeros(1)}, path)
     with pytest.raises(ValueError, match=r"must have the format 'sympow reading 2', got None"):
         Prefix.load(path, model)
@@ -411,3 +413,15 @@ def test_wrong_arguments_are_named(model):
         list(generate(model, 1, prompt=prompt(0)))
     with pytest.raises(ValueError, match="prompt or prefix must be given"):
         list(generate(model, 1))
+    with pytest.raises(ValueError, match="seed must be at most 18,446,744,073,709,551,615, which is the largest"):
+        list(generate(model, 1, prompt=prompt(), seed=2**64))
+    with pytest.raises(ValueError, match="seed must be at least -9,223,372,036,854,775,808, the smallest"):
+        list(generate(model, 1, prompt=prompt(), seed=-(2**63) - 1))
+    with pytest.raises(TypeError, match="sampling must be a Sampling, got float"):
+        list(generate(model, 2, 0.5, prompt=prompt()))
+    with pytest.raises(TypeError, match="prompt must be a tensor of token ids, got list"):
+        list(generate(model, 2, prompt=[[1, 2]]))
+    with pytest.raises(TypeError, match="seed must be an int, got float"):
+        list(generate(model, 1, prompt=prompt(), seed=0.5))
+    for seed in (2**64 - 1, -(2**63)):
+        assert len(list(generate(model, 1, prompt=prompt(), seed=seed))) == 1

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -71,13 +72,82 @@ def test_streamed_text_is_that_of_all_tokens_at_once(json_tokenizers, kind):
 def test_random_tokens_are_streamed_as_they_are_decoded_at_once(json_tokenizers, kind):
     tokenizer = json_tokenizers[kind]
     generator = torch.Generator().manual_seed(0)
-    for _ in range(100):
-        ids = torch.randint(tokenizer.vocab_size, (40,), generator=generator)
+    for length in (40, 500) * 25:
+        ids = torch.randint(tokenizer.vocab_size, (length,), generator=generator)
         ids = ids[ids != tokenizer.boundary].tolist()
         found = streamed(tokenizer, ids)
         # Byte fallback decodes a whole run of bytes to replacement characters if one is invalid; a stream cannot know
         # that in time.
         assert found if kind == "byte fallback" else found == tokenizer.decode(ids)
+
+
+class Counted:
+    """A tokenizer that counts the tokens it decodes, and those that its stream holds at each step."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens = tokenizer, 0
+
+    def __getattr__(self, name):
+        found = getattr(self.tokenizer, name)
+        if name in ("decode", "decode_continuation"):
+            return lambda ids: self.count(len(ids), found(ids))
+        return self.stream(found) if name == "decode_stream" else found
+
+    def count(self, tokens, text):
+        self.tokens += tokens
+        return text
+
+    def stream(self, open_stream):
+        def opened(continues):
+            advance, held = open_stream(continues), 0
+
+            def step(token):
+                nonlocal held
+                held += 1
+                self.tokens += held
+                new = advance(token)
+                held = held if new is None else 0
+                return new
+
+            return step
+
+        return opened
+
+
+@cache
+def name_of_byte(byte):
+    """The character that stands for a byte in the vocabulary of a byte-level BPE."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    return chr(byte if byte in plain else 256 + [b for b in range(256) if b not in plain].index(byte))
+
+
+TEXTS = {
+    "invalid bytes": b"\xff" * 2_000,
+    "continuation bytes": b"\x80" * 2_000,
+    "first bytes": b"\xf0" * 2_000,
+    "incomplete characters": b"\xe2\x82" * 1_000 + b"\xf0\x9f\x91" * 500,
+    "replacement characters": ("\N{REPLACEMENT CHARACTER}" * 700).encode(),
+    "among emoji": ("👩‍🚀\N{REPLACEMENT CHARACTER}" * 200 + "e\N{COMBINING ACUTE ACCENT}").encode() * 2,
+    "combining characters": ("e" + "\N{COMBINING ACUTE ACCENT}\N{COMBINING DIAERESIS}" * 1_000).encode(),
+    "anything": bytes(torch.randint(256, (2_000,), generator=torch.Generator().manual_seed(0)).tolist()),
+    "high bytes": bytes(torch.randint(128, 256, (2_000,), generator=torch.Generator().manual_seed(1)).tolist()),
+}
+
+
+@pytest.mark.parametrize("kind", ["byte pairs", "bytes"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_runs_of_replacement_characters_are_decoded_in_linear_time(json_tokenizers, kind, text):
+    tokenizer, content = Counted(json_tokenizers[kind]), TEXTS[text]
+    if kind == "bytes":
+        ids = list(content)
+    else:
+        # A token for each byte, and merged ones of the text that they are.
+        ids = [tokenizer._model.token_to_id(name_of_byte(byte)) for byte in content]
+        ids += tokenizer.encode(content.decode(errors="replace")).tolist()
+    expected = tokenizer.decode(ids)
+    tokenizer.tokens = 0
+    assert streamed(tokenizer, ids) == expected
+    assert tokenizer.tokens <= 30 * len(ids)
 
 
 def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
@@ -92,6 +162,8 @@ def test_bytes_that_are_no_character_are_shown_as_such_at_the_end():
         ("ababac", ["abac"], "ab"),
         ("one", ["e!"], "one"),
         ("né à la", ["à"], "né "),
+        ("one. two", ". ", "one"),
+        ("a\nb\n\nc", "\n\n", "a\nb"),
     ],
 )
 def test_stop_strings_end_the_text_and_are_no_part_of_it(text, stop, expected):
@@ -110,9 +182,20 @@ def test_the_boundary_ends_a_text():
     assert list(decoder.take(ord("b"))) == []
 
 
-def test_an_empty_stop_string_is_refused():
-    with pytest.raises(ValueError, match="stop must not contain an empty string"):
-        TextDecoder(TOKENIZER, [""])
+@pytest.mark.parametrize(
+    ("stop", "error", "message"),
+    [
+        ([""], ValueError, "stop must not contain an empty string"),
+        ("", ValueError, "stop must not contain an empty string"),
+        ("\ud800", ValueError, "stop is not UTF-8 text: character 0"),
+        (5, TypeError, "stop must be a string or strings, got int$"),
+        (None, TypeError, "stop must be a string or strings, got NoneType$"),
+        ([b"a"], TypeError, "stop must be a string or strings, got bytes among them"),
+    ],
+)
+def test_stop_strings_that_end_no_text_are_refused(stop, error, message):
+    with pytest.raises(error, match=message):
+        TextDecoder(TOKENIZER, stop)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +221,20 @@ def test_prompts_of_different_lengths_continue_together_as_alone(folder):
     alone = ["".join(text_model.stream(prefix, 30, GREEDY)) for prefix in prefixes]
     assert text_model.continue_all(prefixes, 30, GREEDY) == alone
     assert len(set(alone)) > 1
+
+
+def test_a_stop_string_ends_texts_as_a_list_of_it_does(folder):
+    text_model = TextModel.load(folder, dtype=torch.float64)
+    prefixes = [text_model.prefill(text) for text in ("a", "a longer prompt")]
+    whole = text_model.continue_all(prefixes, 60, seed=0)
+    stop = whole[0][10:12]
+    for given in (stop, [stop], iter([stop])):
+        texts = text_model.continue_all(prefixes, 60, stop=given, seed=0)
+        assert texts == [text.partition(stop)[0] for text in whole]
+    assert len(texts[0]) == 10
+    alone = "".join(text_model.stream(prefixes[0], 60, seed=0))
+    stop = alone[10:12]
+    assert "".join(text_model.stream(prefixes[0], 60, stop=stop, seed=0)) == alone.partition(stop)[0] == alone[:10]
 
 
 def test_an_interrupted_batch_leaves_what_was_generated(folder):
@@ -334,11 +431,17 @@ def test_a_state_file_stands_for_the_text(folder, tmp_path):
         (("--prompt", "a", "--top-p", 2), "Error: --top-p must be above 0"),
         (("--file", "nowhere.txt"), "Error: nowhere.txt cannot be read: No such file or directory"),
         (("--prompt", "a", "--cache", "all"), "Error: --cache must be one of"),
+        (("--prompt", "a", "--tokens", -3), "Error: --tokens must be at least 0, got -3"),
+        (("--prompt", "a", "--segment-size", 0), "Error: --segment-size must be at least 1, got 0"),
+        (("--prompt", "a", "--stop", ""), "Error: --stop must not contain an empty string"),
+        (("--prompt", "a", "--stop", r"\ud800"), "Error: --stop is not UTF-8 text"),
+        (("--prompt", "a", "--seed", 2**64), "Error: --seed must be at most 18,446,744,073,709,551,615"),
     ],
 )
-def test_the_command_names_mistakes(folder, arguments, message):
-    result = run("generate", folder, *arguments)
+def test_the_command_names_mistakes_before_it_loads_a_model(arguments, message):
+    result = run("generate", "no folder", *arguments)
     assert result.exit_code == 2
+    assert result.stdout == ""
     assert message in " ".join(result.output.replace("│", " ").split())
 
 

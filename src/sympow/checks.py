@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 DEVICES = ("cuda", "cpu")
+SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 
 
 def check_choice(name: str, value: str, allowed: Iterable[str]) -> None:
@@ -39,6 +40,15 @@ def check_at_most(name: str, value: int, largest: int, why: str) -> None:
         # Python refuses to print a number of thousands of digits.
         got = f"{value:,}" if value < 10**30 else f"a number of {value.bit_length():,} bits"
         raise ValueError(f"{name} must be at most {largest:,}, {why}; got {got}")
+
+
+def check_seed(seed: int) -> None:
+    """Raises unless torch's generators take a seed: an integer of 64 bits, signed or unsigned."""
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise TypeError(f"seed must be an int, got {type(seed).__name__}")
+    if seed < SMALLEST_SEED:
+        raise ValueError(f"seed must be at least {SMALLEST_SEED:,}, the smallest 64-bit integer; got {seed:,}")
+    check_at_most("seed", seed, LARGEST_SEED, "which is the largest 64-bit integer")
 
 
 def check_text(name: str, value: str) -> None:

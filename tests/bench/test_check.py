@@ -89,6 +89,13 @@ def test_a_mistake_is_found(monkeypatch, mistake, form):
 
 @pytest.mark.usefixtures("without_interpreter")
 @pytest.mark.slow
+def test_a_seed_that_no_generator_takes_is_refused_before_anything_is_printed():
+    result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing", "--seed", str(2**64)])
+    assert result.exit_code == 2
+    assert "--seed must be at most 18,446,744,073,709,551,615" in " ".join(result.output.split())
+    assert result.stdout == ""
+
+
 def test_a_failure_is_the_exit_code(monkeypatch):
     monkeypatch.setattr(accuracy, "attention", with_gates_off_by_one)
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing"])

@@ -108,7 +108,7 @@ def test_contexts_of_other_models_are_left_alone(opened, text_model, model_folde
 
 @pytest.mark.parametrize(
     "damage",
-    ["cut off", "no prefix", "no record", "not JSON", "another id", "another field", "a wrong type", "a file"],
+    ["cut off", "no prefix", "no record", "not JSON", "another id", "one more field", "a type", "no text", "a file"],
 )
 def test_a_context_that_is_not_whole_is_not_listed(opened, text_model, damage):
     folder = opened()
@@ -130,10 +130,12 @@ def test_a_context_that_is_not_whole_is_not_listed(opened, text_model, damage):
             described.write_text("{")
         case "another id":
             described.write_text(json.dumps(fields | {"id": kept.id}))
-        case "another field":
+        case "one more field":
             described.write_text(json.dumps(fields | {"more": 1}))
-        case "a wrong type":
+        case "a type":
             described.write_text(json.dumps(fields | {"tokens": "9"}))
+        case "no text":
+            described.write_text(json.dumps(fields | {"name": "a\ud800b"}))
         case "a file":
             folder.remove(record.id)
             there.write_text("")
@@ -253,6 +255,16 @@ def test_a_context_that_is_written_just_now_is_listed_once(opened, text_model, m
         assert {one.id: one.status for one in store.list()} == {made.id: "ready", second.id: "ready"}
 
     in_a_store(text_model, folder, scenario, max_contexts=2)
+
+
+def test_a_name_that_is_no_text_is_refused(opened, text_model):
+    async def scenario(store):
+        with pytest.raises(ApiError, match="name is not UTF-8 text: character 1 ") as caught:
+            await store.create("x", "a\ud800b")
+        assert (caught.value.status, caught.value.param) == (400, "name")
+        assert store.list() == []
+
+    in_a_store(text_model, opened(), scenario)
 
 
 def test_a_context_for_which_the_device_has_no_memory_has_failed(opened, text_model, monkeypatch):

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import tracemalloc
 import weakref
 from collections import Counter
 from itertools import pairwise
@@ -272,6 +273,25 @@ def test_a_full_queue_refuses_and_recovers(small):
         there[1].result(60)
         there.append(engine.submit("b", max_tokens=1, seed=4))
         for completion in there:
+            completion.cancel()
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_prompt_that_waits_takes_four_bytes_for_each_token(small, as_ids):
+    text = "a long prompt " * 20_000
+    prompt = small.encode(text)[0].tolist() if as_ids else text
+    with engine_of(small, 1, max_queue=8, prefix_cache_bytes=2**20) as engine:
+        first = engine.submit("a", max_tokens=10**6, seed=1, ignore_boundary=True)
+        next(iter(first))
+        tracemalloc.start()
+        waiting = [engine.submit(prompt, max_tokens=1) for _ in range(8)]
+        gc.collect()
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert engine.stats().queued == 8
+        assert taken < 8 * 4.5 * len(text)
+        assert waiting[0].prompt_tokens == tuple(small.encode(text)[0].tolist())
+        for completion in (first, *waiting):
             completion.cancel()
 
 
@@ -675,14 +695,17 @@ def test_mistakes_are_named(small):
         (ValueError, "prompt must hold at least one token", {"prompt": []}),
         (ValueError, "prompt must hold ids from 0 to 256, got 257", {"prompt": [1, 257]}),
         (TypeError, "prompt must be a string or token ids, got float among them", {"prompt": [1.0]}),
-        (ValueError, "surrogates not allowed", {"prompt": "\ud800"}),
+        (TypeError, "prompt must be a string or token ids, got int$", {"prompt": 5}),
+        (TypeError, "prompt must be a string or token ids, got NoneType$", {"prompt": None}),
+        (ValueError, "prompt is not UTF-8 text: character 1 ", {"prompt": "a\ud800"}),
         (ValueError, "max_tokens must be at least 0, got -1", {"max_tokens": -1}),
         (TypeError, "max_tokens must be an int", {"max_tokens": 1.5}),
         (ValueError, "logprobs must be at most 20", {"logprobs": 21}),
         (ValueError, "stop must not contain an empty string", {"stop": ["a", ""]}),
         (TypeError, "stop must be a string or strings, got int among them", {"stop": [1]}),
+        (TypeError, "stop must be a string or strings, got int$", {"stop": 5}),
         (TypeError, "seed must be an int", {"seed": "1"}),
-        (ValueError, "seed must be at most", {"seed": 2**63}),
+        (ValueError, "seed must be at most", {"seed": 2**64}),
         (TypeError, "sampling must be a Sampling, got dict", {"sampling": {}}),
         (TypeError, "prefix must be a Prefix, got str", {"prefix": "text"}),
         (ValueError, "prefix must be of one text, got 2", {"prefix": prefix.fork(2)}),
@@ -699,5 +722,7 @@ def test_mistakes_are_named(small):
                 engine.submit(**({"prompt": "a", "max_tokens": 9} | arguments))
         with pytest.raises(ValueError, match="text is too long"):
             engine.prefill("a" * 40)
+        with pytest.raises(TypeError, match="text must be a string or token ids, got int"):
+            engine.prefill(5)
         assert engine.stats().submitted == 0
         assert len(engine.submit("a" * 30, max_tokens=9, seed=1).result(60).tokens) <= 9

@@ -168,6 +168,14 @@ def test_log_probabilities_belong_to_tokens(served):
     assert [logprob for part in streamed for logprob in part.token_logprobs] == found.token_logprobs
 
 
+def test_log_probabilities_of_many_tokens_can_be_asked_for(served):
+    """As many as a response may have, of a text that ends soon."""
+    text = complete(served, "log", 10).choices[0].text
+    [choice] = complete(served, "log", 49_932, logprobs=20, stop=text[5]).choices
+    assert choice.text == text[: text.index(text[5])]
+    assert all(len(top) == 20 for top in choice.logprobs.top_logprobs)
+
+
 def test_log_probabilities_that_are_nan_are_null(served):
     entries = [TokenLogprob(1, None), TokenLogprob(2, math.nan, ((3, math.nan), (4, -math.inf), (5, -1.0)))]
     usage = Usage(2, 0, 0)
@@ -251,8 +259,15 @@ def test_a_client_that_goes_away_frees_its_slots(served, how):
         (
             {"prompt": "x" * 60_000, "logprobs": 20, "echo": True},
             "logprobs",
-            "logprobs with echo must give at most 1,048,576 numbers, tokens of all prompts × (logprobs + 1); "
-            "got 60,001 × 21 = 1,260,021",
+            "logprobs must be at most 1,048,576 numbers in all choices, (tokens of echoed prompts + max_tokens) × "
+            "(logprobs + 1); got (60,001 + 16) × 21 = 1,260,357",
+        ),
+        ({"logprobs": 20, "max_tokens": 50_000}, "logprobs", "got (0 + 50,000) × 21 = 1,050,000"),
+        ({"logprobs": 0, "max_tokens": 60_000, "n": 20}, "logprobs", "got (0 + 1,200,000) × 1 = 1,200,000"),
+        (
+            {"prompt": ["x" * 9_999] * 5, "logprobs": 20, "max_tokens": 10, "echo": True, "stream": True},
+            "logprobs",
+            "got (50,000 + 50) × 21 = 1,051,050",
         ),
         ({"prompt": []}, "prompt", "must be a text, a list of token ids"),
         ({"prompt": [["a"]]}, "prompt", "must be a text, a list of token ids"),
@@ -440,6 +455,24 @@ def test_a_file_is_uploaded_as_a_form(served):
         answer = served.raw.post("/v1/contexts", files=files, data=data)
         assert answer.status_code == 400
         assert message in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "undefined", "hex"])
+def test_forms_are_utf8_so_that_names_are_text(served, charset):
+    """Python decodes the first two to lone surrogates, which no response can hold."""
+    parts = (
+        b'--xx\r\nContent-Disposition: form-data; name="name"\r\n\r\n%s\r\n'
+        b'--xx\r\nContent-Disposition: form-data; name="file"; filename="a.txt"\r\n\r\ntext\r\n--xx--\r\n'
+    )
+    name = b"a+2AA-b" if charset == "utf-7" else rb"a\ud800b"
+    kind = f"multipart/form-data; boundary=xx; charset={charset}"
+    answer = served.raw.post("/v1/contexts", content=parts % name, headers={"content-type": kind})
+    assert answer.status_code == 400
+    assert f"or as UTF-8; got charset='{charset}'" in answer.json()["error"]["message"]
+    assert served.raw.get("/v1/contexts").status_code == 200
+    kind = "multipart/form-data; boundary=xx; charset=UTF-8"
+    made = served.raw.post("/v1/contexts", content=parts % "café".encode(), headers={"content-type": kind}).json()
+    assert made["name"] == "café"
 
 
 def test_a_context_on_its_way_shows_how_far_it_is_and_can_be_deleted(served):

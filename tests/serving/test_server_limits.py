@@ -18,11 +18,15 @@ from sympow.generation.text import TextModel
 from sympow.serving.context_folder import ContextFolder
 from sympow.serving.contexts import ContextStore
 from sympow.serving.engine import Engine
+from sympow.serving.gatekeeping import allowed_hosts
 from sympow.serving.http import ServerOptions, Service, create_app
 from sympow.serving.loading import ServedModel
 
 GREEDY = Sampling(temperature=0)
+BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")
+MORE = "such as models.example, or an address, without scheme, port and path"
 MAX_BODY = 20_000
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
 # More than can be generated within a test.
 ENDLESS = {"prompt": "endless", "max_tokens": 60_000, "extra_body": {"ignore_eos": True}}
 TEMPLATE = (
@@ -142,6 +146,27 @@ def test_an_answer_can_be_sent_back_as_it_came(served):
         ({"response_format": {"type": "json_object"}}, "response_format", "'text'"),
         ({"top_logprobs": 2}, "top_logprobs", "only be given with logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must not both be given"),
+        (
+            {"max_tokens": None, "max_completion_tokens": 10**9},
+            "max_completion_tokens",
+            "max_completion_tokens must be at most 65,536, got 1,000,000,000",
+        ),
+        ({"max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens: Input should be greater"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages",
+            "messages.0.content: must be a text, or a list of text parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "messages",
+            "messages.0.content.0.text: Input should be a valid string",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            "messages",
+            "messages.0.content.0.type: must be 'text', since this server takes only text; got 'image_url'",
+        ),
     ],
 )
 def test_mistakes_in_chats_are_explained(served, fields, param, message):
@@ -169,6 +194,8 @@ def test_keys_are_needed_for_everything_but_health_and_the_page(served):
     assert served.raw.get("/v1/models", headers={"authorization": "Basic first-key"}).status_code == 401
     assert served.raw.get("/v1/models", headers=HEADERS).status_code == 200
     assert served.raw.get("/health").status_code == served.raw.get("/").status_code == 200
+    head = served.raw.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
 
 
 def test_large_bodies_are_refused_with_and_without_their_length(served):
@@ -342,9 +369,11 @@ def test_a_stop_lets_requests_end_and_keeps_contexts(folders, tmp_path):
         (("--timeout", "0"), "--timeout must be above 0"),
         (("--max-body", "0"), "--max-body must be at least 1"),
         (("--slots", "0"), "--slots must be at least 1"),
+        (("--model-name", "m\udcff"), "--model-name is not UTF-8 text: character 1"),
         (("--api-key-file", "empty.txt"), "--api-key-file must have at least one key"),
         (("--api-key-file", "missing.txt"), "missing.txt cannot be read"),
         (("--contexts", "empty.txt"), "--contexts must name a folder"),
+        *((("--allow-host", name), f"--allow-host must be a name {MORE}; got {name!r}") for name in BAD_HOSTS),
     ],
 )
 def test_mistakes_on_the_command_line_are_explained(folders, tmp_path, monkeypatch, arguments, message):
@@ -354,6 +383,13 @@ def test_mistakes_on_the_command_line_are_explained(folders, tmp_path, monkeypat
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_hosts_are_compared_as_clients_send_them():
+    hosts = allowed_hosts("127.0.0.1", ["Models.Example", "::2", "[FE80::0:1]", "10.0.0.7"])
+    assert hosts == {"localhost", "127.0.0.1", "[::1]", "models.example", "[::2]", "[fe80::1]", "10.0.0.7"}
+    assert allowed_hosts("::1", []) == {"localhost", "127.0.0.1", "[::1]"}
+    assert allowed_hosts("0.0.0.0", []) is None
 
 
 def test_a_folder_without_a_model_is_explained(tmp_path):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sympow.checks import check_seed
 from sympow.kernels.attention.reference import attention_reference
 from sympow.kernels.decode.reference import softmax_step_reference, step_gates_reference
 from sympow.kernels.pair_gates.reference import pair_attention_reference
@@ -58,6 +59,9 @@ class Machine:
     length: int
     dim: int
     seed: int
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
 
     @classmethod
     def find(cls, device: str, seed: int = 0) -> Machine:

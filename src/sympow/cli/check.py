@@ -28,11 +28,11 @@ def check(
     from sympow.bench.operator import describe, print_rows, progress_bar, run_bench
 
     device = choose_device(device)
+    machine = Machine.find(device, seed)
     installation, served = describe_installation(device), routes(device)
     if not as_json:
         _print_installation(installation)
         _print_routes(served)
-    machine = Machine.find(device, seed)
     outcomes = []
     for outcome in check_accuracy(machine):
         outcomes.append(outcome)

@@ -37,7 +37,7 @@ Device = Annotated[str | None, typer.Option(help="cuda or cpu; by default a GPU 
 Dtype = Annotated[str | None, typer.Option(help="bfloat16 or float32; by default bfloat16 on a GPU, float32 on a CPU.")]
 
 # Arguments of the library whose option has another name.
-ALIASES = {"source": "data"}
+ALIASES = {"source": "data", "cache_policy": "cache"}
 
 
 class App(typer.Typer):

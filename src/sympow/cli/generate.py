@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sympow.checks import check_choice
+from sympow.checks import check_at_least, check_choice, check_seed
 from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
 
 if TYPE_CHECKING:
@@ -58,15 +58,20 @@ def generate(
     from sympow.data.plain_text import check_text, read_text, unescape
     from sympow.generation.cache import CACHE_POLICIES
     from sympow.generation.sampling import Sampling
+    from sympow.generation.text import stop_strings
     from sympow.report.generated_text import print_continuations, print_stream
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    check_at_least("tokens", tokens, 0)
+    check_at_least("segment_size", segment_size, 1)
+    if seed is not None:
+        check_seed(seed)
     check_choice("cache", cache, CACHE_POLICIES)
     if file is None and state is None and not prompt:
         raise ValueError("give a --prompt, a --file or a --state to continue from")
     for text in prompt or ():
         check_text("prompt", text)
-    stops = [unescape("stop", text) for text in stop or ()]
+    stops = stop_strings([unescape("stop", text) for text in stop or ()])
     text_before = None if file is None else read_text(file)
     text_model = load_text_model(checkpoint, device, dtype)
     how: dict[str, Any] = {"segment_size": segment_size, "cache_policy": cache}

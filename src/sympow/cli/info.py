@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +12,9 @@ from sympow.cli.common import GATES, MIXERS, MODELS, ROTATIONS, print_json
 
 
 def info(
-    preset: Annotated[str, typer.Argument(help=f"Preset: {', '.join(MODELS)}.")] = "gpt2-124m",
+    preset: Annotated[
+        str, typer.Argument(help=f"Preset: {', '.join(MODELS)}; or the model folder of a run.")
+    ] = "gpt2-124m",
     power: Annotated[int | None, typer.Option(help="Power p, even.")] = None,
     mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
     gating: Annotated[str | None, typer.Option(help=f"Kind of gate: {', '.join(GATES)}.")] = None,
@@ -35,9 +39,10 @@ def info(
 ) -> None:
     """Show parameters, state size and FLOPs of a model.
 
-    Options override the preset.
+    Options override those of the preset or the folder.
     """
     from sympow.model.config import GPTConfig
+    from sympow.model.storage import load_config
     from sympow.report.model_info import CONTEXTS, model_info, print_info
 
     changes: dict[str, Any] = {
@@ -55,7 +60,9 @@ def info(
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
     }
-    config = GPTConfig.preset(preset, **{k: v for k, v in changes.items() if v is not None})
+    in_folder = preset not in MODELS and Path(preset).is_dir()
+    config = load_config(preset) if in_folder else GPTConfig.preset(preset)
+    config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     if context and min(context) < 1:
         raise ValueError(f"context must be at least 1, got {min(context)}")
     described = model_info(config, tuple(context) if context else CONTEXTS)

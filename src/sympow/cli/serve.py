@@ -68,7 +68,7 @@ def serve(
         require(module, "serve")
     import torch
 
-    from sympow.data.plain_text import read_text
+    from sympow.data.plain_text import check_text, read_text
     from sympow.files import check_can_write
     from sympow.generation.prefix import fingerprint_of
     from sympow.serving.context_folder import ContextFolder
@@ -81,6 +81,8 @@ def serve(
     from sympow.serving.server import bind, run, url_of
 
     _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)
+    if model_name is not None:
+        check_text("model_name", model_name)
     keys = () if api_key_file is None else tuple(read_keys(read_text(api_key_file)))
     if contexts is not None:
         check_can_write("contexts", contexts, "folder")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from sympow.checks import check_choice
+from sympow.checks import check_at_least, check_choice
 from sympow.cli.common import SEGMENT_SIZE, Device, Dtype, SegmentSize, load_text_model
 from sympow.cli.generate import Cache, prefill_before
 from sympow.files import check_can_write
@@ -31,6 +31,7 @@ def state(
     from sympow.generation.cache import CACHE_POLICIES
     from sympow.report.generated_text import describe_cache
 
+    check_at_least("segment_size", segment_size, 1)
     check_choice("cache", cache, CACHE_POLICIES)
     check_can_write("out", out, "file")
     text = read_text(file)

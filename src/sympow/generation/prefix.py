@@ -181,7 +181,7 @@ class Prefix:
             fingerprint: the model's, as in `save`.
 
         Raises:
-            ValueError: the file is something else or damaged, or was written by another model.
+            ValueError: the file is something else or damaged, or was written by another model, or in another dtype.
         """
         try:
             tensors, words = tensor_file.load(path, FORMAT, OLDER_FORMAT)
@@ -189,6 +189,7 @@ class Prefix:
             raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
         made_by, own = words.get("fingerprint", ""), fingerprint or fingerprint_of(model)
         if made_by != own:
+            _check_dtype(path, tensors, model)
             raise ValueError(
                 f"{path} was made by another model: its fingerprint is {made_by[:16]}…, that of this model {own[:16]}…"
             )
@@ -204,6 +205,16 @@ class Prefix:
                 f"tokens, got {len(layers)} and shape {tuple(prefix.logits.shape)}"
             )
         return prefix
+
+
+def _check_dtype(path: str | PathLike[str], tensors: dict[str, Tensor], model: GPT) -> None:
+    """Raises if the reason why a file does not fit a model is its dtype, which is that of the logits."""
+    made_in, own = tensors["logits"].dtype if "logits" in tensors else None, model.output_weight.dtype
+    if made_in is not None and made_in != own:
+        raise ValueError(
+            f"{path} was made by a model in {str(made_in).removeprefix('torch.')}, and this model is in "
+            f"{str(own).removeprefix('torch.')}: load the model in the dtype of the file, or prefill the text again"
+        )
 
 
 def fingerprint_of(model: GPT) -> str:

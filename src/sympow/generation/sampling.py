@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least, check_finite
+from sympow.checks import check_at_least, check_finite, check_seed
 from sympow.deprecated import accepts_old_arguments
 from sympow.generation.cache import CachePolicy
 from sympow.generation.decoder import Decoder
@@ -122,7 +122,7 @@ def generate(
         prompt: (b, t), at least one token; sequences of one length.
         prefix: the text before the prompt; without a prompt, generation continues it.
         stop: the token, or the tokens, that end a sequence; generation ends when all sequences have had one.
-        seed: of the samples; None: torch's default generator.
+        seed: of the generator that the samples of all sequences come from; None: torch's default generator.
         segment_size: tokens of the prompt that are prefilled at a time.
         cache_policy: what decoding holds. "auto": keys and values until they would take more bytes than a state, then
             a state; "state" or "keys": always the one or the other. All give the same numbers.
@@ -133,9 +133,15 @@ def generate(
         >>> prompt = torch.tensor([list(b"def ")])
         >>> tokens = [int(token) for token in generate(model, 8, prompt=prompt, seed=0)]
     """
-    sampling = sampling or Sampling()
+    sampling = Sampling() if sampling is None else sampling
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
+    if prompt is not None and not isinstance(prompt, Tensor):
+        raise TypeError(f"prompt must be a tensor of token ids, got {type(prompt).__name__}")
     if tokens < 0:
         raise ValueError(f"tokens must be at least 0, got {tokens}")
+    if seed is not None:
+        check_seed(seed)
     owned = prompt is not None
     if prompt is not None:
         options: Any = {"segment_size": segment_size, "cache_policy": cache_policy}

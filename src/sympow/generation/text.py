@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of, load_tokenizer
 from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CachePolicy
@@ -19,8 +20,10 @@ from sympow.model.storage import load_model
 
 # Decoders insert it for bytes that are not a character, or not yet a complete one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# The most bytes of a character in UTF-8. A token has one byte at least.
+LONGEST_CHARACTER = 4
 # After this many tokens, decoding starts again, so that the cost of a token does not grow with the text.
-RESTART_TOKENS = 64
+RESTART_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class TextModel:
         tokens: int,
         sampling: Sampling | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Iterable[str] = (),
         seed: int | None = None,
         cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
@@ -90,7 +93,7 @@ class TextModel:
         Args:
             prefix: of one text.
             tokens: the most tokens to generate; a token that ends texts (`ends_of`) ends this one earlier.
-            stop: strings that end the text and are not part of it.
+            stop: a string, or strings, that end the text and are not part of it.
             seed: of the samples.
             cache_policy: as in `generate`.
             report: called after each token with the number of tokens so far.
@@ -115,16 +118,18 @@ class TextModel:
         tokens: int,
         sampling: Sampling | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Iterable[str] = (),
         seed: int | None = None,
         cache_policy: CachePolicy = "auto",
         report: Callable[[int], None] | None = None,
     ) -> list[str]:
         """The texts that follow several prefixes of any lengths, generated as one batch; arguments as in `stream`.
 
-        Ctrl-C ends the generation, and the text so far is returned.
+        Samples of all texts come from one generator, so that they depend on the batch. Ctrl-C ends the generation, and
+        the text so far is returned.
         """
         joined = Prefix.cat(prefixes)
+        stop = stop_strings(stop)
         decoders = [TextDecoder(self.tokenizer, stop) for _ in range(joined.batch)]
         texts = [""] * joined.batch
         stops = ends_of(self.tokenizer)
@@ -142,20 +147,32 @@ class TextModel:
         return [text + "".join(decoder.finish()) for text, decoder in zip(texts, decoders, strict=True)]
 
 
+def stop_strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    """One stop string or several, checked, as a tuple."""
+    if not isinstance(stop, Iterable):
+        raise TypeError(f"stop must be a string or strings, got {type(stop).__name__}")
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for text in strings:
+        if not isinstance(text, str):
+            raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
+        if not text:
+            raise ValueError("stop must not contain an empty string: it would end every text at once")
+        check_text("stop", text)
+    return strings
+
+
 class TextDecoder:
     """Converts tokens to text as they come. Incomplete characters and possible stop strings are held back.
 
     Args:
-        stop: strings that end the text.
+        stop: a string, or strings, that end the text.
         continues: whether the tokens continue a text, and are not its beginning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, continues: bool = True) -> None:
-        if any(not text for text in stop):
-            raise ValueError("stop must not contain an empty string: it would end every text at once")
-        self._ends, self._stop = ends_of(tokenizer), tuple(stop)
-        in_library = hasattr(tokenizer, "decode_stream")
-        self._stream = _LibraryStream(tokenizer, continues) if in_library else _TextStream(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, stop: str | Iterable[str] = (), *, continues: bool = True) -> None:
+        self._ends, self._stop = ends_of(tokenizer), stop_strings(stop)
+        stream = _LibraryStream if hasattr(tokenizer, "decode_stream") else _TextStream
+        self._stream = stream(tokenizer, continues)
         self._held = ""
         self.stopped = False
 
@@ -200,38 +217,69 @@ class TextDecoder:
 
 
 class _TextStream:
-    """Whole characters from tokens, by any tokenizer's `decode`."""
+    """Whole characters from tokens, by any tokenizer's `decode`.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.decode
+    Args:
+        continues: whether the tokens continue a text, and are not its beginning.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, continues: bool) -> None:
+        self._decode_inside: Callable[[list[int]], str] = getattr(tokenizer, "decode_continuation", tokenizer.decode)
+        self._decode: Callable[[list[int]], str] = self._decode_inside if continues else tokenizer.decode
         self._tokens: list[int] = []
         self._given = 0  # characters of the tokens' text that `step` has returned
 
     def step(self, token: int) -> str:
         """The whole characters that a token completes."""
         self._tokens.append(token)
-        text = self._decode(self._tokens)
-        sure = text.rstrip(REPLACEMENT)
-        new = sure[self._given :]
-        self._given = max(self._given, len(sure))
-        if len(self._tokens) >= RESTART_TOKENS and sure == text:
-            self._tokens, self._given = [], 0
-        return new
+        text = self._text(self._tokens)
+        # Some decoders replace each byte of an incomplete character, others all of them at once.
+        incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), LONGEST_CHARACTER - 1)
+        certain = max(self._given, len(text) - incomplete)
+        new = text[self._given : certain]
+        self._given = certain
+        return new + self._restart() if len(self._tokens) >= RESTART_TOKENS else new
 
     def flush(self) -> str:
         """The rest, with replacements for incomplete characters."""
-        return self._decode(self._tokens)[self._given :] if self._tokens else ""
+        return self._text(self._tokens)[self._given :] if self._tokens else ""
+
+    def _restart(self) -> str:
+        """Keeps only the last tokens, from one that begins a character on; returns the text of the others.
+
+        Where the texts of both parts make up the whole text, no character has bytes in both of them, whatever follows.
+        """
+        whole = self._text(self._tokens)
+        for kept in range(1, LONGEST_CHARACTER + 1):
+            before, last = self._tokens[:-kept], self._tokens[-kept:]
+            text, rest = self._text(before), self._decode_inside(last)
+            if rest and text + rest == whole:
+                break
+        else:
+            # The tokens have no text, or the tokenizer decodes no part of them by itself.
+            text, last = whole, []
+        given = self._given
+        self._reset()
+        return (text + "".join(map(self.step, last)))[given:]
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._decode(tokens)
+
+    def _reset(self) -> None:
+        self._tokens, self._given, self._decode = [], 0, self._decode_inside
 
 
 class _LibraryStream(_TextStream):
-    """The same by `tokenizers.decoders.DecodeStream`, which decodes no token twice."""
+    """The same by `tokenizers.decoders.DecodeStream`, which decodes few tokens twice.
+
+    It holds back all text that ends with a replacement character, so that a run of them must be divided here.
+    """
 
     def __init__(self, tokenizer: Tokenizer, continues: bool) -> None:
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, continues)
         self._open: Callable[[bool], Callable[[int], str | None]] = tokenizer.decode_stream  # type: ignore[attr-defined]
         self._advance = self._open(continues)
         self._context: list[int] = []  # the tokens of the text that was returned last
-        self._decode = getattr(tokenizer, "decode_continuation", tokenizer.decode) if continues else tokenizer.decode
 
     def step(self, token: int) -> str:
         self._tokens.append(token)
@@ -245,10 +293,14 @@ class _LibraryStream(_TextStream):
             new = self.flush()
             self._advance = self._open(True)
         if new is None:
-            return ""
+            return self._restart() if len(self._tokens) >= RESTART_TOKENS else ""
         self._context, self._tokens = self._tokens, []
         return new
 
-    def flush(self) -> str:
+    def _text(self, tokens: list[int]) -> str:
         before = self._decode(self._context)
-        return self._decode(self._context + self._tokens)[len(before) :]
+        return self._decode(self._context + tokens)[len(before) :]
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._advance, self._context = self._open(True), []

@@ -47,18 +47,25 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> GPT:
         >>> model = load_model("runs/first/model")  # doctest: +SKIP
     """
     folder = Path(folder)
-    if not (folder / CONFIG_FILE).is_file():
-        inner = folder / "model"
-        hint = f"; did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else ""
-        raise ValueError(f"{folder} holds no model: {CONFIG_FILE} is missing{hint}")
+    config = load_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():
         raise ValueError(f"{folder} holds no whole model: {WEIGHTS_FILE} is missing")
     with torch.device("meta"):
-        model = GPT(_read_config(folder / CONFIG_FILE))
+        model = GPT(config)
     weights = _read_weights(folder / WEIGHTS_FILE, device)
     _check_weights(folder / WEIGHTS_FILE, weights, model.state_dict())
     model.load_state_dict(weights, assign=True)
     return model
+
+
+def load_config(folder: Path | str) -> GPTConfig:
+    """Reads the config of a model that `save_model` wrote, without its parameters."""
+    folder = Path(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        inner = folder / "model"
+        hint = f"; did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else ""
+        raise ValueError(f"{folder} holds no model: {CONFIG_FILE} is missing{hint}")
+    return _read_config(folder / CONFIG_FILE)
 
 
 def _read_config(path: Path) -> GPTConfig:

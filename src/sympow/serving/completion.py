@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -150,19 +150,23 @@ class Completion:
     several times.
 
     Attributes:
-        prompt_tokens: tokens of the prompt.
         created: time of submission, by `time.monotonic`.
         first_token_at: time of the first generated token, on the same clock; None until then.
     """
 
-    def __init__(self, prompt_tokens: tuple[int, ...], on_cancel: Callable[[], None] = lambda: None) -> None:
-        self.prompt_tokens = prompt_tokens
+    def __init__(self, prompt_tokens: Sequence[int], on_cancel: Callable[[], None] = lambda: None) -> None:
+        self._prompt_tokens = prompt_tokens
         self.created = time.monotonic()
         self.first_token_at: float | None = None
         self._events: list[Event] = []
         self._handover = Handover()
         self._on_cancel = on_cancel
         self._cancelled = False
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Tokens of the prompt."""
+        return tuple(self._prompt_tokens)
 
     @property
     def done(self) -> bool:

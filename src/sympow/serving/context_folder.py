@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sympow import tensor_file
+from sympow.data.plain_text import check_text
 from sympow.files import flush, write_atomically
 from sympow.generation.prefix import FORMAT as PREFIX_FORMAT
 from sympow.generation.prefix import Prefix
@@ -172,6 +173,9 @@ def _as_record(content: Any) -> Record:
     for name, kind in kinds.items():
         if not isinstance(content[name], kind):
             raise ValueError(f"{name} of a context must be {kind}")
+        if isinstance(content[name], str):
+            # JSON can hold lone surrogates, which no response can.
+            check_text(name, content[name])
     return Record(**content)
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
+from sympow.data.plain_text import check_text
 from sympow.generation.prefix import Prefix
 from sympow.serving.api_errors import ApiError, failed, from_argument_error, queue_full, stopping
 from sympow.serving.completion import Prefilling
@@ -189,6 +190,11 @@ class ContextStore:
     async def _begin(self, text: str, name: str, parent: str | None) -> Context:
         if len(name) > LONGEST_NAME:
             raise ApiError(400, f"name must have at most {LONGEST_NAME} characters, got {len(name):,}", param="name")
+        try:
+            # No response could hold such a name, so it would break the list of contexts for all clients.
+            check_text("name", name)
+        except ValueError as error:
+            raise from_argument_error(error, ("name",)) from error
         if len(self._reading) >= MOST_READING:
             raise queue_full(f"{MOST_READING} contexts are being read already; try again later")
         there = len(self._folder.records().keys() | self._reading.keys())

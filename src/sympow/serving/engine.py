@@ -22,11 +22,13 @@ took at the end of another prompt: it is rounded differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from sympow.checks import check_at_least, check_at_most
+from sympow.checks import check_at_least, check_at_most, check_seed
+from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
@@ -34,7 +36,7 @@ from sympow.generation.text import TextDecoder, TextModel
 from sympow.ops.window import CAPACITY
 from sympow.serving.completion import Completion, Prefilling
 from sympow.serving.prefill_graphs import PrefillGraphs, unsupported_reason
-from sympow.serving.prefix_cache import PrefixCache
+from sympow.serving.prefix_cache import TOKEN_TYPE, PrefixCache
 from sympow.serving.reading import Reading
 from sympow.serving.row_sampling import RowSampler
 from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
@@ -48,8 +50,6 @@ MAX_LOGPROBS = 20
 GPU_SEGMENT_SIZE, CPU_SEGMENT_SIZE = 2_048, 256
 # Default of `step_rows` on a CPU: matrix products with so few rows are still bound by memory and not by arithmetic.
 CPU_STEP_ROWS = 16
-# The smallest seed that torch's generators take; the largest is that of a 64-bit integer.
-SMALLEST_SEED = -(2**63)
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,12 @@ class TokenizedPrompt:
     """A prompt as `Engine.tokenize` returns it, for several requests.
 
     Attributes:
-        tokens: token ids, including those that begin a text.
+        tokens: token ids, including those that begin a text; four bytes each, since many prompts may wait for a slot.
         text: the text; None if the prompt was given as ids.
         continues: whether the prompt is for requests with a prefix.
     """
 
-    tokens: tuple[int, ...]
+    tokens: array[int]
     text: str | None
     continues: bool
 
@@ -207,7 +207,7 @@ class Engine:
         sampling: Sampling | None = None,
         *,
         max_tokens: int,
-        stop: str | Sequence[str] = (),
+        stop: str | Iterable[str] = (),
         seed: int | None = None,
         logprobs: int | None = None,
         echo: bool = False,
@@ -222,7 +222,7 @@ class Engine:
                 unchanged. Ids may be empty only with a prefix.
             sampling: settings of sampling; None: the model's own distribution.
             max_tokens: the most tokens to generate; 0: only prefill, for the log-probabilities of a prompt for example.
-            stop: strings that end the completion and are not part of it.
+            stop: a string, or strings, that end the completion and are not part of it.
             seed: seed of the samples; None: a new one each time.
             logprobs: how many of the most likely tokens to report with each token's own log-probability, 0 to 20;
                 None: no log-probabilities.
@@ -243,11 +243,7 @@ class Engine:
             check_at_least("logprobs", logprobs, 0)
             check_at_most("logprobs", logprobs, MAX_LOGPROBS, "the most that are computed")
         if seed is not None:
-            check_at_least("seed", seed, SMALLEST_SEED)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        for text in stop:
-            if not isinstance(text, str):
-                raise TypeError(f"stop must be a string or strings, got {type(text).__name__} among them")
+            check_seed(seed)
         decoder = TextDecoder(self.text_model.tokenizer, stop)
         if not isinstance(prompt, TokenizedPrompt):
             prompt = self.tokenize(prompt, prefix)
@@ -265,7 +261,7 @@ class Engine:
         self._check_room("prompt", len(tokens), prefix, max_tokens)
         echoed = None
         if echo:
-            echoed = self.text_model.tokenizer.decode(tokens) if prompt.text is None else prompt.text
+            echoed = self.text_model.tokenizer.decode(tokens.tolist()) if prompt.text is None else prompt.text
         handle = Completion(tokens, self._scheduler.wake)
         request = Request(
             handle=handle,
@@ -380,19 +376,22 @@ class Engine:
     ) -> None:
         self.close(drain=kind is None)
 
-    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> tuple[int, ...]:
+    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> array[int]:
         """The tokens of a prompt or a context, checked."""
         if prefix is not None:
             _check_prefix(prefix, self.text_model)
+        if not isinstance(text, Iterable):
+            raise TypeError(f"{name} must be a string or token ids, got {type(text).__name__}")
         if isinstance(text, str):
+            check_text(name, text)
             tokenizer = self.text_model.tokenizer
-            if prefix is None:
-                tokens = (*beginning_of(tokenizer), *tokenizer.encode(text).tolist())
-            else:
-                tokens = tuple(encode_continuation(tokenizer, text).tolist())
+            tokens = array(TOKEN_TYPE, beginning_of(tokenizer) if prefix is None else ())
+            ids = tokenizer.encode(text) if prefix is None else encode_continuation(tokenizer, text)
+            tokens.frombytes(ids.astype(TOKEN_TYPE).tobytes())
         else:
-            tokens = tuple(text)
-            self._check_ids(name, tokens)
+            given = tuple(text)
+            self._check_ids(name, given)
+            tokens = array(TOKEN_TYPE, given)
         if not tokens and prefix is None:
             raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
         return tokens

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 from collections.abc import Collection, Sequence
+from ipaddress import AddressValueError, IPv6Address
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
@@ -23,6 +25,7 @@ BODY_PATIENCE = 30.0
 # while data arrives, the client may see a connection error instead.
 DRAINED = 2**26
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+HOST_NAME = re.compile(r"[A-Za-z0-9._-]+")
 # Paths that accept any Host header: health probes send the address of a machine or a container.
 HOSTLESS = ("/health",)
 
@@ -206,8 +209,26 @@ def is_local(host: str) -> bool:
 
 
 def allowed_hosts(host: str, more: Sequence[str]) -> frozenset[str] | None:
-    """The Host names that a server bound to `host` accepts; None: all, if other machines can reach it."""
+    """The Host names that a server bound to `host` accepts; None: all, if other machines can reach it.
+
+    Raises:
+        ValueError: one of `more`, the names of --allow-host, is no name of a host.
+    """
     if not is_local(host) and not more:
         return None
     own = f"[{host}]" if ":" in host else host
-    return frozenset(name.lower() for name in (*LOCAL_HOSTS, own, *more))
+    return frozenset((*LOCAL_HOSTS, own.lower(), *map(_host_name, more)))
+
+
+def _host_name(name: str) -> str:
+    """A name as `_without_port` returns it for a Host header."""
+    inside = name.removeprefix("[").removesuffix("]")
+    try:
+        # In its shortest form, as browsers send it.
+        return f"[{IPv6Address(inside)}]"
+    except AddressValueError:
+        if HOST_NAME.fullmatch(name):
+            return name.lower()
+    raise ValueError(
+        f"allow_host must be a name such as models.example, or an address, without scheme, port and path; got {name!r}"
+    )

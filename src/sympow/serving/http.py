@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ConfigDict, ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -72,10 +73,12 @@ ROUTES = (
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/contexts", "/health", "/metrics"),
     "/openapi.json",
 )
-# The most log-probabilities of echoed prompts in one response, which take some 100 MB as text.
-MOST_ECHOED = 2**20
+# The most log-probabilities of one response, which take some 100 MB in memory, and as many as text.
+MOST_LOGPROBS = 2**20
 # Threads that tokenize prompts.
 TOKENIZING_THREADS = 2
+# Encodings of an uploaded form, as its header may name them.
+UTF8 = (b"utf-8", b"utf8")
 # Parts of an uploaded form: the file, and the context's name.
 FORM_LIMITS: dict[str, Any] = {"max_files": 1, "max_fields": 8, "max_part_size": 2**16}
 
@@ -163,7 +166,8 @@ class Service:
             raise _unknown_model(body.model)
         most = self.options.max_tokens
         if jobs[0].max_tokens > most:
-            raise ApiError(400, f"max_tokens must be at most {most:,}, got {jobs[0].max_tokens:,}", param="max_tokens")
+            name = body.limit_name
+            raise ApiError(400, f"{name} must be at most {most:,}, got {jobs[0].max_tokens:,}", param=name)
         stats = self.engine.stats()
         if len(jobs) > stats.slots + stats.max_queue:
             message = f"a request must have at most {stats.slots + stats.max_queue:,} choices, got {len(jobs):,}"
@@ -193,7 +197,7 @@ class Service:
                     return
                 same = before is not None and before.prompt is job.prompt
                 tokenized.append(tokenized[-1] if same else self.engine.tokenize(job.prompt, prefix))
-            _check_echo(jobs, tokenized)
+            _check_logprobs(jobs, tokenized)
             for job, prompt in zip(jobs, tokenized, strict=True):
                 if group.ended:
                     return
@@ -226,17 +230,19 @@ class Service:
         return group
 
 
-def _check_echo(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
-    """Bounds the number of echoed log-probabilities, all of which are in memory at once, as numbers and as text."""
-    first = jobs[0]
-    if first.echo and first.logprobs is not None:
-        tokens = sum(len(prompt.tokens) for prompt in prompts)
-        count = tokens * (first.logprobs + 1)
-        if count > MOST_ECHOED:
-            raise ValueError(
-                f"logprobs with echo must give at most {MOST_ECHOED:,} numbers, tokens of all prompts × (logprobs + "
-                f"1); got {tokens:,} × {first.logprobs + 1} = {count:,}"
-            )
+def _check_logprobs(jobs: list[Job], prompts: list[TokenizedPrompt]) -> None:
+    """Bounds the number of log-probabilities, all of which are in memory at once, as numbers and as text."""
+    each = jobs[0].logprobs
+    if each is None:
+        return
+    echoed = sum(len(prompt.tokens) for job, prompt in zip(jobs, prompts, strict=True) if job.echo)
+    generated = sum(job.max_tokens for job in jobs)
+    count = (echoed + generated) * (each + 1)
+    if count > MOST_LOGPROBS:
+        raise ValueError(
+            f"logprobs must be at most {MOST_LOGPROBS:,} numbers in all choices, (tokens of echoed prompts + "
+            f"max_tokens) × (logprobs + 1); got ({echoed:,} + {generated:,}) × {each + 1} = {count:,}"
+        )
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -378,6 +384,8 @@ def _add_contexts(app: FastAPI, service: Service) -> None:
 
 
 def _add_monitoring(app: FastAPI, service: Service) -> None:
+    # Some probes send HEAD. A route for both methods would have one operation id for both in /openapi.json.
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         alive = not service.stopping and service.engine.alive
@@ -454,6 +462,11 @@ def _checked(call: Callable[[], Any], body: BaseModel) -> Any:
 
 async def _uploaded(request: Request) -> tuple[str, str]:
     """The text and the name in an uploaded form; the name is by default that of the file."""
+    charset = parse_options_header(request.headers["content-type"])[1].get(b"charset", b"utf-8")
+    if charset.lower() not in UTF8:
+        # Other encodings of Python can express what is not text, or fail with errors of their own.
+        message = f"a form must be sent without a charset, or as UTF-8; got charset={charset.decode('latin-1')[:100]!r}"
+        raise ApiError(400, message, code="not_utf8")
     async with request.form(**FORM_LIMITS) as form:
         file, name = form.get("file"), form.get("name", "")
         if unknown := sorted(form.keys() - {"file", "name"}):

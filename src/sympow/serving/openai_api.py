@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StrictBool, Tag, model_validator
 
 from sympow.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, beginning_of, ends_of
 from sympow.generation.sampling import Sampling
@@ -56,6 +56,13 @@ def _texts(value: Any) -> Any:
     if isinstance(value, list) and len(value) > MOST_STOPS:
         raise ValueError(f"must be at most {MOST_STOPS} strings, got {len(value):,}")
     return [value] if isinstance(value, str) else [] if value is None else value
+
+
+def _part_type(value: Any) -> Any:
+    if value != "text":
+        got = repr(value[:50]) if isinstance(value, str) else type(value).__name__
+        raise ValueError(f"must be 'text', since this server takes only text; got {got}")
+    return value
 
 
 Prompts = Annotated[list[Annotated[str, Field(strict=True)] | list[int]], BeforeValidator(_prompts)]
@@ -131,6 +138,11 @@ class GenerationRequest(BaseModel):
         return Sampling(**{name: getattr(self, name) for name in names if getattr(self, name) is not None})
 
     @property
+    def limit_name(self) -> str:
+        """The field that limits the number of tokens."""
+        return "max_tokens"
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
@@ -159,8 +171,21 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    type: Literal["text"]
+    type: Annotated[Literal["text"], BeforeValidator(_part_type)]
     text: str
+
+
+def _content_kind(value: Any) -> str | None:
+    """The tag of a message's content. Without tags, pydantic reports an error for every member of the union."""
+    return "Text" if isinstance(value, str) else "Parts" if isinstance(value, list) else None
+
+
+Content = Annotated[
+    Annotated[str, Tag("Text")] | Annotated[list[TextPart], Tag("Parts")],
+    Discriminator(
+        _content_kind, custom_error_type="content", custom_error_message="must be a text, or a list of text parts"
+    ),
+]
 
 
 class Message(BaseModel):
@@ -172,7 +197,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart]
+    content: Content
     name: str | None = None
     refusal: None = None
     audio: None = None
@@ -214,6 +239,10 @@ class ChatRequest(GenerationRequest):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens must not both be given")
         return self
+
+    @property
+    def limit_name(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
 
 @dataclass(frozen=True)

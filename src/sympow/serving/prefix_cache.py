@@ -15,7 +15,9 @@ from hashlib import blake2b
 
 from sympow.generation.prefix import Prefix
 
-WIDTH = array("q").itemsize
+# The type of a token's id in an array, of four bytes.
+TOKEN_TYPE = "I"
+WIDTH = array(TOKEN_TYPE).itemsize
 # The hash of no tokens, with which chains begin.
 ROOT = b""
 
@@ -25,7 +27,7 @@ class TokenChain:
     """A prompt's tokens, with a hash for each segment boundary.
 
     Attributes:
-        content: the tokens, eight bytes each.
+        content: the tokens, four bytes each.
         segment_size: tokens per segment.
         hashes: hashes of all tokens before each segment boundary, beginning with that of no tokens.
     """
@@ -36,7 +38,7 @@ class TokenChain:
 
     @classmethod
     def of(cls, tokens: Sequence[int], segment_size: int) -> TokenChain:
-        content = array("q", tokens).tobytes()
+        content = array(TOKEN_TYPE, tokens).tobytes()
         step = segment_size * WIDTH
         hashes = [ROOT]
         for start in range(0, len(content) - step + 1, step):

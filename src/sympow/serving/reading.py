@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -34,7 +36,7 @@ class Reading:
         logprobs: log-probabilities of the tokens up to `position`, if scored.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     segment_size: int
     prefix: Prefix | None = None
     scored: int | None = None
@@ -45,11 +47,15 @@ class Reading:
 
     def __post_init__(self) -> None:
         # The cache holds states of texts from their first token on, so it cannot hold those after a given prefix.
-        alone = self.prefix is None
-        self._chain = TokenChain.of(self.tokens, self.segment_size) if alone else None
+        self._cacheable = self.prefix is None
         self._looked_up = False
         # Whether everything so far was prefilled in whole segments, as without a cache.
         self._whole = True
+
+    @cached_property
+    def _chain(self) -> TokenChain:
+        """The tokens as the cache knows them, which only texts in prefill need: others may wait for long."""
+        return TokenChain.of(self.tokens, self.segment_size)
 
     @property
     def finished(self) -> bool:
@@ -67,7 +73,7 @@ class Reading:
 
     def look_up(self, cache: PrefixCache) -> None:
         """Continues from the longest prefix in the cache if it is longer: another prompt may have added it since."""
-        if self._chain is None or self.scored is not None:
+        if not self._cacheable or self.scored is not None:
             return
         found = cache.longest(self._chain, beyond=self.position)
         if not self._looked_up:
@@ -80,7 +86,7 @@ class Reading:
 
     def put_off(self) -> None:
         """Forgets the prefix that `look_up` found, so that the cache can free it; for readings that have not begun."""
-        if self._chain is not None:
+        if self._cacheable:
             self.prefix, self.position, self.cached, self._whole = None, 0, 0, True
 
     def advance(self, model: GPT, cache: PrefixCache, graphs: PrefillGraphs | None = None) -> None:
@@ -92,7 +98,7 @@ class Reading:
         """
         segment, before = self.next_length, self.prefix
         weight = model.output_weight
-        ids = self.tokens[self.position : self.position + segment]
+        ids = list(self.tokens[self.position : self.position + segment])
         policy: CachePolicy = "auto" if model.config.mixer == "softmax" else "state"
         state = prefill_state(model, None if before is None else before.state, 1, segment, policy)
         after: ModelState | None
@@ -115,7 +121,7 @@ class Reading:
         # A cached state at a segment boundary must be rounded as if the text was prefilled from its beginning. A text
         # that started from the end of another prompt, inside a segment, was not: its states at segment boundaries are
         # not cached.
-        if self._chain is not None and (self._whole or self.position % self.segment_size):
+        if self._cacheable and (self._whole or self.position % self.segment_size):
             cache.add(self._chain, self.prefix)
 
     def _score(self, features: Tensor, weight: Tensor) -> None:
@@ -124,13 +130,13 @@ class Reading:
             if self.prefix is None:
                 self.logprobs.append(TokenLogprob(self.tokens[0], None))
             else:
-                self._score_targets(self.prefix.logits, self.tokens[:1])
-        targets = self.tokens[self.position + 1 : self.position + len(features) + 1]
+                self._score_targets(self.prefix.logits, [self.tokens[0]])
+        targets = list(self.tokens[self.position + 1 : self.position + len(features) + 1])
         for start in range(0, len(targets), SCORED_POSITIONS):
             some = targets[start : start + SCORED_POSITIONS]
             self._score_targets(linear(features[start : start + len(some)], weight), some)
 
-    def _score_targets(self, logits: Tensor, targets: tuple[int, ...]) -> None:
+    def _score_targets(self, logits: Tensor, targets: list[int]) -> None:
         assert self.scored is not None
         logprobs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
         own = logprobs.gather(1, torch.tensor(targets, device=logits.device).unsqueeze(1)).squeeze(1).tolist()

@@ -341,7 +341,7 @@ class Scheduler:
         reading = request.reading
         if request.echo is not None:
             logprobs = None if request.logprobs is None else tuple(reading.logprobs)
-            request.handle.append(Event(request.echo, reading.tokens, logprobs, echo=True))
+            request.handle.append(Event(request.echo, tuple(reading.tokens), logprobs, echo=True))
         if request.max_tokens == 0:
             self._launches.wait()
             self._end(request, "length")
