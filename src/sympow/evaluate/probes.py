@@ -100,6 +100,31 @@ class RecallPoint:
     answers: int
 
 
+def check_numbers(name: str, values: Sequence[int]) -> None:
+    """Raises a ValueError unless the values are one or more numbers of at least 1."""
+    if not len(values):
+        raise ValueError(f"{name} must have at least one number, got none")
+    if min(values) < 1:
+        raise ValueError(f"{name} must be numbers of at least 1, got {tuple(values)}")
+
+
+def choose_pairs(pairs: Sequence[int] | None, vocabulary: Vocabulary) -> list[int]:
+    """The numbers of pairs to probe: those given, or by default those of PAIRS that there are enough keys for.
+
+    Raises:
+        ValueError: a number is below 1 or above the number of keys, or there are none, or no keys or values.
+    """
+    keys, values = len(vocabulary.keys), len(vocabulary.values)
+    if not keys or not values:
+        raise ValueError(f"vocabulary must have at least one key and one value, got {keys} and {values}")
+    if pairs is None:
+        return [number for number in PAIRS if number <= keys] or [keys]
+    check_numbers("pairs", pairs)
+    if max(pairs) > keys:
+        raise ValueError(f"pairs must be at most {keys}, the number of keys; got {max(pairs)}")
+    return list(pairs)
+
+
 @accepts_old_arguments
 def associative_recall(
     model: GPT,
@@ -122,15 +147,11 @@ def associative_recall(
         segment_size, dtype: as in `score_answers`.
 
     Raises:
-        ValueError: there are fewer keys than pairs.
+        ValueError: there are fewer keys than pairs, or no pairs or no sequences.
     """
-    if pairs is None:
-        pairs = [number for number in PAIRS if number <= len(vocabulary.keys)] or [len(vocabulary.keys)]
-    most = max(pairs)
-    if most > len(vocabulary.keys):
-        raise ValueError(f"pairs must be at most {len(vocabulary.keys)}, the number of keys; got {most}")
+    check_at_least("sequences", sequences, 1)
     found = []
-    for number in pairs:
+    for number in choose_pairs(pairs, vocabulary):
         length = 4 * number
         choose = np.random.default_rng([seed, number])
         made = np.stack(
@@ -218,8 +239,8 @@ def passkey_retrieval(
         seed: seed of the keys.
         segment_size, dtype: as in `score_answers`.
     """
-    for name, value in (("keys", keys), ("distances", min(distances))):
-        check_at_least(name, value, 1)
+    check_at_least("keys", keys, 1)
+    check_numbers("distances", distances)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
