@@ -219,6 +219,39 @@ def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     assert "Passkey" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--probe", "recall", "--pairs", 1_000), "--pairs must be at most "),
+        (("--probe", "passkey", "--distance", 64, "--distance", 10**7), "--distance must fit into a document of "),
+        (("--probe", "passkey", "--data", "mqar:pairs=4"), "the probe passkey needs documents of text; mqar has none"),
+    ],
+)
+def test_what_a_probe_cannot_have_is_refused_before_a_model_is_loaded(runs, monkeypatch, arguments, message):
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
+    result = evaluate(runs / "first" / "model", "--length", 8, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in said(result)
+
+
+def test_passkeys_are_by_default_as_far_as_documents_are_long(texts, tmp_path):
+    (tmp_path / "texts" / "long.txt").write_text("A longer text about a thing. " * 20)
+    prepare([tmp_path / "texts"], texts, heldout=0.99, overwrite=True, workers=1)
+    model = make_model(tmp_path / "run" / "model", texts)
+    result = evaluate(model, "--probe", "passkey", "--out", tmp_path / "found", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "found" / "evaluation.json").read_text())["models"]["run"]
+    assert [point["distance"] for point in found["passkey"]] == [64, 256]
+
+
+def test_documents_too_short_for_any_passkey_are_refused_before_a_model_is_loaded(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
+    result = evaluate(make_model(tmp_path / "run" / "model", texts), "--probe", "passkey")
+    assert result.exit_code == 2, result.output
+    longest = open_dataset(texts, "heldout").lengths.max()
+    assert f"the longest of which has {longest} tokens; a distance of 64 needs 129" in said(result)
+
+
 def test_the_length_is_four_times_the_training_context(tmp_path):
     model = make_model(tmp_path / "first" / "model")
     (tmp_path / "first" / "config.yaml").write_text("data: {context: 8}\n")
@@ -243,6 +276,11 @@ def test_runs_of_one_name_are_told_apart(runs):
         (("--data", "nowhere", "--length", 8), "Error: --data must be"),
         (("--probe", "sight"), "probe must be one of 'recall', 'passkey'; got 'sight'"),
         (("--probe", "recall", "--pairs", 0, "--length", 8), "pairs must be numbers of at least 1, got (0,)"),
+        (("--pairs", 4), "--pairs must be given with the probe recall, got (4,) without it"),
+        (
+            ("--distance", 64, "--probe", "recall"),
+            "--distance must be given with the probe passkey, got (64,) without it",
+        ),
     ],
 )
 def test_mistakes_are_named(runs, arguments, message):

@@ -43,7 +43,10 @@ def evaluate(
     ] = None,
     distance: Annotated[
         list[int] | None,
-        typer.Option(help="Distance of the passkey probe in tokens; by default 64 to 4096; repeatable."),
+        typer.Option(
+            help="Distance of the passkey probe in tokens; by default 64 to 4096, as far as documents have room; "
+            "repeatable."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write evaluation.json and figures to.")] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
@@ -58,7 +61,7 @@ def evaluate(
     """
     import torch
 
-    from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
+    from sympow.evaluate.model_evaluation import Setting, check_probes, choose_sample, evaluate_model
     from sympow.report.evaluation_summary import print_evaluations, save_evaluations
     from sympow.serving.loading import in_transformers_format
 
@@ -70,17 +73,18 @@ def evaluate(
         check_can_write("out", out, "folder")
         require("matplotlib", "report")
     sample = choose_sample(checkpoints, data, length)
-    given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
     setting = Setting(
         sample.data,
         sample.length,
         documents,
         tuple(probe or ()),
+        tuple(pairs) if pairs else None,
+        tuple(distance) if distance else None,
         segment_size=segment_size,
         device=device,
         dtype=torch.bfloat16 if dtype == "bfloat16" else None,
-        **{name: values for name, values in given.items() if values},
     )
+    setting = check_probes(setting)
     names = [_name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")

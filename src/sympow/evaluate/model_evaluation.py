@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data import load_tokenizer, open_dataset
+from sympow.data import TokenDataset, load_tokenizer, open_dataset
+from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
 from sympow.evaluate.held_out_loss import document_sequences, loss_by_position
 from sympow.evaluate.probes import (
-    DISTANCES,
     PasskeyPoint,
     RecallPoint,
     Vocabulary,
     associative_recall,
+    check_numbers,
+    choose_distances,
+    choose_pairs,
     passkey_retrieval,
 )
 from sympow.extras import require
@@ -46,7 +49,7 @@ class Setting:
         documents: number of documents.
         probes: any of "recall" and "passkey".
         pairs: numbers of pairs of the recall probe; None: those that there are enough tokens for.
-        distances: distances of the passkey probe.
+        distances: distances of the passkey probe; None: those that documents are long enough for.
         segment_size: tokens per prefill segment.
         device: "cuda" or "cpu".
         dtype: dtype of autocast; None: no autocast.
@@ -57,7 +60,7 @@ class Setting:
     documents: int
     probes: tuple[str, ...] = ()
     pairs: tuple[int, ...] | None = None
-    distances: tuple[int, ...] = DISTANCES
+    distances: tuple[int, ...] | None = None
     segment_size: int = SEGMENT_SIZE
     device: str = "cpu"
     dtype: torch.dtype | None = None
@@ -67,9 +70,12 @@ class Setting:
             check_at_least(name, getattr(self, name), 1)
         for probe in self.probes:
             check_choice("probe", probe, PROBES)
-        for name, values in (("pairs", self.pairs), ("distances", self.distances)):
-            if values is not None and (not values or min(values) < 1):
-                raise ValueError(f"{name} must be numbers of at least 1, got {values}")
+        for name, values, probe in (("pairs", self.pairs, "recall"), ("distances", self.distances, "passkey")):
+            if values is None:
+                continue
+            check_numbers(name, values)
+            if probe not in self.probes:
+                raise ValueError(f"{name} must be given with the probe {probe}, got {values} without it")
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,37 @@ def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple
     return document_sequences(open_dataset(data, "heldout"), length, documents)
 
 
+def check_probes(setting: Setting) -> Setting:
+    """Checks what the probes need of the held-out documents, before a model is evaluated or trained.
+
+    Returns:
+        the setting with the numbers of pairs and the distances that are probed.
+
+    Raises:
+        ValueError: documents have too few kinds of tokens, are too short, or are not of text.
+    """
+    pairs, distances = setting.pairs, setting.distances
+    if setting.probes:
+        heldout = open_dataset(setting.data, "heldout")
+        if "recall" in setting.probes:
+            pairs = tuple(choose_pairs(pairs, _vocabulary(setting.data, heldout)))
+        if "passkey" in setting.probes:
+            if _of_recall(setting.data):
+                raise ValueError(f"the probe passkey needs documents of text; {RECALL} has none")
+            distances = tuple(choose_distances(distances, heldout))
+    return replace(setting, pairs=pairs, distances=distances)
+
+
+def _of_recall(data: str) -> bool:
+    """Whether a dataset is the task of the recall probe."""
+    return data.partition(":")[0] == RECALL
+
+
+def _vocabulary(data: str, heldout: TokenDataset) -> Vocabulary:
+    """The tokens of the recall probe."""
+    return Vocabulary.of_task(heldout.boundary) if _of_recall(data) else Vocabulary.of_text(heldout)
+
+
 def evaluate_model(
     checkpoint: Path, setting: Setting, group: ProcessGroup | None = None, loaded: TextModel | None = None
 ) -> ModelEvaluation:
@@ -152,7 +189,7 @@ def evaluate_model(
 
     Args:
         checkpoint: the model's folder.
-        setting: what to evaluate on, and how.
+        setting: what to evaluate on, and how, as `check_probes` returned it.
         group: processes that share each document. The first one runs the probes and shows progress.
         loaded: the model and its tokenizer, if the folder is in another format than that of `load_model`.
     """
@@ -191,18 +228,15 @@ def run_probes(
 
     Args:
         tokenizer: loads the model's tokenizer; called if a probe needs it.
+        setting: as `check_probes` returned it.
     """
     how: dict[str, Any] = {"segment_size": setting.segment_size, "dtype": setting.dtype}
     recall: list[RecallPoint] = []
     passkey: list[PasskeyPoint] = []
     if setting.probes:
         heldout = open_dataset(setting.data, "heldout")
-        trained_for_it = setting.data.partition(":")[0] == "mqar"
         if "recall" in setting.probes:
-            vocabulary = Vocabulary.of_task(heldout.boundary) if trained_for_it else Vocabulary.of_text(heldout)
-            recall = associative_recall(model, vocabulary, pairs=setting.pairs, **how)
+            recall = associative_recall(model, _vocabulary(setting.data, heldout), pairs=setting.pairs, **how)
         if "passkey" in setting.probes:
-            if trained_for_it:
-                raise ValueError("the probe passkey needs documents of text; mqar has none")
             passkey = passkey_retrieval(model, tokenizer(), heldout, distances=setting.distances, **how)
     return recall, passkey

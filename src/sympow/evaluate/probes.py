@@ -214,13 +214,34 @@ class PasskeyPoint:
     keys: int
 
 
+def choose_distances(distances: Sequence[int] | None, text: TokenDataset) -> list[int]:
+    """The distances to probe: those given, or by default those of DISTANCES that some document is long enough for.
+
+    Raises:
+        ValueError: a distance is below 1, or no document is long enough for it, or there are none.
+    """
+    longest = int(max(text.lengths))
+    # Without the boundary at the end.
+    room = longest - 1 - LEAD
+    if distances is not None:
+        check_numbers("distances", distances)
+    chosen = [number for number in DISTANCES if number <= room] if distances is None else list(distances)
+    farthest = max(chosen, default=min(DISTANCES))
+    if farthest > room:
+        raise ValueError(
+            f"distances must fit into a document of {text.name}, the longest of which has {longest:,} tokens; a "
+            f"distance of {farthest:,} needs {longest - room + farthest:,}"
+        )
+    return chosen
+
+
 @accepts_old_arguments
 def passkey_retrieval(
     model: GPT,
     tokenizer: Tokenizer,
     text: TokenDataset,
     *,
-    distances: Sequence[int] = DISTANCES,
+    distances: Sequence[int] | None = None,
     keys: int = PASSKEYS,
     seed: int = 0,
     segment_size: int = SEGMENT_SIZE,
@@ -234,13 +255,17 @@ def passkey_retrieval(
         model: the model.
         tokenizer: the model's tokenizer.
         text: held-out documents to take the other text from.
-        distances: numbers of tokens between key and question. Some document must be long enough for each.
+        distances: numbers of tokens between key and question. Some document must be long enough for each. None: those
+            of DISTANCES that documents are long enough for.
         keys: number of keys for each distance, each in its own text.
         seed: seed of the keys.
         segment_size, dtype: as in `score_answers`.
+
+    Raises:
+        ValueError: no document is long enough, or the tokenizer is not the model's.
     """
     check_at_least("keys", keys, 1)
-    check_numbers("distances", distances)
+    distances = choose_distances(distances, text)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise ValueError(
             f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
@@ -280,11 +305,6 @@ def _keys_of_one_length(tokenizer: Tokenizer, count: int, choose: np.random.Gene
 def _texts_around(text: TokenDataset, length: int, count: int) -> list[NDArray[np.int64]]:
     """`count` sequences of `length` tokens, one from each document in order, beginnings first."""
     long_enough = np.flatnonzero(np.asarray(text.lengths) > length)
-    if not long_enough.size:
-        raise ValueError(
-            f"distances must fit into a document of {text.name}, the longest of which has "
-            f"{max(text.lengths):,} tokens; {length:,} are needed"
-        )
     found = []
     for number in range(count):
         round_number, place = divmod(number, len(long_enough))
