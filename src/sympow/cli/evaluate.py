@@ -17,8 +17,6 @@ from sympow.invocation import first_process, recorded_command, under_torchrun
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from sympow.generation.text import TextModel
-
 
 def evaluate(
     checkpoints: Annotated[
@@ -61,9 +59,15 @@ def evaluate(
     """
     import torch
 
-    from sympow.evaluate.model_evaluation import Setting, check_probes, choose_sample, evaluate_model
+    from sympow.evaluate.model_evaluation import (
+        Setting,
+        check_probes,
+        check_tokenizer,
+        choose_sample,
+        evaluate_model,
+    )
     from sympow.report.evaluation_summary import print_evaluations, save_evaluations
-    from sympow.serving.loading import in_transformers_format
+    from sympow.serving.loading import in_transformers_format, load_from_transformers, saved_tokenizer
 
     device, dtype = device_and_dtype(device, dtype)
     for path in checkpoints if under_torchrun() else ():
@@ -88,14 +92,24 @@ def evaluate(
     names = [_name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+    tokenizers = [saved_tokenizer(path) for path in checkpoints]
+    for path, tokenizer in zip(checkpoints, tokenizers, strict=True):
+        check_tokenizer(path, tokenizer, setting)
     if first_process():
         typer.echo(sample.title)
         for note in sample.notes:
             typer.echo(note, err=True)
     with _processes(device) as group:
         found = {
-            name: evaluate_model(path, setting, group, _load_from_transformers(path, device))
-            for name, path in zip(names, checkpoints, strict=True)
+            name: evaluate_model(
+                path,
+                setting,
+                group,
+                # Not kept in a variable, which would hold one model while the next is loaded.
+                model=load_from_transformers(path, device, torch.float32) if in_transformers_format(path) else None,
+                tokenizer=tokenizer,
+            )
+            for name, path, tokenizer in zip(names, checkpoints, tokenizers, strict=True)
         }
     if not first_process():
         return
@@ -104,17 +118,6 @@ def evaluate(
         facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)
         typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
-
-
-def _load_from_transformers(checkpoint: Path, device: str) -> TextModel | None:
-    """The model of a folder in Hugging Face format, in float32; None: the folder has the format of `sympow train`."""
-    import torch
-
-    from sympow.serving.loading import ServedModel, in_transformers_format
-
-    if not in_transformers_format(checkpoint):
-        return None
-    return ServedModel.load(checkpoint, device, torch.float32).text_model
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data import TokenDataset, load_tokenizer, open_dataset
+from sympow.data import TokenDataset, open_dataset
 from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
@@ -23,13 +22,14 @@ from sympow.evaluate.probes import (
     RecallPoint,
     Vocabulary,
     associative_recall,
+    check_has_ids,
     check_numbers,
     choose_distances,
     choose_pairs,
     passkey_retrieval,
 )
+from sympow.evaluate.same_tokenizer import check_same_tokenizer
 from sympow.extras import require
-from sympow.generation.text import TextModel
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.train.provenance import TrainedOn
@@ -172,6 +172,22 @@ def check_probes(setting: Setting) -> Setting:
     return replace(setting, pairs=pairs, distances=distances)
 
 
+def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer | None, setting: Setting) -> None:
+    """Checks that the data and the probes of a setting suit a model's tokenizer, before the model is loaded.
+
+    Args:
+        checkpoint: the model's folder, for messages.
+        tokenizer: the model's tokenizer; None: its folder has none.
+
+    Raises:
+        ValueError: the data was tokenized by another tokenizer, or a probe needs the model's and there is none.
+    """
+    if tokenizer is not None:
+        check_same_tokenizer(checkpoint, tokenizer, setting.data)
+    elif "passkey" in setting.probes:
+        raise ValueError(f"the probe passkey needs the model's tokenizer, and {checkpoint} has none")
+
+
 def _of_recall(data: str) -> bool:
     """Whether a dataset is the task of the recall probe."""
     return data.partition(":")[0] == RECALL
@@ -183,25 +199,32 @@ def _vocabulary(data: str, heldout: TokenDataset) -> Vocabulary:
 
 
 def evaluate_model(
-    checkpoint: Path, setting: Setting, group: ProcessGroup | None = None, loaded: TextModel | None = None
+    checkpoint: Path,
+    setting: Setting,
+    group: ProcessGroup | None = None,
+    *,
+    model: GPT | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> ModelEvaluation:
     """Evaluates an exported model on held-out documents, with a progress bar on the terminal.
 
     Args:
         checkpoint: the model's folder.
-        setting: what to evaluate on, and how, as `check_probes` returned it.
+        setting: what to evaluate on, and how, as `check_probes` returned it and `check_tokenizer` accepted it.
         group: processes that share each document. The first one runs the probes and shows progress.
-        loaded: the model and its tokenizer, if the folder is in another format than that of `load_model`.
+        model: the model, if the folder is in another format than that of `load_model`.
+        tokenizer: the model's tokenizer, which only the probe "passkey" needs.
     """
     first = group is None or group.rank() == 0
-    model = load_model(checkpoint, setting.device) if loaded is None else loaded.model
+    model = load_model(checkpoint, setting.device) if model is None else model
     vocab_size = open_dataset(setting.data, "heldout").vocab_size
     if vocab_size > model.config.vocab_size:
-        file = checkpoint if loaded is None else checkpoint / "tokenizer.json"
         raise ValueError(
             f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
-            f"{checkpoint}: prepare it with the model's tokenizer (--tokenizer {file})"
+            f"{checkpoint}: prepare it with the model's tokenizer"
         )
+    if "passkey" in setting.probes and tokenizer is not None:
+        check_has_ids(model, tokenizer)
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
     with rich.Progress(console=console, transient=True, disable=not first) as progress:
@@ -214,7 +237,6 @@ def evaluate_model(
             report=lambda done: progress.update(task, completed=done),
             group=group,
         )
-        tokenizer = partial(load_tokenizer, checkpoint) if loaded is None else lambda: loaded.tokenizer
         recall, passkey = run_probes(model, tokenizer, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
     context = None if trained_on is None else trained_on.context
@@ -222,12 +244,12 @@ def evaluate_model(
 
 
 def run_probes(
-    model: GPT, tokenizer: Callable[[], Tokenizer], setting: Setting
+    model: GPT, tokenizer: Tokenizer | None, setting: Setting
 ) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
     """Runs the probes of a setting on held-out documents.
 
     Args:
-        tokenizer: loads the model's tokenizer; called if a probe needs it.
+        tokenizer: the model's tokenizer, which only the probe "passkey" needs.
         setting: as `check_probes` returned it.
     """
     how: dict[str, Any] = {"segment_size": setting.segment_size, "dtype": setting.dtype}
@@ -238,5 +260,6 @@ def run_probes(
         if "recall" in setting.probes:
             recall = associative_recall(model, _vocabulary(setting.data, heldout), pairs=setting.pairs, **how)
         if "passkey" in setting.probes:
-            passkey = passkey_retrieval(model, tokenizer(), heldout, distances=setting.distances, **how)
+            assert tokenizer is not None
+            passkey = passkey_retrieval(model, tokenizer, heldout, distances=setting.distances, **how)
     return recall, passkey

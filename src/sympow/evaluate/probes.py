@@ -235,6 +235,14 @@ def choose_distances(distances: Sequence[int] | None, text: TokenDataset) -> lis
     return chosen
 
 
+def check_has_ids(model: GPT, tokenizer: Tokenizer) -> None:
+    """Raises a ValueError unless the model has as many ids as the tokenizer."""
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
+        )
+
+
 @accepts_old_arguments
 def passkey_retrieval(
     model: GPT,
@@ -266,10 +274,7 @@ def passkey_retrieval(
     """
     check_at_least("keys", keys, 1)
     distances = choose_distances(distances, text)
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
-        )
+    check_has_ids(model, tokenizer)
     chosen = _keys_of_one_length(tokenizer, keys, np.random.default_rng(seed))
     question = tokenizer.encode(QUESTION)
     answers = np.stack([tokenizer.encode(f" {key}") for key in chosen])

@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +213,8 @@ def _evaluate(job: JobSpec, config: TrainConfig, folder: Path) -> tuple[dict[str
     if wanted.length:
         rows = document_sequences(heldout, wanted.length, wanted.documents)
         losses = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
-    recall, passkey = run_probes(model, partial(load_tokenizer, folder / EXPORT), setting)
+    tokenizer = load_tokenizer(folder / EXPORT) if "passkey" in setting.probes else None
+    recall, passkey = run_probes(model, tokenizer, setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
     described = {"command": job.command, **facts, "environment": environment(device)}
