@@ -66,7 +66,7 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeyp
     model = make_model(tmp_path / "run" / "model", texts, tokenizer="bytes")
     result = evaluate(model, "--out", tmp_path / "found", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) of each" in said(result)
+    assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) at a time" in said(result)
     content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
     assert content["data"] == str(texts)
     # 86 tokens of one document in two sequences of four times the context.
@@ -149,6 +149,22 @@ def test_documents_shorter_than_wanted_are_read_to_the_end_of_the_longest(texts,
     assert f"no held-out document has 4,000 tokens, 4 times the training context: reading {length}" in said(result)
     found = json.loads((tmp_path / "found" / "evaluation.json").read_text())["models"]["run"]
     assert len(found["mean"]) == length
+
+
+def test_it_says_how_many_sequences_of_how_many_documents_there_are(texts, tmp_path):
+    prepare([tmp_path / "texts"], texts, heldout=0.5, overwrite=True, workers=1)
+    lengths = open_dataset(texts, "heldout").lengths
+    sequences = int((lengths // 32).sum())
+    assert 3 == len(lengths) < sequences < 16
+    model = make_model(tmp_path / "run" / "model", texts)
+    result = evaluate(model, "--device", "cpu")
+    assert f"at a time: {sequences} sequences of 3 documents" in said(result)
+    assert f"nats per byte, over {sequences} sequences of 3 documents" in said(result)
+    note = f"only {sequences} sequences of 32 tokens, fewer than the 16 of --documents; a smaller --length finds more"
+    assert note in " ".join(result.stderr.split())
+    result = evaluate(model, "--documents", 1, "--device", "cpu")
+    assert "over 1 sequence of 1 document " in said(result)
+    assert "only" not in said(result)
 
 
 def test_data_that_holds_nothing_out_says_how_to(texts, tmp_path):

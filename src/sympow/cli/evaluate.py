@@ -28,11 +28,11 @@ def evaluate(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens to read of each document; by default 4 times the training context, or the longest document."
-        ),
+        typer.Option(help="Tokens of a sequence; by default 4 times the training context, or the longest document."),
     ] = None,
-    documents: Annotated[int, typer.Option(help="Number of documents.")] = 16,
+    documents: Annotated[
+        int, typer.Option(help="Number of sequences: one of each document that is long enough, then further ones.")
+    ] = 16,
     probe: Annotated[
         list[str] | None, typer.Option(help="Probe of the state to run: recall or passkey; repeatable.")
     ] = None,
@@ -76,7 +76,7 @@ def evaluate(
     if out is not None:
         check_can_write("out", out, "folder")
         require("matplotlib", "report")
-    sample = choose_sample(checkpoints, data, length)
+    sample = choose_sample(checkpoints, data, length, documents)
     setting = Setting(
         sample.data,
         sample.length,
@@ -113,7 +113,7 @@ def evaluate(
         }
     if not first_process():
         return
-    print_evaluations(found, sample.length)
+    print_evaluations(found, sample.length, sample.size)
     if out is not None:
         facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)

@@ -16,7 +16,7 @@ from sympow.data import TokenDataset, open_dataset
 from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
-from sympow.evaluate.held_out_loss import document_sequences, loss_by_position
+from sympow.evaluate.held_out_loss import count_sequences, document_sequences, loss_by_position
 from sympow.evaluate.probes import (
     PasskeyPoint,
     RecallPoint,
@@ -45,8 +45,8 @@ class Setting:
 
     Attributes:
         data: the dataset, as for training; its held-out documents are read.
-        length: tokens to read of each document.
-        documents: number of documents.
+        length: tokens of a sequence.
+        documents: number of sequences at most, which begin with one of each document that is long enough.
         probes: any of "recall" and "passkey".
         pairs: numbers of pairs of the recall probe; None: those that there are enough tokens for.
         distances: distances of the passkey probe; None: those that documents are long enough for.
@@ -84,30 +84,36 @@ class Sample:
 
     Attributes:
         data: the dataset, as `open_dataset` takes it.
-        length: tokens to read of each document.
-        title: data and length in words.
+        length: tokens of a sequence.
+        size: numbers of sequences and of the documents that they are of, in words.
+        title: data, length and size in words.
         notes: caveats for the reader of the results.
     """
 
     data: str
     length: int
+    size: str
     title: str
     notes: tuple[str, ...]
 
 
-def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: int | None = None) -> Sample:
+def choose_sample(
+    checkpoints: Sequence[Path], data: str | None = None, length: int | None = None, documents: int = 16
+) -> Sample:
     """Chooses what to evaluate models on: by default held-out documents of the data that they were trained on.
 
     Args:
         checkpoints: the models' folders.
         data: another dataset.
-        length: tokens to read of each document. By default 4 times the longest training context; if no document is that
+        length: tokens of a sequence. By default 4 times the longest training context; if no document is that
             long, as many as the longest has.
+        documents: sequences to read. There may be fewer, and several of one document.
 
     Raises:
         ValueError: a model's folder does not name its training data, the data is gone or has no held-out documents, or
-            the models were trained on different data.
+            none that is long enough, or the models were trained on different data.
     """
+    check_at_least("documents", documents, 1)
     records = {path: TrainedOn.find(path) for path in checkpoints}
     notes = []
     if data is None:
@@ -116,18 +122,30 @@ def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: 
             notes.append(
                 f"{data} has changed since the training: documents that are held out now may have been trained on"
             )
-    lengths = open_dataset(data, "heldout").lengths
+    heldout = open_dataset(data, "heldout")
     if length is None:
         wanted = 4 * max(UNKNOWN_CONTEXT if record is None else record.context for record in records.values())
-        length = min(wanted, int(lengths.max()))
+        length = min(wanted, int(heldout.lengths.max()))
         if length < wanted:
             notes.append(
                 f"no held-out document has {wanted:,} tokens, 4 times the training context: reading {length:,}, all of "
-                "the longest; a smaller --length may find more documents"
+                "the longest"
             )
+    sequences, read = count_sequences(heldout, length, documents)
+    size = f"{_counted(sequences, 'sequence')} of {_counted(read, 'document')}"
+    if sequences < documents:
+        notes.append(
+            f"the held-out documents have only {_counted(sequences, 'sequence')} of {length:,} tokens, fewer than the "
+            f"{documents:,} of --documents; a smaller --length finds more"
+        )
     bytes_alone = all(record is not None and record.tokenizer == "bytes" for record in records.values())
     unit = "tokens (which are bytes)" if bytes_alone else "tokens"
-    return Sample(data, length, f"evaluating on held-out documents of {data}, {length:,} {unit} of each", tuple(notes))
+    title = f"evaluating on held-out documents of {data}, {length:,} {unit} at a time: {size}"
+    return Sample(data, length, size, title, tuple(notes))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
@@ -217,7 +235,8 @@ def evaluate_model(
     """
     first = group is None or group.rank() == 0
     model = load_model(checkpoint, setting.device) if model is None else model
-    vocab_size = open_dataset(setting.data, "heldout").vocab_size
+    heldout = open_dataset(setting.data, "heldout")
+    vocab_size = heldout.vocab_size
     if vocab_size > model.config.vocab_size:
         raise ValueError(
             f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
@@ -228,7 +247,8 @@ def evaluate_model(
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
     with rich.Progress(console=console, transient=True, disable=not first) as progress:
-        task = progress.add_task(str(checkpoint), total=setting.documents)
+        sequences, _ = count_sequences(heldout, setting.length, setting.documents)
+        task = progress.add_task(str(checkpoint), total=sequences)
         losses = loss_by_position(
             model,
             held_out_documents(setting.data, setting.length, setting.documents),
