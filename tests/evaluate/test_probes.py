@@ -112,6 +112,12 @@ def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
     assert far.loss == pytest.approx(far.control)
 
 
+def test_a_model_may_have_more_ids_than_its_tokenizer(text):
+    """As converted models with padded embeddings have."""
+    (found,) = passkey_retrieval(Oracle(320, order=14, memory=200), *text, distances=(50,), keys=2)
+    assert found.accuracy == 1
+
+
 def test_mistakes_of_a_passkey_are_named(text):
     tokenizer, documents = text
     with pytest.raises(ValueError, match="distances must fit into a document"):

@@ -236,8 +236,11 @@ def choose_distances(distances: Sequence[int] | None, text: TokenDataset) -> lis
 
 
 def check_has_ids(model: GPT, tokenizer: Tokenizer) -> None:
-    """Raises a ValueError unless the model has as many ids as the tokenizer."""
-    if tokenizer.vocab_size != model.config.vocab_size:
+    """Raises a ValueError unless the model has all ids of the tokenizer.
+
+    It may have more: embeddings of pretrained models are often padded to a round number.
+    """
+    if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
         )
