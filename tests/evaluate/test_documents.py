@@ -9,6 +9,7 @@ import torch
 from sympow import GPT, GPTConfig
 from sympow.bench.timing import PeakMemory
 from sympow.evaluate import document_sequences, loss_by_position
+from sympow.evaluate.held_out_loss import count_sequences
 
 
 @dataclass
@@ -42,6 +43,14 @@ def test_inputs_are_the_tokens_before():
 def test_batches_hold_several_and_the_last_what_is_left():
     shapes = [tuple(inputs.shape) for inputs, _ in document_sequences(DATASET, 2, 5, batch=3)]
     assert shapes == [(3, 2), (2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("length", "count", "expected"), [(3, 10, (4, 3)), (3, 2, (2, 2)), (4, 10, (2, 2)), (5, 9, (1, 1))]
+)
+def test_sequences_and_their_documents_are_counted(length, count, expected):
+    assert count_sequences(DATASET, length, count) == expected
+    assert len(list(document_sequences(DATASET, length, count))) == expected[0]
 
 
 def test_too_long_a_stretch_is_refused():

@@ -76,6 +76,25 @@ def test_more_pairs_than_keys_are_refused():
         associative_recall(Oracle(41, 1, 10), VOCABULARY, pairs=(21,))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pairs": []}, "pairs must have at least one number, got none"),
+        ({"pairs": [2, 0]}, r"pairs must be numbers of at least 1, got \(2, 0\)"),
+        ({"sequences": 0}, "sequences must be at least 1, got 0"),
+    ],
+)
+def test_mistakes_of_a_recall_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        associative_recall(Oracle(41, 1, 10), VOCABULARY, **arguments)
+
+
+def test_a_vocabulary_without_values_is_refused():
+    """Text of a single token has a key and no value."""
+    with pytest.raises(ValueError, match="vocabulary must have at least one key and one value, got 1 and 0"):
+        associative_recall(Oracle(41, 1, 10), Vocabulary(np.arange(1), np.arange(0), boundary=40))
+
+
 @pytest.fixture(scope="module")
 def text():
     return load_tokenizer("bytes"), open_dataset("stdlib", "heldout")
@@ -93,6 +112,12 @@ def test_a_passkey_is_found_as_far_back_as_the_memory_goes(text):
     assert far.loss == pytest.approx(far.control)
 
 
+def test_a_model_may_have_more_ids_than_its_tokenizer(text):
+    """As converted models with padded embeddings have."""
+    (found,) = passkey_retrieval(Oracle(320, order=14, memory=200), *text, distances=(50,), keys=2)
+    assert found.accuracy == 1
+
+
 def test_mistakes_of_a_passkey_are_named(text):
     tokenizer, documents = text
     with pytest.raises(ValueError, match="distances must fit into a document"):
@@ -101,3 +126,7 @@ def test_mistakes_of_a_passkey_are_named(text):
         passkey_retrieval(Oracle(41, 8, 8), tokenizer, documents)
     with pytest.raises(ValueError, match="keys must be at least 1, got 0"):
         passkey_retrieval(Oracle(257, 8, 8), tokenizer, documents, keys=0)
+    with pytest.raises(ValueError, match="distances must have at least one number, got none"):
+        passkey_retrieval(Oracle(257, 8, 8), tokenizer, documents, distances=())
+    with pytest.raises(ValueError, match=r"distances must be numbers of at least 1, got \(64, -1\)"):
+        passkey_retrieval(Oracle(257, 8, 8), tokenizer, documents, distances=(64, -1))

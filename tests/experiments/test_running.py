@@ -481,6 +481,14 @@ def test_an_evaluation_that_documents_are_too_short_for_is_refused_before_traini
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "wanted.yaml"]
 
 
+def test_pairs_that_the_text_has_too_few_tokens_for_are_refused_before_training(scale, tmp_path):
+    run = scale.run("gating", context=32, evaluation=replace(scale.evaluation, pairs=(2, 1_000)))
+    write_job(tmp_path, run, job(run))
+    with pytest.raises(ValueError, match=r"pairs must be at most \d+, the number of keys; got 1000"):
+        work(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.json", "wanted.yaml"]
+
+
 def test_the_table_says_how_many_seeds_are_in_a_mean(capsys):
     row = {"variant": "gating", "power": 2, "context": 32, "changes": {}, "tokens_per_second": 10}
     done = [{**row, "status": "done", "final_loss": loss, "heldout_loss": loss} for loss in (2.0, 3.0)]

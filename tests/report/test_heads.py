@@ -118,6 +118,17 @@ def test_pairs_of_a_head_count_together():
     assert all(0 < x < 2 for row in table.quantities["beta_mean"] for x in row)
 
 
+def test_pairs_of_fixed_rotary_do_not_count():
+    """Half of the pairs of "half" have the constant scale 1, and the others the scale that "scale" has in all pairs."""
+    tokens = batches()[0].inputs
+    model = lively_model(rotary="half", layers=1)
+    (found,) = capture(model, lambda: model(tokens))
+    ((_, beta),) = layer_by_layer(model, tokens)
+    assert_close(found.beta, beta, 1e-4, "beta")
+    (row,) = measure_heads(model, batches(count=1)).quantities["beta_deviation"]
+    assert row == pytest.approx(beta.double().std(0, correction=0).tolist(), rel=1e-3)
+
+
 def test_layers_without_a_scale_have_no_number():
     table = measure_heads(lively_model(rotary="scale", rotary_from=1), batches())
     assert table.quantities["beta_mean"][0] == [None, None]

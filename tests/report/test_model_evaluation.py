@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.cli.app import app
-from sympow.data import open_dataset, prepare
-from sympow.data.tokenizer import ByteTokenizer
+from sympow.data import load_tokenizer, open_dataset, prepare
+from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.evaluate.evaluation_file import contexts_up_to
 from sympow.evaluate.model_evaluation import held_out_documents
 from sympow.model.storage import load_model, save_model
@@ -66,7 +66,7 @@ def test_a_model_is_evaluated_on_what_it_was_trained_on(texts, tmp_path, monkeyp
     model = make_model(tmp_path / "run" / "model", texts, tokenizer="bytes")
     result = evaluate(model, "--out", tmp_path / "found", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) of each" in said(result)
+    assert f"evaluating on held-out documents of {texts}, 32 tokens (which are bytes) at a time" in said(result)
     content = json.loads((tmp_path / "found" / "evaluation.json").read_text())
     assert content["data"] == str(texts)
     # 86 tokens of one document in two sequences of four times the context.
@@ -151,6 +151,22 @@ def test_documents_shorter_than_wanted_are_read_to_the_end_of_the_longest(texts,
     assert len(found["mean"]) == length
 
 
+def test_it_says_how_many_sequences_of_how_many_documents_there_are(texts, tmp_path):
+    prepare([tmp_path / "texts"], texts, heldout=0.5, overwrite=True, workers=1)
+    lengths = open_dataset(texts, "heldout").lengths
+    sequences = int((lengths // 32).sum())
+    assert 3 == len(lengths) < sequences < 16
+    model = make_model(tmp_path / "run" / "model", texts)
+    result = evaluate(model, "--device", "cpu")
+    assert f"at a time: {sequences} sequences of 3 documents" in said(result)
+    assert f"nats per byte, over {sequences} sequences of 3 documents" in said(result)
+    note = f"only {sequences} sequences of 32 tokens, fewer than the 16 of --documents; a smaller --length finds more"
+    assert note in " ".join(result.stderr.split())
+    result = evaluate(model, "--documents", 1, "--device", "cpu")
+    assert "over 1 sequence of 1 document " in said(result)
+    assert "only" not in said(result)
+
+
 def test_data_that_holds_nothing_out_says_how_to(texts, tmp_path):
     prepare([tmp_path / "texts"], texts, heldout=0, overwrite=True, workers=1)
     result = evaluate(make_model(tmp_path / "run" / "model", texts))
@@ -164,6 +180,129 @@ def test_data_of_another_vocabulary_is_refused(texts, tmp_path):
     result = evaluate(tmp_path / "small", "--data", texts, "--length", 8, "--device", "cpu")
     assert result.exit_code == 2
     assert "has a vocabulary of 257 tokens, more than the 100 of" in said(result)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+    """A model with a byte-pair encoding, prepared texts in its tokens, and the texts."""
+    folder = tmp_path_factory.mktemp("bpe")
+    (folder / "texts").mkdir()
+    for n in range(5):
+        (folder / "texts" / f"{n}.txt").write_text(f"Text number {n} speaks of another thing. " * 4)
+    tokenizer = train_bpe(["Text number speaks of another thing. " * 4], 280)
+    config = GPTConfig(vocab_size=tokenizer.vocab_size, layers=1, width=16, heads=2)
+    save_model(folder / "model", config, GPT(config).state_dict())
+    tokenizer.save(folder / "model")
+    prepare([folder / "texts"], folder / "data", tokenizer=str(folder / "model"), workers=1)
+    return folder
+
+
+def evaluate_on(data, *models):
+    return evaluate(*models, "--data", data, "--length", 8, "--documents", 1, "--device", "cpu")
+
+
+def test_data_of_the_models_tokenizer_is_accepted_under_every_name(bpe, tmp_path):
+    file = tmp_path / "other-name.json"
+    # As another program writes it: the order of entries and the indentation differ.
+    content = json.loads((bpe / "model" / "tokenizer.json").read_text())
+    file.write_text(json.dumps(dict(reversed(content.items())), indent=3))
+    prepare([bpe / "texts"], tmp_path / "data", tokenizer=str(file), workers=1)
+    assert open_dataset(tmp_path / "data").load_tokenizer().kind == "file"
+    for data in (bpe / "data", tmp_path / "data"):
+        result = evaluate_on(data, bpe / "model")
+        assert result.exit_code == 0, result.output
+
+
+def test_data_of_another_tokenizer_is_refused_before_any_model_is_loaded(bpe, texts, tmp_path, monkeypatch):
+    """Bytes have fewer ids than the model, and another encoding of the same size has as many."""
+    other = train_bpe(["Wholly different merges come from words like these! " * 9], 280)
+    assert other.vocab_size == load_tokenizer(bpe / "model").vocab_size
+    other.save(tmp_path / "other")
+    prepare([bpe / "texts"], tmp_path / "again", tokenizer=str(tmp_path / "other"), workers=1)
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
+    bytes_model = make_model(tmp_path / "bytes")
+    for data, models in ((texts, [bytes_model, bpe / "model"]), ("stdlib", [bpe / "model"]),
+                         (tmp_path / "again", [bpe / "model"])):  # fmt: skip
+        result = evaluate_on(data, *models)
+        assert result.exit_code == 2, result.output
+        assert f"--data must be tokenized by the tokenizer of {bpe / 'model'}, and {data} is not" in said(result)
+        assert f"Prepare it with the model's tokenizer: sympow data prepare … --tokenizer {bpe / 'model'}" in said(
+            result
+        )
+
+
+def test_data_with_another_token_between_documents_is_refused(bpe, tmp_path):
+    content = json.loads((bpe / "model" / "tokenizer.json").read_text())
+    (boundary,) = content["added_tokens"]
+    first_free = max(content["model"]["vocab"].values()) + 1
+    content["added_tokens"].append({**boundary, "id": first_free, "content": "</s>"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    for name, token in (("model", "<|endoftext|>"), ("data", "</s>")):
+        how = {"tokenizer": str(tmp_path / "tokenizer.json"), "boundary_token": token, "workers": 1}
+        prepare([bpe / "texts"], tmp_path / name, **how)
+    config = GPTConfig(vocab_size=first_free + 1, layers=1, width=16, heads=2)
+    save_model(tmp_path / "model", config, GPT(config).state_dict())
+    assert evaluate_on(tmp_path / "model", tmp_path / "model").exit_code == 0
+    result = evaluate_on(tmp_path / "data", tmp_path / "model")
+    assert result.exit_code == 2, result.output
+    message = f"between documents, id {boundary['id']}; {tmp_path / 'data'} has id {first_free}"
+    assert message in said(result)
+
+
+def test_without_a_tokenizer_there_is_nothing_to_compare(bpe, tmp_path):
+    model, data = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(bpe / "model", model)
+    shutil.copytree(bpe / "data", data)
+    (data / "sympow_tokenizer.json").unlink()
+    assert evaluate_on(data, model).exit_code == 0
+    (model / "sympow_tokenizer.json").unlink()
+    assert evaluate_on("stdlib", model).exit_code == 0
+    result = evaluate(model, "--data", "stdlib", "--length", 8, "--probe", "passkey")
+    assert result.exit_code == 2, result.output
+    assert f"the probe passkey needs the model's tokenizer, and {model} has none" in said(result)
+
+
+@pytest.fixture(scope="module")
+def converted(bpe):
+    """The model in Hugging Face format."""
+    pytest.importorskip("transformers", reason="needs transformers, which comes with the extra hf")
+    from sympow.hf.conversion import convert_to_transformers
+
+    convert_to_transformers(bpe / "model", bpe / "converted")
+    return bpe / "converted"
+
+
+def test_a_model_of_transformers_is_evaluated_on_data_of_its_own_tokenizer(bpe, converted, texts, tmp_path):
+    prepare([bpe / "texts"], tmp_path / "again", tokenizer=str(converted / "tokenizer.json"), workers=1)
+    for data in (bpe / "data", tmp_path / "again"):
+        result = evaluate_on(data, converted)
+        assert result.exit_code == 0, result.output
+    result = evaluate_on(texts, converted)
+    assert result.exit_code == 2, result.output
+    assert f"--data must be tokenized by the tokenizer of {converted}, and {texts} is not" in said(result)
+    assert f"--tokenizer {converted / 'tokenizer.json'}" in said(result)
+
+
+def test_bytes_of_transformers_are_bytes(texts, tmp_path):
+    pytest.importorskip("transformers", reason="needs transformers, which comes with the extra hf")
+    from sympow.hf.conversion import convert_to_transformers
+
+    convert_to_transformers(make_model(tmp_path / "native"), tmp_path / "converted")
+    prepare([tmp_path / "texts"], tmp_path / "again", tokenizer=str(tmp_path / "converted/tokenizer.json"), workers=1)
+    for data in (texts, tmp_path / "again", "stdlib"):
+        result = evaluate_on(data, tmp_path / "converted", tmp_path / "native")
+        assert result.exit_code == 0, result.output
+
+
+def test_a_model_of_transformers_without_a_tokenizer_is_evaluated_without_the_probe_of_text(bpe, converted, tmp_path):
+    model = tmp_path / "converted"
+    shutil.copytree(converted, model)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    assert evaluate_on(bpe / "data", model).exit_code == 0
+    result = evaluate(model, "--data", "stdlib", "--length", 8, "--probe", "passkey")
+    assert result.exit_code == 2, result.output
+    assert "the probe passkey needs the model's tokenizer" in said(result)
 
 
 def evaluate(*arguments):
@@ -219,6 +358,39 @@ def test_probes_are_part_of_an_evaluation(runs, tmp_path):
     assert "Passkey" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--probe", "recall", "--pairs", 1_000), "--pairs must be at most "),
+        (("--probe", "passkey", "--distance", 64, "--distance", 10**7), "--distance must fit into a document of "),
+        (("--probe", "passkey", "--data", "mqar:pairs=4"), "the probe passkey needs documents of text; mqar has none"),
+    ],
+)
+def test_what_a_probe_cannot_have_is_refused_before_a_model_is_loaded(runs, monkeypatch, arguments, message):
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
+    result = evaluate(runs / "first" / "model", "--length", 8, *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in said(result)
+
+
+def test_passkeys_are_by_default_as_far_as_documents_are_long(texts, tmp_path):
+    (tmp_path / "texts" / "long.txt").write_text("A longer text about a thing. " * 20)
+    prepare([tmp_path / "texts"], texts, heldout=0.99, overwrite=True, workers=1)
+    model = make_model(tmp_path / "run" / "model", texts)
+    result = evaluate(model, "--probe", "passkey", "--out", tmp_path / "found", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "found" / "evaluation.json").read_text())["models"]["run"]
+    assert [point["distance"] for point in found["passkey"]] == [64, 256]
+
+
+def test_documents_too_short_for_any_passkey_are_refused_before_a_model_is_loaded(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.load_model", None)
+    result = evaluate(make_model(tmp_path / "run" / "model", texts), "--probe", "passkey")
+    assert result.exit_code == 2, result.output
+    longest = open_dataset(texts, "heldout").lengths.max()
+    assert f"the longest of which has {longest} tokens; a distance of 64 needs 129" in said(result)
+
+
 def test_the_length_is_four_times_the_training_context(tmp_path):
     model = make_model(tmp_path / "first" / "model")
     (tmp_path / "first" / "config.yaml").write_text("data: {context: 8}\n")
@@ -243,6 +415,11 @@ def test_runs_of_one_name_are_told_apart(runs):
         (("--data", "nowhere", "--length", 8), "Error: --data must be"),
         (("--probe", "sight"), "probe must be one of 'recall', 'passkey'; got 'sight'"),
         (("--probe", "recall", "--pairs", 0, "--length", 8), "pairs must be numbers of at least 1, got (0,)"),
+        (("--pairs", 4), "--pairs must be given with the probe recall, got (4,) without it"),
+        (
+            ("--distance", 64, "--probe", "recall"),
+            "--distance must be given with the probe passkey, got (64,) without it",
+        ),
     ],
 )
 def test_mistakes_are_named(runs, arguments, message):

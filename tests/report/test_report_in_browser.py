@@ -280,6 +280,21 @@ def test_probes_of_the_state(page):
     assert axis_labels(page, "probes")[1] == "loss reduction (nats per key)"
 
 
+def test_numbers_that_are_missing_are_left_out(browser, tmp_path):
+    points = [{"distance": n, "accuracy": 0.0, "loss": 3.0, "control": None if n == 64 else 5.0} for n in (16, 64, 256)]
+    mean = [2.0] * 20 + [None] * 20
+    write_run(tmp_path / "runs" / "one", [3.0, 2.5], evaluation=mean, probes={"passkey": points}, vocab_size=257)
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    (tmp_path / "index.html").write_text(build_report_page("Missing", groups, styles, []), encoding="utf-8")
+    with open_page(browser, tmp_path / "index.html") as page:
+        (line,) = plot(page, "probes").evaluate("host => host.data.map(({ x, y }) => ({ x, y }))")
+        assert line == {"x": [16, 256], "y": [2, 2]}
+        (line,) = plot(page, "beyond").evaluate("host => host.data.map(({ x, customdata }) => ({ x, customdata }))")
+        assert line["x"] == [1, 2, 4, 8, 16, 32, 40]
+        assert line["customdata"] == ["2"] * 5 + ["–"] * 2
+
+
 @pytest.mark.slow
 def test_heat_maps_of_heads(page):
     def cells(n=0):

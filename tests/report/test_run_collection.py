@@ -1,12 +1,15 @@
 """Collecting runs from run folders and experiments."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 from report.made_up import write_evaluation, write_run
 
-from sympow.evaluate.evaluation_file import averages_over_ranges
+from sympow.evaluate import PasskeyPoint, PositionLosses
+from sympow.evaluate.evaluation_file import ModelEvaluation, averages_over_ranges, write_evaluations
 from sympow.experiments.store import StoredRun, write_table
 from sympow.report.run_collection import collect
 
@@ -158,6 +161,22 @@ def test_averages_by_context_alone_will_do(tmp_path):
     (run,) = collect([tmp_path]).runs
     assert run.evaluation.by_context == {4: 2.5, 16: 2.0}
     assert run.evaluation.by_position == {9.5: 2.25, 12.0: 2.125}
+
+
+@pytest.mark.parametrize("positions", [True, False])
+def test_losses_that_are_not_numbers_are_written_and_read(tmp_path, positions):
+    folder = write_run(tmp_path / "run", [3.0])
+    losses = PositionLosses(torch.tensor([2.0] * 8 + [math.nan] * 8), torch.full((16,), math.nan), 1)
+    passkey = [PasskeyPoint(64, 0.0, 3.0, math.nan, 1)]
+    evaluation = ModelEvaluation(losses, passkey=passkey)
+    write_evaluations(folder / "evaluation.json", {"run": evaluation}, {"data": "stdlib"}, positions=positions)
+    # NaN is not JSON.
+    assert "NaN" not in (folder / "evaluation.json").read_text()
+    (run,) = collect([tmp_path]).runs
+    assert run.evaluation.by_context[8] == 2
+    assert math.isnan(run.evaluation.by_context[16])
+    assert all(map(math.isnan, run.evaluation.by_position.values()))
+    assert run.evaluation.passkey[0]["control"] is None
 
 
 def test_what_an_experiment_noted_is_read(tmp_path):

@@ -207,3 +207,18 @@ def test_mistakes_are_explained(tmp_path):
     result = report(tmp_path / "nowhere", "-o", tmp_path)
     assert result.exit_code == 2
     assert "runs must be folders" in result.output
+
+
+def test_losses_that_are_not_numbers_are_left_out(tmp_path):
+    """Of one seed some, of another all."""
+    lost = {"passkey": [{"distance": 64, "accuracy": 0.0, "loss": 3.0, "control": None}]}
+    for seed, mean in enumerate(([2.0] * 20 + [None] * 20, [None] * 40)):
+        write_run(tmp_path / "runs" / f"seed{seed}", [3.0, 2.5], evaluation=mean, probes=lost, seed=seed)
+    write_run(tmp_path / "runs" / "other", [3.0, 2.5], evaluation=[None] * 40, context=32)
+    result = report(tmp_path / "runs", "-o", tmp_path / "report", "--no-heads")
+    assert result.exit_code == 0, result.output
+    assert any((tmp_path / "report" / "figures").glob("loss_by_evaluation_context*.png"))
+    _, first, second = embedded((tmp_path / "report" / "index.html").read_text())["runs"]
+    assert first["evaluation"]["byContext"][:2] == [[1, 2], [2, 2]]
+    assert first["evaluation"]["byContext"][-1] == [40, None]
+    assert all(y is None for _, y in second["evaluation"]["byPosition"])

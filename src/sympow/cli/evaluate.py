@@ -17,8 +17,6 @@ from sympow.invocation import first_process, recorded_command, under_torchrun
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from sympow.generation.text import TextModel
-
 
 def evaluate(
     checkpoints: Annotated[
@@ -30,11 +28,11 @@ def evaluate(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(
-            help="Tokens to read of each document; by default 4 times the training context, or the longest document."
-        ),
+        typer.Option(help="Tokens of a sequence; by default 4 times the training context, or the longest document."),
     ] = None,
-    documents: Annotated[int, typer.Option(help="Number of documents.")] = 16,
+    documents: Annotated[
+        int, typer.Option(help="Number of sequences: one of each document that is long enough, then further ones.")
+    ] = 16,
     probe: Annotated[
         list[str] | None, typer.Option(help="Probe of the state to run: recall or passkey; repeatable.")
     ] = None,
@@ -43,7 +41,10 @@ def evaluate(
     ] = None,
     distance: Annotated[
         list[int] | None,
-        typer.Option(help="Distance of the passkey probe in tokens; by default 64 to 4096; repeatable."),
+        typer.Option(
+            help="Distance of the passkey probe in tokens; by default 64 to 4096, as far as documents have room; "
+            "repeatable."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write evaluation.json and figures to.")] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
@@ -58,9 +59,15 @@ def evaluate(
     """
     import torch
 
-    from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
+    from sympow.evaluate.model_evaluation import (
+        Setting,
+        check_probes,
+        check_tokenizer,
+        choose_sample,
+        evaluate_model,
+    )
     from sympow.report.evaluation_summary import print_evaluations, save_evaluations
-    from sympow.serving.loading import in_transformers_format
+    from sympow.serving.loading import in_transformers_format, load_from_transformers, saved_tokenizer
 
     device, dtype = device_and_dtype(device, dtype)
     for path in checkpoints if under_torchrun() else ():
@@ -69,48 +76,48 @@ def evaluate(
     if out is not None:
         check_can_write("out", out, "folder")
         require("matplotlib", "report")
-    sample = choose_sample(checkpoints, data, length)
-    given = {"pairs": tuple(pairs or ()), "distances": tuple(distance or ())}
+    sample = choose_sample(checkpoints, data, length, documents)
     setting = Setting(
         sample.data,
         sample.length,
         documents,
         tuple(probe or ()),
+        tuple(pairs) if pairs else None,
+        tuple(distance) if distance else None,
         segment_size=segment_size,
         device=device,
         dtype=torch.bfloat16 if dtype == "bfloat16" else None,
-        **{name: values for name, values in given.items() if values},
     )
+    setting = check_probes(setting)
     names = [_name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
+    tokenizers = [saved_tokenizer(path) for path in checkpoints]
+    for path, tokenizer in zip(checkpoints, tokenizers, strict=True):
+        check_tokenizer(path, tokenizer, setting)
     if first_process():
         typer.echo(sample.title)
         for note in sample.notes:
             typer.echo(note, err=True)
     with _processes(device) as group:
         found = {
-            name: evaluate_model(path, setting, group, _load_from_transformers(path, device))
-            for name, path in zip(names, checkpoints, strict=True)
+            name: evaluate_model(
+                path,
+                setting,
+                group,
+                # Not kept in a variable, which would hold one model while the next is loaded.
+                model=load_from_transformers(path, device, torch.float32) if in_transformers_format(path) else None,
+                tokenizer=tokenizer,
+            )
+            for name, path, tokenizer in zip(names, checkpoints, tokenizers, strict=True)
         }
     if not first_process():
         return
-    print_evaluations(found, sample.length)
+    print_evaluations(found, sample.length, sample.size)
     if out is not None:
         facts = {"command": recorded_command(), "data": sample.data, "device": device, "dtype": dtype}
         written = save_evaluations(found, facts, out)
         typer.echo(f"wrote {', '.join(map(str, written))}", err=True)
-
-
-def _load_from_transformers(checkpoint: Path, device: str) -> TextModel | None:
-    """The model of a folder in Hugging Face format, in float32; None: the folder has the format of `sympow train`."""
-    import torch
-
-    from sympow.serving.loading import ServedModel, in_transformers_format
-
-    if not in_transformers_format(checkpoint):
-        return None
-    return ServedModel.load(checkpoint, device, torch.float32).text_model
 
 
 @contextmanager

@@ -5,7 +5,8 @@
                        "by_context": {CONTEXT: LOSS}, "by_position": {POSITION: LOSS},
                        "recall": [{…}], "passkey": [{…}], "mean": [LOSS, …], "error": [LOSS, …]}}}
 
-Losses are in nats. `mean` and `error` have an entry for each position; they may be left out.
+Losses are in nats. `mean` and `error` have an entry for each position; they may be left out. A number that is NaN, such
+as the control of a single passkey or a loss of a model that diverged, is null.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class ModelEvaluation:
             "passkey": [rounded(asdict(point)) for point in self.passkey],
         }
         if positions:
-            content["mean"] = [round(x, 5) for x in mean]
-            content["error"] = [None if x != x else round(x, 5) for x in self.losses.error.tolist()]
+            content["mean"] = [_rounded(x) for x in mean]
+            content["error"] = [_rounded(x) for x in self.losses.error.tolist()]
         return content
 
 
@@ -91,9 +92,9 @@ class Evaluation:
     @classmethod
     def of_file(cls, content: Mapping[str, Any], facts: Mapping[str, Any]) -> Evaluation:
         """From a model's entry in the file; contexts are all powers of two if it has the loss at every position."""
-        mean = [float(x) for x in content.get("mean") or []]
-        by_context = {int(context): float(loss) for context, loss in (content.get("by_context") or {}).items()}
-        by_position = {float(place): float(loss) for place, loss in (content.get("by_position") or {}).items()}
+        mean = [_number(x) for x in content.get("mean") or []]
+        by_context = {int(context): _number(loss) for context, loss in (content.get("by_context") or {}).items()}
+        by_position = {float(place): _number(loss) for place, loss in (content.get("by_position") or {}).items()}
         if mean:
             sums = list(accumulate(mean))
             contexts = {2**n for n in range(64) if 2**n < len(mean)} | {len(mean)} | by_context.keys()
@@ -196,7 +197,13 @@ def _read_models(path: Path) -> dict[str, Evaluation]:
 
 def rounded(numbers: Mapping[Any, Any]) -> dict[Any, Any]:
     """Rounds floats to five digits after the point, to keep files small, and replaces NaN by None."""
-    return {
-        key: (None if value != value else round(value, 5)) if isinstance(value, float) else value
-        for key, value in numbers.items()
-    }
+    return {key: _rounded(value) if isinstance(value, float) else value for key, value in numbers.items()}
+
+
+def _rounded(number: float) -> float | None:
+    return None if math.isnan(number) else round(number, 5)
+
+
+def _number(value: float | None) -> float:
+    """A number of the file, where null is NaN."""
+    return math.nan if value is None else float(value)

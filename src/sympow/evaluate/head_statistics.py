@@ -22,7 +22,7 @@ from sympow.data.dataset import open_dataset
 from sympow.data.loader import Batch, Loader
 from sympow.files import write_atomically
 from sympow.layers.gates import Gate
-from sympow.layers.rotations import LearnedRotation, Rotation
+from sympow.layers.rotations import HalfRotation, LearnedRotation, Rotation
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
 from sympow.train.monitoring import forward_hooks
@@ -74,8 +74,8 @@ class LayerCapture:
 
     Attributes:
         log_gamma: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no gate.
-        beta: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no rotation, or one without β, or one whose β
-            is no scale of RoPE ("signed" and "grid").
+        beta: (tokens, h_kv) or (tokens, h_kv, d/2), without pairs of fixed rotary ("half"); None: the layer has no
+            rotation, or one without β, or one whose β is no scale of RoPE ("signed" and "grid").
         rate_change: learned θ over its initial value, (d/2,); None: θ is not learned.
     """
 
@@ -100,6 +100,9 @@ def capture(model: GPT, run: Callable[[], Any]) -> list[LayerCapture]:
             gates.setdefault(layer, []).append(_of_the_batch(output))
         if isinstance(module, Rotation):
             theta, beta = output
+            if isinstance(module, HalfRotation):
+                # Every other pair has the constant 1 of fixed rotary, and the pairs between them share one β.
+                beta = beta[..., 1]
             if beta is not None and module.scales_rates:
                 scales.setdefault(layer, []).append(_of_the_batch(beta))
             if isinstance(module, LearnedRotation):

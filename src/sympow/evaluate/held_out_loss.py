@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -124,14 +123,14 @@ def document_sequences(
     Raises:
         ValueError: no document is that long.
     """
-    for name, value in (("length", length), ("count", count), ("batch", batch)):
-        check_at_least(name, value, 1)
-    lengths = np.asarray(dataset.lengths)
-    if lengths.max() < length:
-        raise ValueError(
-            f"{dataset.name} has no document of length={length:,} tokens; the longest has {lengths.max():,}"
-        )
-    return _batches(dataset, length, _places(lengths, length, count), batch)
+    check_at_least("batch", batch, 1)
+    return _batches(dataset, length, _places(dataset, length, count), batch)
+
+
+def count_sequences(dataset: TokenDataset, length: int, count: int) -> tuple[int, int]:
+    """How many sequences `document_sequences` returns, and of how many documents they are."""
+    places = _places(dataset, length, count)
+    return len(places), len({document for document, _ in places})
 
 
 def features_by_segment(
@@ -189,8 +188,15 @@ def _read(
     return losses
 
 
-def _places(lengths: NDArray[np.int64], length: int, count: int) -> list[tuple[int, int]]:
+def _places(dataset: TokenDataset, length: int, count: int) -> list[tuple[int, int]]:
     """Document and first token of each sequence."""
+    for name, value in (("length", length), ("count", count)):
+        check_at_least(name, value, 1)
+    lengths = np.asarray(dataset.lengths)
+    if lengths.max() < length:
+        raise ValueError(
+            f"{dataset.name} has no document of length={length:,} tokens; the longest has {lengths.max():,}"
+        )
     found: list[tuple[int, int]] = []
     start = 0
     while len(found) < count and (there := np.flatnonzero(lengths >= start + length)).size:

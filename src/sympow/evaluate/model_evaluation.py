@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,24 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data import load_tokenizer, open_dataset
+from sympow.data import TokenDataset, open_dataset
+from sympow.data.dataset import RECALL
 from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
-from sympow.evaluate.held_out_loss import document_sequences, loss_by_position
+from sympow.evaluate.held_out_loss import count_sequences, document_sequences, loss_by_position
 from sympow.evaluate.probes import (
-    DISTANCES,
     PasskeyPoint,
     RecallPoint,
     Vocabulary,
     associative_recall,
+    check_has_ids,
+    check_numbers,
+    choose_distances,
+    choose_pairs,
     passkey_retrieval,
 )
+from sympow.evaluate.same_tokenizer import check_same_tokenizer
 from sympow.extras import require
-from sympow.generation.text import TextModel
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.train.provenance import TrainedOn
@@ -42,11 +45,11 @@ class Setting:
 
     Attributes:
         data: the dataset, as for training; its held-out documents are read.
-        length: tokens to read of each document.
-        documents: number of documents.
+        length: tokens of a sequence.
+        documents: number of sequences at most, which begin with one of each document that is long enough.
         probes: any of "recall" and "passkey".
         pairs: numbers of pairs of the recall probe; None: those that there are enough tokens for.
-        distances: distances of the passkey probe.
+        distances: distances of the passkey probe; None: those that documents are long enough for.
         segment_size: tokens per prefill segment.
         device: "cuda" or "cpu".
         dtype: dtype of autocast; None: no autocast.
@@ -57,7 +60,7 @@ class Setting:
     documents: int
     probes: tuple[str, ...] = ()
     pairs: tuple[int, ...] | None = None
-    distances: tuple[int, ...] = DISTANCES
+    distances: tuple[int, ...] | None = None
     segment_size: int = SEGMENT_SIZE
     device: str = "cpu"
     dtype: torch.dtype | None = None
@@ -67,9 +70,12 @@ class Setting:
             check_at_least(name, getattr(self, name), 1)
         for probe in self.probes:
             check_choice("probe", probe, PROBES)
-        for name, values in (("pairs", self.pairs), ("distances", self.distances)):
-            if values is not None and (not values or min(values) < 1):
-                raise ValueError(f"{name} must be numbers of at least 1, got {values}")
+        for name, values, probe in (("pairs", self.pairs, "recall"), ("distances", self.distances, "passkey")):
+            if values is None:
+                continue
+            check_numbers(name, values)
+            if probe not in self.probes:
+                raise ValueError(f"{name} must be given with the probe {probe}, got {values} without it")
 
 
 @dataclass(frozen=True)
@@ -78,30 +84,36 @@ class Sample:
 
     Attributes:
         data: the dataset, as `open_dataset` takes it.
-        length: tokens to read of each document.
-        title: data and length in words.
+        length: tokens of a sequence.
+        size: numbers of sequences and of the documents that they are of, in words.
+        title: data, length and size in words.
         notes: caveats for the reader of the results.
     """
 
     data: str
     length: int
+    size: str
     title: str
     notes: tuple[str, ...]
 
 
-def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: int | None = None) -> Sample:
+def choose_sample(
+    checkpoints: Sequence[Path], data: str | None = None, length: int | None = None, documents: int = 16
+) -> Sample:
     """Chooses what to evaluate models on: by default held-out documents of the data that they were trained on.
 
     Args:
         checkpoints: the models' folders.
         data: another dataset.
-        length: tokens to read of each document. By default 4 times the longest training context; if no document is that
+        length: tokens of a sequence. By default 4 times the longest training context; if no document is that
             long, as many as the longest has.
+        documents: sequences to read. There may be fewer, and several of one document.
 
     Raises:
         ValueError: a model's folder does not name its training data, the data is gone or has no held-out documents, or
-            the models were trained on different data.
+            none that is long enough, or the models were trained on different data.
     """
+    check_at_least("documents", documents, 1)
     records = {path: TrainedOn.find(path) for path in checkpoints}
     notes = []
     if data is None:
@@ -110,18 +122,30 @@ def choose_sample(checkpoints: Sequence[Path], data: str | None = None, length: 
             notes.append(
                 f"{data} has changed since the training: documents that are held out now may have been trained on"
             )
-    lengths = open_dataset(data, "heldout").lengths
+    heldout = open_dataset(data, "heldout")
     if length is None:
         wanted = 4 * max(UNKNOWN_CONTEXT if record is None else record.context for record in records.values())
-        length = min(wanted, int(lengths.max()))
+        length = min(wanted, int(heldout.lengths.max()))
         if length < wanted:
             notes.append(
                 f"no held-out document has {wanted:,} tokens, 4 times the training context: reading {length:,}, all of "
-                "the longest; a smaller --length may find more documents"
+                "the longest"
             )
+    sequences, read = count_sequences(heldout, length, documents)
+    size = f"{_counted(sequences, 'sequence')} of {_counted(read, 'document')}"
+    if sequences < documents:
+        notes.append(
+            f"the held-out documents have only {_counted(sequences, 'sequence')} of {length:,} tokens, fewer than the "
+            f"{documents:,} of --documents; a smaller --length finds more"
+        )
     bytes_alone = all(record is not None and record.tokenizer == "bytes" for record in records.values())
     unit = "tokens (which are bytes)" if bytes_alone else "tokens"
-    return Sample(data, length, f"evaluating on held-out documents of {data}, {length:,} {unit} of each", tuple(notes))
+    title = f"evaluating on held-out documents of {data}, {length:,} {unit} at a time: {size}"
+    return Sample(data, length, size, title, tuple(notes))
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
@@ -145,30 +169,86 @@ def held_out_documents(data: str, length: int, documents: int) -> Iterator[tuple
     return document_sequences(open_dataset(data, "heldout"), length, documents)
 
 
+def check_probes(setting: Setting) -> Setting:
+    """Checks what the probes need of the held-out documents, before a model is evaluated or trained.
+
+    Returns:
+        the setting with the numbers of pairs and the distances that are probed.
+
+    Raises:
+        ValueError: documents have too few kinds of tokens, are too short, or are not of text.
+    """
+    pairs, distances = setting.pairs, setting.distances
+    if setting.probes:
+        heldout = open_dataset(setting.data, "heldout")
+        if "recall" in setting.probes:
+            pairs = tuple(choose_pairs(pairs, _vocabulary(setting.data, heldout)))
+        if "passkey" in setting.probes:
+            if _of_recall(setting.data):
+                raise ValueError(f"the probe passkey needs documents of text; {RECALL} has none")
+            distances = tuple(choose_distances(distances, heldout))
+    return replace(setting, pairs=pairs, distances=distances)
+
+
+def check_tokenizer(checkpoint: Path, tokenizer: Tokenizer | None, setting: Setting) -> None:
+    """Checks that the data and the probes of a setting suit a model's tokenizer, before the model is loaded.
+
+    Args:
+        checkpoint: the model's folder, for messages.
+        tokenizer: the model's tokenizer; None: its folder has none.
+
+    Raises:
+        ValueError: the data was tokenized by another tokenizer, or a probe needs the model's and there is none.
+    """
+    if tokenizer is not None:
+        check_same_tokenizer(checkpoint, tokenizer, setting.data)
+    elif "passkey" in setting.probes:
+        raise ValueError(f"the probe passkey needs the model's tokenizer, and {checkpoint} has none")
+
+
+def _of_recall(data: str) -> bool:
+    """Whether a dataset is the task of the recall probe."""
+    return data.partition(":")[0] == RECALL
+
+
+def _vocabulary(data: str, heldout: TokenDataset) -> Vocabulary:
+    """The tokens of the recall probe."""
+    return Vocabulary.of_task(heldout.boundary) if _of_recall(data) else Vocabulary.of_text(heldout)
+
+
 def evaluate_model(
-    checkpoint: Path, setting: Setting, group: ProcessGroup | None = None, loaded: TextModel | None = None
+    checkpoint: Path,
+    setting: Setting,
+    group: ProcessGroup | None = None,
+    *,
+    model: GPT | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> ModelEvaluation:
     """Evaluates an exported model on held-out documents, with a progress bar on the terminal.
 
     Args:
         checkpoint: the model's folder.
-        setting: what to evaluate on, and how.
+        setting: what to evaluate on, and how, as `check_probes` returned it and `check_tokenizer` accepted it.
         group: processes that share each document. The first one runs the probes and shows progress.
-        loaded: the model and its tokenizer, if the folder is in another format than that of `load_model`.
+        model: the model, if the folder is in another format than that of `load_model`.
+        tokenizer: the model's tokenizer, which only the probe "passkey" needs.
     """
     first = group is None or group.rank() == 0
-    model = load_model(checkpoint, setting.device) if loaded is None else loaded.model
-    vocab_size = open_dataset(setting.data, "heldout").vocab_size
+    model = load_model(checkpoint, setting.device) if model is None else model
+    heldout = open_dataset(setting.data, "heldout")
+    vocab_size = heldout.vocab_size
     if vocab_size > model.config.vocab_size:
-        file = checkpoint if loaded is None else checkpoint / "tokenizer.json"
         raise ValueError(
             f"{setting.data} has a vocabulary of {vocab_size:,} tokens, more than the {model.config.vocab_size:,} of "
-            f"{checkpoint}: prepare it with the model's tokenizer (--tokenizer {file})"
+            f"{checkpoint}: prepare it with the model's tokenizer"
         )
+    if "passkey" in setting.probes and tokenizer is not None:
+        check_has_ids(model, tokenizer)
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
     with rich.Progress(console=console, transient=True, disable=not first) as progress:
-        task = progress.add_task(str(checkpoint), total=setting.documents)
+        sequences, _ = count_sequences(heldout, setting.length, setting.documents)
+        task = progress.add_task(str(checkpoint), total=sequences)
         losses = loss_by_position(
             model,
             held_out_documents(setting.data, setting.length, setting.documents),
@@ -177,7 +257,6 @@ def evaluate_model(
             report=lambda done: progress.update(task, completed=done),
             group=group,
         )
-        tokenizer = partial(load_tokenizer, checkpoint) if loaded is None else lambda: loaded.tokenizer
         recall, passkey = run_probes(model, tokenizer, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
     context = None if trained_on is None else trained_on.context
@@ -185,24 +264,22 @@ def evaluate_model(
 
 
 def run_probes(
-    model: GPT, tokenizer: Callable[[], Tokenizer], setting: Setting
+    model: GPT, tokenizer: Tokenizer | None, setting: Setting
 ) -> tuple[list[RecallPoint], list[PasskeyPoint]]:
     """Runs the probes of a setting on held-out documents.
 
     Args:
-        tokenizer: loads the model's tokenizer; called if a probe needs it.
+        tokenizer: the model's tokenizer, which only the probe "passkey" needs.
+        setting: as `check_probes` returned it.
     """
     how: dict[str, Any] = {"segment_size": setting.segment_size, "dtype": setting.dtype}
     recall: list[RecallPoint] = []
     passkey: list[PasskeyPoint] = []
     if setting.probes:
         heldout = open_dataset(setting.data, "heldout")
-        trained_for_it = setting.data.partition(":")[0] == "mqar"
         if "recall" in setting.probes:
-            vocabulary = Vocabulary.of_task(heldout.boundary) if trained_for_it else Vocabulary.of_text(heldout)
-            recall = associative_recall(model, vocabulary, pairs=setting.pairs, **how)
+            recall = associative_recall(model, _vocabulary(setting.data, heldout), pairs=setting.pairs, **how)
         if "passkey" in setting.probes:
-            if trained_for_it:
-                raise ValueError("the probe passkey needs documents of text; mqar has none")
-            passkey = passkey_retrieval(model, tokenizer(), heldout, distances=setting.distances, **how)
+            assert tokenizer is not None
+            passkey = passkey_retrieval(model, tokenizer, heldout, distances=setting.distances, **how)
     return recall, passkey

@@ -100,6 +100,31 @@ class RecallPoint:
     answers: int
 
 
+def check_numbers(name: str, values: Sequence[int]) -> None:
+    """Raises a ValueError unless the values are one or more numbers of at least 1."""
+    if not len(values):
+        raise ValueError(f"{name} must have at least one number, got none")
+    if min(values) < 1:
+        raise ValueError(f"{name} must be numbers of at least 1, got {tuple(values)}")
+
+
+def choose_pairs(pairs: Sequence[int] | None, vocabulary: Vocabulary) -> list[int]:
+    """The numbers of pairs to probe: those given, or by default those of PAIRS that there are enough keys for.
+
+    Raises:
+        ValueError: a number is below 1 or above the number of keys, or there are none, or no keys or values.
+    """
+    keys, values = len(vocabulary.keys), len(vocabulary.values)
+    if not keys or not values:
+        raise ValueError(f"vocabulary must have at least one key and one value, got {keys} and {values}")
+    if pairs is None:
+        return [number for number in PAIRS if number <= keys] or [keys]
+    check_numbers("pairs", pairs)
+    if max(pairs) > keys:
+        raise ValueError(f"pairs must be at most {keys}, the number of keys; got {max(pairs)}")
+    return list(pairs)
+
+
 @accepts_old_arguments
 def associative_recall(
     model: GPT,
@@ -122,15 +147,11 @@ def associative_recall(
         segment_size, dtype: as in `score_answers`.
 
     Raises:
-        ValueError: there are fewer keys than pairs.
+        ValueError: there are fewer keys than pairs, or no pairs or no sequences.
     """
-    if pairs is None:
-        pairs = [number for number in PAIRS if number <= len(vocabulary.keys)] or [len(vocabulary.keys)]
-    most = max(pairs)
-    if most > len(vocabulary.keys):
-        raise ValueError(f"pairs must be at most {len(vocabulary.keys)}, the number of keys; got {most}")
+    check_at_least("sequences", sequences, 1)
     found = []
-    for number in pairs:
+    for number in choose_pairs(pairs, vocabulary):
         length = 4 * number
         choose = np.random.default_rng([seed, number])
         made = np.stack(
@@ -193,13 +214,45 @@ class PasskeyPoint:
     keys: int
 
 
+def choose_distances(distances: Sequence[int] | None, text: TokenDataset) -> list[int]:
+    """The distances to probe: those given, or by default those of DISTANCES that some document is long enough for.
+
+    Raises:
+        ValueError: a distance is below 1, or no document is long enough for it, or there are none.
+    """
+    longest = int(max(text.lengths))
+    # Without the boundary at the end.
+    room = longest - 1 - LEAD
+    if distances is not None:
+        check_numbers("distances", distances)
+    chosen = [number for number in DISTANCES if number <= room] if distances is None else list(distances)
+    farthest = max(chosen, default=min(DISTANCES))
+    if farthest > room:
+        raise ValueError(
+            f"distances must fit into a document of {text.name}, the longest of which has {longest:,} tokens; a "
+            f"distance of {farthest:,} needs {longest - room + farthest:,}"
+        )
+    return chosen
+
+
+def check_has_ids(model: GPT, tokenizer: Tokenizer) -> None:
+    """Raises a ValueError unless the model has all ids of the tokenizer.
+
+    It may have more: embeddings of pretrained models are often padded to a round number.
+    """
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
+        )
+
+
 @accepts_old_arguments
 def passkey_retrieval(
     model: GPT,
     tokenizer: Tokenizer,
     text: TokenDataset,
     *,
-    distances: Sequence[int] = DISTANCES,
+    distances: Sequence[int] | None = None,
     keys: int = PASSKEYS,
     seed: int = 0,
     segment_size: int = SEGMENT_SIZE,
@@ -213,17 +266,18 @@ def passkey_retrieval(
         model: the model.
         tokenizer: the model's tokenizer.
         text: held-out documents to take the other text from.
-        distances: numbers of tokens between key and question. Some document must be long enough for each.
+        distances: numbers of tokens between key and question. Some document must be long enough for each. None: those
+            of DISTANCES that documents are long enough for.
         keys: number of keys for each distance, each in its own text.
         seed: seed of the keys.
         segment_size, dtype: as in `score_answers`.
+
+    Raises:
+        ValueError: no document is long enough, or the tokenizer is not the model's.
     """
-    for name, value in (("keys", keys), ("distances", min(distances))):
-        check_at_least(name, value, 1)
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer must be the model's: it has {tokenizer.vocab_size:,} ids, the model {model.config.vocab_size:,}"
-        )
+    check_at_least("keys", keys, 1)
+    distances = choose_distances(distances, text)
+    check_has_ids(model, tokenizer)
     chosen = _keys_of_one_length(tokenizer, keys, np.random.default_rng(seed))
     question = tokenizer.encode(QUESTION)
     answers = np.stack([tokenizer.encode(f" {key}") for key in chosen])
@@ -259,11 +313,6 @@ def _keys_of_one_length(tokenizer: Tokenizer, count: int, choose: np.random.Gene
 def _texts_around(text: TokenDataset, length: int, count: int) -> list[NDArray[np.int64]]:
     """`count` sequences of `length` tokens, one from each document in order, beginnings first."""
     long_enough = np.flatnonzero(np.asarray(text.lengths) > length)
-    if not long_enough.size:
-        raise ValueError(
-            f"distances must fit into a document of {text.name}, the longest of which has "
-            f"{max(text.lengths):,} tokens; {length:,} are needed"
-        )
     found = []
     for number in range(count):
         round_number, place = divmod(number, len(long_enough))

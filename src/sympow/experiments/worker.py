@@ -11,7 +11,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from sympow.evaluate import document_sequences, loss_by_position
 from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
 from sympow.evaluate.evaluation_file import ModelEvaluation, rounded, write_evaluations
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
-from sympow.evaluate.model_evaluation import Setting, run_probes
+from sympow.evaluate.model_evaluation import Setting, check_probes, run_probes
 from sympow.evaluate.probes import LEAD
 from sympow.experiments.grid import Evaluation, Run
 from sympow.experiments.store import condense, curves_of_metrics, write_result
@@ -89,7 +88,7 @@ def work(folder: Path) -> bool:
     """Trains or resumes the run of a folder, then evaluates it. Returns whether it has finished.
 
     Raises:
-        ValueError: held-out documents are too short for the evaluation; before training.
+        ValueError: held-out documents do not have what the evaluation needs; before training.
     """
     job = JobSpec.read(folder / JOB_FILE)
     config = TrainConfig.read(folder / WANTED_FILE)
@@ -129,7 +128,7 @@ def work(folder: Path) -> bool:
 
 
 def _check_evaluation(wanted: Evaluation, config: TrainConfig) -> None:
-    """Raises a ValueError for held-out documents that are too short for what `_evaluate` measures on them."""
+    """Raises a ValueError for held-out documents that do not have what `_evaluate` measures on them."""
     heldout = open_dataset(config.data.data, "heldout")
     longest = int(heldout.lengths.max())
     needed = {
@@ -144,6 +143,24 @@ def _check_evaluation(wanted: Evaluation, config: TrainConfig) -> None:
             raise ValueError(
                 f"{what} needs a held-out document of {tokens:,} tokens; the longest of {heldout.name} has {longest:,}"
             )
+    check_probes(_setting(wanted, config))
+
+
+def _setting(wanted: Evaluation, config: TrainConfig) -> Setting:
+    """The setting of the probes, and where losses by position are measured."""
+    probes = [name for name, asked in (("recall", wanted.pairs), ("passkey", wanted.distances)) if asked]
+    return Setting(
+        config.data.data,
+        wanted.length or config.data.context,
+        wanted.documents,
+        tuple(probes),
+        wanted.pairs or None,
+        wanted.distances or None,
+        # Each document in one pass: at power 4 the attention form over these lengths costs far less than a state does,
+        # and softmax is far slower with a cache.
+        segment_size=max(SEGMENT_SIZE, wanted.length),
+        dtype=torch.bfloat16 if config.run.precision == "bf16" else None,
+    )
 
 
 def _describe(
@@ -185,31 +202,19 @@ def _evaluate(job: JobSpec, config: TrainConfig, folder: Path) -> tuple[dict[str
     begin = time.monotonic()
     wanted, context = job.evaluation, config.data.context
     on_gpu = job.device != "cpu" and torch.cuda.is_available()
-    device, dtype = ("cuda" if on_gpu else "cpu"), (torch.bfloat16 if config.run.precision == "bf16" else None)
+    device, setting = ("cuda" if on_gpu else "cpu"), _setting(wanted, config)
+    dtype, segment_size = setting.dtype, setting.segment_size
     model = load_model(folder / EXPORT, device)
-    # Each document in one pass: at power 4 the attention form over these lengths costs far less than a state does, and
-    # softmax is far slower with a cache.
-    segment_size = max(SEGMENT_SIZE, wanted.length)
     heldout = open_dataset(config.data.data, "heldout")
     batch = max(1, BATCH_TOKENS // context)
     rows = document_sequences(heldout, context, max(1, wanted.tokens // context), batch)
     within = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
-    probes = [name for name, asked in (("recall", wanted.pairs), ("passkey", wanted.distances)) if asked]
-    setting = Setting(
-        config.data.data,
-        wanted.length or context,
-        wanted.documents,
-        tuple(probes),
-        segment_size=segment_size,
-        device=device,
-        dtype=dtype,
-        **{name: asked for name, asked in (("pairs", wanted.pairs), ("distances", wanted.distances)) if asked},
-    )
     losses = within
     if wanted.length:
         rows = document_sequences(heldout, wanted.length, wanted.documents)
         losses = loss_by_position(model, rows, segment_size=segment_size, dtype=dtype)
-    recall, passkey = run_probes(model, partial(load_tokenizer, folder / EXPORT), setting)
+    tokenizer = load_tokenizer(folder / EXPORT) if "passkey" in setting.probes else None
+    recall, passkey = run_probes(model, tokenizer, setting)
     evaluation = ModelEvaluation(losses, context, recall, passkey, token_unit(folder / EXPORT))
     facts = {"data": config.data.data, "device": device, "dtype": str(dtype or "float32")}
     described = {"command": job.command, **facts, "environment": environment(device)}

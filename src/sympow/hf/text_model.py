@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sympow.data.tokenizer import Tokenizer
 from sympow.extras import require
 from sympow.generation.text import TextModel
 from sympow.hf.config import SympowConfig
@@ -36,30 +38,51 @@ def load_text_model(
     Raises:
         ValueError: the folder has no tokenizer, or its model is of another kind, or damaged.
     """
+    _check_kind(folder)
+    if not (folder / TOKENIZER_CONFIG_FILE).is_file():
+        raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
+    model = load_gpt(folder, device, dtype)
+    tokenizer, fast = load_tokenizer_of_folder(folder, _ends(model) if isinstance(model, SwappedGPT) else ())
+    return TextModel(model, tokenizer), fast
+
+
+def load_gpt(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT:
+    """The model of a folder, which may be without a tokenizer; arguments as in `load_text_model`.
+
+    Raises:
+        ValueError: the model is of another kind, or damaged.
+    """
+    if _check_kind(folder) == MODEL_TYPE:
+        return _load_swapped(folder, device, dtype)
+    model = to_native(folder)
+    return model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
+
+
+def load_tokenizer_of_folder(folder: Path, ends: Iterable[int] = ()) -> tuple[Tokenizer, Any]:
+    """The tokenizer of a folder, and that of transformers.
+
+    Args:
+        ends: ids that end a generated text besides those of the tokenizer.
+    """
+    kind = _check_kind(folder)
+    fast: Any = AutoTokenizer.from_pretrained(folder)
+    return from_fast_tokenizer(fast, own_beginning=kind == MODEL_TYPE, ends=ends), fast
+
+
+def _check_kind(folder: Path) -> str:
+    """The type of a folder's model, if it has symmetric power attention."""
     config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
     kind = config.get("model_type") if isinstance(config, dict) else None
-    swapped = kind == MODEL_TYPE
-    if not swapped and kind != SympowConfig.model_type:
+    if kind not in (MODEL_TYPE, SympowConfig.model_type):
         raise ValueError(
             f"{folder} holds a model of type {kind!r}, which has no symmetric power attention: convert it first, by "
             f"sympow convert {folder} --data … --out …"
         )
-    if not (folder / TOKENIZER_CONFIG_FILE).is_file():
-        raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
-    if swapped:
-        model = _load_swapped(folder, device, dtype)
-    else:
-        model = to_native(folder)
-        model = model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    if not swapped:
-        return TextModel(model, from_fast_tokenizer(tokenizer)), tokenizer
-    return TextModel(model, from_fast_tokenizer(tokenizer, own_beginning=True, ends=_ends(model))), tokenizer
+    return str(kind)
 
 
-def _ends(model: GPT) -> list[int]:
+def _ends(model: SwappedGPT) -> list[int]:
     """The tokens at which `generate` of transformers stops."""
-    assert isinstance(model, SwappedGPT)
     ends = model.net.generation_config.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 

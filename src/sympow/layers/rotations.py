@@ -43,7 +43,7 @@ class Rotation(nn.Module, ABC):
 
     @property
     def scales_rates(self) -> bool:
-        """Whether β, where there is one, scales the rates of RoPE: between 0 and 2, and 1 is RoPE.
+        """Whether β, where there is one, scales the rates of RoPE: 1 is RoPE, and only a learned step leaves 0 to 2.
 
         Statistics of β are of such rotations only.
         """

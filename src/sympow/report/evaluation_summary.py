@@ -12,8 +12,14 @@ from sympow.extras import require
 from sympow.report.figures import plot_loss_by_context, plot_loss_by_position, plot_probes
 
 
-def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None:
-    """Prints the average loss within each context, with a column for each model, and a table for each probe."""
+def print_evaluations(found: Mapping[str, ModelEvaluation], length: int, size: str) -> None:
+    """Prints the average loss within each context, with a column for each model, and a table for each probe.
+
+    Args:
+        found: evaluations by the models' names.
+        length: tokens of a sequence.
+        size: numbers of sequences and documents, in words.
+    """
     unit = common_unit(found)
     rows = [
         (f"{context:,}", [f"{one.losses.average(0, context):.4f}" for one in found.values()])
@@ -21,7 +27,8 @@ def print_evaluations(found: Mapping[str, ModelEvaluation], length: int) -> None
     ]
     last = max(1, length // 8)
     rows.append((f"last {last:,}", [f"{one.losses.average(length - last):.4f}" for one in found.values()]))
-    _print_table(f"Average loss within a context ({unit}s), nats per {unit}", "context", list(found), rows)
+    title = f"Average loss within a context ({unit}s), nats per {unit}, over {size}"
+    _print_table(title, "context", list(found), rows)
     recalls = {name: one.recall for name, one in found.items() if one.recall}
     if recalls:
         points = next(iter(recalls.values()))

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from sympow.data.tokenizer import SETTINGS_FILE, Tokenizer, load_tokenizer
 from sympow.extras import require
 from sympow.generation.text import TextModel
+from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE
 
 TRANSFORMERS_CONFIG_FILE = "config.json"
+TRANSFORMERS_TOKENIZER_FILE = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,28 @@ class ServedModel:
 def in_transformers_format(folder: Path) -> bool:
     """Whether `save_pretrained` wrote a folder, and not `sympow train`."""
     return not (folder / CONFIG_FILE).is_file() and (folder / TRANSFORMERS_CONFIG_FILE).is_file()
+
+
+def load_from_transformers(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
+    """The model of a folder that `save_pretrained` wrote, which may be without a tokenizer."""
+    # As above.
+    require("transformers", "hf")
+    from sympow.hf.text_model import load_gpt
+
+    return load_gpt(folder, device, dtype)
+
+
+def saved_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer in a model's folder of either format; None: there is none."""
+    if not in_transformers_format(folder):
+        return load_tokenizer(folder) if (folder / SETTINGS_FILE).is_file() else None
+    if not (folder / TRANSFORMERS_TOKENIZER_FILE).is_file():
+        return None
+    require("transformers", "hf")
+    from sympow.hf.text_model import load_tokenizer_of_folder
+
+    tokenizer, _ = load_tokenizer_of_folder(folder)
+    return tokenizer
 
 
 def _name_of(folder: Path) -> str:

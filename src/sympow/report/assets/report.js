@@ -277,7 +277,11 @@ function fillProbes() {
 
 /** [[distance, number]] of a run. */
 function probeCurve(run, probe) {
-  if (probe === "passkey") return (run.evaluation?.passkey ?? []).map((point) => [point.distance, point.control - point.loss]);
+  if (probe === "passkey") {
+    // A single key has no control, and a model that diverged no loss.
+    const known = (run.evaluation?.passkey ?? []).filter((point) => point.control !== null && point.loss !== null);
+    return known.map((point) => [point.distance, point.control - point.loss]);
+  }
   return (run.evaluation?.recall ?? [])
     .filter((point) => String(point.pairs) === probe)
     .map((point) => [Math.sqrt(Math.max(1, point.nearest) * Math.max(1, point.farthest)), point.accuracy]);
