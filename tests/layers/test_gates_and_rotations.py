@@ -162,6 +162,18 @@ def logits_of(gate):
     return gate.gamma_proj.bias
 
 
+def test_statistics_are_of_scales_that_vary():
+    """Those of "half" are the scales of "scale", without the constant 1 of the other pairs."""
+    half, scale = (make_rotation(kind, WIDTH, HEADS, 8, max_document=100) for kind in ("half", "scale"))
+    torch.nn.init.normal_(scale.beta_proj.weight)
+    half.load_state_dict(scale.state_dict())
+    beta = half(sample())[1]
+    assert torch.equal(half.scales_of_rates(beta), scale(sample())[1])
+    assert ((beta == 1) | (beta == half.scales_of_rates(beta).unsqueeze(-1))).all()
+    fixed = make_rotation("fixed", WIDTH, HEADS, DIM, max_document=100)
+    assert fixed.scales_of_rates(fixed(sample())[1]) is None
+
+
 def test_half_of_the_heads_have_the_papers_gate_and_the_others_none():
     half, all_heads = make_gate("half", WIDTH, HEADS, DIM), make_gate("scalar", WIDTH, HEADS // 2, DIM)
     torch.nn.init.normal_(half.gamma_proj.weight)

@@ -22,7 +22,7 @@ from sympow.data.dataset import open_dataset
 from sympow.data.loader import Batch, Loader
 from sympow.files import write_atomically
 from sympow.layers.gates import Gate
-from sympow.layers.rotations import HalfRotation, LearnedRotation, Rotation
+from sympow.layers.rotations import LearnedRotation, Rotation
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
 from sympow.train.monitoring import forward_hooks
@@ -100,11 +100,8 @@ def capture(model: GPT, run: Callable[[], Any]) -> list[LayerCapture]:
             gates.setdefault(layer, []).append(_of_the_batch(output))
         if isinstance(module, Rotation):
             theta, beta = output
-            if isinstance(module, HalfRotation):
-                # Every other pair has the constant 1 of fixed rotary, and the pairs between them share one β.
-                beta = beta[..., 1]
-            if beta is not None and module.scales_rates:
-                scales.setdefault(layer, []).append(_of_the_batch(beta))
+            if (scale := module.scales_of_rates(beta)) is not None:
+                scales.setdefault(layer, []).append(_of_the_batch(scale))
             if isinstance(module, LearnedRotation):
                 changes[layer] = (theta / module.initial(theta.device)).float().cpu()
 

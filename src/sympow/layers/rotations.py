@@ -41,13 +41,16 @@ class Rotation(nn.Module, ABC):
         """The projection of x, or None."""
         return None
 
-    @property
-    def scales_rates(self) -> bool:
-        """Whether β, where there is one, scales the rates of RoPE: 1 is RoPE, and only a learned step leaves 0 to 2.
+    def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
+        """What statistics of β are computed from: the entries that scale the rates of RoPE, where 1 is RoPE.
 
-        Statistics of β are of such rotations only.
+        Args:
+            beta: what `forward` returned.
+
+        Returns:
+            None: β scales no rates, or there is none. Otherwise between 0 and 2, except for a learned step.
         """
-        return True
+        return beta
 
     @abstractmethod
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales: ...
@@ -162,6 +165,10 @@ class HalfRotation(DataDependentRotation):
         couples = torch.stack([torch.ones_like(beta), beta], dim=-1)
         return couples.repeat(1, 1, 1, (self.pairs + 1) // 2)[..., : self.pairs]
 
+    def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
+        # All other entries are the constant 1 of fixed rotary, or equal to this one.
+        return None if beta is None else beta[..., 1]
+
 
 class StepSize(KeepsFloat32):
     """s of a `StepRotation`: multiplies steps (b, t, outputs) by learned numbers (outputs,)."""
@@ -219,10 +226,9 @@ class SignedRotation(DataDependentRotation):
         super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
         self.heads, self.still, self.divisions = heads, len(rates) - turned, divisions
 
-    @property
-    def scales_rates(self) -> bool:
+    def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
         # β is a constant 1 in one half of the pairs, and in the other an angle in units of its own.
-        return False
+        return None
 
     def by_heads(self, beta: Tensor) -> Tensor:
         steps = beta - 1

@@ -79,9 +79,9 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
             median = -output.float().flatten().median().item()
             if median:
                 numbers[f"half_life/layer_{layer}"] = math.log(2) / median
-        if isinstance(module, Rotation) and module.scales_rates and output[1] is not None:
-            numbers[f"beta_mean/layer_{layer}"] = output[1].float().mean().item()
-            numbers[f"beta_deviation/layer_{layer}"] = output[1].float().std().item()
+        if isinstance(module, Rotation) and (beta := module.scales_of_rates(output[1])) is not None:
+            numbers[f"beta_mean/layer_{layer}"] = beta.float().mean().item()
+            numbers[f"beta_deviation/layer_{layer}"] = beta.float().std().item()
 
     with forward_hooks(model, (Gate, Rotation), measure):
         run()
