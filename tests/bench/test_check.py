@@ -87,8 +87,6 @@ def test_a_mistake_is_found(monkeypatch, mistake, form):
     assert not case.compare(PORTABLE).outcome("wrong", 1e-5).passed
 
 
-@pytest.mark.usefixtures("without_interpreter")
-@pytest.mark.slow
 def test_a_seed_that_no_generator_takes_is_refused_before_anything_is_printed():
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing", "--seed", str(2**64)])
     assert result.exit_code == 2
@@ -96,6 +94,8 @@ def test_a_seed_that_no_generator_takes_is_refused_before_anything_is_printed():
     assert result.stdout == ""
 
 
+@pytest.mark.usefixtures("without_interpreter")
+@pytest.mark.slow
 def test_a_failure_is_the_exit_code(monkeypatch):
     monkeypatch.setattr(accuracy, "attention", with_gates_off_by_one)
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing"])
