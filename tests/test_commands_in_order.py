@@ -40,7 +40,7 @@ def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypa
         flags = [*kind, *SMALL, *device, "--evaluate-every", 1, "--context", 256, "--data", "data/books"]
         result = CliRunner().invoke(app, ["train", *map(str, flags)])
         assert result.exit_code == 2
-        assert "Error: --evaluate-every needs more held-out text: data/books holds out 193 tokens (" in result.output
+        assert "--evaluate-every needs more held-out text: data/books (heldout) has 193 tokens (" in result.output
     written = run("generate", "runs/first/model", "--prompt", "Once upon a time", "--tokens", 5, *device)
     assert written.stdout.startswith("Once upon a time")
     evaluated = run("evaluate", "runs/first/model", "--out", "evaluation", *device)
