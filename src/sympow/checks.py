@@ -51,7 +51,7 @@ def check_seed(seed: int) -> None:
     check_at_most("seed", seed, LARGEST_SEED, "which is the largest 64-bit integer")
 
 
-def check_text(name: str, value: str) -> None:
+def check_str(name: str, value: str) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {type(value).__name__}")
 

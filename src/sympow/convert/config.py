@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_text
+from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_str
 from sympow.layers.gates import GATES
 from sympow.layers.rotations import WITH_GIVEN_RATES, check_takes_rates
 from sympow.ops.validation import check_bool, check_positive
@@ -49,7 +49,7 @@ class SwapConfig:
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """The argument `layers` of `swap_attention`: a name, or a list of indices."""
-        check_text("layers", self.layers)
+        check_str("layers", self.layers)
         if self.layers == "all":
             return "all"
         if self.layers == "every-other":
@@ -85,7 +85,7 @@ class TextConfig:
     evaluate_factors: str = "1,4,16"
 
     def __post_init__(self) -> None:
-        check_text("data", self.data)
+        check_str("data", self.data)
         self.factors()
         for name in ("context", "evaluate_tokens"):
             check_positive(name, getattr(self, name))
@@ -94,7 +94,7 @@ class TextConfig:
 
     def factors(self) -> tuple[int, ...]:
         """`evaluate_factors` as numbers, in ascending order; the first is 1."""
-        check_text("evaluate_factors", self.evaluate_factors)
+        check_str("evaluate_factors", self.evaluate_factors)
         numbers = [part.strip() for part in self.evaluate_factors.split(",")]
         factors = sorted({int(number) for number in numbers if number.isdecimal()})
         if not all(number.isdecimal() for number in numbers) or factors[0] != 1:

@@ -149,7 +149,7 @@ def _mean_score(scores: list[tuple[float, float]]) -> tuple[int, float, float]:
 
 def _draw(sweep: Sweep, start: int) -> Iterator[Tensor]:
     """Inputs and labels of some steps at a time, (2, tasks, seeds, steps, rows, length) int16, from a step on."""
-    for first, length in zip(range(0, sweep.steps, DRAWN_TOGETHER), _lengths(sweep), strict=True):
+    for first, length in _draws(sweep):
         steps = min(DRAWN_TOGETHER, sweep.steps - first)
         if first < start:
             continue
@@ -162,8 +162,8 @@ def _draw(sweep: Sweep, start: int) -> Iterator[Tensor]:
         yield batches.view(2, len(sweep.tasks), len(sweep.seeds), steps, sweep.rows, length)
 
 
-def _lengths(sweep: Sweep) -> Iterator[int]:
-    """Of each draw; the same for all models, so that their rows are one tensor."""
+def _draws(sweep: Sweep) -> Iterator[tuple[int, int]]:
+    """First step and length of the rows of each draw; the same for all models, so that their rows are one tensor."""
     shortest = max(find_task(task).shortest for task in sweep.tasks)
     choose = torch.Generator().manual_seed(0)
     for first in range(0, sweep.steps, DRAWN_TOGETHER):
@@ -172,7 +172,7 @@ def _lengths(sweep: Sweep) -> Iterator[int]:
             sixteenths = 2 * int(torch.randint(1, 9, (), generator=choose))
         elif sweep.lengths == "growing":
             sixteenths = min(16, 1 + int(16 * first / (GROWING_PART * sweep.steps)))
-        yield max(shortest, sixteenths * sweep.length // 16)
+        yield first, max(shortest, sixteenths * sweep.length // 16)
 
 
 def best_accuracies(row: Mapping[str, Any]) -> dict[int, list[float]]:

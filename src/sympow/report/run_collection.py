@@ -13,18 +13,11 @@ from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads
 from sympow.experiments.store import RESULT_FILE, RUNS, StoredRun, is_table, read_table, tables_in
-from sympow.model.config import GPTConfig
 from sympow.parsing import read_json, read_yaml
-from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, field_help
+from sympow.train.config import SECTIONS, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
 
-SECTIONS: dict[str, type[Any]] = {
-    "model": GPTConfig,
-    "data": DataConfig,
-    "optimizer": OptimizerConfig,
-    "run": RunConfig,
-}
 # The final loss is the mean over the last 1/10 of the steps.
 FINAL_PART = 10
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_text
+from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_str
 from sympow.data.loader import SHORT
 from sympow.extras import require
 from sympow.model.config import GPTConfig
@@ -44,7 +44,7 @@ class DataConfig:
     short: Literal["refuse", "drop", "join", "pack"] = "join"
 
     def __post_init__(self) -> None:
-        check_text("data", self.data)
+        check_str("data", self.data)
         check_positive("context", self.context)
         check_at_most("context", self.context, MOST_TOKENS, REASON)
         check_choice("short", self.short, SHORT)
@@ -173,11 +173,12 @@ class RunConfig:
             check_at_least(name, getattr(self, name), 0)
         for name in ("compile", "recompute", "save", "tensorboard"):
             check_bool(name, getattr(self, name))
-        check_text("wandb", self.wandb)
+        check_str("wandb", self.wandb)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("parallel", self.parallel, PARALLEL)
 
 
+# Of a `TrainConfig`.
 SECTIONS: dict[str, type[Any]] = {
     "model": GPTConfig,
     "data": DataConfig,
