@@ -77,14 +77,14 @@ def tracking_longer(size: str) -> list[Sweep]:
 
 def tracking_curriculum(size: str) -> list[Sweep]:
     """What carries tracking to 16 times the training length: rows that grow in training, beside the other remedies."""
-    # One step of the grid of angles that is wrong shows at the end of rows of 128, not of 64.
+    # An angle that is one step of the grid off shows at the end of rows of 128 tokens, and hardly in rows of 64.
     full: dict[str, Any] = {"length": 128, "key_noise": 1.0, "lengths": "growing"}
     model = {**MODELS["grid-clamped"], **SLOW}
     changed: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "all": (model, full),
         # Whether rows that grow are enough.
         **{name: (VARIANTS[name], {**full, "key_noise": 0.0}) for name in ("softmax", "gating", "pair-rotation")},
-        # Each without one of them.
+        # `all` with one remedy changed.
         "fixed-lengths": (model, {**full, "lengths": "fixed"}),
         "random-lengths": (model, {**full, "lengths": "random"}),
         "no-noise": (model, {**full, "key_noise": 0.0}),

@@ -1,4 +1,4 @@
-"""Whose exceptions are whose: a ValueError of sympow explains a user's mistake, one of a library may be a bug."""
+"""Tells sympow's own exceptions, which explain a user's mistake, from those of libraries, which may be a bug."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from sympow.train.ensemble import StackedTraining, member_of
 # Batches that are drawn together: drawing a row takes a loop over its positions.
 DRAWN_TOGETHER = 16
 LENGTHS = ("fixed", "random", "growing")
-# Of the steps in which growing rows grow.
+# Share of the steps during which growing rows grow.
 GROWING_PART = 0.7
 # Positions of the accuracy at the greatest length.
 BINS = 64

@@ -104,8 +104,8 @@ def train(
     evaluates, named = bool(config.run.evaluate_every), dataset is None
     if evaluates and heldout is None and not named:
         raise ValueError(
-            "heldout must be given with dataset to evaluate: documents that the config names are others; got None and "
-            f"an evaluate_every of {config.run.evaluate_every}"
+            "heldout must be given with dataset to evaluate: the config names held-out documents of other data; got "
+            f"None and an evaluate_every of {config.run.evaluate_every}"
         )
     if heldout is not None and not evaluates:
         raise ValueError("heldout must be None if evaluate_every is 0: nothing is evaluated")
