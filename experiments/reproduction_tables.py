@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.experiments.grid import heldout_loss
+from sympow.experiments.grid import SCALES, heldout_loss
 from sympow.experiments.store import is_table, read_results, read_rows
 from sympow.experiments.sweep import SweepResults
 from sympow.files import write_atomically
@@ -45,6 +45,8 @@ AUTHORS_BEYOND = (2.79, 7.12, 2.29, 2.18)
 READING_ERROR = 0.005
 # An experiment with a table of its own, whose runs are in no other: each switch at its best learning rate.
 TEXT_ROTATION = "text_rotation"
+# Seeds on which its rates and switches were chosen; on all others nothing was.
+CHOOSING_SEEDS = frozenset(SCALES["small"]().seeds)
 # Settings of its runs that are not their switch.
 SIZE_AND_RATE = ("batch_tokens", "micro_batch_tokens", "steps", "learning_rate")
 Row = dict[str, Any]
@@ -163,7 +165,8 @@ def text_rotation_tables(rows: Sequence[Row]) -> Iterator[str]:
 
     The best rate of a switch is that of the lowest held-out loss on the first seed. A rotation with other rates θ than
     the paper's is compared with gating of the same rates as well. The sentence below a table says how many comparisons
-    there were, since of three seeds without a difference one in eleven is ahead by two standard errors.
+    there were, since of three seeds without a difference one in eleven is ahead by two standard errors. Seeds on which
+    nothing was chosen have a table of their own.
     """
     for batch in sorted({row["changes"]["batch_tokens"] for row in rows}):
         of_batch = [row for row in rows if row["changes"]["batch_tokens"] == batch]
@@ -172,23 +175,37 @@ def text_rotation_tables(rows: Sequence[Row]) -> Iterator[str]:
             continue
         tokens, context = of_batch[0]["tokens"], of_batch[0]["context"]
         yield f"### Rotation on text: batches of {batch:,} tokens, {tokens:,} in all, context {context:,}, p = 2\n"
-        yield _table_head(["switch", "best rate", "minus", "its best rate", "train loss", "held out", "held out is"])
-        ahead, compared = [], 0
-        for switch, reference in _comparisons(found):
-            one, other = found[switch], found[reference]
-            difference_of_text = difference(one, other, heldout_loss)
-            if difference_of_text is None:
-                continue
-            rates = [f"{next(iter(of.values()))['changes']['learning_rate']:g}" for of in (one, other)]
-            numbers = [str(difference(one, other)), str(difference_of_text), difference_of_text.verdict()]
-            yield _table_row([switch, rates[0], reference, rates[1], *numbers])
-            if switch.startswith("conformal"):
-                compared += 1
-                ahead += [f"{switch} (of {reference})"] if difference_of_text.verdict() == "ahead" else []
-        yield ""
-        if compared:
-            which = f"are {', '.join(ahead)}" if ahead else "is none"
-            yield f"Of {compared} comparisons of rotations, ahead by more than two standard errors {which}.\n"
+        yield from _switch_table(_of_seeds(found, lambda seed: seed in CHOOSING_SEEDS))
+        fresh = _of_seeds(found, lambda seed: seed not in CHOOSING_SEEDS)
+        if any(fresh.values()):
+            yield "On fresh seeds, on which neither rates nor switches were chosen:\n"
+            yield from _switch_table(fresh)
+
+
+def _of_seeds(found: dict[str, dict[int, Row]], wanted: Callable[[int], bool]) -> dict[str, dict[int, Row]]:
+    """Runs of some seeds, by switch."""
+    return {switch: {seed: row for seed, row in runs.items() if wanted(seed)} for switch, runs in found.items()}
+
+
+def _switch_table(found: dict[str, dict[int, Row]]) -> Iterator[str]:
+    """Each switch less its references, and how many comparisons there are."""
+    yield _table_head(["switch", "best rate", "minus", "its best rate", "train loss", "held out", "held out is"])
+    ahead, compared = [], 0
+    for switch, reference in _comparisons(found):
+        one, other = found[switch], found[reference]
+        difference_of_text = difference(one, other, heldout_loss)
+        if difference_of_text is None:
+            continue
+        rates = [f"{next(iter(of.values()))['changes']['learning_rate']:g}" for of in (one, other)]
+        numbers = [str(difference(one, other)), str(difference_of_text), difference_of_text.verdict()]
+        yield _table_row([switch, rates[0], reference, rates[1], *numbers])
+        if switch.startswith("conformal"):
+            compared += 1
+            ahead += [f"{switch} (of {reference})"] if difference_of_text.verdict() == "ahead" else []
+    yield ""
+    if compared:
+        which = f"are {', '.join(ahead)}" if ahead else "is none"
+        yield f"Of {compared} comparisons of rotations, ahead by more than two standard errors {which}.\n"
 
 
 def _switch(row: Row) -> str:

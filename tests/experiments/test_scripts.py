@@ -328,6 +328,16 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
         "Of 3 comparisons of rotations, ahead by more than two standard errors are conformal, rotary step (of gating)."
     )
     assert said[1] == "Of 1 comparisons of rotations, ahead by more than two standard errors is none."
+    # Seeds beyond those of the scale: nothing was chosen on them, and they have a table of their own.
+    for seed in (3, 4):
+        rows.append(of_text("gating", 4_096, 2e-3, seed, 2.0))
+        rows.append(of_text("conformal", 4_096, 1e-3, seed, 2.05, rotary="step"))
+    with_fresh = "\n".join(script.text_rotation_tables(rows))
+    chosen, _, fresh = with_fresh.partition("On fresh seeds")
+    assert step in chosen
+    both = "+0.050 (± 0.000, 2 seeds)"
+    assert f"| conformal, rotary step | 0.001 | gating | 0.002 | {both} | {both} | behind |" in fresh.splitlines()
+    assert "max_rate" not in fresh
     # Runs of other experiments are in tables of their own.
     results, page = tmp_path / "results", tmp_path / "page.md"
     others = [row("gating", 2, 1_024, 0, 2.0), row("conformal", 2, 1_024, 0, 2.1)]
