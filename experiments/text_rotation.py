@@ -30,9 +30,9 @@ def text_rotation(scale: Scale) -> list[Run]:
     """Rotations held back in several ways against gating on text, in large batches, each at its best rate, p = 2.
 
     The grid grows with its results. Each switch is trained with three learning rates or more, on one seed; at the rate
-    of the lowest held-out loss, on all seeds. When all switches have been, the rotation with the lowest loss and gating
-    are trained on fresh seeds, on which neither was chosen. These two and the paper's rotation are then trained in
-    batches four times as large, at the better of that rate and twice that rate.
+    of the lowest held-out loss, on all seeds. When all switches have been, the two rotations with the lowest loss and
+    gating are trained on fresh seeds, on which none of them was chosen. The best rotation, the paper's and gating are
+    then trained in batches four times as large, at the better of that rate and twice that rate.
     """
     (batch, steps), (larger, as_many) = SIZES[scale.name]
     runs: list[Run] = []
@@ -44,11 +44,11 @@ def text_rotation(scale: Scale) -> list[Run]:
             done[name] = final
     if len(done) < len(_switches(scale)):
         return runs
-    best = _best_rotation(scale, done)
-    for name in _compared(scale, best):
+    best, second = _best_rotations(scale, done)[:2]
+    for name in _compared(scale, best, second):
         rate = _rate_of(done[name])
         runs += [_maker(scale, name, batch, steps)(rate, seed) for seed in FRESH_SEEDS[scale.name]]
-    for name in dict.fromkeys((*_compared(scale, best), "paper")):
+    for name in _compared(scale, best, "paper"):
         rate = _rate_of(done[name])
         some, _ = _at_best_rate(scale, _maker(scale, name, larger, as_many), (rate, 2 * rate), further=False)
         runs += some
@@ -115,16 +115,16 @@ def _rate_of(runs: list[Run]) -> float:
     return runs[0].config.optimizer.learning_rate
 
 
-def _best_rotation(scale: Scale, done: dict[str, list[Run]]) -> str:
-    """The rotation with the lowest held-out loss over seeds."""
+def _best_rotations(scale: Scale, done: dict[str, list[Run]]) -> list[str]:
+    """Rotations in the order of their held-out loss over seeds, the lowest first."""
 
     def loss(name: str) -> float:
         return sum(heldout_loss(scale.finished[run.name]) for run in done[name])
 
-    return min((name for name, (variant, _) in _switches(scale).items() if variant != "gating"), key=loss)
+    return sorted((name for name, (variant, _) in _switches(scale).items() if variant != "gating"), key=loss)
 
 
-def _compared(scale: Scale, rotation: str) -> list[str]:
-    """A rotation, gating, and, if its rates are not the paper's, gating with the same rates."""
-    same_rates = [f"gating-{rotation}"] if f"gating-{rotation}" in _switches(scale) else []
-    return ["gating", *same_rates, rotation]
+def _compared(scale: Scale, *rotations: str) -> list[str]:
+    """Gating, rotations, and gating with the rates of those whose rates are not the paper's; each once."""
+    same_rates = [f"gating-{name}" for name in rotations if f"gating-{name}" in _switches(scale)]
+    return list(dict.fromkeys(["gating", *same_rates, *rotations]))

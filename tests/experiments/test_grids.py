@@ -186,7 +186,7 @@ def seeds_of(runs):
 
 
 def test_rotation_on_text_grows_by_its_results():
-    """The best rate has all seeds, a best rate at an end is followed beyond it, and the best rotation goes on."""
+    """The best rate has all seeds, a best rate at an end is followed beyond it, and the best rotations go on."""
     order = ["half", "gating", "pair-step", "1rad", "gating-1rad", "detached", "upper", "step", "paper"]
 
     def loss(switch, batch, rate, seed):
@@ -200,6 +200,7 @@ def test_rotation_on_text_grows_by_its_results():
     usual = {1e-3: first, 2e-3: all_seeds, 4e-3: first}
     special = {
         "gating": {**usual, 2e-3: all_seeds + fresh},
+        "pair-step": {**usual, 2e-3: all_seeds + fresh},
         "half": {**usual, 2e-3: first, 5e-4: all_seeds + fresh},
         "step": {**usual, 2e-3: first, 8e-3: all_seeds},
     }
@@ -213,10 +214,10 @@ def test_rotation_on_text_grows_by_its_results():
 
 
 def test_a_rotation_with_slower_rates_goes_on_with_gating_of_these_rates():
-    found = seeds_of(grown(SCALES["small"](), lambda switch, *_: 3.0 if switch == "1rad" else 4.0))
+    found = seeds_of(grown(SCALES["small"](), lambda switch, *_: {"1rad": 3.0, "paper": 3.5}.get(switch, 4.0)))
     assert {switch for batch, switch in found if batch == 524_288} == {"gating", "gating-1rad", "1rad", "paper"}
     with_fresh = {switch for (batch, switch), rates in found.items() for seeds in rates.values() if 3 in seeds}
-    assert with_fresh == {"gating", "gating-1rad", "1rad"}
+    assert with_fresh == {"gating", "gating-1rad", "1rad", "paper"}
 
 
 def test_rotation_on_text_compares_equal_tokens():
