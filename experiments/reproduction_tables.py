@@ -245,7 +245,7 @@ per token. `p4`: p = 4, else 2.
 
 CURRICULUM = """\
 `all`: angles on a grid, gates that can be exactly 1, slow RoPE, noise on keys, rows that grow. `softmax`, `gating`,
-`pair-rotation`: rows that grow alone. The others are `all` with one of these changed.
+`pair-rotation`: rows that grow alone. The others are `all` with one or two of these changed.
 """
 
 

@@ -92,6 +92,8 @@ def tracking_curriculum(size: str) -> list[Sweep]:
         "fast-rope": (MODELS["grid-clamped"], full),
         "plain-gates": ({**MODELS["grid"], **SLOW}, full),
         "no-gates": ({**MODELS["grid-ungated"], **SLOW}, full),
+        # The two changes that carry modulo 3 furthest, together.
+        "random-lengths-no-gates": ({**MODELS["grid-ungated"], **SLOW}, {**full, "lengths": "random"}),
     }
     tasks = ("parity", "count3", "count5", "count8", "s3", "d4")
     steps = {"steps": 4_000, "rows": 16, "learning_rates": (1e-3, 3e-3)} if size == "small" else {"length": 20}
