@@ -24,6 +24,17 @@ FRESH_SEEDS = {"cpu": (1,), "small": (3, 4, 5, 6, 7), "paper": (1, 2)}
 RATES = (1e-3, 2e-3, 4e-3)
 LOWEST, HIGHEST = 5e-4, 8e-3
 Settings = dict[str, Any]
+# Variants and the settings that they change, by name: gating, which is the reference, then rotations. Gating has rates
+# up to 1 rad as well, since a rotation with such rates is to be compared with that.
+SWITCHES: dict[str, tuple[str, Settings]] = {
+    "gating": ("gating", {}),
+    "gating-1rad": ("gating", {"max_rate": 1.0}),
+    "paper": ("conformal", {}),
+    "1rad": ("conformal", {"max_rate": 1.0}),
+    "step": ("conformal", {"rotary": "step"}),
+    "pair-step": ("conformal", {"rotary": "pair-step"}),
+    "half": ("conformal", {"rotary": "half"}),
+}
 
 
 def text_rotation(scale: Scale) -> list[Run]:
@@ -34,49 +45,30 @@ def text_rotation(scale: Scale) -> list[Run]:
     gating are trained on fresh seeds, on which none of them was chosen. The best rotation, the paper's and gating are
     then trained in batches four times as large, at the better of that rate and twice that rate.
     """
-    (batch, steps), (larger, as_many) = SIZES[scale.name]
+    (batch, steps), (larger, larger_steps) = SIZES[scale.name]
     runs: list[Run] = []
     done: dict[str, list[Run]] = {}
-    for name in _switches(scale):
+    for name in SWITCHES:
         some, final = _at_best_rate(scale, _maker(scale, name, batch, steps), RATES, further=True)
         runs += some
         if final is not None and scale.best(final) is not None:
             done[name] = final
-    if len(done) < len(_switches(scale)):
+    if len(done) < len(SWITCHES):
         return runs
     best, second = _best_rotations(scale, done)[:2]
-    for name in _compared(scale, best, second):
+    for name in _compared(best, second):
         rate = _rate_of(done[name])
         runs += [_maker(scale, name, batch, steps)(rate, seed) for seed in FRESH_SEEDS[scale.name]]
-    for name in _compared(scale, best, "paper"):
+    for name in _compared(best, "paper"):
         rate = _rate_of(done[name])
-        some, _ = _at_best_rate(scale, _maker(scale, name, larger, as_many), (rate, 2 * rate), further=False)
+        some, _ = _at_best_rate(scale, _maker(scale, name, larger, larger_steps), (rate, 2 * rate), further=False)
         runs += some
     return runs
 
 
-def _switches(scale: Scale) -> dict[str, tuple[str, Settings]]:
-    """Variants and the settings that they change, by name: gating, which is the reference, then rotations.
-
-    Gating has rates up to 1 rad as well, since a rotation with such rates is to be compared with that.
-    """
-    return {
-        "gating": ("gating", {}),
-        "gating-1rad": ("gating", {"max_rate": 1.0}),
-        "paper": ("conformal", {}),
-        "1rad": ("conformal", {"max_rate": 1.0}),
-        "step": ("conformal", {"rotary": "step"}),
-        "pair-step": ("conformal", {"rotary": "pair-step"}),
-        "detached": ("conformal", {"rotation_detached": True}),
-        # Of six layers, the upper four.
-        "upper": ("conformal", {"rotary_from": max(1, scale.base.model.layers // 3)}),
-        "half": ("conformal", {"rotary": "half"}),
-    }
-
-
 def _maker(scale: Scale, name: str, batch: int, steps: int) -> Callable[[float, int], Run]:
     """Makes the run of a switch with a learning rate and a seed."""
-    variant, changes = _switches(scale)[name]
+    variant, changes = SWITCHES[name]
     size = {"batch_tokens": batch, "steps": steps, "micro_batch_tokens": min(batch, 65_536)}
     # Losses beyond the training context are not asked for here.
     evaluation = replace(scale.evaluation, length=0, pairs=(), distances=())
@@ -121,10 +113,10 @@ def _best_rotations(scale: Scale, done: dict[str, list[Run]]) -> list[str]:
     def loss(name: str) -> float:
         return sum(heldout_loss(scale.finished[run.name]) for run in done[name])
 
-    return sorted((name for name, (variant, _) in _switches(scale).items() if variant != "gating"), key=loss)
+    return sorted((name for name, (variant, _) in SWITCHES.items() if variant != "gating"), key=loss)
 
 
-def _compared(scale: Scale, *rotations: str) -> list[str]:
+def _compared(*rotations: str) -> list[str]:
     """Gating, rotations, and gating with the rates of those whose rates are not the paper's; each once."""
-    same_rates = [f"gating-{name}" for name in rotations if f"gating-{name}" in _switches(scale)]
+    same_rates = [f"gating-{name}" for name in rotations if f"gating-{name}" in SWITCHES]
     return list(dict.fromkeys(["gating", *same_rates, *rotations]))

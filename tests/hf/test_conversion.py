@@ -35,7 +35,7 @@ CONFIGS = [
     {"mlp_ratio": 43 / 16},
     {"head_dim": 8},
     {"gating": "learned", "rotary": "learned", "head_dim": 6, "form": "chunked", "chunk_size": 8},
-    {"rotary": "pair-step", "rotary_from": 1, "max_rate": 1.0},
+    {"rotary": "pair-step", "max_rate": 1.0},
 ]
 
 
@@ -214,16 +214,15 @@ def test_a_pipeline_runs_on_texts_of_different_lengths():
 
 
 @torch.no_grad()
-def test_rotations_of_upper_layers_start_and_decode_as_natively(tokens):
+def test_step_rotations_start_and_decode_as_natively(tokens):
     ids = tokens()
-    model = from_native(native(rotary="pair-step", rotary_from=1, max_rate=1.0).double())
+    model = from_native(native(rotary="pair-step", max_rate=1.0).double())
     expected, past = model(ids, use_cache=False).logits, None
     for place in range(ids.shape[1]):
         out = model(ids[:, place : place + 1], past_key_values=past, use_cache=True)
         past = out.past_key_values
         torch.testing.assert_close(out.logits[:, 0], expected[:, place], rtol=0, atol=1e-9)
     fresh = type(model)(model.config)
-    assert "rotation.beta_proj.weight" not in fresh.model.blocks[0].mixer.state_dict()
-    rotation = fresh.model.blocks[1].mixer.rotation
+    rotation = fresh.model.blocks[0].mixer.rotation
     assert not rotation.beta_proj.weight.any()
     assert torch.equal(rotation.step_size.weight, torch.full_like(rotation.step_size.weight, 0.01))

@@ -67,31 +67,6 @@ def test_a_fresh_layer_is_its_gated_rotary_self(rotary):
     assert torch.equal(moving(sample())[0], fixed(sample())[0])
 
 
-@pytest.mark.parametrize("rotary", ["scale", "pair-step", "half"])
-def test_a_detached_rotation_gives_its_input_no_gradient(rotary):
-    """The gradient of x is that of a layer whose β are constants of the same values; all others are as before."""
-    layer, x = make(ConformalAttention, rotary=rotary, key_value_heads=2), sample().requires_grad_()
-
-    def gradients():
-        y, _ = layer(x, return_state=False)
-        found = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()], allow_unused=True)
-        return y.detach(), found[0], dict(zip(dict(layer.named_parameters()), found[1:], strict=True))
-
-    attached = gradients()
-    layer.rotation.detached = True
-    detached = gradients()
-    theta, beta = layer.rotation(x)
-    layer.rotation.forward = lambda *_: (theta.detach(), beta.detach())
-    constant = gradients()
-    for y, *_ in (attached, detached, constant):
-        assert torch.equal(y, attached[0])
-    assert torch.equal(detached[1], constant[1])
-    assert (attached[1] - detached[1]).abs().max() > 1e-3
-    for name, gradient in attached[2].items():
-        torch.testing.assert_close(detached[2][name], gradient, rtol=1e-12, atol=1e-12)
-        assert (constant[2][name] is None) == name.startswith("rotation.")
-
-
 @pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
 def test_documents_do_not_see_each_other(kind):
     layer = make(kind)

@@ -49,11 +49,8 @@ def test_the_state_threads_through(mixer, power):
 
 @pytest.mark.parametrize("rotary", ["scale", "pair-step", "half", "grid"])
 @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
-def test_rotation_begins_at_the_layer_asked_for(mixer, rotary):
-    model, x = make(mixer=mixer, layers=3, rotary=rotary, rotary_from=1, max_rate=1), tokens()
-    kinds = [type(block.mixer.rotation).__name__ for block in model.blocks]
-    assert kinds[0] == "FixedRotation"
-    assert kinds[1] == kinds[2] != "FixedRotation"
+def test_rotations_with_slower_rates_continue_from_a_state(mixer, rotary):
+    model, x = make(mixer=mixer, rotary=rotary, max_rate=1), tokens()
     assert {block.mixer.rotation.rates.values[0] for block in model.blocks} == {1.0}
     whole, _ = model(x, return_state=False)
     first, state = model(x[:, :13])
@@ -64,7 +61,7 @@ def test_rotation_begins_at_the_layer_asked_for(mixer, rotary):
 def test_a_fresh_model_is_that_of_fixed_rotary_with_the_same_seed(rotary):
     """Parameters, logits and, of what both have, gradients."""
     models = []
-    for changes in ({"rotary": rotary, "rotary_from": 1}, {"rotary": "fixed"}):
+    for changes in ({"rotary": rotary}, {"rotary": "fixed"}):
         torch.manual_seed(0)
         models.append(GPT(GPTConfig(**SMALL, **changes)).double())
         models[-1](tokens())[0].square().sum().backward()
@@ -302,10 +299,6 @@ class TestConfig:
                 "key_value_heads must be at least 2 for gating='half', got 1",
             ),
             ({"rotary": "grid", "head_dim": 2}, ValueError, "head_dim must be at least 4 for rotary='grid'.*; got 2"),
-            ({"rotary_from": -1}, ValueError, "rotary_from must be at least 0, got -1"),
-            ({"rotary_from": 2}, ValueError, "rotary_from must be at most 1, the last layer; got 2"),
-            ({"rotary_from": 1.0}, TypeError, "rotary_from must be an int, got float"),
-            ({"rotary_from": 1, "rotary": "fixed"}, ValueError, "rotary_from is for .*; got 1 with rotary='fixed'"),
             ({"max_rate": 0}, ValueError, "max_rate must be above 0 radians per token, got 0"),
             ({"max_rate": "1"}, TypeError, "max_rate must be a number, got str"),
             ({"max_rate": 1, "rotary": "none"}, ValueError, "max_rate is for .*; got 1 with rotary='none'"),

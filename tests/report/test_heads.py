@@ -129,12 +129,6 @@ def test_pairs_of_fixed_rotary_do_not_count():
     assert row == pytest.approx(beta.double().std(0, correction=0).tolist(), rel=1e-3)
 
 
-def test_layers_without_a_scale_have_no_number():
-    table = measure_heads(lively_model(rotary="scale", rotary_from=1), batches())
-    assert table.quantities["beta_mean"][0] == [None, None]
-    assert all(0 < x < 2 for x in table.quantities["beta_mean"][1])
-
-
 @pytest.mark.parametrize("rotary", ["signed", "grid"])
 def test_angles_are_not_taken_for_scales(rotary):
     model = lively_model(rotary=rotary)

@@ -120,14 +120,6 @@ def test_angles_are_not_shown_as_scales_and_the_page_says_so(text_model, rotary)
         assert not layer["pairs"]
 
 
-def test_fixed_rotary_below_a_rotation_is_shown_as_a_scale_of_one():
-    model = TextModel(lively_model(gating="none", rotary="scale", rotary_from=1), ByteTokenizer())
-    first, second = inspection_data(inspect_text(model, "abc"), "")["layers"]
-    assert (first["heads"], second["heads"]) == (2, 2)
-    np.testing.assert_allclose(unpacked(first["beta"], 2) / 65535 * 2, np.ones((2, 4)), atol=1e-4)
-    assert (unpacked(second["beta"], 2) != unpacked(first["beta"], 2)).any()
-
-
 def test_what_cannot_be_shown_is_refused(text_model):
     with pytest.raises(ValueError, match="must not be empty"):
         inspect_text(text_model, "")

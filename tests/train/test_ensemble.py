@@ -43,8 +43,8 @@ def test_losses_and_gradients_are_those_of_each_model_alone(variant, changes):
     compare_with_each_alone(models_of(variant, **changes))
 
 
-def test_step_sizes_are_stacked_and_lower_layers_can_have_fixed_rotary():
-    compare_with_each_alone(models_of("conformal", rotary="pair-step", rotary_from=1))
+def test_step_sizes_are_stacked():
+    compare_with_each_alone(models_of("conformal", rotary="pair-step"))
 
 
 def compare_with_each_alone(models):

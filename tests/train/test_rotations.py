@@ -58,25 +58,6 @@ def test_a_model_without_such_rotations_is_left_as_it_is():
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), changed.parameters(), strict=True))
 
 
-def test_training_can_keep_the_gradient_of_scales_from_their_inputs():
-    attached, detached = model(), model()
-    set_up_rotations(attached, OptimizerConfig(rotation_init=0.5))
-    set_up_rotations(detached, OptimizerConfig(rotation_init=0.5, rotation_detached=True))
-    detached.load_state_dict(attached.state_dict())
-    tokens = torch.randint(17, (2, 12))
-    losses = [one(tokens)[0].logsumexp(-1).sum() for one in (attached, detached)]
-    assert torch.equal(*losses)
-    for loss in losses:
-        loss.backward()
-    # Of the upper layer's W_β all, of the embedding only a part.
-    one, other = (m.blocks[1].mixer.rotation.beta_proj.weight.grad for m in (attached, detached))
-    assert one.abs().max() > 0
-    assert torch.equal(one, other)
-    assert not torch.allclose(attached.embedding.weight.grad, detached.embedding.weight.grad)
-    with pytest.raises(TypeError, match="rotation_detached must be True or False, got 1"):
-        OptimizerConfig(rotation_detached=1)
-
-
 def test_training_uses_the_settings(tiny, tmp_path):
     still = train(tiny(steps=3, rotation_gradient=0.0), tmp_path / "still", device="cpu")
     learned = train(tiny(steps=3), tmp_path / "learned", device="cpu")

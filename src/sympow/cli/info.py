@@ -19,9 +19,6 @@ def info(
     mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
     gating: Annotated[str | None, typer.Option(help=f"Kind of gate: {', '.join(GATES)}.")] = None,
     rotary: Annotated[str | None, typer.Option(help=f"Kind of rotation: {', '.join(ROTATIONS)}.")] = None,
-    rotary_from: Annotated[
-        int | None, typer.Option(help="First layer with that rotation; those below have fixed rotary.")
-    ] = None,
     short_conv: Annotated[int | None, typer.Option(help="Taps of a short convolution; 0: none.")] = None,
     layers: Annotated[int | None, typer.Option(help="Number of layers.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the residual stream.")] = None,
@@ -50,7 +47,6 @@ def info(
         "mixer": mixer,
         "gating": gating,
         "rotary": rotary,
-        "rotary_from": rotary_from,
         "short_conv": short_conv,
         "layers": layers,
         "width": width,

@@ -130,7 +130,7 @@ def measure_heads(model: GPT, batches: Iterable[Batch], data: str = "") -> HeadT
 
     layers = capture(model, read)
     rows: dict[str, Matrix] = {name: [_row(name, layer) for layer in layers] for name in QUANTITIES}
-    return HeadTable({name: _of_one_width(matrix) for name, matrix in rows.items() if any(matrix)}, tokens, data)
+    return HeadTable({name: matrix for name, matrix in rows.items() if any(matrix)}, tokens, data)
 
 
 def held_out_rows(settings: dict[str, Any], tokens: int = TOKENS) -> Iterable[Batch]:
@@ -181,12 +181,6 @@ def _row(quantity: str, layer: LayerCapture) -> list[float | None]:
     found = by_head.mean(1) if quantity == "beta_mean" else by_head.std(1, correction=0)
     numbers: list[float | None] = found.tolist()
     return numbers
-
-
-def _of_one_width(matrix: Matrix) -> Matrix:
-    """With None in the rows of layers that have no such number, such as β below `rotary_from`."""
-    width = max(map(len, matrix))
-    return [row or [None] * width for row in matrix]
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ TRANSFORMERS_NAMES = {
     "power": "power",
     "gating": "gating",
     "rotary": "rotary",
-    "rotary_from": "rotary_from",
     "max_document": "max_position_embeddings",
     "max_rate": "max_rate",
     "bias": "use_bias",
@@ -89,7 +88,7 @@ class SympowConfig(PreTrainedConfig):
             filled in.
         head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which is filled in.
         intermediate_size: hidden size of the MLP; None: 4 times hidden_size.
-        mixer, power, gating, rotary, rotary_from, max_rate, short_conv, form, backend, chunk_size: as in `GPTConfig`.
+        mixer, power, gating, rotary, max_rate, short_conv, form, backend, chunk_size: as in `GPTConfig`.
         max_position_embeddings: N of the rotation rates, the longest document expected; not a limit.
         use_bias: whether linear maps and norms have biases.
         initializer_range: standard deviation of initial weights.
@@ -118,7 +117,6 @@ class SympowConfig(PreTrainedConfig):
         power: int = 2,
         gating: str = "scalar",
         rotary: str = "scale",
-        rotary_from: int = 0,
         max_position_embeddings: int = 65_536,
         max_rate: float = MAX_RATE,
         use_bias: bool = True,
@@ -145,7 +143,6 @@ class SympowConfig(PreTrainedConfig):
         self.power = power
         self.gating = gating
         self.rotary = rotary
-        self.rotary_from = rotary_from
         self.max_position_embeddings = max_position_embeddings
         self.max_rate = max_rate
         self.use_bias = use_bias

@@ -49,8 +49,8 @@ INTO_RESIDUAL = "_into_residual"
 class SympowBlock(GradientCheckpointingLayer, Block):
     """A block with gradient checkpointing."""
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
-        Block.__init__(self, config, layer)
+    def __init__(self, config: GPTConfig) -> None:
+        Block.__init__(self, config)
         # transformers initializes a module without telling its name.
         for into_residual in (self.mixer.out_proj, self.mlp.out_proj):
             setattr(into_residual, INTO_RESIDUAL, True)
@@ -116,7 +116,7 @@ class SympowModel(SympowPreTrainedModel):
         native = config.to_native()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.embedding_norm = nn.LayerNorm(config.hidden_size, bias=config.use_bias)
-        self.blocks = nn.ModuleList(SympowBlock(native, layer) for layer in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(SympowBlock(native) for _ in range(config.num_hidden_layers))
         self.final_norm = nn.LayerNorm(config.hidden_size, bias=config.use_bias)
         self.gradient_checkpointing = False
         self.post_init()

@@ -312,7 +312,7 @@ class Mixer(nn.Module, ABC):
             assert state is not None
             # The operator does not know it.
             state = replace(state, conv_state=None)
-        for_gate, for_rotation = self._project_gate_and_rotation(x, q.dtype)
+        for_gate, for_rotation = project_together(x, [self.gate.projection, self.rotation.projection], q.dtype)
         log_gamma = self.gate(x, for_gate)
         theta, beta = self.rotation(x, for_rotation)
         if mask is not None:
@@ -332,14 +332,6 @@ class Mixer(nn.Module, ABC):
         if after is not None and conv_state is not None:
             after = replace(after, conv_state=conv_state)
         return self.projections.output(self, y), after
-
-    def _project_gate_and_rotation(self, x: Tensor, dtype: torch.dtype) -> list[Tensor | None]:
-        """x as the gate and as the rotation project it, None where one does not; dtype as in `project_together`."""
-        gate, rotation = self.gate.projection, self.rotation.projection
-        if isinstance(self.rotation, DataDependentRotation) and self.rotation.detached:
-            of_gate = project_together(x, [gate], dtype)
-            return of_gate + project_together(self.rotation.source(x), [rotation], dtype)
-        return project_together(x, [gate, rotation], dtype)
 
     def _project(
         self, x: Tensor, state: LayerState | None, cu_seqlens: Tensor | None, mask: Tensor | None

@@ -105,7 +105,6 @@ class DataDependentRotation(Rotation):
             output is the same. Each β rotates all later queries and keys, so its gradient is a sum over all later
             positions. Adam is invariant to the scale of a parameter's gradient; the gradient of x and gradient clipping
             are not. Set by training, and not saved with a model.
-        detached: whether the gradient through β stops at W_β instead of reaching x. Set by training, likewise.
     """
 
     def __init__(self, width: int, outputs: int, rates: Tensor) -> None:
@@ -113,7 +112,6 @@ class DataDependentRotation(Rotation):
         self.rates = ConstantTable(rates)
         self.beta_proj = FloatLinear(width, outputs)
         self.gradient_scale = 1.0
-        self.detached = False
 
     @property
     def projection(self) -> nn.Module:
@@ -123,12 +121,8 @@ class DataDependentRotation(Rotation):
         """What a rotation returns as β, from 1 + tanh(W_β x), (b, t, outputs)."""
         return beta
 
-    def source(self, x: Tensor) -> Tensor:
-        """x as the projection takes it."""
-        return x.detach() if self.detached else x
-
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
-        projected = project(self.source(x), self.beta_proj) if projected is None else projected
+        projected = project(x, self.beta_proj) if projected is None else projected
         beta = self.by_heads(1 + projected.tanh())
         if self.gradient_scale != 1:
             # The term added is exactly zero; only its gradient is not.

@@ -42,7 +42,7 @@ class ParameterCount:
 
 def count_parameters(config: GPTConfig) -> ParameterCount:
     """Counts the parameters of a model on the meta device."""
-    plain_rotary = replace(config, rotary="none" if config.rotary == "none" else "fixed", rotary_from=0)
+    plain_rotary = replace(config, rotary="none" if config.rotary == "none" else "fixed")
     variants = (replace(plain_rotary, gating="none"), plain_rotary, config)
     with torch.device("meta"):
         return ParameterCount(*(GPT(variant).count_parameters() for variant in variants))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_at_least, check_at_most, check_choice
+from sympow.checks import check_at_most, check_choice
 from sympow.layers.gates import GATES, check_gate_heads
 from sympow.layers.mixers import HeadShape, acts_on_pairs
 from sympow.layers.rotations import MAX_RATE, ROTATIONS, check_rotation_dim, check_rotation_settings
@@ -22,7 +22,7 @@ MOST_WEIGHTS = 10**12
 EXECUTION_OPTIONS = ("form", "backend", "chunk_size")
 # Fields that version 0.1 did not have. A hash of a config leaves them out where they have their defaults, so that a
 # model of that version has the hash that it had.
-ADDED_FIELDS = ("max_rate", "rotary_from", "short_conv")
+ADDED_FIELDS = ("max_rate", "short_conv")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class GPTConfig:
         gating: "none", "fixed", "learned", "scalar" (the paper's), "vector", "clamped" or "half".
         rotary: "none", "fixed", "learned", "scale" (the paper's), "pairs", "step", "pair-step", "half", "signed" or
             "grid".
-        rotary_from: the first layer with that rotation, counted from 0; those below have fixed rotary.
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
         bias: whether linear maps have biases, as in GPT-2.
@@ -66,7 +65,6 @@ class GPTConfig:
     rotary: Literal["none", "fixed", "learned", "scale", "pairs", "step", "pair-step", "half", "signed", "grid"] = (
         "scale"
     )
-    rotary_from: int = 0
     max_document: int = 65_536
     max_rate: float = MAX_RATE
     bias: bool = True
@@ -87,7 +85,6 @@ class GPTConfig:
         check_rotation_settings(self.rotary, self.max_rate)
         # A config has one spelling, as for mlp_ratio.
         object.__setattr__(self, "max_rate", float(self.max_rate))
-        self._check_rotary_from()
         check_choice("form", self.form, FORMS)
         check_choice("backend", self.backend, BACKENDS)
         check_power(self.power)
@@ -122,19 +119,6 @@ class GPTConfig:
     def mlp_width(self) -> int:
         """Hidden size of the MLP."""
         return round(self.mlp_ratio * self.width)
-
-    def rotary_of(self, layer: int) -> str:
-        """The kind of rotation of a layer, counted from 0."""
-        return self.rotary if layer >= self.rotary_from else "fixed"
-
-    def _check_rotary_from(self) -> None:
-        check_at_least("rotary_from", self.rotary_from, 0)
-        check_at_most("rotary_from", self.rotary_from, self.layers - 1, "the last layer")
-        if self.rotary_from and self.rotary in ("none", "fixed"):
-            raise ValueError(
-                f"rotary_from is for a rotation that the layers below do not have; got {self.rotary_from} with "
-                f"rotary={self.rotary!r}"
-            )
 
     def _check_mlp_ratio(self) -> None:
         if not isinstance(self.mlp_ratio, int | float) or isinstance(self.mlp_ratio, bool):

@@ -43,10 +43,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)). States are passed as `Sealed`, so that FSDP2 does not cast them."""
 
-    def __init__(self, config: GPTConfig, layer: int) -> None:
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.mixer_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.mixer = make_mixer(config, layer)
+        self.mixer = make_mixer(config)
         self.mlp_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.mlp = Mlp(config)
 
@@ -97,7 +97,7 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.embedding_norm = nn.LayerNorm(config.width, bias=config.bias)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width, bias=config.bias)
         self.reset_parameters()
 
@@ -238,13 +238,13 @@ def project_features(features: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(features, weight.mT, out=padded[:, :vocabulary])
 
 
-def make_mixer(config: GPTConfig, layer: int) -> Mixer:
-    """The attention layer that a config describes; layers are counted from 0."""
+def make_mixer(config: GPTConfig) -> Mixer:
+    """The attention layer that a config describes."""
     shape: dict[str, Any] = {
         "key_value_heads": config.key_value_heads,
         "head_dim": config.head_dim,
         "gating": config.gating,
-        "rotary": config.rotary_of(layer),
+        "rotary": config.rotary,
         "max_document": config.max_document,
         "max_rate": config.max_rate,
         "bias": config.bias,

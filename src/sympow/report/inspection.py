@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -78,10 +78,6 @@ def inspect_text(
             f"(gating={config.gating!r}, rotary={config.rotary!r})"
         )
     ids = read[0].tolist()
-    if any(layer.beta is not None for layer in layers):
-        # Layers below `rotary_from` have fixed rotary, which is β = 1.
-        fixed = torch.ones(len(ids), config.head_shape.key_value_heads)
-        layers = [replace(layer, beta=fixed) if layer.beta is None else layer for layer in layers]
     return Inspection(
         token_texts(text_model.tokenizer, ids),
         ids,

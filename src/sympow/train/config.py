@@ -58,7 +58,6 @@ class OptimizerConfig:
         learning_rate: the peak of the schedule.
         rotation_rate: learning rate of the rotation's parameters W_β and s, relative to the others'.
         rotation_gradient: factor on the gradient through the rotation's scale β, to W_β, s and their inputs.
-        rotation_detached: whether to stop the gradient through the rotation's scale β at W_β, before its inputs.
         rotation_init: standard deviation of W_β at initialization; 0: β = 1, which is fixed rotary.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
@@ -73,7 +72,6 @@ class OptimizerConfig:
     learning_rate: float = 6e-4
     rotation_rate: float = 1.0
     rotation_gradient: float = 1.0
-    rotation_detached: bool = False
     rotation_init: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -104,7 +102,6 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         check_at_least("warmup_steps", self.warmup_steps, 0)
-        check_bool("rotation_detached", self.rotation_detached)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, of so many."""

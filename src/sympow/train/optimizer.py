@@ -27,7 +27,6 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
         if not isinstance(module, DataDependentRotation):
             continue
         module.gradient_scale = config.rotation_gradient
-        module.detached = config.rotation_detached
         if config.rotation_init:
             weight = module.beta_proj.weight
             with torch.no_grad():
