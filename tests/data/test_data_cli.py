@@ -20,7 +20,8 @@ def test_prepare_then_info(corpus, tmp_path):
     result = invoke("prepare", corpus, "--out", out, "--heldout", "0.3", "--workers", "1")
     assert result.exit_code == 0, result.output
     assert "42 documents" in result.output
-    assert "1 files of unknown types, such as" in result.output
+    assert "1 file of unknown types, such as" in result.output
+    assert " in 1 shard\n" in result.output
     result = invoke("info", out, "--verify", "--tokens", "5")
     assert result.exit_code == 0, result.output
     assert "heldout" in result.output

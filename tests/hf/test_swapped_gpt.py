@@ -131,7 +131,7 @@ def test_models_that_are_more_than_states_are_refused(swapped, pretrained):
 @pytest.mark.parametrize("kind", ["llama3", "qwen3"])
 def test_requests_in_company_get_what_transformers_generates(folder, kind):
     path, model = folder(kind)
-    text_model, _ = load_text_model(path)
+    text_model, _ = load_text_model(str(path))
     prompts = ["a", "Once upon a time", "x" * 70, "the end of it"]
     expected = [continued(model, [256, *prompt.encode()], 12) for prompt in prompts]
     options = {"sampling": GREEDY, "max_tokens": 12, "ignore_boundary": True}

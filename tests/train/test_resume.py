@@ -404,7 +404,7 @@ def test_checkpoints_are_exchanged_apart_from_training(tiny, tmp_path, monkeypat
 def test_a_folder_with_a_run_is_refused(tiny, tmp_path):
     out = train(tiny(steps=2), tmp_path / "run", device="cpu")
     before = (out / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"run holds a run already: resume it, or choose another folder"):
+    with pytest.raises(ValueError, match=r"run holds a run already: resume it \(--resume\), or"):
         train(tiny(steps=2), out, device="cpu")
     assert (out / "metrics.jsonl").read_text() == before
     (tmp_path / "file").write_text("")

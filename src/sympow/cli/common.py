@@ -150,6 +150,11 @@ def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:
     return device, dtype
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, such as "1 document" or "2,000 documents"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def in_flags(message: str, parameters: list[Any]) -> str:
     """The message of an exception with Python's names of a command's options replaced by their flags.
 

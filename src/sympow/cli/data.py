@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.cli.common import App, print_json
+from sympow.cli.common import App, counted, print_json
 
 app = App(help="Tokenize text for training, and describe datasets.", no_args_is_help=True)
 
@@ -62,7 +62,7 @@ def prepare(
     def show(progress: Progress) -> None:
         if progress.stage not in tasks:
             tasks[progress.stage] = bar.add_task(progress.stage, total=progress.total_bytes, written="")
-        written = f"{progress.documents:,} documents, {progress.tokens:,} tokens" if progress.documents else ""
+        written = f"{counted(progress.documents, 'document')}, {progress.tokens:,} tokens" if progress.documents else ""
         bar.update(tasks[progress.stage], completed=progress.source_bytes, written=written)
 
     try:
@@ -85,17 +85,19 @@ def prepare(
         typer.echo("interrupted; run the same command to resume", err=True)
         raise typer.Exit(130) from None
     counts = manifest.counts
-    typer.echo(f"{out}: {counts['documents']:,} documents, {counts['tokens']:,} tokens ({manifest.tokenizer['kind']})")
+    in_all = f"{counted(counts['documents'], 'document')}, {counts['tokens']:,} tokens"
+    typer.echo(f"{out}: {in_all} ({manifest.tokenizer['kind']})")
     for name, shards in manifest.splits.items():
         documents, tokens = sum(s.documents for s in shards), sum(s.tokens for s in shards)
-        typer.echo(f"  {name}: {documents:,} documents, {tokens:,} tokens in {len(shards):,} shards")
+        in_shards = counted(len(shards), "shard")
+        typer.echo(f"  {name}: {counted(documents, 'document')}, {tokens:,} tokens in {in_shards}")
     if "documents_cut_in_two" in counts:
         typer.echo("  the end of the only document is held out; --heldout 0 keeps all of it for training")
     if counts["empty_documents_skipped"]:
-        typer.echo(f"  skipped: {counts['empty_documents_skipped']:,} empty documents")
+        typer.echo(f"  skipped: {counted(counts['empty_documents_skipped'], 'empty document')}")
     if counts["files_ignored"]:
         first = counts["files_ignored"][0]
-        typer.echo(f"  left out: {len(counts['files_ignored']):,} files of unknown types, such as {first}")
+        typer.echo(f"  left out: {counted(len(counts['files_ignored']), 'file')} of unknown types, such as {first}")
 
 
 @app.command()

@@ -27,7 +27,7 @@ from sympow.parsing import read_json
 
 
 def load_text_model(
-    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> tuple[TextModel, Any]:
     """A model with its tokenizer, and the tokenizer of transformers.
 
@@ -38,6 +38,7 @@ def load_text_model(
     Raises:
         ValueError: the folder has no tokenizer, or its model is of another kind, or damaged.
     """
+    folder = Path(folder)
     _check_kind(folder)
     if not (folder / TOKENIZER_CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
@@ -46,12 +47,13 @@ def load_text_model(
     return TextModel(model, tokenizer), fast
 
 
-def load_gpt(folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT:
+def load_gpt(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT:
     """The model of a folder, which may be without a tokenizer; arguments as in `load_text_model`.
 
     Raises:
         ValueError: the model is of another kind, or damaged.
     """
+    folder = Path(folder)
     if _check_kind(folder) == MODEL_TYPE:
         return _load_swapped(folder, device, dtype)
     model = to_native(folder)

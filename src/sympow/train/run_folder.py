@@ -57,7 +57,7 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
         held.callback(remove_empty, made)
         held.enter_context(_lock(folder))
         if not resume and (folder / CONFIG_FILE).exists():
-            raise ValueError(f"{folder} holds a run already: resume it, or choose another folder")
+            raise ValueError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
         yield folder
 
 
