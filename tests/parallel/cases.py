@@ -77,6 +77,24 @@ def compare(group, seed, *, power=2, lengths, offsets=None, closed=(), exchange=
     return differences
 
 
+def gradient_of_the_initial_state(group, seed, *, lengths, final):
+    """Differences as in `compare`, where nothing but the initial state requires a gradient, as in prefix tuning."""
+    inputs = random_inputs(seed, length=sum(lengths), heads=4, key_heads=2)
+    prefix = random_inputs(seed + 1, length=5, heads=4, key_heads=2)
+    _, state = sympow.attention(**{**prefix.arguments(), "theta": inputs.theta}, return_state=True)
+    whole, own, shards = _tracked(state), _tracked(state), Shards(group, lengths)
+    expected = sympow.attention(**inputs.arguments(), initial_state=whole)
+    expected.square().sum().backward()
+    arguments = inputs.time(shards.start, shards.start + shards.length).arguments()
+    y = attention(**arguments, shards=shards, initial_state=own, return_state=final)
+    y = y[0] if final else y
+    y.square().sum().backward()
+    differences = {"y": _difference(y, shards.take(expected))}
+    for name, theirs in whole._tensors().items():
+        differences[name] = _difference(_summed(getattr(own, name), group), theirs.grad)
+    return differences
+
+
 def states_carry_on(group, seed, *, lengths, more):
     """Two sharded calls with the state passed on, compared with one call, gradients included."""
     first_length, second_length = sum(lengths), sum(more)

@@ -37,6 +37,12 @@ def test_a_state_passes_ranks_without_tokens(pool, lengths, rotation, initial):
     assert_small(pool.run(cases.compare, len(lengths), seed=7, **case))
 
 
+@pytest.mark.parametrize("final", [False, True])
+def test_the_initial_state_alone_can_require_gradients(pool, final):
+    case = {"lengths": [3, 0, 4], "final": final}
+    assert_small(pool.run(cases.gradient_of_the_initial_state, 3, seed=8, **case))
+
+
 @pytest.mark.parametrize("exchange", ["gather", "rounds"])
 @pytest.mark.parametrize("gate", ["scalar", "vector"])
 def test_a_gate_closed_at_a_border_lets_nothing_pass(pool, exchange, gate):

@@ -186,6 +186,14 @@ class _Call:
         return self.initial_state if self.shards.rank == 0 else None
 
     @cached_property
+    def anchor(self) -> Tensor:
+        """A tensor that requires a gradient if any tensor of the call does, on whichever rank it is used."""
+        members = [getattr(self.sequence, field.name) for field in fields(self.sequence)]
+        if self.initial_state is not None:
+            members += [self.initial_state.kv, self.initial_state.normalizer, self.initial_state.phase]
+        return next((x for x in members if isinstance(x, Tensor) and x.requires_grad), self.sequence.k)
+
+    @cached_property
     def halves(self) -> list[Half]:
         return halves_of(self.sequence.batch, self.sequence.key_heads)
 
@@ -220,7 +228,7 @@ class _Call:
         beta = sequence.beta[:, shard.last]
         own = None if self.own_start is None else self.own_start.phase
         advanced = unwrapped_phase_after(theta, beta, own, beta.shape[1])
-        phase = sum_before(_anchor(sequence), advanced, self.shards, preceded=self.initial_state is not None)
+        phase = sum_before(self.anchor, advanced, self.shards, preceded=self.initial_state is not None)
         return phase if own is None else attach(own, phase)
 
     def _start(self, phase: Tensor | None) -> list[Callable[[], tuple[Tensor, State | None]]]:
@@ -250,7 +258,7 @@ class _Call:
             state = fold(last, state, phase if whole else None)
         assert state is not None
         log_decay = passing_decay(inputs, shard, self.shards)
-        return StateScan(_anchor(self.sequence), state.kv, state.normalizer, log_decay, inputs.power, self.shards)
+        return StateScan(self.anchor, state.kv, state.normalizer, log_decay, inputs.power, self.shards)
 
     def _finish(
         self, inputs: Sequence, half: Half, phase: Tensor | None, scan: StateScan
@@ -301,12 +309,6 @@ def _zero_state(sequence: Sequence) -> State:
     shape = (sequence.batch, sequence.key_heads, symmetric_dim(sequence.key_dim, sequence.power))
     kv = sequence.k.new_zeros(*shape, sequence.value_dim, dtype=sequence.compute_dtype)
     return State(kv, kv.new_zeros(shape), None, power=sequence.power, key_dim=sequence.key_dim)
-
-
-def _anchor(sequence: Sequence) -> Tensor:
-    """A tensor that requires a gradient if any tensor of the sequence does."""
-    tensors = [x for x in (getattr(sequence, field.name) for field in fields(sequence)) if isinstance(x, Tensor)]
-    return next((x for x in tensors if x.requires_grad), sequence.k)
 
 
 def _arguments(sequence: Sequence) -> dict[str, Any]:
