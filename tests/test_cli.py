@@ -288,6 +288,17 @@ def test_an_output_of_the_wrong_kind_is_refused(tmp_path):
     assert f"Error: --out must name a file, and {tmp_path} is a folder" in result.output
 
 
+def test_bench_refuses_to_write_its_figure_over_its_results(tmp_path, timed):
+    out = tmp_path / "result.png"
+    result = runner.invoke(app, ["bench", "--device", "cpu", "--out", str(out)])
+    assert result.exit_code == 2, result.output
+    assert "Error: --out must name the JSON file, and" in result.output
+    out.mkdir()
+    result = runner.invoke(app, ["bench", "--device", "cpu", "--out", str(out.with_suffix(".json"))])
+    assert result.exit_code == 2, result.output
+    assert f"Error: --out must name a file, and {out} is a folder" in result.output
+
+
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [

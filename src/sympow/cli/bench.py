@@ -115,7 +115,11 @@ def bench(
         other_dtypes=tuple(getattr(torch, name) for name in dtypes[1:]),
     )
     if out is not None:
+        figure = out.with_suffix(".png")
+        if figure == out:
+            raise ValueError(f"out must name the JSON file, and {out} is the name of the figure beside it")
         check_can_write("out", out, "file")
+        check_can_write("out", figure, "file")
         require("matplotlib", "report")
     rows = []
     unsupported: dict[str, str] = {}
@@ -134,5 +138,5 @@ def bench(
     print_rows(rows, describe(setting))
     if out is not None:
         save_rows(rows, setting, recorded_command(), out, unsupported)
-        plot_bench_rows(rows, setting, out.with_suffix(".png"))
-        typer.echo(f"wrote {out} and {out.with_suffix('.png')}", err=True)
+        plot_bench_rows(rows, setting, figure)
+        typer.echo(f"wrote {out} and {figure}", err=True)
