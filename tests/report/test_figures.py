@@ -92,6 +92,19 @@ def test_the_papers_figures(tmp_path, saved, powers, contexts, rates):
     check(saved)
 
 
+def test_seeds_without_a_common_step_have_figures(tmp_path, saved):
+    """The second has just begun, and logs more often than the first did."""
+    first = write_run(tmp_path / "runs" / "seed0", [3.0] * 20, log_every=10)
+    lines = (first / "metrics.jsonl").read_text().splitlines()
+    (first / "metrics.jsonl").write_text(f"{lines[9]}\n{lines[19]}\n")
+    write_run(tmp_path / "runs" / "seed1", [3.0] * 4, steps=20, log_every=1, seed=1)
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    assert len(groups) == 1
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    draw_figures(groups, styles, tmp_path / "figures")
+    check(saved)
+
+
 def test_figures_of_byte_level_models_say_bytes(tmp_path, saved):
     write_runs(tmp_path / "runs", (2,), (64,), (6e-4,), vocab_size=257)
     groups = group_runs(collect([tmp_path / "runs"]).runs)

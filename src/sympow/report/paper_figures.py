@@ -179,9 +179,11 @@ def _training_curves(groups: Sequence[Group], styles: Mapping[str, Style], unit:
             joined = mean_and_range(curves)
             _line_with_range(axes, joined, group.series, styles[group.series])
             late += [x for step, found in joined.items() if step >= max(joined) / EARLY_PART for x in found]
-        # The loss falls so far during the first steps that later differences would be invisible.
-        room = 0.05 * (max(late) - min(late)) or 0.05
-        axes.set_ylim(min(late) - room, max(late) + room)
+        # Seeds that log at different steps, or of which one has just begun, may have no step in common.
+        if late:
+            # The loss falls so far during the first steps that later differences would be invisible.
+            room = 0.05 * (max(late) - min(late)) or 0.05
+            axes.set_ylim(min(late) - room, max(late) + room)
         axes.set(xlabel="step", ylabel=f"training loss (nats per {unit})")
         axes.xaxis.set_major_locator(_whole_numbers(6))
         axes.xaxis.set_major_formatter(plain_numbers())
