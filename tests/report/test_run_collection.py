@@ -190,9 +190,30 @@ def test_what_an_experiment_noted_is_read(tmp_path):
         collect([tmp_path])
 
 
-def test_an_evaluation_of_another_form_is_noted(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ({"recall": 0.5}, "it has no 'models'"),
+        ({"models": {"run": {}}}, "it has neither 'by_context' nor 'mean'"),
+        ({"models": {"run": None}}, "an entry has another form than"),
+        ({"models": {"run": [2.0]}}, "an entry has another form than"),
+        ({"models": {"run": {"mean": 2.0}}}, "an entry has another form than"),
+        ({"models": {"run": {"by_context": [2.0]}}}, "an entry has another form than"),
+        ({"models": {"run": {"mean": [2.0], "recall": [0.5]}}}, "an entry has another form than"),
+    ],
+)
+def test_an_evaluation_of_another_form_is_noted(tmp_path, content, why):
     folder = write_run(tmp_path / "run", [3.0])
-    (folder / "evaluation.json").write_text('{"recall": 0.5}')
+    (folder / "evaluation.json").write_text(json.dumps(content))
     found = collect([tmp_path])
     assert found.runs[0].evaluation is None
-    assert any("it has no 'models'" in note for note in found.notes)
+    assert any(why in note for note in found.notes)
+
+
+def test_a_probe_that_is_not_a_number_is_null(tmp_path):
+    """Version 0.1.0 wrote the control of a single passkey as NaN, which a page cannot hold."""
+    passkey = [{"distance": 64, "accuracy": 0.0, "loss": 3.0, "control": math.nan, "keys": 1}]
+    write_run(tmp_path / "run", [3.0], evaluation=[2.0, 2.0], probes={"passkey": passkey})
+    assert "NaN" in (tmp_path / "run" / "evaluation.json").read_text()
+    (run,) = collect([tmp_path]).runs
+    assert run.evaluation.passkey == [{**passkey[0], "control": None}]

@@ -107,8 +107,9 @@ class Evaluation:
             dict(sorted(by_context.items())),
             dict(sorted(by_position.items())),
             str(facts.get("data", "")),
-            list(content.get("recall") or []),
-            list(content.get("passkey") or []),
+            # Earlier versions wrote NaN, which is not JSON.
+            [rounded(point) for point in content.get("recall") or []],
+            [rounded(point) for point in content.get("passkey") or []],
         )
 
 
@@ -192,7 +193,10 @@ def _read_models(path: Path) -> dict[str, Evaluation]:
     models = content.get("models") if isinstance(content, dict) else None
     if not isinstance(models, dict):
         raise ValueError("it has no 'models'")
-    return {name: Evaluation.of_file(entry, content) for name, entry in models.items()}
+    try:
+        return {name: Evaluation.of_file(entry, content) for name, entry in models.items()}
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"an entry has another form than `sympow evaluate` writes ({error})") from error
 
 
 def rounded(numbers: Mapping[Any, Any]) -> dict[Any, Any]:
