@@ -165,6 +165,18 @@ def test_a_mistake_is_named(case):
         sympow.attention(**arguments(**changes))
 
 
+@pytest.mark.parametrize("gate", ["scalar", "vector"])
+def test_gates_under_vmap_are_not_read(gate):
+    """torch.vmap cannot decide by the values of a tensor, so the sign of gates is not checked there."""
+    inputs = random_inputs(0, batch=3, gate=gate).arguments()
+    theta = inputs.pop("theta")
+
+    def one(tensors):
+        return sympow.attention(**{name: x.unsqueeze(0) for name, x in tensors.items()}, theta=theta).squeeze(0)
+
+    torch.testing.assert_close(torch.vmap(one)(inputs), sympow.attention(**inputs, theta=theta))
+
+
 def test_minus_infinity_and_zero_are_gates():
     log_gamma = zeros(1, T, H)
     log_gamma[:, 3] = -torch.inf

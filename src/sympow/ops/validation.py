@@ -192,7 +192,8 @@ def _check_side_input(name: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _values_readable(tensor: Tensor) -> bool:
-    if torch.compiler.is_compiling() or tensor.is_meta:
+    # Under torch.vmap a tensor stands for many, and torch refuses to decide by its values.
+    if torch.compiler.is_compiling() or tensor.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
     return tensor.device.type == "cpu" or values_are_checked_on_devices()
 
