@@ -127,3 +127,17 @@ def test_mistakes_of_putting_a_cache_are_named():
     _, other = softmax_attention(**random_inputs(47, length=4, dim=6).arguments(), return_state=True)
     with pytest.raises(ValueError, match="agree with the cache"):
         cache.put(0, other)
+    with pytest.raises(TypeError, match="sequence must be a KeyValueState or a KeyValueCache, got dict"):
+        cache.put(0, {})
+
+
+@pytest.mark.parametrize("value_dim", [1, 2])
+def test_values_of_another_dimension_are_refused_before_a_cache_changes(value_dim):
+    """Values of one entry were repeated over all entries of the cache's."""
+    inputs = random_inputs(48, length=4)
+    _, state = softmax_attention(**inputs.time(0, 3).arguments(), return_state=True)
+    cache = KeyValueCache.open(state, capacity=4)
+    token = inputs.time(3).arguments()
+    with pytest.raises(ValueError, match=f"v has head dim {value_dim}, but the cache was made for 3"):
+        cache.step(**{**token, "v": token["v"][..., :value_dim]})
+    assert_close(cache.step(**token), softmax_attention(**inputs.arguments())[:, -1:], 1e-9, "y")

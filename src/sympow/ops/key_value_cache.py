@@ -107,6 +107,8 @@ class KeyValueCache(TensorRecord):
             raise ValueError(f"row must be between 0 and {self.keys.shape[0] - 1}, got {row}")
         if isinstance(sequence, KeyValueState):
             sequence = KeyValueCache.open(sequence, capacity=max(1, sequence.length))
+        if not isinstance(sequence, KeyValueCache):
+            raise TypeError(f"sequence must be a KeyValueState or a KeyValueCache, got {type(sequence).__name__}")
         kinds = [
             (
                 c.keys.shape[1],
@@ -181,6 +183,8 @@ class KeyValueCache(TensorRecord):
         if k.shape[0::2] != self.keys.shape[:2] or k.shape[3] != self.keys.shape[3]:
             shape = (*self.keys.shape[:2], self.keys.shape[3])
             raise ValueError(f"k must have (batch, heads, dim) {shape}, as the cache does; got {tuple(k.shape)}")
+        if v.shape[3] != self.values.shape[3]:
+            raise ValueError(f"v has head dim {v.shape[3]}, but the cache was made for {self.values.shape[3]}")
         if v.dtype != self.values.dtype:
             raise TypeError(f"v is in {v.dtype}, but the cache holds {self.values.dtype}")
         for name, given, held in (("log_gamma", log_gamma, self.decay), ("theta", theta, self.phase)):
