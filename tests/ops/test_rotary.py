@@ -108,6 +108,8 @@ def test_the_operator_keeps_the_phase_bar_through_its_state():
         (lambda: sympow.rotary_rates(3, 10), "dim"),
         (lambda: sympow.rotary_rates(0, 10), "dim"),
         (lambda: sympow.rotary_rates(4, 0), "max_document"),
+        (lambda: sympow.rotary_rates(4, float("nan")), "max_document must be finite, got nan"),
+        (lambda: sympow.rotary_rates(4, float("inf")), "max_document must be finite, got inf"),
         (lambda: sympow.rotate(torch.ones(3), torch.ones(1)), "x"),
         (lambda: sympow.rotate(torch.ones(4), torch.ones(3)), "angles"),
         (lambda: sympow.accumulate_phase(torch.ones(2, 2), length=3), "theta"),
@@ -119,3 +121,8 @@ def test_the_operator_keeps_the_phase_bar_through_its_state():
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_rates_are_not_cut_to_integers():
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point dtype, got torch\.int64"):
+        sympow.rotary_rates(4, 10, dtype=torch.int64)

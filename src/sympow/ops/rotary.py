@@ -32,9 +32,12 @@ def rotary_rates(
     """
     if dim < 2 or dim % 2:
         raise ValueError(f"dim must be even and positive: rotation acts on pairs of entries; got {dim}")
+    check_finite("max_document", max_document)
     if max_document < 1:
         raise ValueError(f"max_document must be at least 1, got {max_document}")
     check_max_rate(max_rate)
+    if not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     return (max_rate / float(max_document) ** exponents).to(dtype)
 
