@@ -304,6 +304,9 @@ def test_metrics_are_read_up_to_what_was_cut_off(tmp_path):
     file.write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not JSON"):
         read_metrics(file)
+    file.write_bytes(b'{"step": 1}\n\xff\xfe\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not UTF-8 text"):
+        read_metrics(file)
     file.write_text('{"loss": 1}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 has no step"):
         read_metrics(file)

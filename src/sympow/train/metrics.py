@@ -126,7 +126,10 @@ def _naming(path: str) -> Iterator[None]:
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
     """The lines of a metrics.jsonl, without an incomplete last one."""
-    lines = Path(path).read_text("utf-8").splitlines()
+    try:
+        lines = Path(path).read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     found = []
     for number, line in enumerate(lines, start=1):
         try:
