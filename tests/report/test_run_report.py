@@ -1,7 +1,9 @@
 """`sympow report`: what it writes, and the numbers in it."""
 
 import csv
+import errno
 import json
+import os
 import re
 import shutil
 import sys
@@ -18,7 +20,7 @@ from sympow.model.storage import save_model
 from sympow.report.grouping import group_runs
 from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
-from sympow.report.run_report import report_data, write_report
+from sympow.report.run_report import measure_missing_heads, report_data, write_report
 
 pytestmark = pytest.mark.slow  # reports of several runs
 plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
@@ -151,6 +153,20 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     assert result.exit_code == 0, result.output
     (note,) = embedded((tmp_path / "out" / "index.html").read_text())["notes"]
     assert note.startswith("The heads of run were not measured: the model was trained on gone, and there is no")
+
+
+def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", [3.0], data="stdlib", layers=1, width=16, heads=2, vocab_size=257)
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    save_model(folder / "model", config, GPT(config).state_dict())
+
+    def refuse(*_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("sympow.report.run_report.write_heads", refuse)
+    measured = measure_missing_heads(collect([tmp_path]), "cpu")
+    assert measured.runs[0].heads is not None
+    assert measured.notes == ["The heads of run were measured, but not saved: Read-only file system."]
 
 
 def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):

@@ -103,15 +103,15 @@ def measure_missing_heads(collection: Collection, device: str) -> Collection:
                 batches = held_out_rows(run.settings | {"data": trained_on.source})
                 table = measure_heads(load_model(run.folder / EXPORT, device), batches, run.settings["data"])
             except ValueError as error:
-                notes.setdefault(str(error), []).append(run.name)
+                notes.setdefault(f"not measured: {error}", []).append(run.name)
             else:
                 measured[run.folder] = replace(run, heads=table)
                 try:
                     write_heads(run.folder, table)
                 except OSError as error:
-                    notes.setdefault(f"measured but not saved: {error.strerror}", []).append(run.name)
+                    notes.setdefault(f"measured, but not saved: {error.strerror}", []).append(run.name)
             progress.advance(task)
-    found = [f"The heads of {_some(names)} were not measured: {why}." for why, names in notes.items()]
+    found = [f"The heads of {_some(names)} were {outcome}." for outcome, names in notes.items()]
     return Collection([measured.get(run.folder, run) for run in collection.runs], collection.notes + found)
 
 
