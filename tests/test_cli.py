@@ -154,6 +154,7 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
         (("--heads", "0"), "Error: --heads must be at least 1, got 0"),
         (("--kv-heads", "0"), "Error: --kv-heads must be at least 1, got 0"),
         (("--heads", "6", "--kv-heads", "4"), "Error: --kv-heads must divide heads, 6; got 4"),
+        (("--gating", "vector", "--dim", "7"), "Error: --dim must be even for a gate per rotated pair, got 7"),
         (("--shape", "gpt5"), "Error: --shape must be one of 'gpt2-124m', 'gpt2-xl',"),
         (("--shape", "phi-2", "--heads", "8"), "Error: --shape cannot be combined with --heads: phi-2 has its own"),
         (

@@ -67,6 +67,8 @@ class Setting:
             raise ValueError(f"kv_heads must divide heads, {self.heads}; got {self.kv_heads}")
         for kind in self.gating:
             check_choice("gating", kind, GATINGS)
+        if "vector" in self.gating and self.dim % 2:
+            raise ValueError(f"dim must be even for a gate per rotated pair, got {self.dim}")
 
     @property
     def key_heads(self) -> int:
