@@ -327,7 +327,7 @@ def write_results(out: Path, label: str, results: Path, facts: dict[str, Any]) -
         curve = {"training": metrics.parent.relative_to(out).as_posix(), "lines": condense(read_metrics(metrics), 100)}
         curves.append(json.dumps(curve))
     write_atomically(results / "conversion.jsonl", ("\n".join(lines) + "\n").encode())
-    write_atomically(results / "conversion.curves.jsonl", ("\n".join(curves) + "\n").encode())
+    write_atomically(results / "conversion_curves.jsonl", ("\n".join(curves) + "\n").encode())
     write_atomically(results / "conversion.md", ("\n".join(_tables(found, teacher)) + "\n").encode())
     shown = {"teacher": teacher}
     for label, (step, name) in SHOWN.items():
