@@ -375,6 +375,10 @@ def test_assisted_generation_gives_what_the_model_gives_alone(swapped, pretraine
     for assistant in (pretrained(), swapped(seed=5), swapped(layers=layers)):
         found = model.generate(ids, max_new_tokens=12, assistant_model=assistant, **GREEDY)
         assert found.tolist() == expected.tolist()
+    # The model without its last layers is the assistant.
+    for layer in (1, 2):
+        found = model.generate(ids, max_new_tokens=12, assistant_early_exit=layer, **GREEDY)
+        assert found.tolist() == expected.tolist()
 
 
 def test_gradients_pass_through_a_cache(swapped, tokens):
@@ -419,6 +423,9 @@ def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
     with pytest.raises(
         ValueError, match="must have a state for layer 1, which was swapped; it has keys and values of 4"
     ):
+        model(ids, past_key_values=cache)
+    cache = DynamicCache(config=pretrained(num_hidden_layers=1).config)
+    with pytest.raises(ValueError, match="must have an entry for layer 1, which was swapped; it has 1"):
         model(ids, past_key_values=cache)
     with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
         model.generate(ids, max_new_tokens=2, cache_implementation="static", **GREEDY)

@@ -232,7 +232,7 @@ def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLay
     empty entries report the same length.
 
     Raises:
-        TypeError, ValueError: the cache is of another kind, or has keys and values for this layer.
+        TypeError, ValueError: the cache is of another kind, has too few layers, or keys and values for this one.
     """
     layers = getattr(cache, "layers", None)
     if not isinstance(cache, Cache) or not isinstance(layers, list):
@@ -240,6 +240,11 @@ def state_layer(cache: Cache, index: int, cache_policy: CachePolicy) -> StateLay
     kind = cache.layer_class_to_replicate
     while kind is not None and len(layers) <= index:
         layers.append(kind())
+    if len(layers) <= index:
+        raise ValueError(
+            f"past_key_values must have an entry for layer {index}, which was swapped; it has {len(layers)}, so it was "
+            "made for another model"
+        )
     layer = layers[index]
     if isinstance(layer, StateLayer):
         return layer

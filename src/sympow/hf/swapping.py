@@ -260,7 +260,9 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
         if cache is not None:
             # Before the first token, since assisted generation asks the layers of a cache to record then.
             record = SwapRecord.of(self.config)
-            for index in record.layers:
+            # With `assistant_early_exit`, the config has for a while only the layers up to the exit.
+            layers = self.config.get_text_config().num_hidden_layers
+            for index in (index for index in record.layers if index < layers):
                 layer = state_layer(cache, index, record.cache_policy)
                 if generation_config.is_assistant:
                     layer.activate_past_recording()
