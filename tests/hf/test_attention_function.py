@@ -68,8 +68,10 @@ def test_what_it_does_not_do_is_refused(dropped_in, pretrained, tokens):
     ids = tokens(1, 8)
     with pytest.raises(ValueError, match="a sliding window of 4 is too small for 8"):
         dropped_in("mistral-window")(ids)
-    with pytest.raises(ValueError, match="it takes no packed documents"):
-        dropped_in()(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), use_cache=False)
+    packed = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), "use_cache": False}
+    for model in (dropped_in(), dropped_in("mistral-window", sliding_window=64)):
+        with pytest.raises(ValueError, match="it takes no packed documents"):
+            model(ids, **packed)
     model = dropped_in()
     with pytest.raises(ValueError, match="past_key_values must be a DynamicCache"):
         model(ids, past_key_values=StaticCache(model.config, 16))
@@ -96,3 +98,13 @@ def test_a_mask_may_have_columns_for_tokens_to_come(dropped_in, tokens):
     model, ids = dropped_in(), tokens(2, 12)
     mask = torch.cat([torch.ones(2, 12), torch.zeros(2, 8)], dim=1)
     assert torch.equal(model(ids, attention_mask=mask).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+@torch.no_grad()
+def test_it_compiles_without_a_cache(dropped_in, tokens, kind):
+    model, ids = dropped_in(kind, **({"sliding_window": 64} if kind == "mistral-window" else {})), tokens(2, 8)
+    compiled = torch.compile(model, backend="eager")
+    assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, 1e-9, "logits")
+    with pytest.raises((RuntimeError, ValueError), match="it takes no packed documents"):
+        compiled(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]), use_cache=False)

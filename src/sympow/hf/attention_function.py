@@ -101,7 +101,7 @@ def power_attention_mask(
         local_size: the size of a sliding window, which must have room for all tokens.
         cache_position: positions of the queries; earlier versions of transformers pass them in place of q_length and
             q_offset.
-        others: ignored.
+        others: ignored, but for the device.
 
     Raises:
         ValueError: the mask is not plain causal attention to all earlier tokens.
@@ -115,8 +115,9 @@ def power_attention_mask(
             f"attn_implementation='{NAME}' attends to all tokens: a sliding window of {local_size} is too small for "
             f"{kv_offset + kv_length}"
         )
-    if local_size is None and mask_function is not causal_mask_function:
-        raise ValueError(f"attn_implementation='{NAME}' attends to all earlier tokens: it takes no packed documents")
+    if mask_function is not causal_mask_function:
+        where: dict[str, Any] = {"q_offset": q_offset, "kv_offset": kv_offset, "device": others.get("device")}
+        _check_attends_to_all(mask_function, (batch_size, q_length), sliding=local_size is not None, **where)
     if attention_mask is None or bool(attention_mask.all()):
         return None
     if attention_mask.shape[1] < kv_offset + kv_length:
@@ -126,6 +127,34 @@ def power_attention_mask(
         )
     # The mask may have columns for later tokens.
     return attention_mask[:, kv_offset : kv_offset + kv_length]
+
+
+def _check_attends_to_all(
+    mask_function: Any, shape: tuple[int, int], *, sliding: bool, q_offset: int, kv_offset: int, device: Any
+) -> None:
+    """Raises unless queries (b, t) from position q_offset on attend to all keys from kv_offset on that are not later.
+
+    A sliding window has a mask function of its own, however long it is, and so has any call without a cache under
+    torch.compile, for which transformers assumes packed documents. These functions are evaluated, for the first key and
+    for the key after each query; others are refused.
+    """
+    message = f"attn_implementation='{NAME}' attends to all earlier tokens: it takes no packed documents"
+    compiling = torch.compiler.is_compiling()
+    if not (sliding or compiling):
+        raise ValueError(message)
+    batch, length = shape
+    if length == 1:
+        # One token is in one document: decoding steps need not wait for the device.
+        return
+    rows, queries = torch.arange(batch, device=device).unsqueeze(1), q_offset + torch.arange(length, device=device)
+    # After the last query there is no key that a function could look up.
+    inner = queries[:-1]
+    attends = mask_function(rows, 0, queries, torch.full_like(queries, kv_offset)).all()
+    attends &= ~mask_function(rows, 0, inner, inner + 1).any()
+    if compiling:
+        torch._assert_async(attends, message)
+    elif not attends:
+        raise ValueError(message)
 
 
 AttentionInterface.register(NAME, power_attention)
