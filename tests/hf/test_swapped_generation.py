@@ -414,6 +414,7 @@ def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
         (ValueError, "attention_mask must be .batch, tokens so far.", {"attention_mask": torch.ones(1, 1, 4, 4)}),
         (ValueError, "attention_mask must be .1, at least 4.", {"attention_mask": torch.ones(1, 3)}),
         (ValueError, "output_attentions must not be set", {"output_attentions": True}),
+        (TypeError, "cu_seq_lens_q must be a tensor, got list", {"cu_seq_lens_q": [0, 1, 4]}),
         (ValueError, "swapped layers have no paged cache", {"cache": object(), "use_cache": False}),
     ]
     for kind, message, given in cases:
@@ -443,3 +444,26 @@ def test_packed_documents_do_not_see_each_other(swapped, tokens, layers):
             assert_close(logits, model(document[None]).logits[0], 1e-9, "logits")
     with pytest.raises(ValueError, match="not supported with packed documents"):
         model(ids, position_ids=positions, use_cache=True)
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("llama", [0, 2]), ("gpt2", [0, 2]), ("gpt2", "all")])
+@torch.no_grad()
+def test_softmax_layers_find_the_packed_documents_that_swapped_ones_do(swapped, tokens, kind, layers):
+    model, ids = swapped(kind, layers=layers), tokens(1, 12)
+    cuts = (5, 1, 6)
+    positions = torch.cat([torch.arange(length) for length in cuts])[None]
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(cuts))[None]
+    expected = torch.cat([model(document).logits for document in ids.split(cuts, dim=1)], dim=1)
+    for marks in (
+        {"position_ids": positions, "attention_mask": torch.ones_like(ids)},
+        {"seq_idx": numbers},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 6, 12], dtype=torch.int32)},
+    ):
+        assert_close(model(ids, **marks).logits, expected, 1e-9, "logits")
+    # Two documents with padding between them, whose positions the second one goes on from.
+    first, last = ids.split(6, dim=1)
+    mask, positions = torch.tensor([[1] * 6 + [0] * 2 + [1] * 6]), torch.arange(6)[None]
+    marks = {"attention_mask": mask, "position_ids": torch.cat([positions, mask[:, 6:8], positions + 1], dim=1)}
+    found = model(torch.cat([first, first[:, :2], last], dim=1), **marks).logits[:, mask[0] != 0]
+    expected = torch.cat([model(first).logits, model(last, position_ids=positions + 1).logits], dim=1)
+    assert_close(found, expected, 1e-9, "logits")

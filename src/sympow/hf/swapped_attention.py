@@ -114,7 +114,7 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     It is a function and not a closure, so that copies of a model have the hook too.
 
     Raises:
-        ValueError: attention weights are asked for, the attention mask is not 2-D, or positions have gaps.
+        ValueError, TypeError: attention weights are asked for, the attention mask is not 2-D, or positions have gaps.
     """
     # Models call their base model with keyword arguments only; positional ones get their names from the signature.
     named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
@@ -133,6 +133,8 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     if mask is not None:
         named[MASK] = mask
     offsets = named.get("cu_seq_lens_q")
+    if offsets is not None and not isinstance(offsets, Tensor):
+        raise TypeError(f"cu_seq_lens_q must be a tensor, got {type(offsets).__name__}")
     if offsets is not None and mask is not None:
         raise ValueError("attention_mask must not have padding where cu_seq_lens_q is given")
     if offsets is None:
@@ -140,10 +142,11 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     if cache is None:
         if offsets is not None:
             named[OFFSETS] = offsets
+            _mark_documents(named, offsets, mask, shape)
         if named.get("use_cache") is None and (offsets is not None or base.training):
             # Nobody would read the state, which takes time to compute and to differentiate.
             named["use_cache"] = False
-        if given is not None and given.shape[1] > shape[1]:
+        if offsets is None and given is not None and given.shape[1] > shape[1]:
             # Softmax layers would expect a key for every column.
             named["attention_mask"] = given[:, : shape[1]]
     elif offsets is not None:
@@ -155,6 +158,28 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         # mask on unchanged, so a small one replaces it.
         named["attention_mask"] = tokens.new_zeros(1, 1, 1, 1, dtype=torch.bool)
     return (), named
+
+
+def _mark_documents(named: dict[str, Any], offsets: Tensor, mask: Tensor | None, shape: torch.Size) -> None:
+    """Lets softmax layers find the packed documents that swapped layers have the offsets of.
+
+    They find them by positions that restart, in calls without an attention mask.
+
+    Args:
+        named: the arguments of a base model, which are changed.
+        offsets: of documents in the concatenated rows, (n + 1,).
+        mask: (b, t) bool, False for padding, none of which is inside of a document; None: no padding.
+        shape: (b, t).
+    """
+    positions = named.get("position_ids")
+    if positions is None:
+        places = torch.arange(shape.numel(), device=offsets.device, dtype=offsets.dtype)
+        first = offsets[torch.searchsorted(offsets, places, right=True) - 1]
+        positions = (places - first).to(torch.int64).reshape(shape)
+    if mask is not None:
+        # A document that follows padding starts where the position does not increase.
+        positions = positions.where(mask, positions.roll(-1, 1))
+    named["position_ids"], named["attention_mask"] = positions, None
 
 
 def without_cache_in_training(
