@@ -159,6 +159,10 @@ def test_what_cannot_be_converted_is_named(tmp_path):
     untied = SympowForCausalLM(SympowConfig(hidden_size=16, num_attention_heads=2, tie_word_embeddings=False))
     with pytest.raises(ValueError, match="lm_head tied to its embedding"):
         to_native(untied)
+    with pytest.raises(TypeError, match="source must be a GPT or a folder with one, got SympowForCausalLM"):
+        from_native(untied)
+    with pytest.raises(TypeError, match="source must be a SympowForCausalLM or a folder with one, got GPT"):
+        to_native(model)
     for kind, message in (
         ("llama", "must hold a model of type 'sympow', got 'llama'"),
         ("sympow_swapped", "swapped attention, which has no native counterpart: `sympow generate`"),

@@ -43,6 +43,8 @@ def from_native(source: GPT | Path | str) -> SympowForCausalLM:
     Example:
         >>> from_native("runs/first/model").save_pretrained("first")  # doctest: +SKIP
     """
+    if not isinstance(source, GPT | Path | str):
+        raise TypeError(f"source must be a GPT or a folder with one, got {type(source).__name__}")
     tokenizer = None
     if not isinstance(source, GPT):
         tokenizer = _native_tokenizer(Path(source))
@@ -66,6 +68,8 @@ def to_native(source: SympowForCausalLM | Path | str) -> GPT:
     Args:
         source: a model, or a folder that `save_pretrained` wrote.
     """
+    if not isinstance(source, SympowForCausalLM | Path | str):
+        raise TypeError(f"source must be a SympowForCausalLM or a folder with one, got {type(source).__name__}")
     model = source if isinstance(source, SympowForCausalLM) else _load_whole(_existing(source))
     if not torch.equal(model.lm_head.weight, model.model.embedding.weight):
         raise ValueError("source must have its lm_head tied to its embedding, as native models do")
