@@ -238,6 +238,23 @@ def test_mistakes_are_named(make, tokens, arguments, error, message):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"input_ids": torch.zeros(12, dtype=torch.int64)},
+            ValueError,
+            r"input_ids must be \(batch, tokens\), got \(12,\)",
+        ),
+        ({"input_ids": [[1, 2]]}, TypeError, "input_ids must be a tensor, got list"),
+        ({"inputs_embeds": torch.zeros(2, 16)}, ValueError, r"must be \(batch, tokens, hidden_size\), got \(2, 16\)"),
+    ],
+)
+def test_inputs_of_another_form_are_refused(make, arguments, error, message):
+    with pytest.raises(error, match=message):
+        make()(**arguments)
+
+
+@pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"power": 3}, ValueError, "power must be even"),

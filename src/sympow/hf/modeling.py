@@ -426,11 +426,22 @@ class SympowForSequenceClassification(SympowPreTrainedModel):
 
 
 def _shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> torch.Size:
-    """(b, t) of the inputs, input_ids (b, t) or inputs_embeds (b, t, hidden_size)."""
+    """(b, t) of the inputs, input_ids (b, t) or inputs_embeds (b, t, hidden_size).
+
+    Raises:
+        ValueError, TypeError: none or both are given, or not as a tensor of this form.
+    """
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-    inputs = input_ids if inputs_embeds is None else inputs_embeds
-    assert inputs is not None
+    name, inputs, sizes = (
+        ("input_ids", input_ids, ("batch", "tokens"))
+        if inputs_embeds is None
+        else ("inputs_embeds", inputs_embeds, ("batch", "tokens", "hidden_size"))
+    )
+    if not isinstance(inputs, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(inputs).__name__}")
+    if inputs.ndim != len(sizes):
+        raise ValueError(f"{name} must be ({', '.join(sizes)}), got {tuple(inputs.shape)}")
     return inputs.shape[:2]
 
 
