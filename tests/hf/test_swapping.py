@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers")
 
 from torch.nn.functional import logsigmoid
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from support import assert_close
 from sympow.hf import attention_modules, swap_attention, swapped_layers
@@ -279,6 +279,13 @@ def test_other_architectures_of_the_same_shape_are_swapped(model_type, tokens):
     ids = tokens()
     out = model.generate(ids, max_new_tokens=3, do_sample=False)
     assert torch.equal(out, model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False))
+
+
+@pytest.mark.parametrize(("model_type", "changes"), [("eurobert", {}), ("llama", {"is_causal": False})])
+def test_attention_to_later_tokens_is_refused(model_type, changes):
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **{**SMALL_OTHERS, **changes}))
+    with pytest.raises(ValueError, match=r"layer 0 of model .* attends to later tokens too \(is_causal is False\)"):
+        swap_attention(model)
 
 
 def test_cross_attention_is_refused():

@@ -103,6 +103,8 @@ def read_attention(model: PreTrainedModel, index: int, attention: nn.Module) -> 
     children = dict(attention.named_children())
     if own := sorted(name for name, _ in attention.named_parameters(recurse=False)):
         raise ValueError(f"{where} has parameters of its own, {', '.join(own)}, which a swapped layer would drop")
+    if not (getattr(attention, "is_causal", True) and getattr(model.config.get_text_config(), "is_causal", True)):
+        raise ValueError(f"{where} attends to later tokens too (is_causal is False); a swapped layer would not")
     fused = children.keys() >= FUSED.keys()
     if not fused and not children.keys() >= SEPARATE.keys():
         raise ValueError(
