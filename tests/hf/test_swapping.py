@@ -262,7 +262,7 @@ def test_attention_of_another_kind_is_refused_with_what_was_found(model_type, ch
     assert not any(isinstance(module, SwappedAttention) for module in model.modules())
 
 
-@pytest.mark.parametrize("model_type", ["gemma", "granite", "olmo", "starcoder2", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("model_type", ["gemma", "granite", "ministral3", "olmo", "starcoder2", "qwen3_moe", "mixtral"])
 @torch.no_grad()
 def test_other_architectures_of_the_same_shape_are_swapped(model_type, tokens):
     changes = {

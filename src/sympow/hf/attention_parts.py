@@ -229,17 +229,20 @@ def _verify_for(size: float, parts: AttentionParts, model: PreTrainedModel, atte
     # The model's dtype and not that of the weights, which may be quantized.
     x = (size * torch.randn(1, length, parts.width, generator=generator)).to(weight.device, model.dtype)
     expected = [y.transpose(1, 2) for y in how.project(attention, x)]
+    taken = inspect.signature(attention.forward).parameters
+    positions = torch.arange(length, device=x.device).unsqueeze(0)
     arguments: dict[str, Any] = {"attention_mask": None}
+    if "position_ids" in taken:
+        # Ministral 3 scales queries by them, which dividing by the sum of scores cancels.
+        arguments["position_ids"] = positions
     if parts.rates is not None:
         rotary: Any = _rotary_embedding(model)
-        positions = torch.arange(length, device=x.device).unsqueeze(0)
         arguments["position_embeddings"] = rotary(x, positions)
         angles = wrap_angle(torch.arange(length, dtype=torch.float64)[:, None] * parts.rates).to(x.device)
         scale = float(getattr(rotary, "attention_scaling", 1.0))
         # The probe receives entries in the model's order; `project` and `rotate` interleave pairs.
         expected[:2] = [_halves(rotate(y, angles)) * scale for y in expected[:2]]
-    missing = sorted(arguments.keys() - inspect.signature(attention.forward).parameters.keys())
-    if missing:
+    if missing := sorted(arguments.keys() - taken.keys()):
         raise ValueError(f"{where} must take {', '.join(missing)}, as attention of transformers does")
     config: Any = attention.config
     probed = copy.copy(config)
