@@ -60,13 +60,13 @@ def load_gpt(folder: Path | str, device: torch.device | str = "cpu", dtype: torc
     return model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
 
 
-def load_tokenizer_of_folder(folder: Path, ends: Iterable[int] = ()) -> tuple[Tokenizer, Any]:
+def load_tokenizer_of_folder(folder: Path | str, ends: Iterable[int] = ()) -> tuple[Tokenizer, Any]:
     """The tokenizer of a folder, and that of transformers.
 
     Args:
         ends: ids that end a generated text besides those of the tokenizer.
     """
-    kind = _check_kind(folder)
+    kind = _check_kind(Path(folder))
     fast: Any = AutoTokenizer.from_pretrained(folder)
     return from_fast_tokenizer(fast, own_beginning=kind == MODEL_TYPE, ends=ends), fast
 
