@@ -134,6 +134,19 @@ def test_modules_and_names_that_do_not_fit_are_refused():
             around(*given, **options)
 
 
+@pytest.mark.parametrize("gating", ["none", "scalar"])
+def test_projections_of_other_heads_are_refused(gating):
+    q, k, v, o = modules()
+    x = torch.randn(1, 3, WIDTH, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"k_proj must project to 24, 4 heads of 6, .* it projects to 12"):
+        around(q, k, v, o, gating=gating, key_value_heads=None)(x)
+    with pytest.raises(ValueError, match=r"q_proj must project to 12, 2 heads of 6, .* it projects to 24"):
+        around(q, k, v, o, gating=gating, heads=2)(x)
+    fused = nn.Linear(WIDTH, (HEADS + 2 * KEY_HEADS) * DIM).double()
+    with pytest.raises(ValueError, match=r"qkv_proj must project to 72, 12 heads of 6, .* it projects to 48"):
+        around(fused, None, None, o, gating=gating, key_value_heads=None)(x)
+
+
 @pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
 def test_no_module_takes_the_name_of_an_attribute(kind):
     q, k, v, o = modules()

@@ -91,7 +91,7 @@ class FusedProjections(Projections):
 
     def split(self, joint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (b, t, h, d), k and v (b, t, h_kv, d) of what `joint` returns."""
-        heads = joint.unflatten(-1, (-1, self.head_dim))
+        heads = _by_heads(joint, self.qkv, self.heads + 2 * self.key_value_heads, self.head_dim)
         q, k, v = heads.split([self.heads, self.key_value_heads, self.key_value_heads], dim=2)
         return q, k, v
 
@@ -110,8 +110,23 @@ class SeparateProjections(Projections):
     v: str = "v_proj"
 
     def linear(self, layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, self.head_dim)) for name in (self.q, self.k, self.v))
+        sizes = (self.q, self.heads), (self.k, self.key_value_heads), (self.v, self.key_value_heads)
+        q, k, v = (_by_heads(getattr(layer, name)(x), name, heads, self.head_dim) for name, heads in sizes)
         return q, k, v
+
+
+def _by_heads(y: Tensor, name: str, heads: int, head_dim: int) -> Tensor:
+    """y (…, h d), the output of the projection `name`, as (…, h, d).
+
+    Raises:
+        ValueError: y has another size, as with projections of another layer that has other heads.
+    """
+    if y.shape[-1] != heads * head_dim:
+        raise ValueError(
+            f"{name} must project to {heads * head_dim}, {heads} heads of {head_dim}, as heads, key_value_heads and "
+            f"head_dim say; it projects to {y.shape[-1]}"
+        )
+    return y.unflatten(-1, (heads, head_dim))
 
 
 def _interleaved(x: Tensor) -> Tensor:
