@@ -496,3 +496,15 @@ class TestAsTransformersTestsIt:
         assert out.shape == (4, 14)
         assert len({tuple(row) for row in out.tolist()}) > 1
         assert (out[:, :6] == ids).all()
+
+
+@pytest.mark.parametrize("segments", [[4, 1, 1, 1], pytest.param([2, 1, 1, 3], marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(make, tokens, segments):
+    """A state is smaller than the keys and values of more than 5 tokens."""
+    model, ids, cache = make(), tokens(1, 7), SympowCache()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    found = [compiled(part, past_key_values=cache, use_cache=True).logits for part in ids.split(segments, dim=1)]
+    assert_close(torch.cat(found, dim=1), model(ids, use_cache=False).logits, 1e-9, "logits")
+    assert cache.state[0].kv is not None

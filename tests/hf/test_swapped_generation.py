@@ -406,6 +406,17 @@ def test_a_cache_of_inference_mode_is_used_outside_of_it(swapped, tokens):
     assert_close(found, expected[:, 6:], 1e-9, "logits")
 
 
+@pytest.mark.parametrize("segments", [[18, 1, 1, 1], pytest.param([16, 1, 1, 4], marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(swapped, tokens, segments):
+    """A state is smaller than the keys and values of more than 19 tokens."""
+    model, ids = swapped(layers=[0, 2]), tokens(1, sum(segments))
+    torch.compiler.reset()
+    found, cache = read(torch.compile(model, backend="eager"), ids, segments, DynamicCache(config=model.config))
+    assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
+    assert cache.layers[0].past.kv is not None
+
+
 @torch.no_grad()
 def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
     model, ids = swapped(layers=[1]), tokens(1, 4)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy, DecodingCache, Model, fold, prefill_state
 from sympow.layers.mixers import LayerCache, LayerState
 from sympow.model.gpt import ModelState
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -117,8 +120,10 @@ class SympowCache(Cache):
                 raise ValueError(
                     "cache_policy='keys' is for calls under torch.no_grad(): only states support gradients"
                 )
-            return None if state is None else fold(state)
-        return prefill_state(model, state, batch, tokens, self.cache_policy)
+            return None if state is None else uncompiled(fold, state)
+        if state is None:
+            return prefill_state(model, state, batch, tokens, self.cache_policy)
+        return uncompiled(prefill_state, model, state, batch, tokens, self.cache_policy)
 
     def advance(self, state: ModelState, segment: Segment) -> None:
         """Replaces the state by the one after a segment of tokens that the model has prefilled."""
@@ -158,7 +163,7 @@ class SympowCache(Cache):
     def _closed(self) -> ModelState | None:
         """The state, after converting a `DecodingCache` to one."""
         if self._decoding is not None:
-            self._state, self._decoding = self._decoding.close(), None
+            self._state, self._decoding = uncompiled(self._decoding.close), None
         return self._state
 
     def __deepcopy__(self, seen: dict[int, Any]) -> SympowCache:
@@ -294,6 +299,22 @@ class SympowCache(Cache):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(length={self._length}, nbytes={self.nbytes})"
+
+
+def uncompiled(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls a function outside of graphs of torch.compile, in which windows neither count steps nor fold."""
+    # Without a graph to leave, decoding steps need not pay for torch.compiler.disable.
+    if not torch.compiler.is_compiling():
+        return function(*arguments)
+    result: Result = _call_uncompiled(function, *arguments)
+    return result
+
+
+def _call(function: Callable[..., Result], *arguments: Any) -> Result:
+    return function(*arguments)
+
+
+_call_uncompiled: Any = torch.compiler.disable(_call)
 
 
 def _select(state: ModelState, indices: Tensor) -> ModelState:

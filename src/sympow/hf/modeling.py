@@ -27,7 +27,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import logging
 
-from sympow.hf.cache import Segment, SympowCache
+from sympow.hf.cache import Segment, SympowCache, uncompiled
 from sympow.hf.config import SympowConfig
 from sympow.hf.packing import check_continuation, packed_offsets
 from sympow.hf.registration import publish
@@ -199,7 +199,7 @@ class SympowModel(SympowPreTrainedModel):
             cache.catch_up(state)
         one_more = cache is not None and cache.can_step and shape[1] == 1 and bool(use_cache) and mask is None
         if cache is not None and one_more and not torch.is_grad_enabled():
-            x, hidden = self._step(inputs_embeds, cache, bool(output_hidden_states))
+            x, hidden = uncompiled(self._step, inputs_embeds, cache, bool(output_hidden_states))
             after = None
         else:
             before = None if cache is None else cache.start(self, *shape)

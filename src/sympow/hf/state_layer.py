@@ -11,7 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from sympow.generation.cache import CachePolicy, Room, closed, empty_window
-from sympow.hf.cache import Segment
+from sympow.hf.cache import Segment, uncompiled
 from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache
 from sympow.ops.state import State
@@ -61,11 +61,11 @@ class StateLayer(CacheLayerMixin):
                 raise ValueError(
                     "cache_policy='keys' is for calls under torch.no_grad(): only states support gradients"
                 )
-            return self.past.folded() if isinstance(self.past, Window) else self.past
+            return uncompiled(self.past.folded) if isinstance(self.past, Window) else self.past
         tokens, keys_only = x.shape[1], self.cache_policy == "keys"
         if isinstance(self.past, Window):
             outgrown = self.past.tokens + tokens > self.past.break_even_tokens
-            return self.past.folded() if outgrown and not keys_only else self.past
+            return uncompiled(self.past.folded) if outgrown and not keys_only else self.past
         if self.past is None and self.cache_policy != "state":
             window = empty_window(layer, x.shape[0], _activation_dtype(x), x.device)
             return window if keys_only or tokens <= window.break_even_tokens else None
@@ -122,7 +122,7 @@ class StateLayer(CacheLayerMixin):
         """Turns an open window into what `start` may return."""
         if self._open:
             assert isinstance(self.past, Window)
-            past = closed(self.past)
+            past = uncompiled(closed, self.past)
             assert isinstance(past, State | Window)
             self.past, self._open = past, False
 

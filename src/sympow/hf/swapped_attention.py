@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sympow.generation.cache import CachePolicy
+from sympow.hf.cache import uncompiled
 from sympow.hf.packing import check_continuation, packed_offsets
-from sympow.hf.state_layer import prefetch_next, state_layer
+from sympow.hf.state_layer import StateLayer, prefetch_next, state_layer
 from sympow.layers.mixers import ConformalAttention
 from sympow.ops.state import State
 from sympow.ops.window import Window
@@ -82,11 +83,15 @@ class SwappedAttention(ConformalAttention):
             assert isinstance(after, State | Window)
             layer.catch_up(after)
         if x.shape[1] == 1 and mask is None and layer.can_step and not torch.is_grad_enabled():
-            return self.step(x, layer.step(self, x)), None
+            return uncompiled(self._decode, x, layer), None
         y, after = super().forward(x, layer.start(self, x), return_state=True, mask=mask)
         assert isinstance(after, State | Window)
         layer.advance(after, x, mask)
         return y, None
+
+    def _decode(self, x: Tensor, layer: StateLayer) -> Tensor:
+        """(b, 1, width) of one token, x (b, 1, width), which is added to the past."""
+        return self.step(x, layer.step(self, x))
 
 
 # Attribute of base models that says whether all of their layers were swapped.
