@@ -11,7 +11,7 @@ from sympow.experiments.grid import heldout_loss
 
 # Tokens of a batch and steps by scale: all switches, then some of them in larger batches. At scale small these are one
 # pass over the books' 47.6 million training tokens, and four. Half as many steps of the larger batches are too few: the
-# loss stays near 5.4 until a model has learned to attend, and after 176 steps two runs of a variant differ by 0.1,
+# loss falls slowly until a model has learned to attend, and after 176 steps two runs of a variant differ by 0.1,
 # depending on when each got past that.
 SIZES = {
     "cpu": ((4_096, 6), (16_384, 3)),
