@@ -203,7 +203,7 @@ class Simulation:
 
 def simulate(kernels: Kernels, machine: Machine) -> list[Step]:
     """All methods, contexts and numbers of GPUs."""
-    simulation = Simulation(kernels, machine, GPTConfig.preset("gpt2-124m"))
+    simulation = Simulation(kernels, machine, GPTConfig.preset("gpt2-124m", rotary="scale"))
     per_token = 1 / 65_536
     quadratic, quartic = LayerShape(), LayerShape(power=4)
     # Assumes that kernels for p = 4 are as fast per feature as those for p = 2. For heads of 64 there are none.

@@ -109,7 +109,7 @@ def a_server(options: argparse.Namespace) -> Iterator[tuple[str, int | None]]:
 
 def random_model(folder: Path, preset: str) -> Path:
     torch.manual_seed(0)
-    config = GPTConfig.preset(preset, vocab_size=ByteTokenizer.vocab_size)
+    config = GPTConfig.preset(preset, vocab_size=ByteTokenizer.vocab_size, rotary="scale")
     save_model(folder, config, GPT(config).state_dict())
     ByteTokenizer().save(folder)
     return folder
@@ -252,7 +252,7 @@ def an_engine(options: argparse.Namespace) -> Engine:
     torch.manual_seed(0)
     shape = {"vocab_size": options.vocabulary, "layers": options.layers, "width": options.width, "heads": options.heads}
     with torch.device(options.device):
-        model = GPT(GPTConfig(**shape)).to(getattr(torch, options.dtype)).eval()
+        model = GPT(GPTConfig(**shape, rotary="scale")).to(getattr(torch, options.dtype)).eval()
     engine = Engine(TextModel(model, IdTokenizer(options.vocabulary)), options.slots, max_queue=2**16)
     engine.warm_up()
     return engine

@@ -37,7 +37,7 @@ def character_tokenizer() -> JsonTokenizer:
 def save_tiny_model(folder: Path) -> None:
     """A model with random weights, large enough that its choices are clear."""
     tokenizer = character_tokenizer()
-    config = GPTConfig(vocab_size=tokenizer.vocab_size, layers=2, width=32, heads=2)
+    config = GPTConfig(vocab_size=tokenizer.vocab_size, layers=2, width=32, heads=2, rotary="scale")
     torch.manual_seed(0)
     model = GPT(config)
     with torch.no_grad():

@@ -167,7 +167,7 @@ def test_no_garbage_is_collected_during_a_capture(monkeypatch, fails):
 
 def test_decoding_goes_on_where_captures_fail(monkeypatch):
     torch.manual_seed(0)
-    model = GPT(GPTConfig.preset("byte-400k")).eval()
+    model = GPT(GPTConfig.preset("byte-400k", rotary="scale")).eval()
     tokens = torch.randint(256, (2, 300))
     prefix = Prefix.prefill(model, tokens[:, :20], cache_policy="state")
     expected, _ = decode(model, prefix, tokens[:, 20:], cache_policy="state")
@@ -186,7 +186,7 @@ def test_decoding_goes_on_where_captures_fail(monkeypatch):
 def test_a_decoder_that_is_dropped_is_freed_at_once(monkeypatch):
     """Not when garbage is collected, for its caches may take most of a device's memory."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig.preset("byte-400k")).eval()
+    model = GPT(GPTConfig.preset("byte-400k", rotary="scale")).eval()
     prefix = Prefix.prefill(model, torch.randint(256, (1, 20)), cache_policy="state")
     FakeDevice(monkeypatch)
     decoder = Decoder(model, prefix, cache_policy="state")

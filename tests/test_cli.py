@@ -45,7 +45,7 @@ def invoke(*arguments: str):
 
 @pytest.mark.parametrize(("power", "sizes"), [("2", ("78 MB", "39 MB")), ("4", ("29 GB", "14 GB"))])
 def test_info_prints_the_papers_numbers_and_what_is_kept(power, sizes):
-    result = invoke("gpt2-124m", "--power", power)
+    result = invoke("gpt2-124m", "--power", power, "--rotary", "scale")
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "state per sequence" in line]
     for line, words, size in zip(lines, ("float32 (as kept in memory)", "bfloat16 (as the paper"), sizes, strict=True):

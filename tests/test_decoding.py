@@ -34,6 +34,7 @@ PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torc
 def make(seed=0, dtype=torch.float64, **changes) -> GPT:
     """A small model with data-dependent gates and rotations."""
     shape = {"vocab_size": VOCABULARY, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "max_document": 100}
+    shape["rotary"] = "scale"
     torch.manual_seed(seed)
     model = GPT(GPTConfig(**{**shape, **changes})).to(dtype).eval()
     with torch.no_grad():

@@ -12,7 +12,7 @@ from support import FORMS, assert_close, gradients, interpreted, random_inputs, 
 from sympow import GPT, GPTConfig
 
 LENGTHS = (5, 9, 33, 300)
-SMALL = {"vocab_size": 50, "layers": 1, "width": 16, "heads": 4, "key_value_heads": 2}
+SMALL = {"vocab_size": 50, "layers": 1, "width": 16, "heads": 4, "key_value_heads": 2, "rotary": "scale"}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_a_model_trains_at_all_lengths_compiled_once():
 @torch.no_grad()
 def test_kernels_are_compiled_once_for_all_lengths(form):
     pytest.importorskip("triton", reason="needs Triton")
-    layer = sympow.ConformalAttention(64, 2, form=form, backend="triton")
+    layer = sympow.ConformalAttention(64, 2, rotary="scale", form=form, backend="triton")
     call = compiled(lambda x: layer(x, return_state=False)[0], dynamic=True)
     for length in (65, 130, 200):
         x = torch.randn(1, length, 64, generator=torch.Generator().manual_seed(length))
@@ -154,7 +154,7 @@ def test_training_on_a_gpu_is_compiled_once_for_all_lengths(dtype, backend):
 def test_a_layer_is_exported_for_all_lengths(form, strict, return_state):
     """The program has PyTorch's own operators only, so that it runs where this package is not installed."""
     torch.manual_seed(0)
-    layer = sympow.ConformalAttention(16, 4, key_value_heads=2, form=form).double()
+    layer = sympow.ConformalAttention(16, 4, key_value_heads=2, rotary="scale", form=form).double()
     axes = {"x": {0: Dim("batch"), 1: Dim("t")}, "return_state": None}
     example = {"x": torch.randn(3, 7, 16, dtype=torch.float64), "return_state": return_state}
     program = torch.export.export(layer, (), example, dynamic_shapes=axes, strict=strict)

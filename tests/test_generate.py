@@ -25,7 +25,9 @@ KINDS = [("sympow", 2), ("sympow", 4), ("softmax", 2)]
 
 def make(mixer, power):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=VOCABULARY, layers=2, width=16, heads=2, mixer=mixer, power=power)).double()
+    model = GPT(
+        GPTConfig(vocab_size=VOCABULARY, layers=2, width=16, heads=2, mixer=mixer, power=power, rotary="scale")
+    ).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.2 * torch.randn_like(parameter)  # far from uniform, so that choices differ

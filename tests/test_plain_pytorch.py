@@ -71,7 +71,7 @@ class Nothing:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gates_of_a_step(claimed_gpu, backend):
-    layer = ConformalAttention(64, 4, backend=backend).to(torch.bfloat16)
+    layer = ConformalAttention(64, 4, rotary="scale", backend=backend).to(torch.bfloat16)
     x = torch.zeros(2, 1, 64, dtype=torch.bfloat16)
     with torch.no_grad(), kernel_expected(backend):
         assert layer.step(x, Nothing()).shape == x.shape
@@ -88,7 +88,7 @@ def test_a_loss(claimed_gpu, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_loss_of_a_model(claimed_gpu, backend):
     """Training passes the model's backend on to its loss."""
-    model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=1, width=8, heads=2, backend="torch"))
+    model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=1, width=8, heads=2, rotary="scale", backend="torch"))
     object.__setattr__(model.config, "backend", backend)  # of the loss alone
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     with kernel_expected(backend):

@@ -201,7 +201,7 @@ def test_stop_strings_that_end_no_text_are_refused(stop, error, message):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=257, layers=2, width=16, heads=2)
+    config = GPTConfig(vocab_size=257, layers=2, width=16, heads=2, rotary="scale")
     model = GPT(config)
     with torch.no_grad():
         for parameter in model.parameters():

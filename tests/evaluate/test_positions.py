@@ -13,7 +13,7 @@ LENGTH = 40
 @pytest.fixture(scope="module", params=["sympow", "softmax"])
 def model(request):
     torch.manual_seed(0)
-    return GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2, mixer=request.param)).double()
+    return GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2, mixer=request.param, rotary="scale")).double()
 
 
 def documents(count, length=LENGTH):

@@ -20,7 +20,7 @@ VOCABULARY = Vocabulary(np.arange(0, 20), np.arange(20, 40), boundary=40)
 @pytest.mark.parametrize("segment_size", [3, 100])
 def test_answers_are_scored_as_a_forward_pass_scores_them(segment_size):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2))
+    model = GPT(GPTConfig(vocab_size=17, layers=2, width=16, heads=2, rotary="scale"))
     tokens, places = torch.randint(17, (3, 12)), torch.tensor([1, 4, 11])
     found = score_answers(model, tokens, places, segment_size=segment_size)
     logits = model(tokens)[0].detach()[:, places - 1]

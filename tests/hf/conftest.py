@@ -8,6 +8,7 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 100,
+    "rotary": "scale",
 }
 
 

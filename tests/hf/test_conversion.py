@@ -41,7 +41,9 @@ CONFIGS = [
 
 def native(**changes):
     torch.manual_seed(0)
-    config = GPTConfig(**{"vocab_size": 257, "layers": 2, "width": 16, "heads": 4, "max_document": 100, **changes})
+    config = GPTConfig(
+        **{"vocab_size": 257, "layers": 2, "width": 16, "heads": 4, "rotary": "scale", "max_document": 100, **changes}
+    )
     model = GPT(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():

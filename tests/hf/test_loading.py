@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from support import assert_close
-from sympow import hf, rotary_rates
+from sympow import GPTConfig, hf, rotary_rates
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel, registration
 from sympow.hf.config import check_version
 
@@ -211,6 +211,7 @@ def test_a_config_has_the_shape_of_its_heads():
     """Inference servers, quantizers and memory estimators read them from the config."""
     config = SympowConfig(hidden_size=64, num_attention_heads=4)
     assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert config.rotary == GPTConfig().rotary == "fixed"
     grouped = SympowConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
     assert (grouped.num_key_value_heads, grouped.head_dim) == (2, 32)
     assert SympowConfig.from_dict(config.to_dict()).to_dict() == config.to_dict()

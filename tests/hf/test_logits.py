@@ -135,7 +135,7 @@ def test_logits_and_state_are_the_native_models(tokens):
     from sympow import GPT, GPTConfig
 
     torch.manual_seed(0)
-    native = GPT(GPTConfig(vocab_size=50, layers=2, width=16, heads=4, max_document=100))
+    native = GPT(GPTConfig(vocab_size=50, layers=2, width=16, heads=4, rotary="scale", max_document=100))
     model, ids = from_native(native), tokens()
     expected, state = native(ids)
     out = model(ids)
@@ -290,7 +290,9 @@ def test_a_fresh_model_starts_as_a_native_one():
     assert torch.equal(
         block.mixer.rotation.theta.double(), block.mixer.rotation.initial(torch.device("cpu")).float().double()
     )
-    scalar = SympowForCausalLM(SympowConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)).model.blocks[0]
+    scalar = SympowForCausalLM(
+        SympowConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, rotary="scale")
+    ).model.blocks[0]
     assert not scalar.mixer.rotation.beta_proj.weight.any()
     assert scalar.mixer.gate.gamma_proj.bias.tolist() == pytest.approx([6.906768] * 2)
 

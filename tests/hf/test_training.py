@@ -77,7 +77,13 @@ def test_the_trainer_fine_tunes(tmp_path, checkpointing):
     torch.manual_seed(0)
     tokenizer = to_fast_tokenizer(ByteTokenizer())
     config = SympowConfig(
-        vocab_size=257, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=256, eos_token_id=256
+        vocab_size=257,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        rotary="scale",
+        pad_token_id=256,
+        eos_token_id=256,
     )
     texts = ["ab" * 12, "abab" * 3, "ba" * 9, "ab" * 5] * 4
     arguments = TrainingArguments(

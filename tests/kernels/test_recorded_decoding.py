@@ -72,7 +72,8 @@ def replays(monkeypatch):
 def test_replayed_steps_give_the_logits_of_the_forward_pass(replays, cache_policy, options):
     torch.manual_seed(0)
     how = {"backend": "triton", "form": "attention"} if "power" in options else {}
-    model = GPT(GPTConfig(vocab_size=VOCABULARY, layers=1, width=12, heads=2, max_document=50, **options, **how)).eval()
+    shape = {"vocab_size": VOCABULARY, "layers": 1, "width": 12, "heads": 2, "rotary": "scale", "max_document": 50}
+    model = GPT(GPTConfig(**shape, **options, **how)).eval()
     for parameter in model.blocks.parameters():
         parameter += 0.1 * torch.randn_like(parameter)
     tokens = torch.randint(VOCABULARY, (1, 20))

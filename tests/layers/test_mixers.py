@@ -13,7 +13,7 @@ WIDTH = 16
 def make(kind, **options):
     """A layer in float64 whose gates and rotations depend on the data."""
     torch.manual_seed(0)
-    layer = kind(WIDTH, 4, **options).double()
+    layer = kind(WIDTH, 4, **{"rotary": "scale", **options}).double()
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return layer

@@ -111,7 +111,7 @@ def test_adapters_count_in_every_path(device, steps):
     """Also in the fused projection and in the decoding kernel, which use weights and do not call modules."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(1)
-    layer = ConformalAttention(128, 2).to(device)
+    layer = ConformalAttention(128, 2, rotary="scale").to(device)
     layer.qkv_proj.to(dtype), layer.out_proj.to(dtype)
     x = torch.randn(2, 20, 128, device=device).to(dtype)
 

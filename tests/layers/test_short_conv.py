@@ -34,7 +34,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 
 def make_layer(kind: type[Mixer] = ConformalAttention, **options: object) -> Mixer:
     torch.manual_seed(0)
-    chosen = {"heads": 4, "key_value_heads": 2, "short_conv": TAPS, **options}
+    chosen = {"heads": 4, "key_value_heads": 2, "short_conv": TAPS, "rotary": "scale", **options}
     layer = kind(WIDTH, **chosen).double()  # type: ignore[arg-type]
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -95,9 +95,9 @@ def test_padding_anywhere_is_skipped():
 
 def test_identity_at_first_so_that_the_layer_is_the_one_without():
     torch.manual_seed(0)
-    with_conv = ConformalAttention(WIDTH, 4, short_conv=TAPS)
+    with_conv = ConformalAttention(WIDTH, 4, rotary="scale", short_conv=TAPS)
     torch.manual_seed(0)
-    without = ConformalAttention(WIDTH, 4)
+    without = ConformalAttention(WIDTH, 4, rotary="scale")
     x = torch.randn(1, LENGTH, WIDTH)
     assert torch.equal(with_conv(x)[0], without(x)[0])
     with_conv(x)[0].square().sum().backward()

@@ -6,8 +6,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import assert_close
-from sympow import GPT, GPTConfig, rotary_rates
+from sympow import GPT, ConformalAttention, GPTConfig, rotary_rates
 from sympow.layers.precision import ConstantTable
+from sympow.layers.rotations import FixedRotation
 from sympow.model.accounting import (
     count_parameters,
     crossover,
@@ -19,11 +20,13 @@ from sympow.model.accounting import (
 from sympow.model.config import PRESETS
 
 SMALL = {"vocab_size": 50, "layers": 2, "width": 16, "heads": 4, "max_document": 100}
+# With every kind of parameter that the paper's models have.
+CONFORMAL = {**SMALL, "rotary": "scale"}
 
 
 def make(**changes) -> GPT:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**{**SMALL, **changes})).double()
+    model = GPT(GPTConfig(**{**CONFORMAL, **changes})).double()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
@@ -115,7 +118,7 @@ def test_logits_are_features_times_the_tied_embedding():
 def test_a_model_learns_to_repeat():
     """A period longer than a bigram can predict, learned through attention within a few steps."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=4, layers=2, width=32, heads=2, max_document=64))
+    model = GPT(GPTConfig(vocab_size=4, layers=2, width=32, heads=2, rotary="scale", max_document=64))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     losses = []
     for _ in range(120):
@@ -133,7 +136,7 @@ def test_a_model_learns_to_repeat():
 
 
 def test_initialization_follows_gpt2():
-    model = GPT(GPTConfig(vocab_size=256, layers=4, width=128, heads=4))
+    model = GPT(GPTConfig(vocab_size=256, layers=4, width=128, heads=4, rotary="scale"))
     block = model.blocks[0]
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert block.mixer.qkv_proj.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -163,7 +166,7 @@ def test_a_model_made_on_the_meta_device_starts_like_any_other():
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_load_into_a_model_made_on_the_meta_device(assign):
-    config = GPTConfig(**SMALL, gating="fixed")
+    config = GPTConfig(**CONFORMAL, gating="fixed")
     original = GPT(config)
     with torch.device("meta"):
         model = GPT(config)
@@ -174,7 +177,7 @@ def test_weights_load_into_a_model_made_on_the_meta_device(assign):
 
 
 def test_constants_survive_copies_and_casts():
-    model = GPT(GPTConfig(**SMALL))
+    model = GPT(GPTConfig(**CONFORMAL))
     model(tokens())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).half().float()):
         rates = other.blocks[0].mixer.rotation.rates(torch.device("cpu"))
@@ -190,7 +193,7 @@ def test_constants_do_not_outlive_a_trace():
 
 def test_shapes_can_be_found_without_numbers():
     with torch.device("meta"):
-        model = GPT(GPTConfig(**SMALL))
+        model = GPT(GPTConfig(**CONFORMAL))
         logits, state = model(torch.zeros(2, 7, dtype=torch.int64))
     assert logits.shape == (2, 7, 50)
     assert state[0].kv.shape == (2, 4, 10, 4)
@@ -218,7 +221,7 @@ class TestTheNumbersOfThePaper:
         assert count.base == gpt2_without_positions + 2 * 768  # the LayerNorm after the embedding
 
     def test_overheads_of_gating_and_rotary(self):
-        count = count_parameters(GPTConfig.preset("gpt2-124m"))
+        count = count_parameters(GPTConfig.preset("gpt2-124m", rotary="scale"))
         assert round(100 * count.gating_overhead, 2) == 0.09
         assert round(100 * count.total_overhead, 2) == 0.18
 
@@ -253,6 +256,10 @@ class TestTheNumbersOfThePaper:
 
 
 class TestConfig:
+    def test_rope_is_the_default(self):
+        assert GPTConfig().rotary == "fixed"
+        assert isinstance(ConformalAttention(16, 2).rotation, FixedRotation)
+
     def test_presets_build_what_their_names_say(self):
         for name, size in (("gpt2-124m", 124e6), ("byte-11m", 11e6), ("byte-400k", 0.4e6)):
             assert count_parameters(PRESETS[name]).total == pytest.approx(size, rel=0.1)

@@ -17,7 +17,8 @@ from sympow.model.gpt import GPT
 from sympow.train.config import OptimizerConfig, TrainConfig
 from sympow.train.optimizer import make_optimizer
 
-CONFIG = GPTConfig(vocab_size=50, layers=2, width=16, heads=4, key_value_heads=2, max_document=100, short_conv=4)
+SHAPE = {"layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "max_document": 100}
+CONFIG = GPTConfig(vocab_size=50, **SHAPE, rotary="scale", short_conv=4)
 KINDS = [{}, {"gating": "none", "rotary": "none"}, {"mixer": "softmax"}]
 
 

@@ -252,7 +252,9 @@ def softmax_compare(group, seed):
 def model_logits(group, mixer):
     """Compares a model on shards of packed documents with one process: logits and gradients of parameters."""
     torch.manual_seed(0)
-    model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer)).double()
+    model = sympow.GPT(
+        sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer, rotary="scale")
+    ).double()
     tokens = torch.randint(13, (1, 19), generator=torch.Generator().manual_seed(1))
     cu_seqlens = torch.tensor([0, 4, 15, 19])
     expected, _ = model(tokens, return_state=False, cu_seqlens=cu_seqlens)
@@ -271,7 +273,9 @@ def model_logits(group, mixer):
 def evaluation(group, mixer, segment_size, length):
     """Compares losses by position of sharded documents with those of one process."""
     torch.manual_seed(0)
-    model = sympow.GPT(sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer)).double()
+    model = sympow.GPT(
+        sympow.GPTConfig(vocab_size=13, layers=2, width=16, heads=2, mixer=mixer, rotary="scale")
+    ).double()
     generator = torch.Generator().manual_seed(1)
     documents = [tuple(torch.randint(13, (2, 1, length), generator=generator)) for _ in range(2)]
     together = loss_by_position(model, documents, segment_size=segment_size, group=group)

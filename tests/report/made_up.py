@@ -21,10 +21,11 @@ def write_run(folder, losses, *, lines=None, evaluation=None, probes=None, head_
         evaluation: the loss at each position.
         probes: further entries of the evaluation.
         head_table: quantities by layer and head.
-        changes: settings that differ from the config's defaults; `steps` is the number of losses by default.
+        changes: settings that differ from the config's defaults; `steps` is the number of losses by default, and
+            the model is conformal.
     """
     folder.mkdir(parents=True)
-    changes = {"steps": len(losses), "context": 64, "batch_tokens": 128, **changes}
+    changes = {"steps": len(losses), "rotary": "scale", "context": 64, "batch_tokens": 128, **changes}
     (folder / "config.yaml").write_text(TrainConfig().changed(**changes).to_yaml())
     with (folder / "metrics.jsonl").open("w") as file:
         for step, loss in enumerate(losses, start=1):

@@ -31,6 +31,7 @@ TOKENS = 50
 def lively_model(**changes):
     """A small model with data-dependent gates and rotations."""
     settings = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "head_dim": 8}
+    settings["rotary"] = "scale"
     torch.manual_seed(0)
     model = GPT(GPTConfig(**{**settings, **changes}))
     with torch.no_grad():

@@ -26,7 +26,7 @@ LENGTH = 48
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     for name, mixer in (("first", "sympow"), ("second", "softmax")):
-        config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, mixer=mixer)
+        config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, mixer=mixer, rotary="scale")
         save_model(folder / name / "model", config, GPT(config).state_dict())
         ByteTokenizer().save(folder / name / "model")
         trained_on("stdlib", context=64).save(folder / name / "model")
@@ -40,7 +40,7 @@ def trained_on(data, **changes):
 
 def make_model(folder, data=None, **changes):
     """A run's model folder, with or without a record of what it was trained on."""
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder, config, GPT(config).state_dict())
     ByteTokenizer().save(folder)
     if data is not None:

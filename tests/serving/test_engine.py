@@ -48,7 +48,7 @@ SETTINGS = (
 def text_model(seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> TextModel:
     """A small model whose outputs depend on all of the text, and vary."""
     torch.manual_seed(seed)
-    shape = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 2, "key_value_heads": 1}
+    shape = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 2, "key_value_heads": 1, "rotary": "scale"}
     model = GPT(GPTConfig(**(shape | config)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

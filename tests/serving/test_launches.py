@@ -55,7 +55,7 @@ def device(monkeypatch):
 
 def an_engine(**options) -> Engine:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=257, layers=1, width=16, heads=2)).double().eval()
+    model = GPT(GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")).double().eval()
     return Engine(TextModel(model, ByteTokenizer()), 2, segment_size=8, prefix_cache_bytes=0, **options)
 
 

@@ -41,7 +41,7 @@ SEGMENT = 20
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> GPT:
     torch.manual_seed(seed)
-    shape = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 2, "key_value_heads": 1}
+    shape = {"vocab_size": 257, "layers": 2, "width": 16, "heads": 2, "key_value_heads": 1, "rotary": "scale"}
     model = GPT(GPTConfig(**(shape | config)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -33,7 +33,11 @@ SEGMENT = 600
 
 def make(dtype=torch.bfloat16, **changes) -> GPT:
     torch.manual_seed(0)
-    model = GPT(GPTConfig(**{"vocab_size": VOCABULARY, "layers": 2, "width": 128, "max_document": 1_000, **changes}))
+    model = GPT(
+        GPTConfig(
+            **{"vocab_size": VOCABULARY, "layers": 2, "width": 128, "rotary": "scale", "max_document": 1_000, **changes}
+        )
+    )
     with torch.no_grad():
         for parameter in model.blocks.parameters():
             parameter += 0.05 * torch.randn_like(parameter)

@@ -27,6 +27,7 @@ TINY = {
     "layers": 1,
     "width": 32,
     "heads": 2,
+    "rotary": "scale",
     "context": 32,
     "batch_tokens": 192,
     "learning_rate": 3e-3,

@@ -7,7 +7,7 @@ from sympow import GPT, GPTConfig
 from sympow.layers import make_rotation
 from sympow.model.storage import load_model
 from sympow.train import train
-from sympow.train.config import OptimizerConfig
+from sympow.train.config import OptimizerConfig, TrainConfig
 from sympow.train.optimizer import set_up_rotations
 
 
@@ -56,6 +56,18 @@ def test_a_model_without_such_rotations_is_left_as_it_is():
     plain, changed = model("learned"), model("learned")
     set_up_rotations(changed, OptimizerConfig(rotation_init=0.5, rotation_gradient=0.0))
     assert all(torch.equal(one, other) for one, other in zip(plain.parameters(), changed.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("rotary", ["none", "fixed", "learned"])
+@pytest.mark.parametrize("setting", [{"rotation_rate": 0.1}, {"rotation_gradient": 0.01}, {"rotation_init": 0.5}])
+def test_settings_of_data_dependent_rotations_are_refused_for_others(rotary, setting):
+    ((name, value),) = setting.items()
+    with pytest.raises(
+        ValueError, match=rf"{name} is for rotations that depend on the data.*; got {value} with rotary="
+    ):
+        TrainConfig().changed(rotary=rotary, **setting)
+    for kind in ("scale", "pair-step", "grid"):
+        assert TrainConfig().changed(rotary=kind, **setting).settings()[name] == value
 
 
 def test_training_uses_the_settings(tiny, tmp_path):

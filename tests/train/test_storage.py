@@ -10,7 +10,7 @@ from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.model.storage import load_model, save_model
 
-CONFIG = GPTConfig(vocab_size=19, layers=2, width=16, heads=2, max_document=64)
+CONFIG = GPTConfig(vocab_size=19, layers=2, width=16, heads=2, rotary="scale", max_document=64)
 
 
 @pytest.fixture

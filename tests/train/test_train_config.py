@@ -118,7 +118,7 @@ def test_every_field_has_a_line_of_help():
 
 def test_the_preset_of_the_paper_is_its_recipe():
     config = PRESETS["paper"]()
-    assert config.model == GPTConfig.preset("gpt2-124m")
+    assert config.model == GPTConfig.preset("gpt2-124m", rotary="scale")
     assert (config.model.layers, config.model.heads, config.model.width) == (12, 12, 768)
     assert (config.model.power, config.model.gating, config.model.rotary) == (2, "scalar", "scale")
     assert (config.run.batch_tokens, config.run.precision, config.run.steps) == (524_288, "bf16", 100_000)

@@ -116,7 +116,7 @@ class SympowConfig(PreTrainedConfig):
         mixer: str = "sympow",
         power: int = 2,
         gating: str = "scalar",
-        rotary: str = "scale",
+        rotary: str = "fixed",
         max_position_embeddings: int = 65_536,
         max_rate: float = MAX_RATE,
         use_bias: bool = True,

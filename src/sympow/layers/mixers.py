@@ -84,7 +84,7 @@ class Mixer(nn.Module, ABC):
         key_value_heads: h_kv, a divisor of heads; None: as many as heads.
         head_dim: size of queries, keys and values; None: width / heads.
         gating: one of `GATES` (`sympow.layers.gates`); "scalar" is the paper's.
-        rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "scale" is the paper's.
+        rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "fixed" is RoPE, "scale" the paper's.
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
         bias: whether the projections to queries, keys, values and back have biases.
@@ -114,7 +114,7 @@ class Mixer(nn.Module, ABC):
         key_value_heads: int | None = None,
         head_dim: int | None = None,
         gating: str = "scalar",
-        rotary: str = "scale",
+        rotary: str = "fixed",
         max_document: int = 65_536,
         max_rate: float = MAX_RATE,
         bias: bool = True,
@@ -381,7 +381,7 @@ class Mixer(nn.Module, ABC):
 
 
 class ConformalAttention(Mixer):
-    """Symmetric power attention with learned gating and rotation: conformal-sympow (paper §3.3).
+    """Symmetric power attention with gates and RoPE; with `rotary="scale"`, conformal-sympow (paper §3.3).
 
     Args:
         power: p, even.

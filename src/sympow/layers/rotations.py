@@ -244,6 +244,8 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "grid": partial(SignedRotation, divisions=GRID),
 }
 ROTATIONS = ("none", *_MAKERS)
+# Kinds with a β or an angle that depends on the token.
+DATA_DEPENDENT = tuple(kind for kind in _MAKERS if kind not in ("fixed", "learned"))
 # Kinds that turn half of the pairs by angles of their own instead of scaling the rates of all pairs.
 TURNING = ("signed", "grid")
 # Kinds that start from given rates in all pairs, such as those of a pretrained model.

@@ -40,8 +40,8 @@ class GPTConfig:
         mixer: "sympow" or "softmax".
         power: p of the sympow mixer; even.
         gating: "none", "fixed", "learned", "scalar" (the paper's), "vector", "clamped" or "half".
-        rotary: "none", "fixed", "learned", "scale" (the paper's), "pairs", "step", "pair-step", "half", "signed" or
-            "grid".
+        rotary: "none", "fixed" (RoPE), "learned", "scale" (the paper's), "pairs", "step", "pair-step", "half",
+            "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
         bias: whether linear maps have biases, as in GPT-2.
@@ -63,7 +63,7 @@ class GPTConfig:
     power: int = 2
     gating: Literal["none", "fixed", "learned", "scalar", "vector", "clamped", "half"] = "scalar"
     rotary: Literal["none", "fixed", "learned", "scale", "pairs", "step", "pair-step", "half", "signed", "grid"] = (
-        "scale"
+        "fixed"
     )
     max_document: int = 65_536
     max_rate: float = MAX_RATE
@@ -149,7 +149,8 @@ class GPTConfig:
 
 
 PRESETS: dict[str, GPTConfig] = {
-    # The paper's model (§4): GPT-2 small with rotary positions and a LayerNorm after the embedding.
+    # The paper's model (§4): GPT-2 small with rotary positions and a LayerNorm after the embedding. Its rotation is
+    # that of all models here; the paper's curves are VARIANTS.
     "gpt2-124m": GPTConfig(),
     # Byte-level models for a laptop or a quick look: about 11M and 0.4M parameters.
     "byte-11m": GPTConfig(vocab_size=256, layers=6, width=384, heads=6),

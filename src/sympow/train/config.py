@@ -16,6 +16,7 @@ from typing import Any, Literal, get_type_hints
 from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_str
 from sympow.data.loader import SHORT
 from sympow.extras import require
+from sympow.layers.rotations import DATA_DEPENDENT
 from sympow.model.config import GPTConfig
 from sympow.ops.validation import check_bool, check_positive
 from sympow.parsing import LARGEST_YAML, parse_yaml
@@ -213,6 +214,14 @@ class TrainConfig:
                 f"context_parallel must leave each process a token of the context, {self.data.context}; "
                 f"got {self.run.context_parallel}"
             )
+        if self.model.rotary not in DATA_DEPENDENT:
+            for name in ("rotation_rate", "rotation_gradient", "rotation_init"):
+                value = getattr(self.optimizer, name)
+                if value != OptimizerConfig.__dataclass_fields__[name].default:
+                    raise ValueError(
+                        f"{name} is for rotations that depend on the data, such as rotary='scale'; got {value} with "
+                        f"rotary={self.model.rotary!r}"
+                    )
         if self.run.context_parallel > 1 and self.model.short_conv:
             raise ValueError(
                 f"short_conv is not supported with context_parallel above 1, got {self.model.short_conv} and "
@@ -286,10 +295,11 @@ def laptop() -> TrainConfig:
 def paper() -> TrainConfig:
     """The paper's recipe (§4): GPT-2 124M on LongCrawl64, 524,288 tokens a batch, bf16, Adam, 6e-4, no schedule.
 
-    Only `data`, the address of LongCrawl64, remains to be set.
+    The model is conformal, with the paper's gates and rotation. Only `data`, the address of LongCrawl64, remains to be
+    set.
     """
     return TrainConfig(
-        model=GPTConfig.preset("gpt2-124m"),
+        model=GPTConfig.preset("gpt2-124m", rotary="scale"),
         data=DataConfig(data="longcrawl64", context=4_096, short="refuse"),
         optimizer=OptimizerConfig(learning_rate=6e-4),
         run=RunConfig(steps=100_000, batch_tokens=524_288, precision="bf16", compile=True, save_every=1_000),
