@@ -19,7 +19,7 @@ def run(*arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("books", "heldout"), [(1, "1 documents, 193 tokens"), (3, "1 documents, 9,")])
+@pytest.mark.parametrize(("books", "heldout"), [(1, "1 document, 193 tokens"), (3, "1 document, 9,")])
 def test_books_are_prepared_trained_on_evaluated_and_reported(tmp_path, monkeypatch, books, heldout):
     pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     monkeypatch.chdir(tmp_path)

@@ -102,7 +102,7 @@ def test_a_model_is_compiled_once_for_all_lengths(form, marked):
 
 @pytest.mark.slow
 def test_a_model_trains_at_all_lengths_compiled_once():
-    model = GPT(GPTConfig(**SMALL, gating="vector", rotary="pairs")).double()
+    model = GPT(GPTConfig(**SMALL | {"gating": "vector", "rotary": "pairs"})).double()
     call = compiled(lambda tokens: model(tokens, return_state=False)[0], dynamic=True)
     for length in LENGTHS:
         tokens = torch.randint(50, (2, length), generator=torch.Generator().manual_seed(length))

@@ -64,7 +64,7 @@ def test_too_long_a_stretch_is_refused():
 def test_memory_does_not_depend_on_how_much_is_read():
     """With four times the tokens, up to 65,536, only the stored losses grow: no features are kept per token."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=17, layers=1, width=32, heads=2))
+    model = GPT(GPTConfig(vocab_size=17, layers=1, width=32, heads=2, rotary="scale"))
     peaks = {}
     for length in (16_384, 65_536):
         document = tuple(torch.randint(17, (2, 1, length)))
@@ -79,7 +79,7 @@ def test_memory_does_not_depend_on_how_much_is_read():
 @pytest.mark.gpu
 def test_a_long_document_on_a_gpu_in_pieces_is_that_in_one_pass_in_memory_that_does_not_grow():
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=17, layers=2, width=64, heads=2)).double().cuda()
+    model = GPT(GPTConfig(vocab_size=17, layers=2, width=64, heads=2, rotary="scale")).double().cuda()
     document = torch.randint(17, (2, 1, 65_536))
 
     def read(length, segment_size):

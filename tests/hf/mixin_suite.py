@@ -41,6 +41,7 @@ class SympowTester:
         return SympowConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden_size,
+            rotary="scale",
             num_hidden_layers=self.num_hidden_layers,
             num_attention_heads=self.num_attention_heads,
             num_key_value_heads=2,

@@ -17,7 +17,7 @@ from sympow.model.storage import save_model
 
 @pytest.mark.slow
 def test_two_processes_evaluate_as_one_does(tmp_path):
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
     save_model(tmp_path / "run" / "model", config, GPT(config).state_dict())
     arguments = [
         "evaluate",

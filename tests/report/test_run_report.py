@@ -60,7 +60,7 @@ def small(tmp_path_factory):
                     vocab_size=257,
                     **VARIANTS[name],
                 )
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder / "conformal-32" / "seed0" / "model", config, GPT(config).state_dict())
     ByteTokenizer().save(folder / "conformal-32" / "seed0" / "model")
     return folder
@@ -147,7 +147,7 @@ def test_heads_are_measured_once_and_kept(small, written):
 
 def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     folder = write_run(tmp_path / "run", [3.0], data="gone", layers=1, width=16, heads=2)
-    config = GPTConfig(vocab_size=256, layers=1, width=16, heads=2)
+    config = GPTConfig(vocab_size=256, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder / "model", config, GPT(config).state_dict())
     result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -157,7 +157,7 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
 
 def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", [3.0], data="stdlib", layers=1, width=16, heads=2, vocab_size=257)
-    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder / "model", config, GPT(config).state_dict())
 
     def refuse(*_):
