@@ -100,6 +100,7 @@ def test_a_mask_may_have_columns_for_tokens_to_come(dropped_in, tokens):
     assert torch.equal(model(ids, attention_mask=mask).logits, model(ids).logits)
 
 
+@pytest.mark.slow  # torch.compile of two models
 @pytest.mark.parametrize("kind", ["llama", "mistral-window"])
 @torch.no_grad()
 def test_it_compiles_without_a_cache(dropped_in, tokens, kind):
