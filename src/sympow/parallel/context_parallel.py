@@ -188,9 +188,9 @@ class _Call:
     @cached_property
     def anchor(self) -> Tensor:
         """A tensor that requires a gradient if any tensor of the call does, on whichever rank it is used."""
-        members = [getattr(self.sequence, field.name) for field in fields(self.sequence)]
+        members = [*_arguments(self.sequence).values()]
         if self.initial_state is not None:
-            members += [self.initial_state.kv, self.initial_state.normalizer, self.initial_state.phase]
+            members += self.initial_state._tensors().values()
         return next((x for x in members if isinstance(x, Tensor) and x.requires_grad), self.sequence.k)
 
     @cached_property
