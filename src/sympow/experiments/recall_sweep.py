@@ -100,7 +100,7 @@ class RecallSweep(BaseSweep):
 
     @property
     def training(self) -> dict[str, Any]:
-        return {"weight_decay": self.weight_decay, "autocast": True}
+        return {"weight_decay": self.weight_decay, "autocast": True, "compile": True}
 
     @property
     def state_numbers(self) -> int:

@@ -144,7 +144,8 @@ class StackedShortConvolution(ShortConvolution):
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens is not supported by stacked models with short_conv")
         rows = len(x) // self.members
-        if past is None and mask is None:
+        # The compiler fuses the operations of the general form and of its gradient by itself.
+        if past is None and mask is None and not torch.compiler.is_compiling():
             y = cast("Tensor", _StackedConvolution.apply(x.unflatten(0, (self.members, rows)), self.weight))
             before = self.width - 1
             return y.flatten(0, 1), pad(x[:, -before:], (0, 0, max(0, before - x.shape[1]), 0))
@@ -221,6 +222,17 @@ def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor, positions: Tens
     logits = stacked_logits(stacked, inputs, positions)
     losses = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(inputs), -1)
     return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
+
+
+_compiled_losses = torch.compile(stacked_losses, fullgraph=True)
+
+
+def compiled_losses(stacked: GPT, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    """`stacked_losses`, compiled once for rows of all lengths, with any number of labels."""
+    for x in (inputs, labels, positions):
+        if x is not None:
+            torch._dynamo.maybe_mark_dynamic(x, 2)
+    return cast("Tensor", _compiled_losses(stacked, inputs, labels, positions))
 
 
 class KeyNoise:
@@ -340,6 +352,8 @@ class StackedTraining:
         key_noise: deviation of the noise on keys (`KeyNoise`). It rises from 0 over the first half of the steps, since
             a task is learned much faster without it.
         autocast: whether to compute in bfloat16 on a GPU.
+        compile: whether to compile the losses on a GPU (`compiled_losses`), which takes about a minute. Small models
+            wait for memory, and less so with the operations between their products fused.
         log_every: steps between two losses that are kept.
 
     Attributes:
@@ -358,11 +372,17 @@ class StackedTraining:
         weight_decay: float = 0.0,
         key_noise: float = 0.0,
         autocast: bool = False,
+        compile: bool = False,
         log_every: int = 50,
     ) -> None:
         self.stacked, self.step = stacked, 0
         self._steps, self._warmup, self._log_every, self._key_noise = steps, warmup, log_every, key_noise
         self._autocast = autocast and stacked.embedding.weight.is_cuda
+        self._losses_of = stacked_losses
+        if compile and stacked.embedding.weight.is_cuda:
+            # Models of another shape that this process has trained count toward torch's limit of recompilations.
+            torch.compiler.reset()
+            self._losses_of = compiled_losses
         rates = rates.to(stacked.embedding.weight)
         self._optimizer = StackedAdam(stacked.named_parameters(), rates, clip_norm, weight_decay)
         self._noise = KeyNoise(stacked) if key_noise else None
@@ -374,7 +394,7 @@ class StackedTraining:
         if self._noise is not None:
             self._noise.deviation = self._key_noise * min(1.0, 2 * self.step / self._steps)
         with self.computing():
-            loss = stacked_losses(self.stacked, inputs, labels, positions)
+            loss = self._losses_of(self.stacked, inputs, labels, positions)
         loss.sum().backward()
         self._optimizer.step(schedule(self.step, self._steps, self._warmup))
         self.step += 1
