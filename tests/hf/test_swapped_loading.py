@@ -73,7 +73,7 @@ def test_gates_stay_in_float32_in_a_model_of_half_precision(swapped, tmp_path, d
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "to"])
-@pytest.mark.parametrize(("gating", "rotary"), [("scalar", "step"), ("learned", "learned")])
+@pytest.mark.parametrize(("gating", "rotary"), [("scalar", "pair-step"), ("learned", "learned")])
 def test_gates_stay_in_float32_when_a_model_is_cast(swapped, pretrained, tmp_path, cast, gating, rotary):
     model = swapped(model=pretrained(dtype=torch.float32), gating=gating, rotary=rotary)
     held = {name: p.clone() for name, p in model.named_parameters() if ".gate." in name or ".rotation." in name}

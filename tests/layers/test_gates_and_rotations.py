@@ -35,7 +35,7 @@ def test_gates_give_logs_in_float32_or_better(kind, dtype):
         lambda: make_gate("scalar", WIDTH, HEADS, DIM),
         lambda: make_rotation("learned", WIDTH, HEADS, DIM, max_document=100),
         lambda: make_rotation("scale", WIDTH, HEADS, DIM, max_document=100),
-        lambda: make_rotation("step", WIDTH, HEADS, DIM, max_document=100),
+        lambda: make_rotation("pair-step", WIDTH, HEADS, DIM, max_document=100),
     ],
 )
 def test_weights_of_gates_and_rotations_are_not_rounded_with_a_model(make):
@@ -116,8 +116,8 @@ def test_rotations_give_rates_and_scales(kind, dtype):
         torch.testing.assert_close(theta, sympow.rotary_rates(DIM, 100, dtype=torch.float32))
     else:
         assert torch.equal(theta, sympow.rotary_rates(DIM, 100)), "constant rates keep all their bits"
-    if kind in ("scale", "pairs", "step", "pair-step", "half"):
-        assert beta.shape == (2, 5, HEADS, DIM // 2)[: 3 if kind in ("scale", "step") else 4]
+    if kind in ("scale", "pairs", "pair-step"):
+        assert beta.shape == (2, 5, HEADS, DIM // 2)[: 3 if kind == "scale" else 4]
         assert torch.equal(beta, torch.ones_like(beta)), "W_β = 0 is fixed rotary"
     else:
         assert beta is None
@@ -162,16 +162,14 @@ def logits_of(gate):
     return gate.gamma_proj.bias
 
 
-def test_statistics_are_of_scales_that_vary():
-    """Those of "half" are the scales of "scale", without the constant 1 of the other pairs."""
-    half, scale = (make_rotation(kind, WIDTH, HEADS, 8, max_document=100) for kind in ("half", "scale"))
-    torch.nn.init.normal_(scale.beta_proj.weight)
-    half.load_state_dict(scale.state_dict())
-    beta = half(sample())[1]
-    assert torch.equal(half.scales_of_rates(beta), scale(sample())[1])
-    assert ((beta == 1) | (beta == half.scales_of_rates(beta).unsqueeze(-1))).all()
-    fixed = make_rotation("fixed", WIDTH, HEADS, DIM, max_document=100)
-    assert fixed.scales_of_rates(fixed(sample())[1]) is None
+@pytest.mark.parametrize("kind", ROTATIONS)
+def test_statistics_are_of_what_scales_the_rates_of_rope(kind):
+    rotation = make_rotation(kind, WIDTH, HEADS, DIM, max_document=100)
+    _, beta = rotation(sample())
+    if kind in ("scale", "pairs", "pair-step"):
+        assert torch.equal(rotation.scales_of_rates(beta), beta)
+    else:
+        assert rotation.scales_of_rates(beta) is None
 
 
 def test_half_of_the_heads_have_the_papers_gate_and_the_others_none():
@@ -230,7 +228,7 @@ def test_a_count_on_the_grid_is_exact_at_any_length(modulus):
     assert min(distance, math.pi - distance) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["signed", "grid", "half"])
+@pytest.mark.parametrize("kind", ["signed", "grid"])
 def test_a_head_needs_two_pairs_to_turn_one(kind):
     with pytest.raises(ValueError, match=f"head_dim must be at least 4 for rotary='{kind}', so that .*; got 2"):
         make_rotation(kind, WIDTH, HEADS, 2, 100)
@@ -248,40 +246,21 @@ def test_half_life_of_a_fresh_gate():
     assert math.log(0.5) / log_gamma[0, 0, 0].item() == pytest.approx(693, rel=0.01)
 
 
-def lively(kind, dim=8, **options):
-    """A rotation in float64 away from its start."""
-    rotation = make_rotation(kind, WIDTH, HEADS, dim, max_document=100, **options).double()
+def test_steps_are_a_learned_share_of_the_rate_and_of_either_sign():
+    rotation, x = make_rotation("pair-step", WIDTH, HEADS, 8, max_document=100).double(), sample(torch.float64)
     torch.manual_seed(2)
     for parameter in rotation.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    return rotation
-
-
-@pytest.mark.parametrize(("kind", "outputs"), [("step", (HEADS,)), ("pair-step", (HEADS, 4))])
-def test_steps_are_a_learned_share_of_the_rate_and_of_either_sign(kind, outputs):
-    rotation, x = lively(kind), sample(torch.float64)
     _, beta = rotation(x)
     steps = torch.tanh(x @ rotation.beta_proj.weight.T) * rotation.step_size.weight
-    torch.testing.assert_close(beta, 1 + steps.unflatten(-1, outputs), rtol=0, atol=1e-14)
+    torch.testing.assert_close(beta, 1 + steps.unflatten(-1, (HEADS, 4)), rtol=0, atol=1e-14)
     assert (beta < 1).any()
     assert (beta > 1).any()
 
 
-def test_half_of_the_pairs_have_the_papers_scale_and_the_others_none():
-    for dim, moving in ((8, [1, 3]), (6, [1])):
-        half, paper = lively("half", dim), lively("scale", dim)
-        paper.load_state_dict(half.state_dict())
-        beta, scale = half(sample(torch.float64))[1], paper(sample(torch.float64))[1]
-        still = [pair for pair in range(dim // 2) if pair not in moving]
-        assert beta.shape == (2, 5, HEADS, dim // 2)
-        assert torch.equal(beta[..., moving], scale.unsqueeze(-1).expand(-1, -1, -1, len(moving)))
-        assert torch.equal(beta[..., still], torch.ones_like(beta[..., still]))
-
-
-@pytest.mark.parametrize("kind", ["step", "pair-step"])
-def test_a_step_learns_from_its_start(kind):
+def test_a_step_learns_from_its_start():
     """With s = 0 and W_β = 0 neither would have a gradient, ever."""
-    rotation = make_rotation(kind, WIDTH, HEADS, 8, max_document=100).double()
+    rotation = make_rotation("pair-step", WIDTH, HEADS, 8, max_document=100).double()
     x = sample(torch.float64).requires_grad_()
     weight, step = rotation.beta_proj.weight, rotation.step_size.weight
     _, beta = rotation(x)
@@ -311,7 +290,7 @@ def test_the_fastest_rate_is_the_one_asked_for(kind):
         ("fixed", {"max_rate": 1.0, "rates": torch.ones(2)}, "max_rate cannot be combined with rates.*; got 1.0"),
         ("fixed", {"rates": torch.tensor([1.0, math.nan])}, r"rates must be finite, got \[1.0, nan\]"),
         ("scale", {"rates": torch.tensor([math.inf, 1.0])}, r"rates must be finite, got \[inf, 1.0\]"),
-        ("soft", {"rates": torch.ones(2)}, "rotary must be one of 'none', .* 'half'; got 'soft'"),
+        ("soft", {"rates": torch.ones(2)}, "rotary must be one of 'none', .* 'pair-step'; got 'soft'"),
         ("soft", {}, "rotary must be one of 'none', .* 'signed', 'grid'; got 'soft'"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 from report.made_up import VARIANTS, write_run
 
-from sympow.report.grouping import Spread, by_power, group_runs, repeated_seeds
+from sympow.report.grouping import Spread, by_power, group_runs, repeated_seeds, variant_of
 from sympow.report.run_collection import collect
 
 
@@ -71,6 +71,12 @@ def test_a_mean_lies_within_its_range(loss, count):
     # The mean of equal numbers can round to a number below or above them.
     spread = Spread.of([loss] * count)
     assert spread.low <= spread.mean <= spread.high
+
+
+def test_rotations_that_only_results_have_are_described():
+    settings = {"mixer": "sympow", "gating": "scalar"}
+    found = [variant_of({**settings, "rotary": rotary}) for rotary in ("step", "half")]
+    assert found == ["sympow, gating, stepped rotation", "sympow, gating, rotation of half of the pairs"]
 
 
 def test_with_many_differences_the_folder_names_a_group(tmp_path):

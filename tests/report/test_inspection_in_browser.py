@@ -200,14 +200,16 @@ def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
 
 
 def test_steps_beyond_0_and_2_are_shown_as_they_are(browser, tmp_path):
-    model = lively_model(rotary="step")
+    model = lively_model(rotary="pair-step")
     with torch.no_grad():
         model.blocks[1].mixer.rotation.step_size.weight.fill_(4.0)
     inspection = inspect_text(TextModel(model, ByteTokenizer()), LINE)
     path = tmp_path / "page.html"
     path.write_text(build_inspection_page(inspection, "Steps"), encoding="utf-8")
-    beta = inspection.layers[1].beta[:, 0].double().tolist()
-    reach = (inspection.layers[1].beta - 1).abs().max().item()
+    # The page has the mean over pairs.
+    of_heads = inspection.layers[1].beta.double().mean(-1)
+    beta = of_heads[:, 0].tolist()
+    reach = (of_heads - 1).abs().max().item()
     farthest, nearest = (choose(range(len(beta)), key=lambda n: abs(beta[n] - 1)) for choose in (max, min))
     with open_page(browser, path) as page:
         page.locator("#quantity").select_option("rotation")

@@ -74,8 +74,8 @@ class LayerCapture:
 
     Attributes:
         log_gamma: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no gate.
-        beta: (tokens, h_kv) or (tokens, h_kv, d/2), without pairs of fixed rotary ("half"); None: the layer has no
-            rotation, or one without β, or one whose β is no scale of RoPE ("signed" and "grid").
+        beta: (tokens, h_kv) or (tokens, h_kv, d/2); None: the layer has no rotation, or one without β, or one whose β
+            is no scale of RoPE ("signed" and "grid").
         rate_change: learned θ over its initial value, (d/2,); None: θ is not learned.
     """
 

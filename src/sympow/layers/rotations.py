@@ -1,7 +1,7 @@
 """Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialized to zero (paper §2.2 and §3.2).
 
-Beside the paper's are rotations that move less than it does: by a learned share of the rate ("step", "pair-step"), or
-in half of the pairs ("half"). Others hold a state ("signed", "grid").
+Of the others, "pair-step" moves less than the paper's, by a learned share of the rate, and "signed" and "grid" hold a
+state.
 
 Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
 not apply, in float32 or better. A rotation that projects x has a `projection`, and accepts its result if that is
@@ -27,7 +27,7 @@ from sympow.ops.rotary import check_max_rate, rotary_rates
 GRID = 120
 # θ_1 in radians per token, the paper's (§2.2).
 MAX_RATE = 2 * math.pi
-# s of a `StepRotation` before training.
+# s of a `PairStepRotation` before training.
 INITIAL_STEP = 0.01
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
@@ -42,7 +42,7 @@ class Rotation(nn.Module, ABC):
         return None
 
     def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
-        """What statistics of β are computed from: the entries that scale the rates of RoPE, where 1 is RoPE.
+        """What statistics of β are computed from: β where it scales the rates of RoPE, and 1 is RoPE.
 
         Args:
             beta: what `forward` returned.
@@ -148,24 +148,8 @@ class PairRotation(DataDependentRotation):
         return beta.unflatten(-1, (self.heads, -1))
 
 
-class HalfRotation(DataDependentRotation):
-    """The paper's β in every other pair, from the second on, and fixed rotary in the others."""
-
-    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
-        super().__init__(width, heads, rates)
-        self.pairs = len(rates)
-
-    def by_heads(self, beta: Tensor) -> Tensor:
-        couples = torch.stack([torch.ones_like(beta), beta], dim=-1)
-        return couples.repeat(1, 1, 1, (self.pairs + 1) // 2)[..., : self.pairs]
-
-    def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
-        # All other entries are the constant 1 of fixed rotary, or equal to this one.
-        return None if beta is None else beta[..., 1]
-
-
 class StepSize(KeepsFloat32):
-    """s of a `StepRotation`: multiplies steps (b, t, outputs) by learned numbers (outputs,)."""
+    """s of a `PairStepRotation`: multiplies steps (b, t, outputs) by learned numbers (outputs,)."""
 
     def __init__(self, outputs: int) -> None:
         super().__init__()
@@ -179,26 +163,20 @@ class StepSize(KeepsFloat32):
         return steps * self.weight
 
 
-class StepRotation(DataDependentRotation):
-    """β_i = 1 + s tanh(W_β x_i): a small step, of either sign, beside RoPE's, with s learned for each head.
+class PairStepRotation(PairRotation):
+    """β_i = 1 + s tanh(W_β x_i): a small step, of either sign, beside RoPE's, for every rotated pair with its own s.
 
     W_β = 0 at first, so that the layer is fixed rotary, and s = 0.01, so that W_β has a gradient: with both zero
     neither has one. With s = 0 and a random W_β, s would have one. But that draws random numbers, and all other
     parameters of a model would differ from those of the same model with fixed rotary and the same seed.
-
-    Args:
-        per_pair: whether every rotated pair of a head has its own step and its own s.
     """
 
-    def __init__(self, width: int, heads: int, rates: Tensor, per_pair: bool = False) -> None:
-        outputs = heads * len(rates) if per_pair else heads
-        super().__init__(width, outputs, rates)
-        self.step_size = StepSize(outputs)
-        self.heads, self.per_pair = heads, per_pair
+    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
+        super().__init__(width, heads, rates)
+        self.step_size = StepSize(heads * len(rates))
 
     def by_heads(self, beta: Tensor) -> Tensor:
-        beta = 1 + self.step_size(beta - 1)
-        return beta.unflatten(-1, (self.heads, -1)) if self.per_pair else beta
+        return super().by_heads(1 + self.step_size(beta - 1))
 
 
 class SignedRotation(DataDependentRotation):
@@ -237,9 +215,7 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "learned": lambda width, heads, rates: LearnedRotation(rates),
     "scale": ScaledRotation,
     "pairs": PairRotation,
-    "step": StepRotation,
-    "pair-step": partial(StepRotation, per_pair=True),
-    "half": HalfRotation,
+    "pair-step": PairStepRotation,
     "signed": SignedRotation,
     "grid": partial(SignedRotation, divisions=GRID),
 }
@@ -254,7 +230,7 @@ WITH_GIVEN_RATES = tuple(kind for kind in ROTATIONS if kind not in TURNING)
 
 def check_rotation_dim(kind: str, head_dim: int) -> None:
     """Raises a ValueError unless a rotation of this kind can have heads of this size."""
-    if kind in (*TURNING, "half") and head_dim < 4:
+    if kind in TURNING and head_dim < 4:
         raise ValueError(
             f"head_dim must be at least 4 for rotary={kind!r}, so that one pair keeps its fixed rate; got {head_dim}"
         )

@@ -41,11 +41,12 @@ _ROTATIONS = {
     "learned": "learned rotation",
     "scale": "scaled rotation",
     "pairs": "per-pair rotation",
-    "step": "stepped rotation",
     "pair-step": "per-pair stepped rotation",
-    "half": "rotation of half of the pairs",
     "signed": "signed rotation",
     "grid": "exact rotation",
+    # Only in results: models no longer have these.
+    "step": "stepped rotation",
+    "half": "rotation of half of the pairs",
 }
 
 
