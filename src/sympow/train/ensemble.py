@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -224,15 +225,18 @@ def stacked_losses(stacked: GPT, inputs: Tensor, labels: Tensor, positions: Tens
     return losses.sum(1) / (labels.flatten(1) >= 0).sum(1).clamp(min=1)
 
 
-_compiled_losses = torch.compile(stacked_losses, fullgraph=True)
-
-
 def compiled_losses(stacked: GPT, inputs: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
     """`stacked_losses`, compiled once for rows of all lengths, with any number of labels."""
     for x in (inputs, labels, positions):
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, 2)
-    return cast("Tensor", _compiled_losses(stacked, inputs, labels, positions))
+    return _compiled()(stacked, inputs, labels, positions)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    # Not when this module is imported: that would import the compiler.
+    return torch.compile(stacked_losses)
 
 
 class KeyNoise:
