@@ -38,8 +38,9 @@ class RecallSweep(BaseSweep):
     """Models of one variant on multi-query associative recall (`sympow.data.multi_query_recall`).
 
     The loss is that of the answers alone. Each batch has rows of one shape, chosen by `weights`; rows are drawn anew at
-    every step. Training ends early once the models of all seeds have reached `target` at one learning rate. An accuracy
-    is a share of all answers of a set of rows, so that rows with many pairs count for more.
+    every step. Training ends early once the models of all seeds have reached `target` at one learning rate. The overall
+    accuracy is zoology's: the mean over evaluation rows of the share of right answers, so that all shapes count alike,
+    whatever their number of pairs.
 
     Attributes:
         mixture: shapes of training rows, (length, pairs).
@@ -133,7 +134,7 @@ class RecallSweep(BaseSweep):
             yield tokens, answers, positions
 
     def validate(self, training: StackedTraining) -> tuple[str, bool]:
-        accuracy = self._overall(self._right(training, VALIDATION, self.evaluation_rows // VALIDATION_PART))
+        accuracy = _overall(self._right(training, VALIDATION, self.evaluation_rows // VALIDATION_PART))
         by_rate = accuracy.view(len(self.learning_rates), len(self.seeds))
         shown = ", ".join(
             f"{rate:g}: {100 * mean:.1f}"
@@ -144,9 +145,9 @@ class RecallSweep(BaseSweep):
     def evaluate(
         self, task: str, training: StackedTraining, of_task: dict[tuple[float, int], int]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        validation = self._overall(self._right(training, VALIDATION, self.evaluation_rows // VALIDATION_PART))
+        validation = _overall(self._right(training, VALIDATION, self.evaluation_rows // VALIDATION_PART))
         right = self._right(training, EVALUATION, self.evaluation_rows)
-        overall = self._overall(right)
+        overall = _overall(right)
 
         def by_rate(accuracy: Tensor) -> list[list[float]]:
             return [
@@ -166,11 +167,6 @@ class RecallSweep(BaseSweep):
             "state_bytes": 4 * self.state_numbers,
         }
         return row, {}
-
-    def _overall(self, right: Mapping[Shape, Tensor]) -> Tensor:
-        """Share of all answers that are right, (members,), from the shares of each shape's."""
-        pairs = [pairs for _, pairs in right]
-        return sum(count * share for count, share in zip(pairs, right.values(), strict=True)) / sum(pairs)  # type: ignore[return-value]
 
     @torch.no_grad()
     def _right(self, training: StackedTraining, kind: int, rows: int) -> dict[Shape, Tensor]:
@@ -193,6 +189,11 @@ class RecallSweep(BaseSweep):
         return found
 
 
+def _overall(right: Mapping[Shape, Tensor]) -> Tensor:
+    """Mean over rows of the share of right answers, (members,): there are as many rows of each shape."""
+    return torch.stack(list(right.values())).mean(0)
+
+
 @cache
 def _evaluation_rows(kind: int, rows: int, length: int, pairs: int, vocabulary: int) -> tuple[Tensor, ...]:
     """What `draw_recall` draws, once for all validations."""
@@ -200,6 +201,6 @@ def _evaluation_rows(kind: int, rows: int, length: int, pairs: int, vocabulary: 
 
 
 def best_recall(row: Mapping[str, Any]) -> tuple[list[float], dict[str, list[float]]]:
-    """Accuracies of each seed at the best learning rate: over all answers, and by shape, "length/pairs"."""
+    """Accuracies of each seed at the best learning rate: over all rows, and by shape, "length/pairs"."""
     best = row["learning_rates"].index(row["best_rate"])
     return row["overall"][best], {shape: by_rate[best] for shape, by_rate in row["by_shape"].items()}

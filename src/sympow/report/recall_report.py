@@ -21,7 +21,7 @@ MARKERS = "D^vX"
 def recall_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Lines of Markdown, the smallest state first: accuracies in percent, the mean over seeds ± their deviation."""
     shapes = list(dict.fromkeys(shape for row in rows for shape in row["by_shape"]))
-    heads = ["model", "numbers of state", "bytes", "learning rate", "steps", "all answers", *shapes]
+    heads = ["model", "numbers of state", "bytes", "learning rate", "steps", "all rows", *shapes]
     yield f"| {' | '.join(heads)} |"
     yield "| --- " * len(heads) + "|"
     for row in sorted(rows, key=lambda row: (row["state_numbers"], row["run"])):
@@ -49,7 +49,7 @@ def _percent(found: Sequence[float]) -> str:
 
 
 def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy over all answers against numbers of state, a line for each kind of model.
+    """Accuracy over all rows against numbers of state, a line for each kind of model.
 
     Softmax, whose state grows, is a horizontal line. Bars are the range over seeds.
 
