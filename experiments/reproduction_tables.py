@@ -276,7 +276,7 @@ def recall_tables(folder: Path) -> Iterator[str]:
     """The table of recall, if there are results."""
     recalled = list(SweepResults.read(folder, "recall").rows.values())
     if recalled:
-        yield "### Associative recall: right answers in % against numbers of state, by length / pairs\n"
+        yield "### Associative recall: right answers in % against the size of the state, by length / pairs\n"
         yield from recall_table(recalled)
         yield ""
 

@@ -11,9 +11,9 @@ from sympow.experiments.recall_sweep import best_recall
 from sympow.model.config import VARIANTS
 from sympow.report.plotting import add_legend, assign_styles, make_panels, plain_numbers, pyplot, save_figure, tidy
 
-# Numbers in the state, and accuracies of other models there, as reported for the same task of zoology
-# (github.com/HazyResearch/zoology), trained likewise.
-PUBLISHED_NUMBERS = 67_000
+# Bytes of state, and accuracies of other models there, as reported for the same task of zoology
+# (github.com/HazyResearch/zoology), trained likewise. Its `state_size` counts four bytes for each number.
+PUBLISHED_BYTES = 67_000
 PUBLISHED = {"Gated DeltaNet": 0.99, "GLA": 0.95, "Based": 0.86, "Mamba-2": 0.83}
 MARKERS = "D^vX"
 
@@ -38,7 +38,7 @@ def recall_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
     for name, accuracy in PUBLISHED.items():
         blank = " |" * len(shapes)
-        yield f"| {name} (published) | about {PUBLISHED_NUMBERS:,} | | | | {100 * accuracy:.0f} |{blank}"
+        yield f"| {name} (published) | | about {PUBLISHED_BYTES:,} | | | {100 * accuracy:.0f} |{blank}"
 
 
 def _percent(found: Sequence[float]) -> str:
@@ -49,7 +49,7 @@ def _percent(found: Sequence[float]) -> str:
 
 
 def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy over all rows against numbers of state, a line for each kind of model.
+    """Accuracy over all rows against bytes of state, a line for each kind of model.
 
     Softmax, whose state grows, is a horizontal line. Bars are the range over seeds.
 
@@ -63,7 +63,7 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         if row["settings"]["model"].get("mixer") == "softmax":
             softmax.append(statistics.fmean(overall))
         else:
-            series.setdefault(_label(row), []).append((row["state_numbers"], overall))
+            series.setdefault(_label(row), []).append((row["state_bytes"], overall))
     styles = assign_styles((name, name) for name in series)
     figure, (axes,) = make_panels(1, width=7, height=4.4)
     for name, points in series.items():
@@ -71,14 +71,14 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         means = [statistics.fmean(found) for _, found in points]
         below = [mean - min(found) for mean, (_, found) in zip(means, points, strict=True)]
         above = [max(found) - mean for mean, (_, found) in zip(means, points, strict=True)]
-        numbers = [number for number, _ in points]
-        axes.errorbar(numbers, means, yerr=(below, above), capsize=2, label=name, **styles[name].with_marker)
+        sizes = [size for size, _ in points]
+        axes.errorbar(sizes, means, yerr=(below, above), capsize=2, label=name, **styles[name].with_marker)
     if softmax:
         axes.axhline(max(softmax), color="#444444", linestyle="--", linewidth=1, label="softmax")
     for marker, (name, accuracy) in zip(MARKERS, PUBLISHED.items(), strict=True):
         look = {"marker": marker, "linestyle": "none", "markerfacecolor": "none", "color": "#777777"}
-        axes.plot([PUBLISHED_NUMBERS], [accuracy], label=f"{name} (published: zoology)", **look)
-    axes.set(xscale="log", xlabel="numbers in the state, all layers", ylabel="right answers", ylim=(-0.02, 1.02))
+        axes.plot([PUBLISHED_BYTES], [accuracy], label=f"{name} (published: zoology)", **look)
+    axes.set(xscale="log", xlabel="bytes of state in float32, all layers", ylabel="right answers", ylim=(-0.02, 1.02))
     axes.xaxis.set_major_formatter(plain_numbers())
     tidy(axes)
     add_legend(figure, [axes])
@@ -92,6 +92,8 @@ def _label(row: Mapping[str, Any]) -> str:
     kind = {name: model.get(name) for name in ("mixer", "gating", "rotary")}
     variant = next((name for name, fields in VARIANTS.items() if fields == kind), row["sweep"])
     label = f"{variant}, p = {model.get('power', 2)}"
+    if model.get("layers") == 1:
+        label += ", one layer"
     if not model.get("short_conv"):
         label += ", no convolution"
     return label + (", no MLP" if "mlp_ratio" in model else "")
