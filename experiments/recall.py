@@ -65,7 +65,7 @@ def recall(size: str) -> list[RecallSweep]:
         RecallSweep(
             name,
             _model(name),
-            learning_rates=(3e-4, 1e-3, 3e-3, 1e-2),
+            learning_rates=(1e-3, 3e-3, 1e-2, 3e-2),
             seeds=(0, 1, 2) if name in REPEATED else (0,),
             steps=STEPS,
         )
