@@ -442,8 +442,8 @@ class ConformalAttention(Mixer):
         """Continues after a window of keys and values instead of a state, and returns a longer one."""
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens cannot be combined with a state of keys and values: fold it first")
-        # A copy, since the given window belongs to the caller.
-        window = initial_state.resized(initial_state.tokens + q.shape[1])
+        # A copy, since the given window belongs to the caller. A window has room for a token, even if x has none.
+        window = initial_state.resized(max(1, initial_state.tokens + q.shape[1]))
         y = window.read(*_in(window.values.dtype, q, k, v), backend=self.backend, **options)
         return y.to(q.dtype), window if return_state else None
 
