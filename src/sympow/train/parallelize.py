@@ -81,6 +81,8 @@ def compile_blocks(model: GPT, *, sharded: bool = False) -> None:
 
     With sharded sequences, the collectives between processes stay outside the compiled graphs.
     """
+    # Blocks of other models that this process has trained count toward torch's limit of recompilations.
+    torch.compiler.reset()
     for block in model.blocks:
         block.compile(fullgraph=not sharded)
 
