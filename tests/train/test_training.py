@@ -129,6 +129,13 @@ def test_compiled_blocks_give_the_same(run, graphs_only):
     assert graphs_only == [{"fullgraph": True}]
 
 
+@pytest.mark.slow
+def test_packed_documents_compile_too(run, graphs_only):
+    changes = {"short": "pack", "steps": 1, "save": False}
+    assert run("compiled", compile=True, **changes) == run("plain", **changes)
+    assert graphs_only == [{"fullgraph": False}]
+
+
 def test_one_process_compiles_any_number_of_models(run, graphs_only):
     changes = {"compile": True, "form": "attention", "steps": 1, "save": False}
     with torch._dynamo.config.patch(recompile_limit=1):

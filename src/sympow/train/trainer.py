@@ -160,7 +160,7 @@ class _Run:
         if config.run.recompute:
             checkpoint_activations(self.model)
         if config.run.compile:
-            compile_blocks(self.model, sharded=sharded)
+            compile_blocks(self.model, sharded=sharded, packed=config.data.short == "pack")
         self.dtype = torch.bfloat16 if config.run.precision == "bf16" else None
         objective = Objective(self.model, config.run.loss_tokens, self.dtype)
         self.parallel_model = parallelize(objective, place, config.run.parallel)
