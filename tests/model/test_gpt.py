@@ -9,6 +9,7 @@ from support import assert_close
 from sympow import GPT, ConformalAttention, GPTConfig, rotary_rates
 from sympow.layers.precision import ConstantTable
 from sympow.layers.rotations import FixedRotation
+from sympow.model import accounting
 from sympow.model.accounting import (
     count_parameters,
     crossover,
@@ -253,6 +254,14 @@ class TestTheNumbersOfThePaper:
 
     def test_operations_outside_attention_are_two_per_weight(self):
         assert other_operations(GPTConfig.preset("gpt2-124m")) == pytest.approx(2 * 123.8e6, rel=0.01)
+
+    def test_operations_are_counted_once_for_each_config(self, monkeypatch):
+        """The scheduler of experiments asks for those of all waiting runs several times a second."""
+        built = []
+        monkeypatch.setattr(accounting, "GPT", lambda config: built.append(config) or GPT(config))
+        for vocab_size in (7, 11, 7):
+            other_operations(GPTConfig(vocab_size=vocab_size, layers=1, width=8, heads=2, max_document=77))
+        assert len(built) == 2
 
 
 class TestConfig:
