@@ -170,6 +170,16 @@ def test_inputs_of_another_shape_are_named(shape):
         make(ConformalAttention)(torch.randn(shape, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+def test_inputs_and_caches_of_another_type_are_named(kind):
+    layer = make(kind)
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        layer([0.0])
+    _, state = layer(sample())
+    with pytest.raises(TypeError, match=f"cache must be a Window or a KeyValueCache, got {type(state).__name__}"):
+        layer.step(sample(length=1), state)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

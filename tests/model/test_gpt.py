@@ -346,6 +346,10 @@ class TestConfig:
             (lambda m: m(torch.tensor([[1, 50]])), ValueError, "tokens must lie between 0 and 49; got 50"),
             (lambda m: m(torch.tensor([[1, -1]])), ValueError, "tokens must lie between 0 and 49; got -1"),
             (lambda m: m(torch.zeros(1, 3, dtype=torch.int64), m(tokens())[1][0]), TypeError, "state must be a tuple"),
+            (lambda m: m.step([1], ()), TypeError, "tokens must be a tensor, got list"),
+            (lambda m: m.step(tokens(), ()), ValueError, r"tokens must be \(batch,\), one for each sequence"),
+            (lambda m: m.step(tokens()[:, 0], 3), TypeError, "caches must be a list with an entry for each layer"),
+            (lambda m: m.step(tokens()[:, 0], m(tokens())[1]), TypeError, "cache must be a Window .* got State"),
             (lambda m: GPT(None), TypeError, "config must be a GPTConfig, got NoneType"),
         ],
     )

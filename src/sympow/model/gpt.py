@@ -199,7 +199,13 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def _check_step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must be (batch,), one for each sequence; got shape {tuple(tokens.shape)}")
         self._check(tokens.unsqueeze(1), None)
+        if not isinstance(caches, tuple | list):
+            raise TypeError(f"caches must be a list with an entry for each layer, got {type(caches).__name__}")
         if len(caches) != len(self.blocks):
             raise ValueError(f"caches must have an entry for each of {len(self.blocks)} layers, got {len(caches)}")
 
