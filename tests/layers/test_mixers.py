@@ -193,6 +193,8 @@ def test_inputs_and_caches_of_another_type_are_named(kind):
         ({"heads": 4, "head_dim": 3}, ValueError, "head_dim must be even"),
         ({"heads": 4, "power": 3}, ValueError, "power must be even"),
         ({"heads": 4, "gating": "hard"}, ValueError, "gating must be one of"),
+        ({"heads": 4, "gating": "none", "initial_gate": 0.9}, ValueError, "initial_gate is for gates that are learned"),
+        ({"heads": 4, "gating": "fixed", "initial_gate": 0.9}, ValueError, "got 0.9 with gating='fixed'"),
         ({"heads": 4, "bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
         ({"heads": 4, "form": "quick"}, ValueError, "form must be one of"),
         ({"heads": 4, "backend": "quick"}, ValueError, "backend must be one of"),
