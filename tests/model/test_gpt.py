@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import assert_close
 from sympow import GPT, ConformalAttention, GPTConfig, rotary_rates
+from sympow.layers import gates
 from sympow.layers.precision import ConstantTable
 from sympow.layers.rotations import FixedRotation
 from sympow.model import accounting
@@ -150,6 +151,34 @@ def test_initialization_follows_gpt2():
 def test_a_state_dict_holds_parameters_alone():
     model = make()
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
+
+
+class OpenGate(gates.Gate):
+    """A gate as someone may add it, with linear maps of PyTorch."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.proj, self.scale = torch.nn.Linear(width, heads), torch.nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for parameter, value in ((self.proj.weight, 0.0), (self.proj.bias, 7.0), (self.scale, 2.0)):
+            torch.nn.init.constant_(parameter, value)
+
+    def forward(self, x, projected=None):
+        return torch.nn.functional.logsigmoid(self.scale * self.proj(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gates_that_are_added_start_as_they_say(monkeypatch, device):
+    monkeypatch.setitem(gates._MAKERS, "scalar", lambda width, heads, *_: OpenGate(width, heads))
+    with torch.device(device):
+        model = GPT(GPTConfig(**SMALL))
+    if device == "meta":
+        model.to_empty(device="cpu").reset_parameters()
+    for block in model.blocks:
+        values = [parameter.unique().tolist() for parameter in block.mixer.gate.parameters()]
+        assert values == [[2.0], [0.0], [7.0]]
 
 
 def test_a_model_made_on_the_meta_device_starts_like_any_other():

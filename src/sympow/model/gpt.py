@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from sympow.layers.gates import LearnedGate
+from sympow.layers.gates import Gate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import LearnedRotation, StepSize
+from sympow.layers.rotations import Rotation, StepSize
 from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
@@ -24,8 +24,8 @@ from sympow.parallel.shards import Shards
 ModelState = tuple[LayerState, ...]
 # Default number of tokens that are prefilled at a time: memory depends on it, and not on the length of a text.
 SEGMENT_SIZE = 8_192
-# Modules that initialize their parameters themselves.
-_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, LearnedGate, LearnedRotation, StepSize, ShortConvolution)
+# Modules that initialize their parameters themselves, beside gates and rotations.
+_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, StepSize, ShortConvolution)
 
 
 class Mlp(nn.Module):
@@ -121,6 +121,11 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        # Last: a gate or rotation may hold linear maps, whose initial values it sets.
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if isinstance(module, Gate | Rotation) and callable(reset):
+                reset()
 
     def forward(
         self,
