@@ -4,6 +4,8 @@ import torch
 import sympow
 from support import assert_close
 from sympow.layers import GATES, ROTATIONS, ConformalAttention, SoftmaxAttention
+from sympow.layers.gates import ScalarGate
+from sympow.layers.rotations import ScaledRotation
 from sympow.ops import reference
 from sympow.ops.window import Window
 
@@ -214,17 +216,50 @@ def test_mistakes_are_named_when_the_layer_is_made(options, error, message):
 def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, gating, rotary, kernel):
     """Also where a kernel projects them, in whose place is its reference here."""
     layer = make(ConformalAttention, gating=gating, rotary=rotary, key_value_heads=2)
+    calls = project_by_reference(monkeypatch) if kernel else []
+    check_steps(layer)
+    assert len(calls) == 5 * kernel
+
+
+class SlowGate(ScalarGate):
+    def forward(self, x, projected=None):
+        return super().forward(x, projected) / 4
+
+
+class SlowRotation(ScaledRotation):
+    def forward(self, x, projected=None):
+        theta, beta = super().forward(x, projected)
+        return theta, beta / 4
+
+
+def test_decoding_has_what_subclasses_compute(monkeypatch):
+    layer = make(ConformalAttention, rotary="scale", key_value_heads=2)
+    calls = project_by_reference(monkeypatch)
+    gate, rotation = layer.gate, layer.rotation
+    for gate_class, rotation_class in ((SlowGate, ScaledRotation), (ScalarGate, SlowRotation)):
+        gate.__class__, rotation.__class__ = gate_class, rotation_class
+        check_steps(layer)
+    assert not calls
+
+
+def project_by_reference(monkeypatch):
+    """Projects gates and rotations of steps as on a GPU, with the kernel's reference; returns its calls."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from sympow.kernels.decode.reference import step_gates_reference
+
     calls = []
-    if kernel:
-        pytest.importorskip("triton", reason="needs Triton")
-        from sympow.kernels.decode.reference import step_gates_reference
 
-        def project(*arguments):
-            calls.append(arguments)
-            return step_gates_reference(*arguments)
+    def project(*arguments):
+        calls.append(arguments)
+        return step_gates_reference(*arguments)
 
-        monkeypatch.setattr("sympow.kernels.decode.gate_projection.step_gates", project)
-        monkeypatch.setattr("sympow.layers.mixers.step_gates_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("sympow.kernels.decode.gate_projection.step_gates", project)
+    monkeypatch.setattr("sympow.layers.mixers.step_gates_unsupported_reason", lambda *_: None)
+    return calls
+
+
+def check_steps(layer):
+    """Compares five steps after a prompt with the forward pass."""
     x = sample()
     whole, _ = layer(x, return_state=False)
     _, state = layer(x[:, :7])
@@ -232,7 +267,6 @@ def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, g
     with torch.no_grad():
         for i in range(7, 12):
             assert_close(layer.step(x[:, i : i + 1], window), whole[:, i : i + 1], 1e-9, f"token {i}")
-    assert len(calls) == 5 * kernel
 
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])

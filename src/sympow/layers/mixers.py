@@ -482,7 +482,12 @@ def gate_and_rotate(
     of_gate, of_rotation = gate.projection, rotation.projection
     present = [projection for projection in (of_gate, of_rotation) if projection is not None]
     plain = [projection for projection in present if is_plain_projection(projection, x.device)]
-    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
+    # The kernel computes what these two do, and not what a subclass does in their place.
+    own = (of_gate is not None and type(gate).forward is not DataDependentGate.forward) or (
+        of_rotation is not None and type(rotation).forward is not DataDependentRotation.forward
+    )
+    unsupported = own or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain])
+    if backend == "torch" or unsupported:
         theta, beta = rotation(x)
         return gate(x), theta, beta
     from sympow.kernels.common import call_directly
