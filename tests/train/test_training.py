@@ -191,6 +191,12 @@ def test_a_state_that_forgets_nothing_has_no_half_life():
     assert not model.blocks[0].mixer.gate._forward_hooks
 
 
+def test_a_single_rotation_has_no_deviation():
+    model = GPT(GPTConfig(vocab_size=16, layers=1, width=16, heads=1, gating="none", rotary="scale"))
+    found = gate_and_rotation_metrics(model, lambda: model(torch.zeros(1, 1, dtype=torch.int64)))
+    assert found == {"beta_mean/layer_0": 1.0}
+
+
 def test_what_is_not_finite_is_named_in_the_order_it_came():
     model = GPT(GPTConfig(vocab_size=16, layers=2, width=16, heads=2))
     tokens = torch.arange(8).unsqueeze(0)
