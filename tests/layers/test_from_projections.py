@@ -110,6 +110,8 @@ def test_modules_and_names_that_do_not_fit_are_refused():
     cases = [
         (ValueError, "k and v must both be modules", (q, k, None, o), {}),
         (TypeError, "v must be a module, got int", (q, k, 3, o), {}),
+        (TypeError, "q must be a module, got None", (None, k, v, o), {}),
+        (TypeError, "o must be a module, got None", (q, k, v, None), {}),
         (ValueError, "rates must hold one rate per pair", (q, k, v, o), {"rates": torch.ones(2)}),
         (ValueError, "'grid' keeps every other rate", (q, k, v, o), {"rates": torch.ones(3), "rotary": "grid"}),
         (ValueError, "rates or max_document must be given for rotary='fixed'", (q, k, v, o), {"rotary": "fixed"}),

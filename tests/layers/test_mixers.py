@@ -4,6 +4,8 @@ import torch
 import sympow
 from support import assert_close
 from sympow.layers import GATES, ROTATIONS, ConformalAttention, SoftmaxAttention
+from sympow.layers.gates import ScalarGate
+from sympow.layers.rotations import ScaledRotation
 from sympow.ops import reference
 from sympow.ops.window import Window
 
@@ -170,6 +172,16 @@ def test_inputs_of_another_shape_are_named(shape):
         make(ConformalAttention)(torch.randn(shape, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("kind", [ConformalAttention, SoftmaxAttention])
+def test_inputs_and_caches_of_another_type_are_named(kind):
+    layer = make(kind)
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        layer([0.0])
+    _, state = layer(sample())
+    with pytest.raises(TypeError, match=f"cache must be a Window or a KeyValueCache, got {type(state).__name__}"):
+        layer.step(sample(length=1), state)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -183,6 +195,8 @@ def test_inputs_of_another_shape_are_named(shape):
         ({"heads": 4, "head_dim": 3}, ValueError, "head_dim must be even"),
         ({"heads": 4, "power": 3}, ValueError, "power must be even"),
         ({"heads": 4, "gating": "hard"}, ValueError, "gating must be one of"),
+        ({"heads": 4, "gating": "none", "initial_gate": 0.9}, ValueError, "initial_gate is for gates that are learned"),
+        ({"heads": 4, "gating": "fixed", "initial_gate": 0.9}, ValueError, "got 0.9 with gating='fixed'"),
         ({"heads": 4, "bias": "no"}, TypeError, "bias must be True or False, got 'no'"),
         ({"heads": 4, "form": "quick"}, ValueError, "form must be one of"),
         ({"heads": 4, "backend": "quick"}, ValueError, "backend must be one of"),
@@ -202,17 +216,50 @@ def test_mistakes_are_named_when_the_layer_is_made(options, error, message):
 def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, gating, rotary, kernel):
     """Also where a kernel projects them, in whose place is its reference here."""
     layer = make(ConformalAttention, gating=gating, rotary=rotary, key_value_heads=2)
+    calls = project_by_reference(monkeypatch) if kernel else []
+    check_steps(layer)
+    assert len(calls) == 5 * kernel
+
+
+class SlowGate(ScalarGate):
+    def forward(self, x, projected=None):
+        return super().forward(x, projected) / 4
+
+
+class SlowRotation(ScaledRotation):
+    def forward(self, x, projected=None):
+        theta, beta = super().forward(x, projected)
+        return theta, beta / 4
+
+
+def test_decoding_has_what_subclasses_compute(monkeypatch):
+    layer = make(ConformalAttention, rotary="scale", key_value_heads=2)
+    calls = project_by_reference(monkeypatch)
+    gate, rotation = layer.gate, layer.rotation
+    for gate_class, rotation_class in ((SlowGate, ScaledRotation), (ScalarGate, SlowRotation)):
+        gate.__class__, rotation.__class__ = gate_class, rotation_class
+        check_steps(layer)
+    assert not calls
+
+
+def project_by_reference(monkeypatch):
+    """Projects gates and rotations of steps as on a GPU, with the kernel's reference; returns its calls."""
+    pytest.importorskip("triton", reason="needs Triton")
+    from sympow.kernels.decode.reference import step_gates_reference
+
     calls = []
-    if kernel:
-        pytest.importorskip("triton", reason="needs Triton")
-        from sympow.kernels.decode.reference import step_gates_reference
 
-        def project(*arguments):
-            calls.append(arguments)
-            return step_gates_reference(*arguments)
+    def project(*arguments):
+        calls.append(arguments)
+        return step_gates_reference(*arguments)
 
-        monkeypatch.setattr("sympow.kernels.decode.gate_projection.step_gates", project)
-        monkeypatch.setattr("sympow.layers.mixers.step_gates_unsupported_reason", lambda *_: None)
+    monkeypatch.setattr("sympow.kernels.decode.gate_projection.step_gates", project)
+    monkeypatch.setattr("sympow.layers.mixers.step_gates_unsupported_reason", lambda *_: None)
+    return calls
+
+
+def check_steps(layer):
+    """Compares five steps after a prompt with the forward pass."""
     x = sample()
     whole, _ = layer(x, return_state=False)
     _, state = layer(x[:, :7])
@@ -220,7 +267,6 @@ def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, g
     with torch.no_grad():
         for i in range(7, 12):
             assert_close(layer.step(x[:, i : i + 1], window), whole[:, i : i + 1], 1e-9, f"token {i}")
-    assert len(calls) == 5 * kernel
 
 
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])

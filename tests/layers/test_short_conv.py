@@ -177,7 +177,7 @@ def test_windows_of_keys_without_a_state_are_the_whole():
     window = Window.empty(2, 2, 4, 4, 2, rotated=True, capacity=1, dtype=torch.float64)
     window.conv_state = layer.initial_conv_state(2, torch.float64, torch.device("cpu"))
     parts = []
-    for part in x[:, :9].split([4, 5], dim=1):
+    for part in x[:, :9].split([0, 4, 0, 5], dim=1):
         y, window = layer(part, window)
         parts.append(y)
     kept = window.conv_state.clone()

@@ -7,8 +7,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support import assert_close
 from sympow import GPT, ConformalAttention, GPTConfig, rotary_rates
+from sympow.layers import gates
 from sympow.layers.precision import ConstantTable
 from sympow.layers.rotations import FixedRotation
+from sympow.model import accounting
 from sympow.model.accounting import (
     count_parameters,
     crossover,
@@ -151,6 +153,34 @@ def test_a_state_dict_holds_parameters_alone():
     assert set(model.state_dict()) == {name for name, _ in model.named_parameters()}
 
 
+class OpenGate(gates.Gate):
+    """A gate as someone may add it, with linear maps of PyTorch."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.proj, self.scale = torch.nn.Linear(width, heads), torch.nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        for parameter, value in ((self.proj.weight, 0.0), (self.proj.bias, 7.0), (self.scale, 2.0)):
+            torch.nn.init.constant_(parameter, value)
+
+    def forward(self, x, projected=None):
+        return torch.nn.functional.logsigmoid(self.scale * self.proj(x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gates_that_are_added_start_as_they_say(monkeypatch, device):
+    monkeypatch.setitem(gates._MAKERS, "scalar", lambda width, heads, *_: OpenGate(width, heads))
+    with torch.device(device):
+        model = GPT(GPTConfig(**SMALL))
+    if device == "meta":
+        model.to_empty(device="cpu").reset_parameters()
+    for block in model.blocks:
+        values = [parameter.unique().tolist() for parameter in block.mixer.gate.parameters()]
+        assert values == [[2.0], [0.0], [7.0]]
+
+
 def test_a_model_made_on_the_meta_device_starts_like_any_other():
     config = GPTConfig(**SMALL, gating="learned", rotary="learned")
     with torch.device("meta"):
@@ -254,6 +284,14 @@ class TestTheNumbersOfThePaper:
     def test_operations_outside_attention_are_two_per_weight(self):
         assert other_operations(GPTConfig.preset("gpt2-124m")) == pytest.approx(2 * 123.8e6, rel=0.01)
 
+    def test_operations_are_counted_once_for_each_config(self, monkeypatch):
+        """The scheduler of experiments asks for those of all waiting runs several times a second."""
+        built = []
+        monkeypatch.setattr(accounting, "GPT", lambda config: built.append(config) or GPT(config))
+        for vocab_size in (7, 11, 7):
+            other_operations(GPTConfig(vocab_size=vocab_size, layers=1, width=8, heads=2, max_document=77))
+        assert len(built) == 2
+
 
 class TestConfig:
     def test_rope_is_the_default(self):
@@ -337,6 +375,10 @@ class TestConfig:
             (lambda m: m(torch.tensor([[1, 50]])), ValueError, "tokens must lie between 0 and 49; got 50"),
             (lambda m: m(torch.tensor([[1, -1]])), ValueError, "tokens must lie between 0 and 49; got -1"),
             (lambda m: m(torch.zeros(1, 3, dtype=torch.int64), m(tokens())[1][0]), TypeError, "state must be a tuple"),
+            (lambda m: m.step([1], ()), TypeError, "tokens must be a tensor, got list"),
+            (lambda m: m.step(tokens(), ()), ValueError, r"tokens must be \(batch,\), one for each sequence"),
+            (lambda m: m.step(tokens()[:, 0], 3), TypeError, "caches must be a list with an entry for each layer"),
+            (lambda m: m.step(tokens()[:, 0], m(tokens())[1]), TypeError, "cache must be a Window .* got State"),
             (lambda m: GPT(None), TypeError, "config must be a GPTConfig, got NoneType"),
         ],
     )

@@ -108,6 +108,20 @@ def test_mistakes_are_named(features, targets, options, message):
             function(torch.zeros(features), torch.zeros(7, 3), torch.zeros(targets).long(), **options)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_targets_outside_the_vocabulary_are_named(requires_grad):
+    features, weight = torch.randn(2, 3, requires_grad=requires_grad), torch.randn(7, 3)
+    for function in (linear_cross_entropy, token_losses):
+        # PyTorch's own loss leaves −100 out, and its mean is one of fewer targets.
+        for outside in (-100, 7):
+            with pytest.raises(ValueError, match=f"targets must lie between 0 and 6; got {outside}"):
+                function(features, weight, torch.tensor([1, outside]))
+        with pytest.raises(TypeError, match=r"targets must be int32 or int64, got torch.float32"):
+            function(features, weight, torch.tensor([1.0, 2.0]))
+        narrow = function(features, weight, torch.tensor([1, 2], dtype=torch.int32))
+        assert torch.equal(narrow, function(features, weight, torch.tensor([1, 2])))
+
+
 def test_a_second_derivative_is_refused_rather_than_wrong():
     features = torch.randn(4, 3, requires_grad=True)
     loss = linear_cross_entropy(features, torch.randn(7, 3), torch.zeros(4).long())

@@ -101,6 +101,9 @@ def test_changes_find_their_part():
         TrainConfig(data="books")
     with pytest.raises(TypeError, match="config must be a TrainConfig, got str"):
         train("laptop")
+    for name in ("dataset", "heldout"):
+        with pytest.raises(TypeError, match=f"{name} must be a dataset, .*; got str"):
+            train(config, **{name: "books"})
     with pytest.raises(TypeError, match="no section of a TrainConfig has a field 'stepz'"):
         config.changed(stepz=3)
 

@@ -108,20 +108,39 @@ def test_clipping_shortens_the_gradient_and_reports_its_norm_before(tiny, tmp_pa
     assert clipped[0]["gradient_norm"] == plain[0]["gradient_norm"] > 0.1
 
 
-# Warnings of the compiler about itself.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_compiled_blocks_give_the_same(run, monkeypatch):
-    """With the backend "eager", since code generation takes a minute on a CPU."""
+@pytest.fixture
+def graphs_only(monkeypatch):
+    """Compiles with the backend "eager", since code generation takes a minute on a CPU; options of each call."""
     real, calls = nn.Module.compile, []
 
-    def graphs_only(module, **options):
+    def compiled(module, **options):
         calls.append(options)
         real(module, backend="eager", **options)
 
-    monkeypatch.setattr(nn.Module, "compile", graphs_only)
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    return calls
+
+
+# Warnings of the compiler about itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_blocks_give_the_same(run, graphs_only):
     compiled = run("compiled", compile=True, recompute=True, form="attention")
     assert_close(compiled, run("plain", form="attention"), 2e-5, "losses")
-    assert calls == [{"fullgraph": True}]
+    assert graphs_only == [{"fullgraph": True}]
+
+
+@pytest.mark.slow
+def test_packed_documents_compile_too(run, graphs_only):
+    changes = {"short": "pack", "steps": 1, "save": False}
+    assert run("compiled", compile=True, **changes) == run("plain", **changes)
+    assert graphs_only == [{"fullgraph": False}]
+
+
+def test_one_process_compiles_any_number_of_models(run, graphs_only):
+    changes = {"compile": True, "form": "attention", "steps": 1, "save": False}
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for heads in (1, 2):
+            run(f"heads-{heads}", heads=heads, **changes)
 
 
 @pytest.mark.gpu
@@ -170,6 +189,12 @@ def test_a_state_that_forgets_nothing_has_no_half_life():
         model.get_parameter("blocks.0.mixer.gate.logit").fill_(200.0)
     assert gate_and_rotation_metrics(model, lambda: model(tokens)) == {}
     assert not model.blocks[0].mixer.gate._forward_hooks
+
+
+def test_a_single_rotation_has_no_deviation():
+    model = GPT(GPTConfig(vocab_size=16, layers=1, width=16, heads=1, gating="none", rotary="scale"))
+    found = gate_and_rotation_metrics(model, lambda: model(torch.zeros(1, 1, dtype=torch.int64)))
+    assert found == {"beta_mean/layer_0": 1.0}
 
 
 def test_what_is_not_finite_is_named_in_the_order_it_came():

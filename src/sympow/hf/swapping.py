@@ -39,6 +39,7 @@ from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
+from sympow.layers.gates import LEARNED_GATES
 from sympow.ops.dispatch import Backend, Form
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
@@ -332,7 +333,7 @@ def _make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> Swappe
         names=parts.names,
         power=record.power,
         gating=record.gating,
-        initial_gate=record.initial_gate,
+        initial_gate=record.initial_gate if record.gating in LEARNED_GATES else None,
         form=record.form,
         backend=record.backend,
         chunk_size=record.chunk_size,

@@ -159,6 +159,8 @@ _MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
     "half": lambda width, heads, head_dim, initial_logit: HalfGate(width, heads, initial_logit),
 }
 GATES = tuple(_MAKERS)
+# Kinds whose γ is learned, and has a value before that.
+LEARNED_GATES = tuple(kind for kind in GATES if kind not in ("none", "fixed"))
 
 
 def check_gate_heads(kind: str, heads: int) -> None:
@@ -179,6 +181,8 @@ def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: fl
     if initial_gate is None:
         return _MAKERS[kind](width, heads, head_dim, INITIAL_LOGIT)
     check_finite("initial_gate", initial_gate)
+    if kind not in LEARNED_GATES:
+        raise ValueError(f"initial_gate is for gates that are learned; got {initial_gate} with gating={kind!r}")
     if not 0 < initial_gate < 1:
         raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
     return _MAKERS[kind](width, heads, head_dim, math.log(initial_gate / (1 - initial_gate)))

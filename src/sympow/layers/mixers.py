@@ -207,6 +207,9 @@ class Mixer(nn.Module, ABC):
             rotary = "none" if rates is None else "fixed"
         if rotary != "none" and rates is None and "max_document" not in others:
             raise ValueError(f"rates or max_document must be given for rotary={rotary!r}")
+        for argument, needed in (("q", q), ("o", o)):
+            if needed is None:
+                raise TypeError(f"{argument} must be a module, got None")
         given = {"q": q, "k": k, "v": v, "o": o, "q_norm": q_norm, "k_norm": k_norm, "out_dropout": out_dropout}
         modules = {argument: module for argument, module in given.items() if module is not None}
         for argument, module in modules.items():
@@ -299,6 +302,8 @@ class Mixer(nn.Module, ABC):
         Returns:
             y (b, t, width) and the state, or None in its place.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
         if x.ndim != 3 or x.shape[-1] != self.width:
             raise ValueError(f"x must be (batch, time, {self.width}), the width of the layer; got {tuple(x.shape)}")
         if mask is not None:
@@ -359,6 +364,9 @@ class Mixer(nn.Module, ABC):
 
     def step(self, x: Tensor, cache: LayerCache) -> Tensor:
         """y of one token, (b, 1, width) to (b, 1, width), without gradients; updates the cache in place."""
+        # Not by their classes: a batch of several requests has caches of its own.
+        if not hasattr(cache, "step"):
+            raise TypeError(f"cache must be a Window or a KeyValueCache, got {type(cache).__name__}")
         log_gamma, theta, beta = gate_and_rotate(x, self.gate, self.rotation, self.backend)
         if self.short_conv is None:
             if cache.conv_state is not None:
@@ -442,8 +450,8 @@ class ConformalAttention(Mixer):
         """Continues after a window of keys and values instead of a state, and returns a longer one."""
         if cu_seqlens is not None:
             raise ValueError("cu_seqlens cannot be combined with a state of keys and values: fold it first")
-        # A copy, since the given window belongs to the caller.
-        window = initial_state.resized(initial_state.tokens + q.shape[1])
+        # A copy, since the given window belongs to the caller. A window has room for a token, even if x has none.
+        window = initial_state.resized(max(1, initial_state.tokens + q.shape[1]))
         y = window.read(*_in(window.values.dtype, q, k, v), backend=self.backend, **options)
         return y.to(q.dtype), window if return_state else None
 
@@ -474,7 +482,12 @@ def gate_and_rotate(
     of_gate, of_rotation = gate.projection, rotation.projection
     present = [projection for projection in (of_gate, of_rotation) if projection is not None]
     plain = [projection for projection in present if is_plain_projection(projection, x.device)]
-    if backend == "torch" or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain]):
+    # The kernel computes what these two do, and not what a subclass does in their place.
+    own = (of_gate is not None and type(gate).forward is not DataDependentGate.forward) or (
+        of_rotation is not None and type(rotation).forward is not DataDependentRotation.forward
+    )
+    unsupported = own or len(plain) < len(present) or step_gates_unsupported_reason(x, [p.weight for p in plain])
+    if backend == "torch" or unsupported:
         theta, beta = rotation(x)
         return gate(x), theta, beta
     from sympow.kernels.common import call_directly

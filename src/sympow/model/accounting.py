@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -164,6 +165,7 @@ def mixing_operations(config: GPTConfig, context: int) -> MixingOperations:
     )
 
 
+@cache
 def other_operations(config: GPTConfig) -> int:
     """FLOPs per token outside the attention operator, forward: two for every entry of a weight matrix."""
     with torch.device("meta"):

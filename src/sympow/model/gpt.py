@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
-from sympow.layers.gates import LearnedGate
+from sympow.layers.gates import Gate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import LearnedRotation, StepSize
+from sympow.layers.rotations import Rotation, StepSize
 from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
@@ -24,8 +24,8 @@ from sympow.parallel.shards import Shards
 ModelState = tuple[LayerState, ...]
 # Default number of tokens that are prefilled at a time: memory depends on it, and not on the length of a text.
 SEGMENT_SIZE = 8_192
-# Modules that initialize their parameters themselves.
-_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, LearnedGate, LearnedRotation, StepSize, ShortConvolution)
+# Modules that initialize their parameters themselves, beside gates and rotations.
+_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, StepSize, ShortConvolution)
 
 
 class Mlp(nn.Module):
@@ -121,6 +121,11 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02 / math.sqrt(2 * self.config.layers) if into_residual else 0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+        # Last: a gate or rotation may hold linear maps, whose initial values it sets.
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if isinstance(module, Gate | Rotation) and callable(reset):
+                reset()
 
     def forward(
         self,
@@ -199,7 +204,13 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def _check_step(self, tokens: Tensor, caches: Sequence[LayerCache]) -> None:
+        if not isinstance(tokens, Tensor):
+            raise TypeError(f"tokens must be a tensor, got {type(tokens).__name__}")
+        if tokens.ndim != 1:
+            raise ValueError(f"tokens must be (batch,), one for each sequence; got shape {tuple(tokens.shape)}")
         self._check(tokens.unsqueeze(1), None)
+        if not isinstance(caches, tuple | list):
+            raise TypeError(f"caches must be a list with an entry for each layer, got {type(caches).__name__}")
         if len(caches) != len(self.blocks):
             raise ValueError(f"caches must have an entry for each of {len(self.blocks)} layers, got {len(caches)}")
 

@@ -70,10 +70,16 @@ def _check(features: Tensor, weight: Tensor, targets: Tensor, tokens: int) -> No
             "features must be (…, width) with weight (vocabulary, width) and targets (…,); "
             f"got {tuple(features.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
         )
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"targets must be int32 or int64, got {targets.dtype}")
     if targets.numel() == 0:
         raise ValueError("targets must not be empty: the mean over no tokens is not defined")
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
+    if targets.device.type == "cpu" and not torch.compiler.is_compiling():
+        low, high = (x.item() for x in targets.aminmax())
+        if low < 0 or high >= weight.shape[0]:
+            raise ValueError(f"targets must lie between 0 and {weight.shape[0] - 1}; got {low if low < 0 else high}")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -129,8 +135,8 @@ def _fused_step(logits: Tensor, targets: Tensor, vocabulary: int, scale: float) 
 
 def _losses(features: Tensor, table: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
     logits = (features @ table.mT)[:, :vocabulary]
-    return torch.nn.functional.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets,
-                                             reduction="none")  # fmt: skip
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return torch.nn.functional.cross_entropy(precise, targets.long(), reduction="none")
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:

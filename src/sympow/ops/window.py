@@ -341,6 +341,8 @@ class Window(PortableWindow):
         sequence = self._check(q, k, v, log_gamma, beta, theta)
         check_choice("backend", backend, BACKENDS)
         self._check_room(sequence.length)
+        if not sequence.length:
+            return q.new_empty(*q.shape[:3], self.value_dim)
         if self.kv is None and self.tokens == 0:
             with torch.no_grad():
                 y = attention(q, k, v, self.power, log_gamma, beta, theta, backend=backend)  # type: ignore[call-overload]

@@ -1,6 +1,6 @@
 """Command-line flags generated from the fields of a config: names, types, defaults and help.
 
-Written out as typer options, the 52 flags of `sympow train` would take 360 lines that repeat the config and can
+Written out as typer options, the flags of `sympow train` would take hundreds of lines that repeat the config and can
 disagree with it.
 """
 

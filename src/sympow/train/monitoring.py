@@ -66,7 +66,7 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
     """Per layer: the median half-life of the state in tokens, and mean and standard deviation of β.
 
     A layer whose median gate is exactly 1 has no half-life, and one whose β is no scale of RoPE ("signed" and "grid")
-    has no statistics of it.
+    has no statistics of it. A single β, as with a context of 1 and one head, has no deviation.
 
     Args:
         run: calls the model on the data to measure with.
@@ -81,7 +81,8 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
                 numbers[f"half_life/layer_{layer}"] = math.log(2) / median
         if isinstance(module, Rotation) and (beta := module.scales_of_rates(output[1])) is not None:
             numbers[f"beta_mean/layer_{layer}"] = beta.float().mean().item()
-            numbers[f"beta_deviation/layer_{layer}"] = beta.float().std().item()
+            if beta.numel() > 1:
+                numbers[f"beta_deviation/layer_{layer}"] = beta.float().std().item()
 
     with forward_hooks(model, (Gate, Rotation), measure):
         run()

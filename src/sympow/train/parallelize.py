@@ -76,13 +76,16 @@ def gradient_sync(module: nn.Module, last: bool) -> Iterator[None]:
     yield
 
 
-def compile_blocks(model: GPT, *, sharded: bool = False) -> None:
+def compile_blocks(model: GPT, *, sharded: bool = False, packed: bool = False) -> None:
     """Compiles each block in place. All blocks share one compilation, since they have the same code and shapes.
 
-    With sharded sequences, the collectives between processes stay outside the compiled graphs.
+    With sharded sequences, the collectives between processes stay outside the compiled graphs; so do packed documents
+    where they are computed one by one, as in plain PyTorch.
     """
+    # Blocks of other models that this process has trained count toward torch's limit of recompilations.
+    torch.compiler.reset()
     for block in model.blocks:
-        block.compile(fullgraph=not sharded)
+        block.compile(fullgraph=not (sharded or packed))
 
 
 def checkpoint_activations(model: GPT) -> None:

@@ -101,6 +101,8 @@ def train(
         raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
     if resume and out is None:
         raise ValueError("out must name the run to resume, got None")
+    for name, given in (("dataset", dataset), ("heldout", heldout)):
+        _check_dataset(name, given)
     evaluates, named = bool(config.run.evaluate_every), dataset is None
     if evaluates and heldout is None and not named:
         raise ValueError(
@@ -160,7 +162,7 @@ class _Run:
         if config.run.recompute:
             checkpoint_activations(self.model)
         if config.run.compile:
-            compile_blocks(self.model, sharded=sharded)
+            compile_blocks(self.model, sharded=sharded, packed=config.data.short == "pack")
         self.dtype = torch.bfloat16 if config.run.precision == "bf16" else None
         objective = Objective(self.model, config.run.loss_tokens, self.dtype)
         self.parallel_model = parallelize(objective, place, config.run.parallel)
@@ -490,6 +492,15 @@ def _check_extras(config: TrainConfig) -> None:
         needed["wandb"] = "wandb"
     for module, extra in needed.items():
         require(module, extra)
+
+
+def _check_dataset(name: str, dataset: TokenDataset | None) -> None:
+    """Raises a TypeError for what is no dataset, such as the name of one."""
+    if dataset is not None and not hasattr(dataset, "fingerprint"):
+        raise TypeError(
+            f"{name} must be a dataset, such as sympow.data.open_dataset returns, or None for what the config names; "
+            f"got {type(dataset).__name__}"
+        )
 
 
 def _check_same_tokens(dataset: TokenDataset, heldout: TokenDataset) -> None:
