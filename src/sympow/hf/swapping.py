@@ -171,6 +171,8 @@ def _prepare(
         raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
     check_choice("cache_policy", others["cache_policy"], CACHE_POLICIES)
     check_finite("initial_gate", initial_gate)
+    if not 0 < initial_gate < 1:
+        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
     if around := _models_around(model):
         raise ValueError(
             f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "
