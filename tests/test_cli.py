@@ -141,6 +141,19 @@ def test_bench_prints_a_table_and_writes_json_and_a_figure(tmp_path):
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_interrupted_bench_keeps_what_it_has_timed(tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        yield next(run_bench(*arguments, **options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sympow.bench.operator.run_bench", interrupted)
+    out = tmp_path / "result.json"
+    arguments = ["--tokens", "32", "--context", "32", "--heads", "1", "--dim", "4", "--runs", "1", "--device", "cpu"]
+    assert runner.invoke(app, ["bench", *arguments, "--out", str(out)]).exit_code != 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert (row["method"], row["context"]) == ("softmax", 32)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -63,7 +63,9 @@ def bench(
     runs: Annotated[
         int | None, typer.Option(help=f"Rounds; each times every method once. {_by_device('runs')}")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="JSON file to write; a figure is written beside it.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file to write as rows are timed; a figure is written beside it.")
+    ] = None,
 ) -> None:
     """Benchmark the attention operator against softmax attention.
 
@@ -76,7 +78,7 @@ def bench(
     """
     import torch
 
-    from sympow.bench.operator import Setting, describe, print_rows, progress_bar, run_bench, save_rows
+    from sympow.bench.operator import Row, Setting, describe, print_rows, progress_bar, run_bench, save_rows
     from sympow.ops.validation import BACKENDS, check_power
     from sympow.report.figures import plot_bench_rows
 
@@ -121,12 +123,18 @@ def bench(
         check_can_write("out", out, "file")
         check_can_write("out", figure, "file")
         require("matplotlib", "report")
-    rows = []
+    rows: list[Row] = []
     unsupported: dict[str, str] = {}
 
     def on_unsupported(method: str, reason: str) -> None:
         unsupported[method] = reason
         typer.echo(f"{method} is not timed. {reason}", err=True)
+
+    command = recorded_command()
+
+    def save() -> None:
+        if out is not None:
+            save_rows(rows, setting, command, out, unsupported)
 
     options: dict[str, Any] = {"backward": backward, "runs": runs, "only": only or ()}
     with progress_bar() as on_progress:
@@ -135,8 +143,10 @@ def bench(
         ):
             rows.append(row)
             typer.echo(f"{row.method} at {row.context:,}: {1e3 * row.forward.median:.2f} ms", err=True)
+            # After each row: an interrupted benchmark keeps what it has timed.
+            save()
     print_rows(rows, describe(setting))
     if out is not None:
-        save_rows(rows, setting, recorded_command(), out, unsupported)
+        save()
         plot_bench_rows(rows, setting, figure)
         typer.echo(f"wrote {out} and {figure}", err=True)
