@@ -324,6 +324,13 @@ def test_mistakes_are_named():
         Decoder(model, prefix).step(torch.zeros(3, dtype=torch.int64))
     with pytest.raises(ValueError, match="tokens must lie between 0 and 49; got 50"):
         Decoder(model, prefix).step(torch.tensor([0, 50]))
+    decoder = Decoder(model, prefix)
+    with pytest.raises(TypeError, match=r"tokens must be int32 or int64, got torch\.float32"):
+        decoder.step(torch.tensor([0.0, 1.5]))
+    decoder.close()
+    for again in (decoder.close, lambda: decoder.step(torch.tensor([0, 1]))):
+        with pytest.raises(RuntimeError, match="the decoder is closed"):
+            again()
     with pytest.raises(ValueError, match="prefix must be of a model with 2 layers, got 1"):
         Decoder(model, replace(prefix, state=prefix.state[:1]))
     window = Prefix.prefill(model, text(3, 1), cache_policy="keys").state

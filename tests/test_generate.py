@@ -411,6 +411,8 @@ def test_logits_that_are_no_numbers_end_the_generation(model, broken):
 def test_wrong_arguments_are_named(model):
     with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
         list(generate(model, -1, prompt=prompt()))
+    with pytest.raises(TypeError, match=r"^tokens must be an int, got float"):
+        list(generate(model, 1.5, prompt=prompt()))
     with pytest.raises(ValueError, match=r"at least one token, got shape \(2, 0\)"):
         list(generate(model, 1, prompt=prompt(0)))
     with pytest.raises(ValueError, match="prompt or prefix must be given"):

@@ -220,6 +220,11 @@ def test_prompts_of_different_lengths_continue_together_as_alone(folder):
     prefixes = [text_model.prefill(text) for text in ("a", "a longer prompt", "")]
     alone = ["".join(text_model.stream(prefix, 30, GREEDY)) for prefix in prefixes]
     assert text_model.continue_all(prefixes, 30, GREEDY) == alone
+    with pytest.raises(TypeError, match="prefixes must hold objects of class Prefix, got str"):
+        text_model.continue_all(["a", "a longer prompt"], 30)
+    for use in (text_model.prefill, lambda text: text_model.extend(prefixes[0], text)):
+        with pytest.raises(TypeError, match="text must be a string, got bytes"):
+            use(b"a")
     assert len(set(alone)) > 1
 
 

@@ -1,6 +1,7 @@
 """The loader: content and order of batches, several processes, and resuming."""
 
 import json
+import re
 import threading
 import time
 from itertools import islice
@@ -136,6 +137,29 @@ def test_a_token_beyond_the_vocabulary_names_file_and_place(memory_of):
     document[70], document[63] = 0, 300
     with pytest.raises(ValueError, match=r"1\.txt: token 63 of document 1 is 300"):
         list(Loader(memory_of([np.zeros(64), document]), 32, 1, epochs=1, seed=1))
+    dataset = memory_of([np.zeros(64), np.zeros(96)])
+    dataset.documents[1] = np.where(np.arange(96) == 63, -1, 0)
+    with pytest.raises(ValueError, match=r"1\.txt: token 63 of document 1 is -1, below 0"):
+        list(Loader(dataset, 32, 1, epochs=1, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lengths", [64], "TypeError: lengths of the dataset must be a NumPy array of integers, got list"),
+        ("blocks", np.array([0.0, 1]), "TypeError: blocks of the dataset must be .* got an array of float64"),
+        ("boundary", None, "TypeError: boundary of the dataset must be an int, got NoneType"),
+        ("boundary", 257, "ValueError: boundary of the dataset must be .* below its vocab_size, 257; got 257"),
+        ("documents", [np.ones(64)], "TypeError: 0.txt: read.0, 0, 32. .* must return integers, got float64"),
+        ("documents", [np.ones(20, int)], "ValueError: 0.txt: .* must return 32 tokens, got an array of shape .20,."),
+    ],
+)
+def test_a_dataset_with_wrong_members_is_refused(memory_of, name, value, message):
+    dataset = memory_of([np.zeros(64)])
+    setattr(dataset, name, value)
+    with pytest.raises((TypeError, ValueError)) as error:
+        next(iter(Loader(dataset, 32, 1, shuffle=False)))
+    assert re.match(message, f"{error.type.__name__}: {error.value}")
 
 
 def test_the_order_follows_the_seed_and_changes_every_epoch(memory):

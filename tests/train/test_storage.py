@@ -74,6 +74,9 @@ def test_a_run_folder_is_not_its_model_but_nearly(folder):
         load_model(folder.parent)
     with pytest.raises(ValueError, match=r"nowhere holds no model: model\.json is missing$"):
         load_model(folder / "nowhere")
+    (folder / "model.json").rename(folder / "config.json")
+    with pytest.raises(ValueError, match=r"model\.json is missing; it has a config\.json, as models in Hugging Face"):
+        load_model(folder)
 
 
 def test_missing_weights_are_named(folder):

@@ -251,6 +251,10 @@ def test_a_dataset_is_evaluated_on_the_one_given_with_it(tiny, texts, tmp_path, 
     monkeypatch.setattr(heldout, "vocab_size", 300)
     with pytest.raises(ValueError, match="heldout must have the vocab_size of what is trained on, 257; got 300"):
         train(config, tmp_path / "run", device="cpu", dataset=dataset, heldout=heldout)
+    # The tokenizer is needed at the end of a run only.
+    monkeypatch.setattr(dataset, "load_tokenizer", lambda: None)
+    with pytest.raises(TypeError, match=r"load_tokenizer of dataset must return a .*Tokenizer.* got NoneType"):
+        train(tiny(steps=1), tmp_path / "run", device="cpu", dataset=dataset)
     assert not (tmp_path / "run").exists()
 
 

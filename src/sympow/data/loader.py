@@ -202,6 +202,7 @@ class Loader:
             raise ValueError(f"rank must be below world_size={world_size}, got {rank}")
         if batch_size % world_size:
             raise ValueError(f"batch_size must be a multiple of world_size={world_size}, got {batch_size}")
+        _check_members(dataset)
         self.dataset = dataset
         self.context = context
         self.batch_size = batch_size
@@ -301,7 +302,9 @@ class Loader:
         for document, start, stop, place in slices:
             end = place + stop - start
             # A slice is read with the token before it, which is the first input.
-            tokens = read(document, max(start - 1, 0), stop)
+            tokens = np.asarray(read(document, max(start - 1, 0), stop))
+            if tokens.shape != (stop - max(start - 1, 0),) or tokens.dtype.kind not in "iu":
+                self._refuse_slice(document, max(start - 1, 0), stop, tokens)
             if start:
                 inputs[place:end] = tokens[:-1]
                 targets[place:end] = tokens[1:]
@@ -309,20 +312,29 @@ class Loader:
                 inputs[place] = boundary
                 inputs[place + 1 : end] = tokens[:-1]
                 targets[place:end] = tokens
-        if max(inputs.max(), targets.max()) >= self.dataset.vocab_size:
+        # As unsigned integers, so that one comparison finds negative ids too.
+        if max(inputs.view(np.uint64).max(), targets.view(np.uint64).max()) >= self.dataset.vocab_size:
             self._refuse_token(rows, offsets, inputs, targets)
+
+    def _refuse_slice(self, document: int, start: int, stop: int, tokens: np.ndarray[Any, Any]) -> None:
+        asked = f"{self.dataset.document_name(document)}: read({document}, {start}, {stop}) of the dataset must return"
+        if tokens.dtype.kind not in "iu" and tokens.size:
+            raise TypeError(f"{asked} integers, got {tokens.dtype}")
+        raise ValueError(f"{asked} {stop - start} tokens, got an array of shape {tokens.shape}")
 
     def _refuse_token(
         self, rows: Rows, offsets: np.ndarray[Any, Any], inputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]
     ) -> None:
-        place = int(np.argmax((inputs >= self.dataset.vocab_size) | (targets >= self.dataset.vocab_size)))
+        wrong = [x.view(np.uint64) >= self.dataset.vocab_size for x in (inputs, targets)]
+        place = int(np.argmax(wrong[0] | wrong[1]))
         number = int(np.searchsorted(offsets, place, side="right")) - 1
         document, start = int(rows.documents[number]), int(rows.starts[number])
         # An input is the target before it.
-        token, before = max((targets[place], 0), (inputs[place], 1))
+        token, before = (targets[place], 0) if wrong[1][place] else (inputs[place], 1)
+        what = "below 0" if token < 0 else f"beyond the vocabulary of {self.dataset.vocab_size:,}"
         raise ValueError(
             f"{self.dataset.document_name(document)}: token {start + place - int(offsets[number]) - before:,} of "
-            f"document {document:,} is {token}, beyond the vocabulary of {self.dataset.vocab_size:,}"
+            f"document {document:,} is {token}, {what}"
         )
 
     def _summarize(self) -> Summary:
@@ -356,4 +368,21 @@ class Loader:
             tokens_in_documents_dropped=dropped,
             tokens_in_tails_dropped=tails,
             tokens_too_few_for_a_row=tokens - rows * self.context - dropped - tails,
+        )
+
+
+def _check_members(dataset: TokenDataset) -> None:
+    """Refuses members of another type than `TokenDataset` has, as in a dataset of the user's own."""
+    for name in ("lengths", "blocks"):
+        value: Any = getattr(dataset, name)
+        if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+            got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+            raise TypeError(f"{name} of the dataset must be a NumPy array of integers, got {got}")
+    boundary: Any = dataset.boundary
+    if not isinstance(boundary, int | np.integer):
+        raise TypeError(f"boundary of the dataset must be an int, got {type(boundary).__name__}")
+    if not 0 <= boundary < dataset.vocab_size:
+        raise ValueError(
+            f"boundary of the dataset must be at least 0 and below its vocab_size, {dataset.vocab_size:,}; "
+            f"got {boundary}"
         )

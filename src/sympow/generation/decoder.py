@@ -157,6 +157,9 @@ class Decoder:
         Args:
             tokens: (b,), on the model's device.
         """
+        self._check_open()
+        if tokens.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
         if tokens.shape != self._token.shape:
             raise ValueError(f"tokens must be ({len(self._token)},), one for each text; got {tuple(tokens.shape)}")
         if self._cache.ensure_capacity(self._fold):
@@ -182,7 +185,12 @@ class Decoder:
     @torch.no_grad()
     def close(self) -> Prefix:
         """The prefix after the last decoded token. The decoder cannot be used afterwards."""
+        self._check_open()
         return Prefix(self.logits.clone(), self._cache.close(), self.tokens, self.seen)
+
+    def _check_open(self) -> None:
+        if not self._cache.layers:
+            raise RuntimeError("the decoder is closed: make another one from the prefix that `close` returned")
 
     def _reset_graphs(self) -> None:
         """Discards captured graphs, which refer to the tensors of earlier caches."""

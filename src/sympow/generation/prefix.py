@@ -104,6 +104,9 @@ class Prefix:
         """Joins prefixes of any lengths into one batch. If one holds a state, all others are folded into states."""
         if not prefixes:
             raise ValueError("prefixes must hold at least one prefix, got none")
+        for prefix in prefixes:
+            if not isinstance(prefix, Prefix):
+                raise TypeError(f"prefixes must hold objects of class Prefix, got {type(prefix).__name__}")
         states = [prefix.state for prefix in prefixes]
         if any(prefix.folded for prefix in prefixes):
             states = [fold(state) for state in states]

@@ -138,8 +138,7 @@ def generate(
         raise TypeError(f"sampling must be a Sampling, got {type(sampling).__name__}")
     if prompt is not None and not isinstance(prompt, Tensor):
         raise TypeError(f"prompt must be a tensor of token ids, got {type(prompt).__name__}")
-    if tokens < 0:
-        raise ValueError(f"tokens must be at least 0, got {tokens}")
+    check_at_least("tokens", tokens, 0)
     if seed is not None:
         check_seed(seed)
     owned = prompt is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sympow.checks import check_str
 from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of, load_tokenizer
 from sympow.deprecated import accepts_old_arguments, deprecated_attribute
@@ -47,6 +48,7 @@ class TextModel:
 
     def encode(self, text: str) -> Tensor:
         """Tokens of a text, (1, t), after those that begin a text (`beginning_of`)."""
+        check_str("text", text)
         ids = [*beginning_of(self.tokenizer), *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
@@ -67,6 +69,7 @@ class TextModel:
         self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
     ) -> Prefix:
         """The prefix with more text of the same document appended; with an empty text, the prefix itself."""
+        check_str("text", text)
         ids = encode_continuation(self.tokenizer, text).tolist()
         if not ids:
             return prefix

@@ -64,6 +64,8 @@ def load_config(folder: Path | str) -> GPTConfig:
     if not (folder / CONFIG_FILE).is_file():
         inner = folder / "model"
         hint = f"; did you mean {inner}?" if (inner / CONFIG_FILE).is_file() else ""
+        if (folder / "config.json").is_file():
+            hint = "; it has a config.json, as models in Hugging Face format have, which cannot be read here"
         raise ValueError(f"{folder} holds no model: {CONFIG_FILE} is missing{hint}")
     return _read_config(folder / CONFIG_FILE)
 

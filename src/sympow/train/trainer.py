@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.data.loader import Batch, Loader
+from sympow.data.tokenizer import Tokenizer
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
@@ -154,7 +155,7 @@ class _Run:
             )
         # Checked before hours of training, although some are needed only at its end.
         _check_extras(config)
-        self.tokenizer = dataset.load_tokenizer() if config.run.save else None
+        self.tokenizer = _load_tokenizer(dataset) if config.run.save else None
         check_fits(config.model, place.device, place.world_size if config.run.parallel == "fsdp" else 1)
         torch.manual_seed(config.run.seed)
         self.model = GPT(config.model).to(place.device)
@@ -501,6 +502,18 @@ def _check_dataset(name: str, dataset: TokenDataset | None) -> None:
             f"{name} must be a dataset, such as sympow.data.open_dataset returns, or None for what the config names; "
             f"got {type(dataset).__name__}"
         )
+
+
+def _load_tokenizer(dataset: TokenDataset) -> Tokenizer:
+    tokenizer = dataset.load_tokenizer()
+    members = ("kind", "vocab_size", "boundary", "encode", "decode", "save")
+    missing = [name for name in members if not hasattr(tokenizer, name)]
+    if missing:
+        raise TypeError(
+            "load_tokenizer of dataset must return a sympow.data.Tokenizer, which is saved with the model; got "
+            f"{type(tokenizer).__name__}, which has no {', '.join(missing)}"
+        )
+    return tokenizer
 
 
 def _check_same_tokens(dataset: TokenDataset, heldout: TokenDataset) -> None:
