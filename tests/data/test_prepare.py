@@ -339,7 +339,7 @@ def test_two_hundredths_are_held_out_by_default(tmp_path):
     assert manifest.request["heldout"] == 0.02
 
 
-@pytest.mark.parametrize("count", range(2, 12))
+@pytest.mark.parametrize("count", [2, 3, 11])
 @pytest.mark.parametrize("heldout", [1e-9, 0.02, 0.5, 0.999_999])
 def test_of_few_documents_at_least_one_goes_to_each_side(tmp_path, count, heldout):
     folder = write_documents(tmp_path / "texts", count, copies=2)

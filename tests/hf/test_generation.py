@@ -498,7 +498,8 @@ class TestAsTransformersTestsIt:
         assert (out[:, :6] == ids).all()
 
 
-@pytest.mark.parametrize("segments", [[4, 1, 1, 1], pytest.param([2, 1, 1, 3], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("segments", [[4, 1, 1, 1], [2, 1, 1, 3]])
 @torch.no_grad()
 def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(make, tokens, segments):
     """A state is smaller than the keys and values of more than 5 tokens."""
