@@ -215,7 +215,7 @@ def _print_recall(rows: Sequence[Mapping[str, Any]]) -> None:
     shapes = list(dict.fromkeys(shape for row in rows for shape in row["by_shape"]))
     table = _table(
         "Right answers, %, by length / pairs: mean over seeds (least) of the best learning rate",
-        ["sweep", "state", "best rate", "steps", "all", *shapes],
+        ["sweep", "bytes of state", "best rate", "steps", "all", *shapes],
     )
     for row in sorted(rows, key=lambda row: (row["state_numbers"], row["run"])):
         overall, by_shape = best_recall(row)
@@ -223,7 +223,7 @@ def _print_recall(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{100 * statistics.fmean(found):.1f} ({100 * min(found):.1f})" if found else ""
             for found in (overall, *(by_shape.get(shape, []) for shape in shapes))
         ]
-        table.add_row(row["sweep"], f"{row['state_numbers']:,}", f"{row['best_rate']:g}", f"{row['steps']:,}", *cells)
+        table.add_row(row["sweep"], f"{row['state_bytes']:,}", f"{row['best_rate']:g}", f"{row['steps']:,}", *cells)
     _console().print(table)
 
 
