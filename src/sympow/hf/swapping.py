@@ -31,7 +31,7 @@ from transformers import (
     modeling_utils,
 )
 
-from sympow.checks import check_choice, check_finite
+from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
 from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
 from sympow.hf.modeling import initialize_own_module
@@ -39,7 +39,7 @@ from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
-from sympow.layers.gates import LEARNED_GATES
+from sympow.layers.gates import LEARNED_GATES, check_initial_gate
 from sympow.ops.dispatch import Backend, Form
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
@@ -170,9 +170,7 @@ def _prepare(
     if hasattr(model.config, "sympow_attention"):
         raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
     check_choice("cache_policy", others["cache_policy"], CACHE_POLICIES)
-    check_finite("initial_gate", initial_gate)
-    if not 0 < initial_gate < 1:
-        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
+    check_initial_gate(initial_gate)
     if around := _models_around(model):
         raise ValueError(
             f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "

@@ -163,6 +163,13 @@ GATES = tuple(_MAKERS)
 LEARNED_GATES = tuple(kind for kind in GATES if kind not in ("none", "fixed"))
 
 
+def check_initial_gate(initial_gate: float) -> None:
+    """Raises unless it is a γ that a sigmoid can have."""
+    check_finite("initial_gate", initial_gate)
+    if not 0 < initial_gate < 1:
+        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
+
+
 def check_gate_heads(kind: str, heads: int) -> None:
     """Raises a ValueError unless a gate of this kind can have so many key/value heads."""
     if kind == "half" and heads < 2:
@@ -180,9 +187,7 @@ def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: fl
     check_gate_heads(kind, heads)
     if initial_gate is None:
         return _MAKERS[kind](width, heads, head_dim, INITIAL_LOGIT)
-    check_finite("initial_gate", initial_gate)
+    check_initial_gate(initial_gate)
     if kind not in LEARNED_GATES:
         raise ValueError(f"initial_gate is for gates that are learned; got {initial_gate} with gating={kind!r}")
-    if not 0 < initial_gate < 1:
-        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
     return _MAKERS[kind](width, heads, head_dim, math.log(initial_gate / (1 - initial_gate)))
