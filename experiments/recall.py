@@ -16,7 +16,7 @@ TAPS = 4
 STEPS = 10_000
 # A state of 60 kB, slightly less than that of zoology's published points.
 KNEE: dict[str, Any] = {"width": 128, "heads": 6, "key_value_heads": 3, "head_dim": 16}
-# Models, by name: their variant and shape. Those with the most to say come first.
+# Models, by name: their variant and shape. They are trained in this order, so the most important ones come first.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gating-w128-3x16": ("gating", KNEE),
     "gating-w128-6x16-one-layer": ("gating", {"width": 128, "heads": 6, "head_dim": 16, "layers": 1}),
