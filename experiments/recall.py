@@ -16,26 +16,38 @@ TAPS = 4
 STEPS = 10_000
 # A state of 60 kB, slightly less than that of zoology's published points.
 KNEE: dict[str, Any] = {"width": 128, "heads": 6, "key_value_heads": 3, "head_dim": 16}
+ONE_LAYER: dict[str, Any] = {"width": 128, "heads": 6, "head_dim": 16, "layers": 1}
+ONE_HEAD_OF_64: dict[str, Any] = {"width": 128, "heads": 2, "key_value_heads": 1, "layers": 1}
+P4: dict[str, Any] = {"width": 64, "heads": 8, "key_value_heads": 2, "power": 4}
 # Models, by name: their variant and shape. They are trained in this order, so the most important ones come first.
+# Zoology's models have no positional encoding, so `unrotated` is closest to them.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gating-w128-3x16": ("gating", KNEE),
-    "gating-w128-6x16-one-layer": ("gating", {"width": 128, "heads": 6, "head_dim": 16, "layers": 1}),
-    "gating-w128-2x32": ("gating", {"width": 128, "heads": 4, "key_value_heads": 2}),
-    "softmax-w128": ("softmax", {"width": 128, "heads": 8}),
     "conformal-w128-3x16": ("conformal", KNEE),
+    "unrotated-w128-3x16": ("unrotated", KNEE),
+    "gating-w128-1x64-one-layer": ("gating", ONE_HEAD_OF_64),
+    "unrotated-w128-1x64-one-layer": ("unrotated", ONE_HEAD_OF_64),
+    "gating-w128-6x16-one-layer": ("gating", ONE_LAYER),
+    "unrotated-w128-6x16-one-layer": ("unrotated", ONE_LAYER),
+    "softmax-w128": ("softmax", {"width": 128, "heads": 8}),
+    "unrotated-softmax-w128": ("softmax", {"width": 128, "heads": 8, "rotary": "none"}),
     "gating-w128-1x16": ("gating", {**KNEE, "key_value_heads": 1}),
+    "conformal-w128-1x16": ("conformal", {**KNEE, "key_value_heads": 1}),
+    "unrotated-w128-1x16": ("unrotated", {**KNEE, "key_value_heads": 1}),
+    "conformal-w128-1x64-one-layer": ("conformal", ONE_HEAD_OF_64),
+    "gating-w64-2x8-p4": ("gating", P4),
+    "unrotated-w64-2x8-p4": ("unrotated", P4),
     "gating-w128-8x16": ("gating", {"width": 128, "heads": 8}),
-    "gating-w64-2x8-p4": ("gating", {"width": 64, "heads": 8, "key_value_heads": 2, "power": 4}),
-    "gating-w128-1x64-one-layer": ("gating", {"width": 128, "heads": 2, "key_value_heads": 1, "layers": 1}),
+    "unrotated-w128-8x16": ("unrotated", {"width": 128, "heads": 8}),
+    "gating-w128-2x32": ("gating", {"width": 128, "heads": 4, "key_value_heads": 2}),
     "gating-w64-4x16": ("gating", {"width": 64, "heads": 4}),
-    "gating-w128-3x16-no-conv": ("gating", {**KNEE, "short_conv": 0}),
+    "unrotated-w128-3x16-no-conv": ("unrotated", {**KNEE, "short_conv": 0}),
     # Zoology's models have no MLP: one of a single unit is as good as none.
-    "gating-w128-3x16-no-mlp": ("gating", {**KNEE, "mlp_ratio": 1 / 128}),
-    "gating-w64-8x8-p4": ("gating", {"width": 64, "heads": 8, "power": 4}),
-    "gating-w128-2x64": ("gating", {"width": 128, "heads": 2}),
+    "unrotated-w128-3x16-no-mlp": ("unrotated", {**KNEE, "mlp_ratio": 1 / 128}),
+    "pair-rotation-w128-3x16": ("pair-rotation", KNEE),
 }
 # Those that are trained with three seeds.
-REPEATED = ("gating-w128-3x16", "conformal-w128-3x16")
+REPEATED = ("gating-w128-3x16", "conformal-w128-3x16", "unrotated-w128-3x16")
 CPU_MODELS = ("gating-w64-4x16", "softmax-w128")
 
 

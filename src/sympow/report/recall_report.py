@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sympow.experiments.recall_sweep import best_recall
+from sympow.extras import require
 from sympow.model.config import VARIANTS
-from sympow.report.plotting import add_legend, assign_styles, make_panels, plain_numbers, pyplot, save_figure, tidy
+from sympow.report.grouping import LABELS
+from sympow.report.plotting import (
+    DASHES,
+    MARKERS,
+    add_legend,
+    assign_styles,
+    make_panels,
+    plain_numbers,
+    pyplot,
+    save_figure,
+    tidy,
+)
 
 # Bytes of state, and accuracies of other models there, as reported for the same task of zoology
 # (github.com/HazyResearch/zoology), trained likewise. Its `state_size` counts four bytes for each number.
 PUBLISHED_BYTES = 67_000
 PUBLISHED = {"Gated DeltaNet": 0.99, "GLA": 0.95, "Based": 0.86, "Mamba-2": 0.83}
-MARKERS = "D^vX"
+PUBLISHED_MARKERS = "D^vX"
 
 
 def recall_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -51,49 +64,60 @@ def _percent(found: Sequence[float]) -> str:
 def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Accuracy over all rows against bytes of state, a line for each kind of model.
 
-    Softmax, whose state grows, is a horizontal line. Bars are the range over seeds.
+    Variants differ in colour, and what else tells models apart in marker and dashes. Softmax, whose state grows, is a
+    horizontal line. Bars are the range over seeds.
 
     Args:
         path: PNG or SVG file to write; its folder is created.
     """
-    series: dict[str, list[tuple[int, list[float]]]] = {}
-    softmax: list[float] = []
+    series: dict[tuple[str, str], list[tuple[int, list[float]]]] = {}
     for row in rows:
         overall, _ = best_recall(row)
-        if row["settings"]["model"].get("mixer") == "softmax":
-            softmax.append(statistics.fmean(overall))
-        else:
-            series.setdefault(_label(row), []).append((row["state_bytes"], overall))
-    styles = assign_styles((name, name) for name in series)
+        series.setdefault(_kind(row), []).append((row["state_bytes"], overall))
+    styles = assign_styles((variant, LABELS.get(variant, variant)) for variant, _ in series)
+    # The shortest description is the usual model, which gets a solid line.
+    others = sorted({other for _, other in series if other}, key=lambda other: (len(other), other))
     figure, (axes,) = make_panels(1, width=7, height=4.4)
-    for name, points in series.items():
+    for (variant, other), points in series.items():
         points.sort()
         means = [statistics.fmean(found) for _, found in points]
+        if not other:
+            axes.axhline(max(means), linewidth=1, label=variant, **styles[variant].for_matplotlib)
+            continue
+        number = others.index(other)
+        style = replace(styles[variant], dash=DASHES[number % len(DASHES)], marker=list(MARKERS)[number % len(MARKERS)])
         below = [mean - min(found) for mean, (_, found) in zip(means, points, strict=True)]
         above = [max(found) - mean for mean, (_, found) in zip(means, points, strict=True)]
         sizes = [size for size, _ in points]
-        axes.errorbar(sizes, means, yerr=(below, above), capsize=2, label=name, **styles[name].with_marker)
-    if softmax:
-        axes.axhline(max(softmax), color="#444444", linestyle="--", linewidth=1, label="softmax")
-    for marker, (name, accuracy) in zip(MARKERS, PUBLISHED.items(), strict=True):
+        axes.errorbar(sizes, means, yerr=(below, above), capsize=2, label=f"{variant}, {other}", **style.with_marker)
+    for marker, (name, accuracy) in zip(PUBLISHED_MARKERS, PUBLISHED.items(), strict=True):
         look = {"marker": marker, "linestyle": "none", "markerfacecolor": "none", "color": "#777777"}
         axes.plot([PUBLISHED_BYTES], [accuracy], label=f"{name} (published: zoology)", **look)
     axes.set(xscale="log", xlabel="bytes of state in float32, all layers", ylabel="right answers", ylim=(-0.02, 1.02))
+    axes.xaxis.set_major_locator(require("matplotlib.ticker", "report").LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(plain_numbers())
+    axes.minorticks_off()
     tidy(axes)
     add_legend(figure, [axes])
     save_figure(figure, path)
     pyplot().close(figure)
 
 
-def _label(row: Mapping[str, Any]) -> str:
-    """What kind of model it is, apart from its size."""
+def _kind(row: Mapping[str, Any]) -> tuple[str, str]:
+    """What kind of model it is, apart from its size: its variant, and what else tells it from others.
+
+    For softmax the second is empty.
+    """
     model = row["settings"]["model"]
     kind = {name: model.get(name) for name in ("mixer", "gating", "rotary")}
+    if kind["mixer"] == "softmax":
+        return ("softmax, unrotated" if kind["rotary"] == "none" else "softmax"), ""
     variant = next((name for name, fields in VARIANTS.items() if fields == kind), row["sweep"])
-    label = f"{variant}, p = {model.get('power', 2)}"
+    others = [f"p = {model.get('power', 2)}"]
     if model.get("layers") == 1:
-        label += ", one layer"
+        others.append("one layer")
     if not model.get("short_conv"):
-        label += ", no convolution"
-    return label + (", no MLP" if "mlp_ratio" in model else "")
+        others.append("no convolution")
+    if "mlp_ratio" in model:
+        others.append("no MLP")
+    return variant, ", ".join(others)
