@@ -31,6 +31,13 @@ SOFTMAX = [
 PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torch.float32, 1e-4, id="float32")]
 
 
+def in_both_precisions(kinds):
+    """Every kind with float64, and the first two with float32: kind, dtype and tolerance."""
+    float64, float32 = PRECISIONS
+    chosen = [(kind, float64) for kind in kinds] + [(kind, float32) for kind in kinds[:2]]
+    return [pytest.param(*kind.values, *given.values, id=f"{given.id}-{kind.id}") for kind, given in chosen]
+
+
 def make(seed=0, dtype=torch.float64, **changes) -> GPT:
     """A small model with data-dependent gates and rotations."""
     shape = {"vocab_size": VOCABULARY, "layers": 2, "width": 16, "heads": 4, "key_value_heads": 2, "max_document": 100}
@@ -63,8 +70,7 @@ def assert_relative(actual, expected, tolerance, what="logits"):
     assert_close(actual, expected, tolerance, what, relative=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), in_both_precisions(KINDS))
 @pytest.mark.parametrize("cache_policy", ["auto", "state", "keys"])
 def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, tolerance, cache_policy):
     model, tokens = make(dtype=dtype, **kind), text()
@@ -116,8 +122,7 @@ def test_a_long_text_splits_at_random_positions(power, dtype, tolerance):
             assert_relative(logits, expected[:, split : split + 3], tolerance, f"{cache_policy}, split {split}")
 
 
-@pytest.mark.parametrize("kind", KINDS + SOFTMAX)
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), in_both_precisions(KINDS + SOFTMAX))
 @pytest.mark.parametrize(("kept", "then"), [("auto", "auto"), ("keys", "keys"), ("keys", "auto")])
 def test_texts_of_different_lengths_decode_together_as_alone(kind, dtype, tolerance, kept, then):
     model, tokens, new = make(dtype=dtype, **kind), text(30, 3), text(22, 3, seed=5)  # the shortest text is folded, too
@@ -134,8 +139,7 @@ def test_texts_of_different_lengths_decode_together_as_alone(kind, dtype, tolera
         assert_relative(ahead.logits[i], expected[0, -1], tolerance, f"text of {n}, read on")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize(("kind", "dtype", "tolerance"), in_both_precisions(KINDS))
 def test_keys_are_folded_when_they_outgrow_the_state(kind, dtype, tolerance):
     model, tokens = make(dtype=dtype, **kind), text(40)
     most = break_even_tokens(model)

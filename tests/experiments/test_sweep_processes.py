@@ -31,6 +31,7 @@ def in_training():
     return [process for process in multiprocessing.active_children() if process.name in names]
 
 
+@pytest.mark.slow
 def test_results_are_those_of_one_after_another(tmp_path):
     found = {}
     for jobs in (1, 2):

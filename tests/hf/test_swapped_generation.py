@@ -406,15 +406,17 @@ def test_a_cache_of_inference_mode_is_used_outside_of_it(swapped, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("segments", [[18, 1, 1, 1], [16, 1, 1, 4]])
 @torch.no_grad()
-def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(swapped, tokens, segments):
-    """A state is smaller than the keys and values of more than 19 tokens."""
-    model, ids = swapped(layers=[0, 2]), tokens(1, sum(segments))
+def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(swapped, tokens):
+    """A state is smaller than the keys and values of more than 19 tokens: one token makes it, and a segment does."""
+    model = swapped(layers=[0, 2])
     torch.compiler.reset()
-    found, cache = read(torch.compile(model, backend="eager"), ids, segments, DynamicCache(config=model.config))
-    assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
-    assert cache.layers[0].past.kv is not None
+    compiled = torch.compile(model, backend="eager")
+    for segments in ([18, 1, 1, 1], [16, 1, 1, 4]):
+        ids = tokens(1, sum(segments))
+        found, cache = read(compiled, ids, segments, DynamicCache(config=model.config))
+        assert_close(found, model(ids, use_cache=False).logits, 1e-9, "logits")
+        assert cache.layers[0].past.kv is not None
 
 
 @torch.no_grad()

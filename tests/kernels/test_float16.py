@@ -201,8 +201,7 @@ def key_gradients_of_folded_rows(inputs: Inputs, power: int, dy: torch.Tensor) -
     return dk / value_factor, weights.mT @ rows.dy[0, :, 0].double() / factor
 
 
-@pytest.mark.parametrize("gate", ["none", "weak", "strong", "closed"])
-@pytest.mark.parametrize("power", [2, 4])
+@pytest.mark.parametrize(("gate", "power"), [("none", 2), ("weak", 4), ("strong", 2), ("closed", 4)])
 @pytest.mark.parametrize(
     ("key", "value", "scale", "spread"), [(1.0, 1.0, 1.0, 0.0), (2e-4, 1.0, 1e-2, 0.0), (200.0, 1e4, 1e-3, 3.0)]
 )
@@ -228,8 +227,10 @@ def pieces(monkeypatch):
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("gate", ["scalar", "none"])
-@pytest.mark.parametrize(("power", "key", "value"), [(2, 1.0, 1.0), (4, 1.0, 1.0), (2, 1e-12, 1e12), (4, 1e4, 1e-4)])
+@pytest.mark.parametrize(
+    ("power", "key", "value", "gate"),
+    [(2, 1.0, 1.0, "scalar"), (4, 1.0, 1.0, "none"), (2, 1e-12, 1e12, "none"), (4, 1e4, 1e-4, "scalar")],
+)
 def test_float32_in_pieces(power, key, value, gate):
     """Errors are those of float32 arithmetic."""
     inputs = random_inputs(9, length=200, heads=2, key_heads=1, dim=32, value_dim=20, gate=gate, dtype=torch.float32)
@@ -245,8 +246,7 @@ def test_float32_in_pieces(power, key, value, gate):
 
 
 @pytest.mark.usefixtures("pieces")
-@pytest.mark.parametrize("power", [2, 4])
-@pytest.mark.parametrize("gate", ["scalar", "none"])
+@pytest.mark.parametrize(("power", "gate"), [(2, "none"), (4, "scalar")])
 def test_float32_gradients_of_keys_keep_their_precision_beside_a_large_output_gradient(power, gate):
     """One scale for all queries bounds the weights that the gradients of keys sum. Those far below it, as after many
     keys, would lose the lower of their two pieces.

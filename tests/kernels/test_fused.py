@@ -168,9 +168,14 @@ def test_one_token_that_nothing_answers_to():
 @interpreted
 @pytest.mark.parametrize(("form", "options"), [("attention", {}), ("chunked", {"chunk_size": 128})])
 @pytest.mark.parametrize(
-    "rotation", ["scale", "pairs", *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", "fixed"))]
+    ("gate", "rotation"),
+    [
+        ("scalar", "scale"),
+        ("none", "pairs"),
+        pytest.param("scalar", "none", marks=pytest.mark.slow),
+        pytest.param("none", "fixed", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("gate", ["none", "scalar"])
 def test_states_at_both_ends(form, options, rotation, gate):
     inputs = random_inputs(7, batch=1, length=230, heads=4, key_heads=2, dim=8, value_dim=5, gate=gate,
                            rotation=rotation, dtype=torch.float32)  # fmt: skip

@@ -176,6 +176,7 @@ def test_kernels_are_launched_along_one_axis(monkeypatch):
     assert all(len(grid) == 1 for grid in grids)
 
 
+@pytest.mark.slow
 @interpreted
 def test_the_operator_passes_pytorchs_own_checks():
     inputs = gated_inputs(9, "weak", length=20, heads=1, dim=16, value_dim=16).requires_grad()
