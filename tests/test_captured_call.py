@@ -165,6 +165,7 @@ def test_no_garbage_is_collected_during_a_capture(monkeypatch, fails):
     assert freed or fails == "inside"
 
 
+@pytest.mark.slow
 def test_decoding_goes_on_where_captures_fail(monkeypatch):
     torch.manual_seed(0)
     model = GPT(GPTConfig.preset("byte-400k", rotary="scale")).eval()

@@ -55,6 +55,7 @@ def without_interpreter(monkeypatch):
         monkeypatch.setattr(module, "triton_interpreted", lambda: False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_interpreter")
 def test_everything_passes_here():
     result = CliRunner().invoke(app, ["check", "--device", "cpu", "--no-timing", "--json"])

@@ -203,6 +203,7 @@ def test_a_conversion_killed_in_an_evaluation_does_not_train_again(teacher, sett
     assert all(torch.equal(result[name], trained[name]) for name in trained)
 
 
+@pytest.mark.slow
 def test_more_contexts_are_evaluated_without_training_again(teacher, settings, tmp_path, monkeypatch):
     short, out = {"match_tokens": 0, "distill_tokens": 128}, tmp_path / "out"
     assert convert(teacher, settings(**short, evaluate_factors="1,4"), out, device="cpu")
@@ -221,6 +222,7 @@ def test_more_contexts_are_evaluated_without_training_again(teacher, settings, t
     assert "context 32" in (out / "report.md").read_text("utf-8")
 
 
+@pytest.mark.slow
 def test_stages_without_tokens_are_left_out(teacher, settings, tmp_path):
     assert convert(teacher, settings(match_tokens=0), tmp_path / "distilled", device="cpu")
     assert [path.name for path in (tmp_path / "distilled" / "stages").iterdir()] == ["distill"]

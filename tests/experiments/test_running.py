@@ -508,6 +508,7 @@ def test_nothing_of_a_table_is_cut_off_in_a_pipe(capsys, monkeypatch):
     assert any(", ".join(f"{name} 0.123456789" for name in changes) in line and "65,536" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_named_with_its_log(folder, tmp_path):
     code, output = command(folder, tmp_path, "pair", "--only", "gating*", "--data", "nowhere")
     assert code == 1

@@ -47,6 +47,7 @@ def test_results_are_those_of_one_after_another(tmp_path):
         assert {key: row[key] for key in same} == {key: found[2].rows[name][key] for key in same}
 
 
+@pytest.mark.slow
 def test_a_time_limit_saves_those_in_training_and_starts_no_others(tmp_path):
     results, said = SweepResults.read(tmp_path, "mine"), []
     sweeps = [ENDLESS, replace(ENDLESS, name="other"), replace(ENDLESS, name="late")]

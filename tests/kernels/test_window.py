@@ -403,6 +403,7 @@ def test_a_captured_step_needs_its_copy_before(copies, monkeypatch):
             call()
 
 
+@pytest.mark.slow
 def test_a_compiled_step_makes_its_copy(copies):
     inputs = inputs_of_a_copy(18)
     window, eager = open_window(inputs, 2, 4), open_window(inputs, 2, 4)

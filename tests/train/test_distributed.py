@@ -83,6 +83,7 @@ def test_a_checkpoint_of_two_processes_continues_on_another_number(finish, alone
         assert (seal["world_size"], seal["step"]) == (number, STEPS)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_process_continues_on_two(finish, alone, tmp_path):
     finish(tmp_path / "run", steps=STEPS // 2)
     finish(tmp_path / "run", processes=2, resume=True, steps=STEPS, parallel="fsdp")
