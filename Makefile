@@ -43,7 +43,7 @@ test: $(INSTALLED)
 	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
-# Three workers for two cores: a fifth of the time these tests wait for a process that they started.
+# Three workers for two cores, since tests often wait for a process that they started.
 test-slow: $(INSTALLED)
 	$(TESTING) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
 

@@ -501,7 +501,7 @@ class TestAsTransformersTestsIt:
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(make, tokens):
-    """A state is smaller than the keys and values of more than 5 tokens: one token makes it, and a segment does."""
+    """A state replaces the keys and values of more than 5 tokens, in a step of one token or in a segment."""
     model, ids = make(), tokens(1, 7)
     expected = model(ids, use_cache=False).logits
     torch.compiler.reset()

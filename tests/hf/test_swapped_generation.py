@@ -408,7 +408,7 @@ def test_a_cache_of_inference_mode_is_used_outside_of_it(swapped, tokens):
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_decodes_beyond_the_keys_and_values_of_a_state(swapped, tokens):
-    """A state is smaller than the keys and values of more than 19 tokens: one token makes it, and a segment does."""
+    """A state replaces the keys and values of more than 19 tokens, in a step of one token or in a segment."""
     model = swapped(layers=[0, 2])
     torch.compiler.reset()
     compiled = torch.compile(model, backend="eager")
