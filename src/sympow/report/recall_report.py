@@ -78,7 +78,7 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     # The shortest description is the usual model, which gets a solid line.
     others = sorted({other for _, other in series if other}, key=lambda other: (len(other), other))
     figure, (axes,) = make_panels(1, width=7, height=4.4)
-    for (variant, other), points in series.items():
+    for (variant, other), points in sorted(series.items()):
         points.sort()
         means = [statistics.fmean(found) for _, found in points]
         if not other:
