@@ -84,7 +84,7 @@ def test_prefill_then_decode_is_the_forward_at_every_split(kind, dtype, toleranc
         assert after.folded == (cache_policy == "state" or (cache_policy == "auto" and break_even_tokens(model) < 9))
 
 
-@pytest.mark.parametrize("rotary", ["scale", "pair-step"])
+@pytest.mark.parametrize("rotary", ["scale", "pairs"])
 def test_rotations_with_slower_rates_decode_as_the_forward_pass(rotary):
     model, tokens = make(rotary=rotary, max_rate=1.0), text()
     expected = whole(model, tokens)

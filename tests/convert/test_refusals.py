@@ -30,7 +30,7 @@ def refused(teacher, config, out, message, kind=ValueError):
         ),
         (
             {"rotary": "soft"},
-            "rotary must be one of 'auto', 'none', 'fixed', 'learned', 'scale', 'pairs', 'pair-step'; got 'soft'",
+            "rotary must be one of 'auto', 'none', 'fixed', 'learned', 'scale', 'pairs'; got 'soft'",
         ),
         ({"rotary": "signed"}, "'signed' keeps every other rate, in half of the pairs, and stops the rest"),
         ({"rotary": "grid"}, "'grid' keeps every other rate, in half of the pairs, and stops the rest"),

@@ -35,7 +35,7 @@ CONFIGS = [
     {"mlp_ratio": 43 / 16},
     {"head_dim": 8},
     {"gating": "learned", "rotary": "learned", "head_dim": 6, "form": "chunked", "chunk_size": 8},
-    {"rotary": "pair-step", "max_rate": 1.0},
+    {"rotary": "grid", "max_rate": 1.0},
 ]
 
 
@@ -220,9 +220,9 @@ def test_a_pipeline_runs_on_texts_of_different_lengths():
 
 
 @torch.no_grad()
-def test_step_rotations_start_and_decode_as_natively(tokens):
+def test_rotations_per_pair_start_and_decode_as_natively(tokens):
     ids = tokens()
-    model = from_native(native(rotary="pair-step", max_rate=1.0).double())
+    model = from_native(native(rotary="pairs", max_rate=1.0).double())
     expected, past = model(ids, use_cache=False).logits, None
     for place in range(ids.shape[1]):
         out = model(ids[:, place : place + 1], past_key_values=past, use_cache=True)
@@ -231,4 +231,3 @@ def test_step_rotations_start_and_decode_as_natively(tokens):
     fresh = type(model)(model.config)
     rotation = fresh.model.blocks[0].mixer.rotation
     assert not rotation.beta_proj.weight.any()
-    assert torch.equal(rotation.step_size.weight, torch.full_like(rotation.step_size.weight, 0.01))

@@ -110,20 +110,18 @@ def test_swapped_layers_compute_the_formula_of_their_weights(swapped, tokens, ki
 def test_data_dependent_rotations_start_as_the_rotary_embedding(pretrained, tokens):
     ids = tokens(2, 20)
     fixed = swap_attention(pretrained("llama3"))(ids).logits
-    for rotary in ("scale", "pairs", "pair-step"):
+    for rotary in ("scale", "pairs"):
         model = swap_attention(pretrained("llama3"), rotary=rotary)
         assert_close(model(ids).logits, fixed, 1e-10, rotary)
         for layer in attention_modules(model).values():
             layer.rotation.beta_proj.weight.normal_()
-            if rotary == "pair-step":
-                layer.rotation.step_size.weight.normal_()
         assert (model(ids).logits - fixed).abs().max() > 1e-3
     assert (swap_attention(pretrained("llama3"), rotary="none")(ids).logits - fixed).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(
     ("gating", "rotary"),
-    [("learned", "learned"), ("vector", "pairs"), ("fixed", "fixed"), ("none", "none"), ("scalar", "pair-step")],
+    [("learned", "learned"), ("vector", "pairs"), ("fixed", "fixed"), ("none", "none"), ("scalar", "scale")],
 )
 @torch.no_grad()
 def test_all_gates_and_rotations_decode_as_they_prefill(swapped, tokens, gating, rotary):
@@ -180,7 +178,7 @@ def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
         (ValueError, "each once", {"layers": [1, 1]}),
         (TypeError, "layers must hold integers", {"layers": ["0"]}),
         (ValueError, "gating", {"gating": "soft"}),
-        (ValueError, "rotary must be one of 'none', .* 'pair-step'; got 'soft'", {"rotary": "soft"}),
+        (ValueError, "rotary must be one of 'none', .* 'pairs'; got 'soft'", {"rotary": "soft"}),
         (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'signed'", {"rotary": "signed"}),
         (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'grid'", {"rotary": "grid"}),
         (ValueError, "initial_gate must lie between 0 and 1", {"initial_gate": 1.0}),

@@ -35,7 +35,7 @@ def test_gates_give_logs_in_float32_or_better(kind, dtype):
         lambda: make_gate("scalar", WIDTH, HEADS, DIM),
         lambda: make_rotation("learned", WIDTH, HEADS, DIM, max_document=100),
         lambda: make_rotation("scale", WIDTH, HEADS, DIM, max_document=100),
-        lambda: make_rotation("pair-step", WIDTH, HEADS, DIM, max_document=100),
+        lambda: make_rotation("pairs", WIDTH, HEADS, DIM, max_document=100),
     ],
 )
 def test_weights_of_gates_and_rotations_are_not_rounded_with_a_model(make):
@@ -116,7 +116,7 @@ def test_rotations_give_rates_and_scales(kind, dtype):
         torch.testing.assert_close(theta, sympow.rotary_rates(DIM, 100, dtype=torch.float32))
     else:
         assert torch.equal(theta, sympow.rotary_rates(DIM, 100)), "constant rates keep all their bits"
-    if kind in ("scale", "pairs", "pair-step"):
+    if kind in ("scale", "pairs"):
         assert beta.shape == (2, 5, HEADS, DIM // 2)[: 3 if kind == "scale" else 4]
         assert torch.equal(beta, torch.ones_like(beta)), "W_β = 0 is fixed rotary"
     else:
@@ -166,7 +166,7 @@ def logits_of(gate):
 def test_statistics_are_of_what_scales_the_rates_of_rope(kind):
     rotation = make_rotation(kind, WIDTH, HEADS, DIM, max_document=100)
     _, beta = rotation(sample())
-    if kind in ("scale", "pairs", "pair-step"):
+    if kind in ("scale", "pairs"):
         assert torch.equal(rotation.scales_of_rates(beta), beta)
     else:
         assert rotation.scales_of_rates(beta) is None
@@ -246,32 +246,6 @@ def test_half_life_of_a_fresh_gate():
     assert math.log(0.5) / log_gamma[0, 0, 0].item() == pytest.approx(693, rel=0.01)
 
 
-def test_steps_are_a_learned_share_of_the_rate_and_of_either_sign():
-    rotation, x = make_rotation("pair-step", WIDTH, HEADS, 8, max_document=100).double(), sample(torch.float64)
-    torch.manual_seed(2)
-    for parameter in rotation.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    _, beta = rotation(x)
-    steps = torch.tanh(x @ rotation.beta_proj.weight.T) * rotation.step_size.weight
-    torch.testing.assert_close(beta, 1 + steps.unflatten(-1, (HEADS, 4)), rtol=0, atol=1e-14)
-    assert (beta < 1).any()
-    assert (beta > 1).any()
-
-
-def test_a_step_learns_from_its_start():
-    """With s = 0 and W_β = 0 neither would have a gradient, ever."""
-    rotation = make_rotation("pair-step", WIDTH, HEADS, 8, max_document=100).double()
-    x = sample(torch.float64).requires_grad_()
-    weight, step = rotation.beta_proj.weight, rotation.step_size.weight
-    _, beta = rotation(x)
-    (beta * torch.rand_like(beta)).sum().backward()
-    assert weight.grad.abs().min() > 0
-    with torch.no_grad():
-        weight -= weight.grad
-    rotation(x)[1].square().sum().backward()
-    assert step.grad.abs().min() > 0
-
-
 @pytest.mark.parametrize("kind", [kind for kind in ROTATIONS if kind != "none"])
 def test_the_fastest_rate_is_the_one_asked_for(kind):
     fast, slow = (make_rotation(kind, WIDTH, HEADS, 8, 100, **rate) for rate in ({}, {"max_rate": 1.0}))
@@ -290,7 +264,7 @@ def test_the_fastest_rate_is_the_one_asked_for(kind):
         ("fixed", {"max_rate": 1.0, "rates": torch.ones(2)}, "max_rate cannot be combined with rates.*; got 1.0"),
         ("fixed", {"rates": torch.tensor([1.0, math.nan])}, r"rates must be finite, got \[1.0, nan\]"),
         ("scale", {"rates": torch.tensor([math.inf, 1.0])}, r"rates must be finite, got \[inf, 1.0\]"),
-        ("soft", {"rates": torch.ones(2)}, "rotary must be one of 'none', .* 'pair-step'; got 'soft'"),
+        ("soft", {"rates": torch.ones(2)}, "rotary must be one of 'none', .* 'pairs'; got 'soft'"),
         ("soft", {}, "rotary must be one of 'none', .* 'signed', 'grid'; got 'soft'"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_layer_is_the_papers_equation():
     assert_close(actual, layer.out_proj(expected.flatten(2)), 1e-9, "y")
 
 
-@pytest.mark.parametrize("rotary", ["scale", "pairs", "pair-step"])
+@pytest.mark.parametrize("rotary", ["scale", "pairs"])
 def test_a_fresh_layer_is_its_gated_rotary_self(rotary):
     """Also in the parameters that both have, at the same seed."""
     layers = []
@@ -211,7 +211,7 @@ def test_mistakes_are_named_when_the_layer_is_made(options, error, message):
 @pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize(
     ("gating", "rotary"),
-    [("clamped", "grid"), ("half", "signed"), ("scalar", "pairs"), ("scalar", "pair-step"), ("none", "scale")],
+    [("clamped", "grid"), ("half", "signed"), ("scalar", "pairs"), ("none", "scale")],
 )
 def test_decoding_has_the_gates_and_rotations_of_the_forward_pass(monkeypatch, gating, rotary, kernel):
     """Also where a kernel projects them, in whose place is its reference here."""

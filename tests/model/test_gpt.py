@@ -52,7 +52,7 @@ def test_the_state_threads_through(mixer, power):
     assert_close(torch.cat(outputs, dim=1), whole, 1e-9, "logits")
 
 
-@pytest.mark.parametrize("rotary", ["scale", "pair-step", "grid"])
+@pytest.mark.parametrize("rotary", ["scale", "pairs", "grid"])
 @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
 def test_rotations_with_slower_rates_continue_from_a_state(mixer, rotary):
     model, x = make(mixer=mixer, rotary=rotary, max_rate=1), tokens()
@@ -62,7 +62,7 @@ def test_rotations_with_slower_rates_continue_from_a_state(mixer, rotary):
     assert_close(torch.cat([first, model(x[:, 13:], state)[0]], dim=1), whole, 1e-9, "logits")
 
 
-@pytest.mark.parametrize("rotary", ["scale", "pairs", "pair-step"])
+@pytest.mark.parametrize("rotary", ["scale", "pairs"])
 def test_a_fresh_model_is_that_of_fixed_rotary_with_the_same_seed(rotary):
     """Parameters, logits and, of what both have, gradients."""
     models = []

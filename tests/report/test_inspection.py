@@ -91,23 +91,6 @@ def test_pairs_are_averaged():
     np.testing.assert_allclose(unpacked(first["beta"], 2) / 65535 * 2, expected, atol=1e-4)
 
 
-def test_scales_beyond_0_and_2_are_as_they_are():
-    model = lively_model(rotary="pair-step")
-    with torch.no_grad():
-        # The first layer stays within 0 and 2.
-        model.blocks[1].mixer.rotation.step_size.weight.fill_(4.0)
-    inspection = inspect_text(TextModel(model, ByteTokenizer()), TEXT)
-    ranges = []
-    for layer, read in zip(inspection_data(inspection, "")["layers"], inspection.layers, strict=True):
-        low, high = layer["betaRange"]
-        ranges.append((low, high))
-        expected = read.beta.mean(-1).T
-        np.testing.assert_allclose(low + unpacked(layer["beta"], 2) / 65535 * (high - low), expected, atol=1e-4)
-    assert ranges[0] == (0, 2)
-    assert ranges[1][0] < 0
-    assert ranges[1][1] > 2
-
-
 @pytest.mark.parametrize("rotary", ["signed", "grid"])
 def test_angles_are_not_shown_as_scales_and_the_page_says_so(text_model, rotary):
     assert inspection_data(inspect_text(text_model, "abc"), "")["hiddenRotation"] is None

@@ -199,34 +199,6 @@ def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
         assert "β" not in page.locator("#tooltip").text_content()
 
 
-def test_steps_beyond_0_and_2_are_shown_as_they_are(browser, tmp_path):
-    model = lively_model(rotary="pair-step")
-    with torch.no_grad():
-        model.blocks[1].mixer.rotation.step_size.weight.fill_(4.0)
-    inspection = inspect_text(TextModel(model, ByteTokenizer()), LINE)
-    path = tmp_path / "page.html"
-    path.write_text(build_inspection_page(inspection, "Steps"), encoding="utf-8")
-    # The page has the mean over pairs.
-    of_heads = inspection.layers[1].beta.double().mean(-1)
-    beta = of_heads[:, 0].tolist()
-    reach = (of_heads - 1).abs().max().item()
-    farthest, nearest = (choose(range(len(beta)), key=lambda n: abs(beta[n] - 1)) for choose in (max, min))
-    with open_page(browser, path) as page:
-        page.locator("#quantity").select_option("rotation")
-        assert "no rotation, β = 0" in page.locator("#scale").text_content()
-        page.locator("#layer").select_option("1")
-        assert f"{1 + reach:.4g}" in page.locator("#scale").text_content()
-        means = drawn(page.locator("#map")).evaluate("host => host.data[0].z")
-        assert means[1][0] == pytest.approx(sum(beta[1:]) / len(beta[1:]), abs=1e-3)
-        for token in (farthest, nearest):
-            at = page.locator(f'[data-token="{token}"]').first
-            at.hover()
-            cells = page.locator("#tooltip td").all_text_contents()
-            assert float(dict(zip(cells[::2], cells[1::2], strict=True))["β"]) == pytest.approx(beta[token], abs=1e-3)
-            strength = float(at.evaluate("token => token.style.getPropertyValue('--rotated')"))
-            assert strength == pytest.approx(abs(beta[token] - 1) / reach, abs=2e-3)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "scheme"),

@@ -51,14 +51,7 @@ def loss_alone(model: GPT, inputs: torch.Tensor, labels: torch.Tensor) -> torch.
 @pytest.mark.parametrize("changes", [{"short_conv": 4}, {"bias": False}], ids=str)
 @pytest.mark.parametrize("variant", VARIANT_NAMES)
 def test_losses_and_gradients_are_those_of_each_model_alone(variant, changes):
-    compare_with_each_alone(models_of(variant, **changes))
-
-
-def test_step_sizes_are_stacked():
-    compare_with_each_alone(models_of("conformal", rotary="pair-step"))
-
-
-def compare_with_each_alone(models):
+    models = models_of(variant, **changes)
     inputs, labels = rows_for(3)
     stacked = stack(models)
     losses = stacked_losses(stacked, inputs, labels)

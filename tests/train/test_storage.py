@@ -37,7 +37,7 @@ def change_weights(folder, change):
 
 
 @pytest.mark.parametrize("gating", ["none", "fixed", "learned", "scalar", "vector"])
-@pytest.mark.parametrize("rotary", ["none", "learned", "pairs", "pair-step"])
+@pytest.mark.parametrize("rotary", ["none", "learned", "scale", "pairs"])
 def test_a_model_comes_back_as_it_was(tmp_path, gating, rotary):
     config = GPTConfig(vocab_size=19, layers=1, width=16, heads=2, gating=gating, rotary=rotary, max_document=64)
     model = GPT(config)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
 MIXERS = ("sympow", "softmax")
 GATES = ("none", "fixed", "learned", "scalar", "vector", "clamped", "half")
-ROTATIONS = ("none", "fixed", "learned", "scale", "pairs", "pair-step", "signed", "grid")
+ROTATIONS = ("none", "fixed", "learned", "scale", "pairs", "signed", "grid")
 SEGMENT_SIZE = 8_192
 
 # Options of several commands.

@@ -26,8 +26,8 @@ class SwapConfig:
         layers: layers to convert: all, every-other, or their indices from 0, as in 0,2,5.
         power: p, the even power of the scores.
         gating: kind of gates: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
-        rotary: kind of rotation: fixed (the teacher's rotary embedding), learned, scale, pairs, pair-step, none, or
-            auto: fixed if the teacher has a rotary embedding.
+        rotary: kind of rotation: fixed (the teacher's rotary embedding), learned, scale, pairs, none, or auto:
+            fixed if the teacher has a rotary embedding.
         initial_gate: γ of the gates before training: the fraction of the state that each token keeps.
     """
 

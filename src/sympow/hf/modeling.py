@@ -34,7 +34,7 @@ from sympow.hf.registration import publish
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import INITIAL_STEP, LearnedRotation, StepSize
+from sympow.layers.rotations import LearnedRotation
 from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import Block, ModelState
@@ -66,8 +66,6 @@ def initialize_own_module(module: nn.Module) -> bool:
         init.constant_(module.logit, module.initial_logit)
     elif isinstance(module, LearnedRotation):
         init.copy_(module.theta, module.initial(module.theta.device))
-    elif isinstance(module, StepSize):
-        init.constant_(module.weight, INITIAL_STEP)
     elif isinstance(module, ShortConvolution):
         init.copy_(module.weight, module.initial())
     else:

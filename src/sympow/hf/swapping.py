@@ -110,9 +110,9 @@ def swap_attention(
         layers: "all"; "every-other": layers 1, 3, 5, …; or indices. The others keep softmax, and the keys and values of
             all tokens in their cache.
         gating: as in `sympow.ConformalAttention`: "none", "fixed", "learned", "scalar", "vector", "clamped" or "half".
-        rotary: "fixed": the model's own rotary embedding; "scale", "pairs" or "pair-step": with a learned scale β,
-            which is 1 at first; "learned": with learned rates; "none". None: "fixed" where the model has a rotary
-            embedding, else "none". Not "signed" or "grid", which would replace the model's own rates.
+        rotary: "fixed": the model's own rotary embedding; "scale" or "pairs": with a learned scale β, which is 1 at
+            first; "learned": with learned rates; "none". None: "fixed" where the model has a rotary embedding, else
+            "none". Not "signed" or "grid", which would replace the model's own rates.
         initial_gate: γ at first, for gates that learn it.
         form, backend, chunk_size: as in `sympow.attention`.
         cache_policy: as in `sympow.hf.SympowCache`.

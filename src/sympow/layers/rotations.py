@@ -1,6 +1,6 @@
 """Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialized to zero (paper §2.2 and §3.2).
 
-Of the others, "pair-step" moves less than the paper's, by a learned share of the rate, and "signed" and "grid" hold a
+"pairs" has one β per rotated pair. "signed" and "grid" turn half of the pairs by angles of their own, which can hold a
 state.
 
 Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
@@ -27,8 +27,6 @@ from sympow.ops.rotary import check_max_rate, rotary_rates
 GRID = 120
 # θ_1 in radians per token, the paper's (§2.2).
 MAX_RATE = 2 * math.pi
-# s of a `PairStepRotation` before training.
-INITIAL_STEP = 0.01
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
 
@@ -48,7 +46,7 @@ class Rotation(nn.Module, ABC):
             beta: what `forward` returned.
 
         Returns:
-            None: β scales no rates, or there is none. Otherwise between 0 and 2, except for a learned step.
+            Between 0 and 2; None: β scales no rates, or there is none.
         """
         return beta
 
@@ -148,37 +146,6 @@ class PairRotation(DataDependentRotation):
         return beta.unflatten(-1, (self.heads, -1))
 
 
-class StepSize(KeepsFloat32):
-    """s of a `PairStepRotation`: multiplies steps (b, t, outputs) by learned numbers (outputs,)."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.weight, INITIAL_STEP)
-
-    def forward(self, steps: Tensor) -> Tensor:
-        return steps * self.weight
-
-
-class PairStepRotation(PairRotation):
-    """β_i = 1 + s tanh(W_β x_i): a small step, of either sign, beside RoPE's, for every rotated pair with its own s.
-
-    W_β = 0 at first, so that the layer is fixed rotary, and s = 0.01, so that W_β has a gradient: with both zero
-    neither has one. With s = 0 and a random W_β, s would have one. But that draws random numbers, and all other
-    parameters of a model would differ from those of the same model with fixed rotary and the same seed.
-    """
-
-    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
-        super().__init__(width, heads, rates)
-        self.step_size = StepSize(heads * len(rates))
-
-    def by_heads(self, beta: Tensor) -> Tensor:
-        return super().by_heads(1 + self.step_size(beta - 1))
-
-
 class SignedRotation(DataDependentRotation):
     """Fixed rotary in the first half of the pairs, and in the others a signed angle (π/2) tanh(W x), at first zero.
 
@@ -215,7 +182,6 @@ _MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
     "learned": lambda width, heads, rates: LearnedRotation(rates),
     "scale": ScaledRotation,
     "pairs": PairRotation,
-    "pair-step": PairStepRotation,
     "signed": SignedRotation,
     "grid": partial(SignedRotation, divisions=GRID),
 }

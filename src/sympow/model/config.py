@@ -40,8 +40,7 @@ class GPTConfig:
         mixer: "sympow" or "softmax".
         power: p of the sympow mixer; even.
         gating: "none", "fixed", "learned", "scalar" (the paper's), "vector", "clamped" or "half".
-        rotary: "none", "fixed" (RoPE), "learned", "scale" (the paper's), "pairs", "pair-step", "signed" or
-            "grid".
+        rotary: "none", "fixed" (RoPE), "learned", "scale" (the paper's), "pairs", "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
         bias: whether linear maps have biases, as in GPT-2.
@@ -62,7 +61,7 @@ class GPTConfig:
     mixer: Literal["sympow", "softmax"] = "sympow"
     power: int = 2
     gating: Literal["none", "fixed", "learned", "scalar", "vector", "clamped", "half"] = "scalar"
-    rotary: Literal["none", "fixed", "learned", "scale", "pairs", "pair-step", "signed", "grid"] = "fixed"
+    rotary: Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"] = "fixed"
     max_document: int = 65_536
     max_rate: float = MAX_RATE
     bias: bool = True

@@ -14,7 +14,7 @@ from torch.nn.functional import gelu, linear
 from sympow.layers.gates import Gate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState, Mixer, SoftmaxAttention
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import Rotation, StepSize
+from sympow.layers.rotations import Rotation
 from sympow.layers.short_conv import ShortConvolution
 from sympow.model.config import GPTConfig
 from sympow.model.losses import ALIGNMENT
@@ -25,7 +25,7 @@ ModelState = tuple[LayerState, ...]
 # Default number of tokens that are prefilled at a time: memory depends on it, and not on the length of a text.
 SEGMENT_SIZE = 8_192
 # Modules that initialize their parameters themselves, beside gates and rotations.
-_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, StepSize, ShortConvolution)
+_SELF_INITIALISING = (nn.LayerNorm, FloatLinear, ShortConvolution)
 
 
 class Mlp(nn.Module):

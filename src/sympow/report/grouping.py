@@ -41,11 +41,11 @@ _ROTATIONS = {
     "learned": "learned rotation",
     "scale": "scaled rotation",
     "pairs": "per-pair rotation",
-    "pair-step": "per-pair stepped rotation",
     "signed": "signed rotation",
     "grid": "exact rotation",
     # Only in results: models no longer have these.
     "step": "stepped rotation",
+    "pair-step": "per-pair stepped rotation",
     "half": "rotation of half of the pairs",
 }
 

@@ -26,8 +26,6 @@ START = "start of document"
 # −log γ between these two ends: from a half-life of seven billion tokens to γ = exp(−100).
 SLOWEST, FASTEST = 1e-10, 1e2
 NEVER, CODES = 0, 65_535
-# β is coded evenly between two ends: those of 1 + tanh, or those of a layer's values where a learned step goes beyond.
-LEAST_BETA, MOST_BETA = 0.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -113,20 +111,18 @@ def inspection_data(inspection: Inspection, title: str) -> dict[str, Any]:
         "hiddenRotation": inspection.hidden_rotation,
         "slowest": SLOWEST,
         "fastest": FASTEST,
-        "layers": [_layer_data(layer) for layer in inspection.layers],
-    }
-
-
-def _layer_data(layer: LayerCapture) -> dict[str, Any]:
-    # (heads, tokens): the tokens of a head are contiguous.
-    log_gamma, beta = (None if x is None else _of_heads(x) for x in (layer.log_gamma, layer.beta))
-    ends = (LEAST_BETA, MOST_BETA) if beta is None else beta_range(beta)
-    return {
-        "heads": _heads(layer),
-        "pairs": any(x is not None and x.ndim == 3 for x in (layer.log_gamma, layer.beta)),
-        "forgetting": None if log_gamma is None else _packed(forgetting_codes(log_gamma)),
-        "beta": None if beta is None else _packed(beta_codes(beta, *ends)),
-        "betaRange": ends,
+        "layers": [
+            {
+                "heads": _heads(layer),
+                "pairs": any(x is not None and x.ndim == 3 for x in (layer.log_gamma, layer.beta)),
+                # (heads, tokens): the tokens of a head are contiguous.
+                "forgetting": None
+                if layer.log_gamma is None
+                else _packed(forgetting_codes(_of_heads(layer.log_gamma))),
+                "beta": None if layer.beta is None else _packed(beta_codes(_of_heads(layer.beta))),
+            }
+            for layer in inspection.layers
+        ],
     }
 
 
@@ -138,14 +134,9 @@ def forgetting_codes(log_gamma: Tensor) -> NDArray[np.uint16]:
     return torch.where(rate > 0, places, NEVER).numpy().astype(np.uint16)
 
 
-def beta_range(beta: Tensor) -> tuple[float, float]:
-    """Ends of a layer's codes of β: 0 and 2, or its least and largest value where those are beyond."""
-    return min(LEAST_BETA, beta.min().item()), max(MOST_BETA, beta.max().item())
-
-
-def beta_codes(beta: Tensor, low: float = LEAST_BETA, high: float = MOST_BETA) -> NDArray[np.uint16]:
-    """Codes of β: 0 … 65,535 for `low` … `high`."""
-    return ((beta.double().clamp(low, high) - low) / (high - low) * CODES).round().numpy().astype(np.uint16)
+def beta_codes(beta: Tensor) -> NDArray[np.uint16]:
+    """Codes of β: 0 … 65,535 for 0 … 2, the range of 1 + tanh."""
+    return (beta.double().clamp(0, 2) / 2 * CODES).round().numpy().astype(np.uint16)
 
 
 def _heads(layer: LayerCapture) -> int:

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy, layer_norm, pad
 
 from sympow.layers.mixers import Mixer
 from sympow.layers.precision import FloatLinear
-from sympow.layers.rotations import StepSize
 from sympow.layers.short_conv import ShortConvolution
 from sympow.model.gpt import GPT
 from sympow.ops.short_convolution import short_convolution
@@ -83,19 +82,6 @@ class StackedEmbedding(nn.Module):
         first = torch.arange(self.members, device=tokens.device) * self.weight.shape[1]
         ids = tokens.reshape(self.members, -1) + first.unsqueeze(1)
         return self.weight.flatten(0, 1)[ids].reshape(*tokens.shape, -1)
-
-
-class StackedStepSize(nn.Module):
-    """n `StepSize`s: steps (n · b, t, outputs)."""
-
-    def __init__(self, members: Sequence[StepSize]) -> None:
-        super().__init__()
-        self.members = len(members)
-        self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
-
-    def forward(self, steps: Tensor) -> Tensor:
-        rows = steps.reshape(self.members, -1, steps.shape[-1])
-        return (rows * self.weight.unsqueeze(1)).view(steps.shape)
 
 
 class _StackedConvolution(torch.autograd.Function):
@@ -160,7 +146,6 @@ _STACKED: dict[type[nn.Module], Callable[[Any], nn.Module]] = {
     FloatLinear: StackedLinear,
     nn.LayerNorm: StackedNorm,
     nn.Embedding: StackedEmbedding,
-    StepSize: StackedStepSize,
     ShortConvolution: StackedShortConvolution,
 }
 
@@ -170,7 +155,7 @@ def stack(models: Sequence[GPT]) -> GPT:
 
     Raises:
         ValueError: there are no models, or they differ in shape, or have parameters outside linear maps, norms,
-            embeddings, step sizes and short convolutions.
+            embeddings and short convolutions.
     """
     if not models:
         raise ValueError("models must hold at least one model, got none")

@@ -34,7 +34,7 @@ def set_up_rotations(model: nn.Module, config: OptimizerConfig) -> None:
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over three parameter groups: matrices, with weight decay; W_β and s of rotations; all others.
+    """AdamW over three parameter groups: matrices, with weight decay; W_β of rotations; all others.
 
     The embedding counts as a matrix. Frozen parameters are left out. The fused
     implementation on a GPU.
@@ -43,7 +43,7 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        if any(part in name for part in (".beta_proj.", ".step_size.")):
+        if ".beta_proj." in name:
             rotation.append(parameter)
         elif is_decayed(name, parameter.ndim):
             matrices.append(parameter)

@@ -31,18 +31,7 @@ function decayOf(code) {
 }
 
 function beta(layer, head, token) {
-  return betaOf(layer, layers[layer].beta[head * data.ids.length + token]);
-}
-
-function betaOf(layer, code) {
-  const [low, high] = layers[layer].betaRange;
-  return low + (code / 65535) * (high - low);
-}
-
-/** Ends of the scale of β, as far from 1 on both sides: 0 and 2, or further where a layer's steps reach beyond. */
-function betaScale(shown) {
-  const reach = Math.max(...shown.map(({ betaRange: [low, high] }) => Math.max(1 - low, high - 1)));
-  return [1 - reach, 1 + reach];
+  return (layers[layer].beta[head * data.ids.length + token] / 65535) * 2;
 }
 
 function halfLife(rate) {
@@ -152,7 +141,7 @@ function paint(block) {
   }
   if (block.painted === painting.version) return;
   block.painted = painting.version;
-  const { layer, head, low, high, reach, shows } = painting;
+  const { layer, head, low, high, shows } = painting;
   block.tokens.forEach((element, k) => {
     const n = block.start + k;
     if (shows.forgetting) {
@@ -162,7 +151,7 @@ function paint(block) {
     } else element.style.setProperty("--forgot", 0);
     if (shows.rotation) {
       const excess = beta(layer, head, n) - 1;
-      element.style.setProperty("--rotated", Math.min(1, Math.abs(excess) / reach).toFixed(3));
+      element.style.setProperty("--rotated", Math.min(1, Math.abs(excess)).toFixed(3));
       element.classList.toggle("more", excess > 0);
       element.classList.toggle("less", excess <= 0);
     } else element.style.setProperty("--rotated", 0);
@@ -179,12 +168,11 @@ function repaint() {
     rotation: has.rotation && quantity !== "forgetting",
   };
   const [low, high] = has.forgetting ? decayScale(layer, head) : [0, 1];
-  const [least, most] = betaScale(byId("same-scale").checked ? layers : [layers[layer]]);
-  Object.assign(painting, { version: painting.version + 1, layer, head, low, high, reach: most - 1, shows });
+  Object.assign(painting, { version: painting.version + 1, layer, head, low, high, shows });
   byId("text").classList.toggle("rotation", quantity === "rotation");
   byId("text").classList.toggle("both", quantity === "both");
   for (const block of blocks) if (block.near) paint(block);
-  drawScale(low, high, [least, most], shows, quantity);
+  drawScale(low, high, shows, quantity);
 }
 
 function ramp(colour, reversed) {
@@ -194,7 +182,7 @@ function ramp(colour, reversed) {
   });
 }
 
-function drawScale(low, high, [least, most], shows, quantity) {
+function drawScale(low, high, shows, quantity) {
   const parts = [];
   const words = (text) => make("span", { style: "white-space: nowrap" }, text);
   if (shows.forgetting) {
@@ -202,8 +190,7 @@ function drawScale(low, high, [least, most], shows, quantity) {
   }
   if (shows.rotation) {
     const how = quantity === "both" ? "underline: " : "";
-    const [less, more] = most === 2 ? ["no rotation, β = 0", "twice the rate, 2"] : [`β = ${formatNumber(least)}`, formatNumber(most)];
-    parts.push(make("span", {}, words(how + less), ramp("--rotate-less", true), words("fixed rate, 1"), ramp("--rotate-more"), words(more)));
+    parts.push(make("span", {}, words(`${how}no rotation, β = 0`), ramp("--rotate-less", true), words("fixed rate, 1"), ramp("--rotate-more"), words("twice the rate, 2")));
   }
   byId("scale").replaceChildren(...parts);
 }
@@ -243,10 +230,9 @@ function tableOf(kind) {
     const life = halfLife(decayOf(sorted[sorted.length >> 1]));
     return life === Infinity ? null : life;
   };
-  // Codes are evenly spaced, so that their mean is that of β.
-  const meanBeta = (packed, h, l) => betaOf(l, codes(packed, h).reduce((sum, code) => sum + code, 0) / (data.ids.length - 1));
+  const meanBeta = (packed, h) => (codes(packed, h).reduce((sum, code) => sum + code, 0) / (data.ids.length - 1) / 65535) * 2;
   const [field, number] = kind === "forgetting" ? ["forgetting", medianHalfLife] : ["beta", meanBeta];
-  tables[kind] ??= layers.map((layer, l) => [...Array(layer.heads).keys()].map((h) => (layer[field] ? number(layer[field], h, l) : null)));
+  tables[kind] ??= layers.map((layer) => [...Array(layer.heads).keys()].map((h) => (layer[field] ? number(layer[field], h) : null)));
   return tables[kind];
 }
 
@@ -258,7 +244,7 @@ function drawOverview() {
   drawHeatMap(byId("map"), {
     label: `${name} by layer and head`, rowTitle: "layer", columnTitle: "head", values: tableOf(kind),
     columns: [...Array(Math.max(...layers.map((one) => one.heads))).keys()],
-    ...(kind === "forgetting" ? { log: true } : { aroundOne: true, domain: betaScale(layers) }),
+    ...(kind === "forgetting" ? { log: true } : { aroundOne: true, domain: [0, 2] }),
     describe: (r, c, value) => `layer ${r}, head ${c}: ${value === null ? (kind === "forgetting" ? "never forgets" : "no β") : `${name} ${formatNumber(value)}`}`,
     picked: [layer, head],
     pick: choose,
@@ -294,7 +280,7 @@ function drawProfile(kind) {
     layout: {
       hovermode: "x", showlegend: false, uirevision: `${kind} ${layer} ${head}`,
       xaxis: { title: { text: data.unit }, showspikes: true, spikemode: "across", spikethickness: 1 },
-      yaxis: kind === "forgetting" ? { type: "log", autorange: "reversed", nticks: 5 } : { range: betaScale([layers[layer]]), nticks: 5 },
+      yaxis: kind === "forgetting" ? { type: "log", autorange: "reversed", nticks: 5 } : { range: [0, 2], dtick: 1 },
     },
     on: { click: (event) => goTo(event.points[0].x) },
   });
