@@ -45,7 +45,7 @@ AUTHORS_BEYOND = (2.79, 7.12, 2.29, 2.18)
 READING_ERROR = 0.005
 # An experiment with a table of its own, whose runs are in no other: each switch at its best learning rate.
 TEXT_ROTATION = "text_rotation"
-# Seeds on which its rates and switches were chosen; on all others nothing was.
+# Seeds on which its rates and switches were chosen at scale small, whose tables these are; on all others nothing was.
 CHOOSING_SEEDS = frozenset(SCALES["small"]().seeds)
 # Settings of its runs that are not their switch.
 SIZE_AND_RATE = ("batch_tokens", "micro_batch_tokens", "steps", "learning_rate")
@@ -215,18 +215,25 @@ def _switch(row: Row) -> str:
 
 
 def _at_best_rate(rows: Sequence[Row], switch: str) -> dict[int, Row]:
-    """The runs of a switch by seed, with the best of its learning rates; none, if that diverged.
+    """The runs of a switch by seed, with the best of its learning rates; none, if each has diverged on some seed.
 
-    Rates are compared that were trained on most seeds, by the mean over them: the others were given up on fewer.
+    Rates are compared that were trained on most of the choosing seeds, by the mean over them: the others were given up
+    on fewer.
     """
     by_rate: dict[float, dict[int, Row]] = {}
     for row in rows:
         if _switch(row) == switch:
             by_rate.setdefault(row["changes"]["learning_rate"], {})[row["seed"]] = row
-    most = max(map(len, by_rate.values()))
-    tried = [runs for runs in by_rate.values() if len(runs) == most]
-    best = min(tried, key=lambda runs: statistics.fmean(map(heldout_loss, runs.values())))
-    return {seed: row for seed, row in best.items() if row["status"] == "done"}
+    losses = {
+        rate: [heldout_loss(row) for seed, row in runs.items() if seed in CHOOSING_SEEDS]
+        for rate, runs in by_rate.items()
+    }
+    most = max(map(len, losses.values()))
+    tried = {rate: statistics.fmean(found) for rate, found in losses.items() if found and len(found) == most}
+    best = min(tried, key=tried.__getitem__, default=None)
+    if best is None or math.isinf(tried[best]):
+        return {}
+    return {seed: row for seed, row in by_rate[best].items() if row["status"] == "done"}
 
 
 def _comparisons(found: dict[str, dict[int, Row]]) -> Iterator[tuple[str, str]]:
@@ -397,7 +404,7 @@ def _rotation(results: Results) -> Iterator[str]:
         one, other = results.of(variant, 2, context, changes), results.of("gating", 2, context, shared)
         found, held_out = difference(one, other), difference(one, other, lambda row: float(row["heldout_loss"]))
         if found is not None and held_out is not None:
-            what = ", ".join(f"{name} {value:,}" for name, value in changes.items()) or "–"
+            what = ", ".join(f"{name} {_shown(value)}" for name, value in changes.items()) or "–"
             lines.append(_table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)]))
     if lines:
         yield "### Does rotation pay? Loss minus that of gating with the same settings, p = 2\n"
@@ -409,6 +416,10 @@ def _rotation(results: Results) -> Iterator[str]:
 def _authors_difference(one: str, other: str, power: int, context: int) -> float | None:
     row = AUTHORS.get((power, context))
     return None if row is None else row[CURVES.index(one)] - row[CURVES.index(other)]
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 def _signed(number: float | None) -> str:
@@ -433,6 +444,8 @@ def main() -> None:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise SystemExit(f"{arguments.page} must have the marks {BEGIN} and {END}")
+    if not any(arguments.results.glob("*.jsonl")):
+        raise SystemExit(f"--results must be a folder with the tables of experiments, and {arguments.results} has none")
     runs = read_results(arguments.results)
     table = arguments.results / f"{TEXT_ROTATION}.jsonl"
     of_text = read_rows(table) if is_table(table) else []

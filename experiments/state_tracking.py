@@ -26,7 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "pairs-ungated": UNGATED,
     "pairs-half-gated": {**PAIRS, "gating": "half"},
     "pairs-clamped": {**PAIRS, "gating": "clamped"},
-    # Angles: signed, beside fixed rotary in half of the pairs; and these rounded.
+    # Angles: signed, beside RoPE in half of the pairs; and these rounded.
     "signed-ungated": {**UNGATED, "rotary": "signed"},
     "grid-ungated": {**UNGATED, "rotary": "grid"},
     "grid-clamped": {**PAIRS, "gating": "clamped", "rotary": "grid"},

@@ -1,4 +1,4 @@
-"""Data-dependent rotation on text, in large batches: which way of holding it back makes it pay, if any does."""
+"""Data-dependent rotation on text, in large batches, where its gradients are less noisy: does it pay?"""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SWITCHES: dict[str, tuple[str, Settings]] = {
 
 
 def text_rotation(scale: Scale) -> list[Run]:
-    """Rotations held back in several ways against gating on text, in large batches, each at its best rate, p = 2.
+    """The paper's rotation, also with slower rates, against gating on text in large batches, each at its best rate.
 
     The grid grows with its results. Each switch is trained with three learning rates or more, on one seed; at the rate
     of the lowest held-out loss, on all seeds. When all switches have been, the rotation with the lowest loss is trained

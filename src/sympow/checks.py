@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 DEVICES = ("cuda", "cpu")
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
@@ -54,6 +55,12 @@ def check_seed(seed: int) -> None:
 def check_str(name: str, value: str) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+
+
+def check_is_list(name: str, values: Sequence[Any]) -> None:
+    """Raises a TypeError unless the values are in a tuple or list: not a single one, and not a string of letters."""
+    if not isinstance(values, tuple | list):
+        raise TypeError(f"{name} must be a tuple or list, got {type(values).__name__}")
 
 
 def check_finite(name: str, value: float) -> None:

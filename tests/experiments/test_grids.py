@@ -109,6 +109,10 @@ def test_an_experiment_is_a_function_of_a_scale(folder):
     (folder / "more.py").write_text("def pair(scale): return []\n")
     with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
         find_experiments(folder)
+    (folder / "more.py").write_text("def pair(size): return []\n")
+    with pytest.raises(ValueError, match=r"'pair' is defined twice in .*, as a grid of runs and as sweeps"):
+        find_experiments(folder)
+    (folder / "more.py").write_text("def pair(scale): return []\n")
     (folder / "mine.py").unlink()
     with pytest.raises(ValueError, match="pair has no runs at scale 'cpu'"):
         runs_of(find_experiments(folder)["pair"], SCALES["cpu"]())

@@ -125,7 +125,7 @@ def test_results_that_are_added_at_the_same_time_are_all_kept(tmp_path):
     def add(first):
         results = SweepResults.read(tmp_path, "mine")
         for number in range(first, first + 20):
-            row = {str(number): {"run": str(number)}}
+            row = {str(number): {"run": str(number), "settings": {}}}
             results.add(SweepResults(Path(), "one", row, row))
 
     threads = [threading.Thread(target=add, args=(first,)) for first in (0, 100)]
@@ -235,8 +235,16 @@ def test_mistakes_are_named():
         ("seeds", (0, -1), "seeds must be at least 0, got -1"),
         ("tokens_known", 2**15 + 2, "tokens_known must be at most 32,768, which is what the int16"),
         ("mixture", ((2**16, 1), (16, 2)), "the length of a shape of mixture must be at most 32,768"),
+        (
+            "mixture",
+            ((16, 2, 1), (16, 1)),
+            r"a shape of mixture must be a length and a number of pairs, got \(16, 2, 1\)",
+        ),
+        ("evaluation", ("64",), "a shape of evaluation must be a tuple or list, got str"),
+        ("evaluation", ((16.0, 2),), "length must be an int, got float"),
+        ("mixture", [[16, 2], [16, 2]], r"mixture must differ from each other, got \[16, 2\], \[16, 2\]"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             replace(TINY, **{name: value})
     with pytest.raises(ValueError, match="gating must be one of"):
         replace(TINY, model={**MODEL, "gating": "soft"})

@@ -266,6 +266,21 @@ def put(run, out, loss=1.0, **numbers):
     write_result(out / run.name, {**row, **about}, {"metrics": {}})
 
 
+def test_a_run_that_was_evaluated_otherwise_is_not_taken_for_this_one(scale, tmp_path):
+    run = scale.run("gating", context=32)
+    put(run, tmp_path, evaluation_settings=json.loads(json.dumps(asdict(run.evaluation))))
+    store = Store(tmp_path / "results", tmp_path)
+    assert store.state(run) == "done"
+    other = replace(run, evaluation=replace(run.evaluation, documents=77, pairs=(4,)))
+    with pytest.raises(
+        ValueError, match=rf"{run.name} in .* was evaluated otherwise: documents \d+ and 77; pairs .* \[4\]\."
+    ):
+        store.state(other)
+    # Rows of earlier versions do not say how a run was evaluated.
+    put(run, tmp_path)
+    assert Store(tmp_path / "results", tmp_path).state(other) == "done"
+
+
 @pytest.mark.parametrize("of_other", [{0}, {1}], ids=["not of the grid", "of the grid"])
 def test_a_table_keeps_what_another_command_has_added(scale, tmp_path, of_other):
     """Of which this command knows nothing: a grid that has grown since, or another folder of runs."""
@@ -525,6 +540,10 @@ def test_a_run_that_fails_is_named_with_its_log(folder, tmp_path):
         (("pair", "--only", "none*"), "only must match some of gating_p2_c32_s0, conformal_p2_c32_s0; got none*"),
         (("pair", "--set", "nonsense"), "set must be NAME=VALUE, got 'nonsense'"),
         (("pair", "--set", "speed=1"), "no section of a TrainConfig has a field 'speed'"),
+        (
+            ("pair", "--set", "power=4"),
+            "set cannot change power in pair, which chooses it for its runs, such as gating_p2_c32_s0",
+        ),
         (("pair", "--jobs", 0), "jobs must be at least 1, got 0"),
         (("pair", "--minutes", 0), "minutes must be above 0, got 0"),
         (("pair", "--scale", "paper", "--jobs", 2), "jobs must be 1 at scale 'paper', whose runs take 8 GPUs each"),

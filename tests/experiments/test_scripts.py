@@ -151,7 +151,8 @@ def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
     for name, accuracies in (("gating", [0.5, 0.5]), ("conformal", [1.0, 0.99])):
         run = f"parity_{name}"
         numbers = {"learning_rates": [0.1], "best_rate": 0.1, "accuracy": {"64": [accuracies], "256": [[0.5, 0.5]]}}
-        results.rows[run] = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, **numbers}
+        about = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, "settings": {}}
+        results.rows[run] = {**about, **numbers}
         results.curves[run] = {"run": run}
     results.write()
     lines = list(script.tracking_tables(tmp_path))
@@ -179,7 +180,7 @@ def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
         "state_bytes": 20_000,
     }
     found = {"overall": [[0.1, 0.1], [0.5, 0.7]], "by_shape": {"64/4": [[0.1, 0.1], [1.0, 1.0]]}}
-    results.rows["recall_mine"] = {"run": "recall_mine", "task": "recall", "sweep": "mine", **numbers, **found}
+    results.rows["recall_mine"] = {"run": "recall_mine", "sweep": "mine", "settings": {}, **numbers, **found}
     results.curves["recall_mine"] = {"run": "recall_mine"}
     results.write()
     lines = list(script.recall_tables(tmp_path))
@@ -334,6 +335,9 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
         "Of 3 comparisons of rotations, ahead by more than two standard errors are conformal, rotary pairs (of gating)."
     )
     assert said[1] == "Of 1 comparisons of rotations, ahead by more than two standard errors is none."
+    # A switch of which every rate has diverged on some seed is not compared.
+    diverged = of_text("gating", 4_096, 2e-3, 0, 0.0) | {"status": "diverged"}
+    assert list(script.text_rotation_tables([diverged, *rows[2:5]])) == []
     # Seeds beyond those of the scale: nothing was chosen on them, and they have a table of their own.
     for seed in (3, 4):
         rows.append(of_text("gating", 4_096, 2e-3, seed, 2.0))
@@ -347,6 +351,9 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
     # Runs of other experiments are in tables of their own.
     results, page = tmp_path / "results", tmp_path / "page.md"
     others = [row("gating", 2, 1_024, 0, 2.0), row("conformal", 2, 1_024, 0, 2.1)]
+    others += [
+        row(kind, 2, 1_024, 0, 2.2, run=kind, changes={"schedule": "cosine"}) for kind in ("gating", "conformal")
+    ]
     for name, of in (("rotation", others), ("text_rotation", rows)):
         table = results / f"{name}.jsonl"
         write_table(table, [StoredRun(one, {"metrics": {}}, table) for one in of])
@@ -354,5 +361,14 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
     monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", "--results", str(results), "--page", str(page)])
     script.main()
     pays = page.read_text().partition("### Does rotation pay?")[2].partition("###")[0]
-    assert pays.count("| conformal |") == 1
-    assert step in page.read_text()
+    assert pays.count("| conformal |") == 2
+    assert "| conformal | 1,024 | schedule cosine | +0.000 (one seed) |" in pays
+    written = page.read_text()
+    assert step in written
+    # A folder without results, such as one of another name, leaves the page as it is.
+    monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", "--results", str(tmp_path), "--page", str(page)])
+    with pytest.raises(
+        SystemExit, match=f"--results must be a folder with the tables of experiments, and {tmp_path} has"
+    ):
+        script.main()
+    assert page.read_text() == written

@@ -110,7 +110,7 @@ def test_each_sweep_gets_the_gpu_with_the_fewest(tmp_path, monkeypatch):
         return receiver, sweep_runner._Worker(sweep, Ended(), 0.0, gpu)
 
     def finish(name):
-        row = {name: {"run": name}}
+        row = {name: {"run": name, "settings": {}}}
         senders[name].send(SweepResults(Path(), name, row, row))
 
     monkeypatch.setattr(sweep_runner._Run, "_start", start)

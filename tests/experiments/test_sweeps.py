@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from sympow.cli.app import app
 from sympow.data.state_tracking import find_task
 from sympow.experiments import Sweep
-from sympow.experiments.grid import describe, find_sweeps
+from sympow.experiments.grid import describe, find_sweeps, sweeps_of
 from sympow.experiments.sweep import StoppedError, SweepResults, run_sweep
 from sympow.experiments.sweep_runner import run_sweeps
 from sympow.experiments.tracking_sweep import _mean_score, best_accuracies
@@ -208,9 +208,21 @@ def test_a_sweep_that_a_time_limit_ends_continues_to_the_same_result(tmp_path, m
 
 
 def test_damaged_results_are_named(tmp_path):
-    (tmp_path / "mine.jsonl").write_text('{"run": "a"}\n{"run"\n')
-    with pytest.raises(ValueError, match=r"mine.jsonl: line 2 is not the result of a sweep"):
-        SweepResults.read(tmp_path, "mine")
+    for second in ('{"run"', '{"run": "of a grid", "config": {}}'):
+        (tmp_path / "mine.jsonl").write_text('{"run": "a", "settings": {}}\n' + second + "\n")
+        with pytest.raises(ValueError, match=r"mine.jsonl: line 2 is not the result of a sweep"):
+            SweepResults.read(tmp_path, "mine")
+
+
+def test_sweeps_have_names_of_their_own():
+    def mine(size):
+        return {"none": [], "two": [TINY, replace(TINY, rows=3)], "one": [TINY]}[size]
+
+    with pytest.raises(ValueError, match="mine has no sweeps at scale 'none'"):
+        sweeps_of(mine, "none")
+    with pytest.raises(ValueError, match=f"mine has two sweeps of the name {TINY.name}. Give them different names"):
+        sweeps_of(mine, "two")
+    assert sweeps_of(mine, "one") == [TINY]
 
 
 def test_mistakes_in_a_sweep_are_named():
@@ -241,10 +253,24 @@ def test_mistakes_in_a_sweep_are_named():
         ("factors", (), "factors must not be empty"),
         ("factors", (0, 1), "factors must be at least 1, got 0"),
         ("factors", (2, 1), "factors must be in ascending order, got 2, 1"),
+        (
+            "model",
+            MODEL | {"gating": "learned"},
+            "model of a sweep must not have gating='learned', which cannot be stacked",
+        ),
+        (
+            "model",
+            MODEL | {"rotary": "learned"},
+            "model of a sweep must not have rotary='learned', which cannot be stacked",
+        ),
+        ("learning_rates", 1e-3, "learning_rates must be a tuple or list, got float"),
+        ("seeds", 3, "seeds must be a tuple or list, got int"),
+        ("tasks", "parity", "tasks must be a tuple or list, got str"),
+        ("factors", 4, "factors must be a tuple or list, got int"),
     ],
 )
 def test_values_that_sweeps_cannot_have_are_named(name, value, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises((ValueError, TypeError), match=f"^{message}$"):
         replace(TINY, **{name: value})
 
 

@@ -55,7 +55,8 @@ def test_it_is_the_native_layer_with_these_weights(gating, rotary, pairs):
     with torch.no_grad():
         for parameter in [*expected.gate.parameters(), *expected.rotation.parameters()]:
             parameter += 0.3 * torch.randn_like(parameter)
-    options = {"gating": gating, "rotary": rotary, "rates": rotary_rates(DIM, 50), "pairs": pairs}
+    rates = None if rotary == "none" else rotary_rates(DIM, 50)
+    options = {"gating": gating, "rotary": rotary, "rates": rates, "pairs": pairs}
     if pairs == "half":
         layer = around(to_halves(q), to_halves(k), v, o, **options)
     elif pairs == "fused":
@@ -161,6 +162,14 @@ def test_no_module_takes_the_name_of_an_attribute(kind):
     # The name of a module that is not there is free.
     fused = nn.Linear(WIDTH, (HEADS + 2 * KEY_HEADS) * DIM).double()
     assert kind.from_projections(fused, None, None, o, names={"q": "k_proj"}, **sizes).k_proj is fused
+
+
+@pytest.mark.parametrize("out", [lambda o: nn.Sequential(o), lambda _: nn.Identity()])
+def test_the_output_projection_is_a_module_of_any_class(out):
+    q, k, v, o = modules()
+    layer = around(q, k, v, out(o), gating="none", rotary="none", width=HEADS * DIM)
+    assert layer.device == torch.device("cpu")
+    assert layer.to("meta").device == torch.device("meta")
 
 
 def test_a_rotation_with_rates_of_its_own_needs_max_document():

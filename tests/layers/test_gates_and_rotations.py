@@ -76,13 +76,6 @@ def test_the_fixed_gate_has_alibis_slopes_whatever_the_dtype(heads):
     torch.testing.assert_close(slopes, expected, rtol=1e-12, atol=0)
 
 
-def test_the_fixed_gate_covers_the_range_asked_for():
-    slopes = -FixedGate(4, steepest=1.0, flattest=0.001)(sample())[0, 0]
-    torch.testing.assert_close(slopes, torch.tensor([1.0, 0.1, 0.01, 0.001], dtype=torch.float64))
-    with pytest.raises(ValueError, match="steepest"):
-        FixedGate(4, steepest=0.1, flattest=0.5)
-
-
 def test_the_scalar_gate_is_a_sigmoid_of_a_projection():
     gate = make_gate("scalar", WIDTH, HEADS, DIM)
     torch.nn.init.normal_(gate.gamma_proj.weight)
@@ -118,7 +111,7 @@ def test_rotations_give_rates_and_scales(kind, dtype):
         assert torch.equal(theta, sympow.rotary_rates(DIM, 100)), "constant rates keep all their bits"
     if kind in ("scale", "pairs"):
         assert beta.shape == (2, 5, HEADS, DIM // 2)[: 3 if kind == "scale" else 4]
-        assert torch.equal(beta, torch.ones_like(beta)), "W_β = 0 is fixed rotary"
+        assert torch.equal(beta, torch.ones_like(beta)), "W_β = 0 is RoPE"
     else:
         assert beta is None
 
@@ -264,6 +257,7 @@ def test_the_fastest_rate_is_the_one_asked_for(kind):
         ("fixed", {"max_rate": 1.0, "rates": torch.ones(2)}, "max_rate cannot be combined with rates.*; got 1.0"),
         ("fixed", {"rates": torch.tensor([1.0, math.nan])}, r"rates must be finite, got \[1.0, nan\]"),
         ("scale", {"rates": torch.tensor([math.inf, 1.0])}, r"rates must be finite, got \[inf, 1.0\]"),
+        ("none", {"rates": torch.ones(2)}, "rates are for layers with a rotation; got some with rotary='none'"),
         ("soft", {"rates": torch.ones(2)}, "rotary must be one of 'none', .* 'pairs'; got 'soft'"),
         ("soft", {}, "rotary must be one of 'none', .* 'signed', 'grid'; got 'soft'"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,7 @@ def experiment(
     Runs that are done are skipped, and interrupted runs are resumed.
     """
     from sympow.experiments.console import Display, print_plan, print_rows
-    from sympow.experiments.grid import SCALES, describe, find_experiments, find_sweeps, runs_of
+    from sympow.experiments.grid import SCALES, describe, find_experiments, find_sweeps, runs_of, sweeps_of
     from sympow.experiments.runner import RunnerConfig, run_all
     from sympow.experiments.store import Store
 
@@ -70,7 +70,7 @@ def experiment(
     if name in sweeps:
         if data is not None:
             raise ValueError(f"data is not for {name}, whose models are trained on generated rows")
-        chosen = _chosen(sweeps[name](scale), only)
+        chosen = _chosen(sweeps_of(sweeps[name], scale), only)
         extra = _extra_flags(set_, None, folder)
         _run_sweeps(
             name,
@@ -108,6 +108,7 @@ def experiment(
         return [run for run in runs if _is_chosen(run, only)]
 
     runs = _chosen(all_runs(), only)
+    _check_settings_apply(name, runs, size, changes)
     if plan:
         # Not checked: a plan may be for another machine.
         print_plan(name, runs, size, store, jobs, minutes, device or choose_device(None))
@@ -187,7 +188,7 @@ def _run_sweeps(
         raise ValueError(str(error)) from error
     stored = SweepResults.read(folder, name)
     if plan:
-        print_sweep_plan(name, sweeps, stored)
+        print_sweep_plan(name, sweeps, stored, out)
         return
     device = choose_device(device)
     check_can_write("results", folder, "folder")
@@ -214,6 +215,17 @@ def _settings(given: Sequence[str], data: str | None) -> dict[str, Any]:
                 parsed = float(parsed)
         found[name.strip().replace("-", "_")] = parsed
     return found
+
+
+def _check_settings_apply(name: str, runs: Sequence[Run], scale: Scale, changes: Collection[str]) -> None:
+    """Raises a ValueError if a run of the experiment has another value of a setting that was given with --set."""
+    wanted = scale.base.settings()
+    for run in runs:
+        found = run.config.settings()
+        if own := [setting for setting in changes if found[setting] != wanted[setting]]:
+            raise ValueError(
+                f"set cannot change {', '.join(own)} in {name}, which chooses it for its runs, such as {run.name}"
+            )
 
 
 def _chosen(runs: list[Any], only: list[str] | None) -> list[Any]:

@@ -26,6 +26,8 @@ Ids = NDArray[np.int64]
 def check_recall(length: int, pairs: int, vocabulary: int = VOCABULARY) -> None:
     """Raises a ValueError unless rows of `length` tokens have room for the pairs and as many queries."""
     check_at_least("pairs", pairs, 1)
+    check_at_least("length", length, 1)
+    check_at_least("vocabulary", vocabulary, 1)
     if length % 2 or length < 4 * pairs:
         raise ValueError(f"length must be even and at least 4 · pairs = {4 * pairs}, got {length}")
     if vocabulary % 2 or vocabulary // 2 <= pairs:

@@ -178,11 +178,11 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     _console().print(table)
 
 
-def print_sweep_plan(name: str, sweeps: Sequence[BaseSweep], results: SweepResults) -> None:
-    """Prints the sweeps, their models and tokens, and whether they are done."""
+def print_sweep_plan(name: str, sweeps: Sequence[BaseSweep], results: SweepResults, out: Path) -> None:
+    """Prints the sweeps, their models and tokens, and whether they are done, or begun in the folder `out`."""
     table = _table(name, ["sweep", "models", "tokens", "steps", "length", "state"])
     for sweep in sweeps:
-        state = "done" if results.done(sweep) else "new"
+        state = "done" if results.done(sweep) else "begun" if results.checkpoint(out, sweep).is_file() else "new"
         table.add_row(
             sweep.name, str(sweep.members), f"{sweep.tokens:,}", f"{sweep.steps:,}", f"{sweep.longest:,}", state
         )

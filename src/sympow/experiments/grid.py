@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from sympow.checks import check_at_least, check_choice
+from sympow.checks import check_at_least, check_choice, check_is_list
 from sympow.experiments.sweep import BaseSweep
 from sympow.model.config import EXECUTION_OPTIONS, VARIANTS, GPTConfig
 from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig, paper
@@ -75,7 +75,10 @@ class Evaluation:
         check_at_least("length", self.length, 0)
         # JSON returns lists.
         for name in ("pairs", "distances"):
+            check_is_list(name, getattr(self, name))
             object.__setattr__(self, name, tuple(getattr(self, name)))
+            for number in getattr(self, name):
+                check_at_least(name, number, 1)
 
 
 @dataclass(frozen=True)
@@ -300,11 +303,15 @@ def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
         folder: a folder of Python files; by default `experiments` in the working directory, or that of the checkout
             from which sympow is imported.
     """
-    found = _find_functions(folder, "scale")
-    if not found and not find_sweeps(folder):
+    found, sweeps = _find_functions(folder, "scale"), find_sweeps(folder)
+    if not found and not sweeps:
         raise ValueError(
             f"{folder or _default_folder()} has no experiment: a function with the one argument scale or size, "
             "in a Python file"
+        )
+    if both := sorted(found.keys() & sweeps.keys()):
+        raise ValueError(
+            f"experiment {both[0]!r} is defined twice in {folder or _default_folder()}, as a grid of runs and as sweeps"
         )
     return found
 
@@ -354,6 +361,21 @@ def runs_of(experiment: Experiment, scale: Scale) -> list[Run]:
     if not runs:
         raise ValueError(f"{experiment.__name__} has no runs at scale {scale.name!r}")
     return list(runs.values())
+
+
+def sweeps_of(experiment: Callable[[str], list[BaseSweep]], size: str) -> list[BaseSweep]:
+    """The sweeps of an experiment at a scale of this name.
+
+    Raises:
+        ValueError: there are none, or two have one name.
+    """
+    sweeps = experiment(size)
+    if not sweeps:
+        raise ValueError(f"{experiment.__name__} has no sweeps at scale {size!r}")
+    names = [sweep.name for sweep in sweeps]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{experiment.__name__} has two sweeps of the name {twice[0]}. Give them different names")
+    return sweeps
 
 
 def describe(experiment: Callable[..., Any]) -> str:

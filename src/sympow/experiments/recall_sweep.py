@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least, check_at_most, check_finite
+from sympow.checks import check_at_least, check_at_most, check_finite, check_is_list
 from sympow.data.loader import prefetch
 from sympow.data.multi_query_recall import VOCABULARY, check_recall, draw_recall
 from sympow.experiments.sweep import EVALUATION, TRAINING, VALIDATION, BaseSweep, check_distinct, rounded
@@ -67,8 +67,12 @@ class RecallSweep(BaseSweep):
     def __post_init__(self) -> None:
         for name in ("mixture", "evaluation"):
             check_distinct(name, getattr(self, name))
-        for length, pairs in (*self.mixture, *self.evaluation):
-            check_recall(length, pairs, self.tokens_known)
+            for shape in getattr(self, name):
+                check_is_list(f"a shape of {name}", shape)
+                if len(shape) != 2:
+                    raise ValueError(f"a shape of {name} must be a length and a number of pairs, got {shape}")
+                length, pairs = shape
+                check_recall(length, pairs, self.tokens_known)
         why = "which is what the int16 of training rows holds"
         check_at_most("tokens_known", self.tokens_known, DRAWN_LIMIT, why)
         check_at_most("the length of a shape of mixture", self.longest, DRAWN_LIMIT, why)

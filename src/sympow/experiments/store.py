@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,15 @@ class Store:
         stored = self._runs[run.name]
         # JSON is YAML.
         _check_same(run, TrainConfig.from_yaml(json.dumps(stored.row["config"])), stored.source)
+        # Earlier versions did not store it.
+        evaluated = stored.row.get("evaluation_settings")
+        if evaluated is not None and evaluated != (wanted := json.loads(json.dumps(asdict(run.evaluation)))):
+            names = [name for name in {**evaluated, **wanted} if evaluated.get(name) != wanted.get(name)]
+            different = [f"{name} {evaluated.get(name)!r} and {wanted.get(name)!r}" for name in names]
+            raise ValueError(
+                f"{run.name} in {stored.source} was evaluated otherwise: {'; '.join(different)}. "
+                "Choose other folders for runs and results, or remove it there"
+            )
         return stored
 
 

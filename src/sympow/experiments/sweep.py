@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sympow import __version__
 from sympow.bench.timing import environment
-from sympow.checks import check_at_least, check_finite
+from sympow.checks import check_at_least, check_finite, check_is_list
 from sympow.files import replacing, write_atomically
 from sympow.locks import locked
 from sympow.model.config import GPTConfig
@@ -86,7 +86,11 @@ class BaseSweep(ABC):
         check_distinct("seeds", self.seeds)
         for seed in self.seeds:
             check_at_least("seeds", seed, 0)
-        GPTConfig(vocab_size=self.vocabulary, **self.model)
+        config = GPTConfig(vocab_size=self.vocabulary, **self.model)
+        for name in ("gating", "rotary"):
+            # Their parameters are in no module that can be stacked (`sympow.train.ensemble`).
+            if getattr(config, name) == "learned":
+                raise ValueError(f"model of a sweep must not have {name}='learned', which cannot be stacked")
 
     @property
     @abstractmethod
@@ -171,17 +175,24 @@ class SweepResults:
     def accuracies(self) -> Path:
         return self.folder / f"{self.experiment}{ACCURACY_ENDING}"
 
+    def checkpoint(self, out: Path, sweep: BaseSweep) -> Path:
+        """The file in the folder `out` that holds a sweep while it is unfinished."""
+        return out / f"{self.experiment}_{sweep.name}.sweep"
+
     @classmethod
     def read(cls, folder: Path, experiment: str) -> SweepResults:
         """Those in the folder, none if there are no files."""
         found = cls(folder, experiment)
-        for path, lines in ((found.table, found.rows), (found.accuracies, found.curves)):
+        # What a line has in the table of sweeps, and not in that of a grid, and in the file of accuracies.
+        for path, lines, needed in ((found.table, found.rows, "settings"), (found.accuracies, found.curves, "run")):
             if path.is_file():
                 for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
                     try:
                         # Earlier versions wrote losses that are not finite as NaN, which is not JSON.
                         line = json.loads(text, parse_constant=lambda _: None)
                         lines[line["run"]] = line
+                        if needed not in line:
+                            raise KeyError(needed)
                     except (ValueError, KeyError, TypeError) as error:
                         raise ValueError(f"{path}: line {number} is not the result of a sweep") from error
         return found
@@ -264,7 +275,8 @@ def run_sweep(
         models[seed] = GPT(config)
     stacked = stack([models[seed] for _, _, seed in sweep.places]).to(device)
     rates = torch.tensor([rate for _, rate, _ in sweep.places])
-    every = max(1, sweep.steps // LOGGED)
+    # At least once before training may end early.
+    every = max(1, min(sweep.steps // LOGGED, sweep.validate_every or sweep.steps))
     training = StackedTraining(stacked, rates, sweep.steps, warmup=sweep.warmup, log_every=every, **sweep.training)
     kept = None if checkpoint is None else _Checkpoint(checkpoint, sweep, device)
     trained = _train(sweep, training, device, deadline, kept, say, interruption)
@@ -373,10 +385,11 @@ def _train(
 
 
 def check_distinct(name: str, values: Sequence[Any]) -> None:
-    """Raises a ValueError for a field without values, or with one twice, whose results would be stored once."""
+    """Raises for a field that is no tuple or list, is empty, or has a value twice, which would be stored once."""
+    check_is_list(name, values)
     if not values:
         raise ValueError(f"{name} must not be empty")
-    if len(set(values)) < len(values):
+    if any(value in values[:number] for number, value in enumerate(values)):
         raise ValueError(f"{name} must differ from each other, got {', '.join(map(str, values))}")
 
 

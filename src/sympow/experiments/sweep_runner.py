@@ -209,7 +209,7 @@ class _Run:
         return bool(self.interruption) or (self.deadline is not None and time.monotonic() >= self.deadline)
 
     def _checkpoint(self, sweep: BaseSweep) -> Path | None:
-        return None if self.out is None else self.out / f"{self.results.experiment}_{sweep.name}.sweep"
+        return None if self.out is None else self.results.checkpoint(self.out, sweep)
 
     def _claim(self, sweep: BaseSweep, claim: ExitStack) -> bool:
         """Takes the lock of a sweep; returns whether it is to be trained here."""

@@ -231,6 +231,7 @@ def _evaluate(job: JobSpec, config: TrainConfig, folder: Path) -> tuple[dict[str
         "heldout_loss": round(within.average(), 5),
         **{name: content[name] for name in ("by_context", "recall", "passkey")},
         "evaluation": {**facts, **{name: content[name] for name in ("documents", "unit")}},
+        "evaluation_settings": asdict(wanted),
         "evaluate_seconds": round(time.monotonic() - begin, 1),
     }
     return numbers, curves

@@ -324,7 +324,7 @@ def _make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> Swappe
         heads=how.heads,
         key_value_heads=how.key_value_heads,
         head_dim=how.head_dim,
-        rates=parts.rates,
+        rates=None if record.rotary == "none" else parts.rates,
         rotary=record.rotary,
         pairs="half",
         q_norm=parts.modules.get("q_norm"),

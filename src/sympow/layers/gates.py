@@ -44,22 +44,16 @@ class NoGate(Gate):
 
 
 class FixedGate(Gate):
-    """One constant γ per head, log γ = −m, with slopes m in a geometric sequence from fast to slow decay.
-
-    By default m = 2^(−8 i / heads), i = 1 … heads: ALiBi's slopes, from 2^(−8/heads) down to 2^(−8).
+    """One constant γ per head, log γ = −m, with ALiBi's slopes: m = 2^(−8 i / heads), i = 1 … heads.
 
     Args:
         heads: h_kv.
-        steepest: largest slope, of the head that decays fastest.
-        flattest: smallest slope.
     """
 
-    def __init__(self, heads: int, steepest: float | None = None, flattest: float = 2.0**-8) -> None:
+    def __init__(self, heads: int) -> None:
         super().__init__()
-        steepest = 2.0 ** (-8 / heads) if steepest is None else steepest
-        if not steepest >= flattest > 0:
-            raise ValueError(f"slopes must satisfy steepest ≥ flattest > 0, got {steepest} and {flattest}")
-        logs = torch.linspace(math.log(steepest), math.log(flattest), heads, dtype=torch.float64, device="cpu")
+        first, last = math.log(2.0 ** (-8 / heads)), math.log(2.0**-8)
+        logs = torch.linspace(first, last, heads, dtype=torch.float64, device="cpu")
         self.slopes = ConstantTable(logs.exp())
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> Tensor:

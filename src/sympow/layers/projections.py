@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -67,8 +68,8 @@ class Projections(ABC):
         return y if self.out_dropout is None else getattr(layer, self.out_dropout)(y)
 
     def device(self, layer: nn.Module) -> torch.device:
-        """Of the weights."""
-        return getattr(layer, self.out).weight.device
+        """Of the weights: of the output projection's, or of any others where that has none."""
+        return next(chain(getattr(layer, self.out).parameters(), layer.parameters(), layer.buffers())).device
 
 
 @dataclass(frozen=True)

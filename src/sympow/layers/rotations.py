@@ -129,7 +129,7 @@ class DataDependentRotation(Rotation):
 
 
 class ScaledRotation(DataDependentRotation):
-    """β_i = 1 + tanh(W_β x_i), one per head and token: the paper's rotation (§3.2). W_β = 0 is fixed rotary."""
+    """β_i = 1 + tanh(W_β x_i), one per head and token: the paper's rotation (§3.2). W_β = 0 is RoPE."""
 
     def __init__(self, width: int, heads: int, rates: Tensor) -> None:
         super().__init__(width, heads, rates)
@@ -147,7 +147,7 @@ class PairRotation(DataDependentRotation):
 
 
 class SignedRotation(DataDependentRotation):
-    """Fixed rotary in the first half of the pairs, and in the others a signed angle (π/2) tanh(W x), at first zero.
+    """RoPE in the first half of the pairs, and in the others a signed angle (π/2) tanh(W x), at first zero.
 
     Scores are even powers, so that an angle counts modulo π, and these are all angles. The first half of the pairs says
     where a token is, the second half can hold a state that tokens turn, such as a parity or a count.
@@ -243,6 +243,8 @@ def make_rotation(
     check_rotation_settings(kind, max_rate)
     check_rotation_dim(kind, head_dim)
     if rates is not None:
+        if kind == "none":
+            raise ValueError("rates are for layers with a rotation; got some with rotary='none'")
         if not isinstance(rates, Tensor):
             raise TypeError(f"rates must be a tensor, got {type(rates).__name__}")
         if max_rate != MAX_RATE:

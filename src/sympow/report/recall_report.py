@@ -119,5 +119,6 @@ def _kind(row: Mapping[str, Any]) -> tuple[str, str]:
     if not model.get("short_conv"):
         others.append("no convolution")
     if "mlp_ratio" in model:
-        others.append("no MLP")
+        units = round(model["mlp_ratio"] * model["width"])
+        others.append("no MLP" if units <= 1 else f"MLP of {units}")
     return variant, ", ".join(others)

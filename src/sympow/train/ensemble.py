@@ -35,7 +35,6 @@ class StackedLinear(nn.Module):
 
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         super().__init__()
-        self.in_features = members[0].in_features
         self.members = len(members)
         self.weight = nn.Parameter(torch.stack([member.weight.detach() for member in members]))
         self.bias = None
