@@ -100,11 +100,10 @@ def test_a_mask_may_have_columns_for_tokens_to_come(dropped_in, tokens):
     assert torch.equal(model(ids, attention_mask=mask).logits, model(ids).logits)
 
 
-@pytest.mark.slow  # torch.compile of two models
-@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+@pytest.mark.slow
 @torch.no_grad()
-def test_it_compiles_without_a_cache(dropped_in, tokens, kind):
-    model, ids = dropped_in(kind, **({"sliding_window": 64} if kind == "mistral-window" else {})), tokens(2, 8)
+def test_it_compiles_without_a_cache(dropped_in, tokens):
+    model, ids = dropped_in("mistral-window", sliding_window=64), tokens(2, 8)
     compiled = torch.compile(model, backend="eager")
     assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits, 1e-9, "logits")
     with pytest.raises((RuntimeError, ValueError), match="it takes no packed documents"):

@@ -148,9 +148,8 @@ def test_the_trainer_trains_and_resumes(pretrained, tokens, tmp_path, layers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", LAYERS)
-def test_a_compiled_model_computes_the_same(swapped, tokens, layers):
-    model, ids = swapped(layers=layers), tokens()
+def test_a_compiled_model_computes_the_same(swapped, tokens):
+    model, ids = swapped(layers="every-other"), tokens()
     mask = (torch.arange(12) >= torch.tensor([[3], [0]])).long()
     inputs = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
     inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
