@@ -1,4 +1,4 @@
-"""Drift correction of reverse cumulative sums, against its plain PyTorch twin."""
+"""Drift correction of reverse cumulative sums, against its plain PyTorch reference."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every kernel against its plain PyTorch twin: kernels in float32 in Triton's interpreter, twins in float64."""
+"""Every kernel in float32 in Triton's interpreter against its plain PyTorch reference in float64."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 """Accuracy of every kernel on this machine (`sympow check`): outputs and gradients against plain PyTorch in float64.
 
-Plain PyTorch is the kernels' twins (`reference.py` beside them), which share no code with what is checked.
+Plain PyTorch is the kernels' references (`reference.py` beside them), which share no code with what is checked.
 The tolerance of a tensor is four times the error of plain PyTorch in the kernels' dtype on the same inputs. The test
 suite allows twice that error, on fixed seeds; a check that accepts any seed needs the wider margin. Where kernels
 cannot run, the portable forms are checked instead, in float32.

@@ -24,7 +24,7 @@ def inspect(
 ) -> None:
     """Write an HTML page of gates and rotations along a text.
 
-    Each token is coloured by how much a head forgets (γ) and rotates (β) at it.
+    Each token is colored by how much a head forgets (γ) and rotates (β) at it.
     """
     from sympow.data.plain_text import check_text, read_text
     from sympow.report.inspection import build_inspection_page, inspect_text

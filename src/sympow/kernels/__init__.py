@@ -1,4 +1,4 @@
-"""Fused Triton kernels and the PyTorch operators made of them, each with its plain PyTorch twin (`reference`).
+"""Fused Triton kernels and the PyTorch operators made of them, each with its plain PyTorch reference (`reference`).
 
-Importing any module but the twins and `device_limits` needs Triton.
+Importing any module but the references and `device_limits` needs Triton.
 """

@@ -1,6 +1,6 @@
 """Cross-entropy loss of logits, fused with its gradient, which overwrites the logits: two reads and one write.
 
-`sympow.kernels.reference.cross_entropy_reference` is the plain PyTorch twin.
+`sympow.kernels.reference.cross_entropy_reference` is the plain PyTorch reference.
 """
 
 from __future__ import annotations

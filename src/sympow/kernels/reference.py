@@ -1,7 +1,7 @@
-"""Plain PyTorch twins of the kernels that are one module each: running sums, drift correction, rotation, cross-entropy.
+"""Plain PyTorch references of the kernels that are one module each: running sums, drift, rotation, cross-entropy.
 
 Each is the definition written out, in the dtype of its inputs, shares no code with its kernel, and needs no Triton. The
-twins of `attention`, `states` and `decode` are in the `reference.py` of each folder; those of `hopper` are the twins of
+references of `attention`, `states` and `decode` are in the `reference.py` of each folder; `hopper` has those of
 `attention`.
 """
 

@@ -2,7 +2,7 @@
 
 The phase of pair m after token i is μ_im = μ_0m + c_i θ_m with c_i the running sum of β (or c_im, if every pair has its
 own β; paper §3.2). It is computed in float64, in revolutions; only an angle of at most an eighth of a revolution is
-rounded to float32. `sympow.kernels.reference.rotation_reference` is the plain PyTorch twin.
+rounded to float32. `sympow.kernels.reference.rotation_reference` is the plain PyTorch reference.
 """
 
 from __future__ import annotations

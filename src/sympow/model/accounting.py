@@ -21,7 +21,7 @@ class ParameterCount:
     """Parameters of a model, and of the same model without its gates, or its gates and data-dependent rotation.
 
     Attributes:
-        base: no gating, fixed rotary (or none, if the config has none).
+        base: no gating, RoPE (or none, if the config has none).
         gated: the config's gating, rotary as in base.
         total: the config itself.
     """

@@ -86,7 +86,7 @@ def accumulate_phase(
 
     Args:
         theta: (d/2,) rates.
-        beta: (b, t, h_kv) or (b, t, h_kv, d/2); None means β = 1 throughout, fixed rotary.
+        beta: (b, t, h_kv) or (b, t, h_kv, d/2); None means β = 1 throughout, RoPE.
         initial_phase: μ_0, (b, h_kv, d/2); None means zero.
         length: t; needed only without beta.
 

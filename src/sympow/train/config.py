@@ -59,7 +59,7 @@ class OptimizerConfig:
         learning_rate: the peak of the schedule.
         rotation_rate: learning rate of the rotation's W_β, relative to the others'.
         rotation_gradient: factor on the gradient through the rotation's scale β, to W_β and its inputs.
-        rotation_init: standard deviation of W_β at initialization; 0: β = 1, which is fixed rotary.
+        rotation_init: standard deviation of W_β at initialization; 0: β = 1, which is RoPE.
         beta1: decay of Adam's first moment.
         beta2: decay of Adam's second moment.
         epsilon: Adam's, added to the denominator.

@@ -1,6 +1,6 @@
-"""Plain PyTorch twin of the attention kernels, portable and Hopper: whole matrices, from the paper's equations.
+"""Plain PyTorch reference of the attention kernels, portable and Hopper: whole matrices, from the paper's equations.
 
-It shares no code with the kernels and needs no Triton. The chunked form has the same twin: it computes the same
+It shares no code with the kernels and needs no Triton. The chunked form has the same reference: it computes the same
 numbers.
 """
 

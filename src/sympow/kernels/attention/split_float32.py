@@ -14,7 +14,7 @@ sees, and its weights are far below their bound. In the gradient of keys a row i
 their bound where queries see many keys, or where another query has a far larger output gradient.
 
 One document, one chunk, without states, heads of up to 64; the portable kernels compute the rest. Their plain PyTorch
-twin is that of these kernels, too.
+reference is that of these kernels, too.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 PyTorch takes nine launches for this, which count in a decoding step of some microseconds. Sums are float32, and the
 functions float64: near γ = 1, log γ is a small difference. `sympow.kernels.decode.reference.step_gates_reference` is
-the plain PyTorch twin.
+the plain PyTorch reference.
 """
 
 # No `from __future__ import annotations`: the schema is read off the annotations.

@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of the decoding kernels: one token from a state, from a window, or from a softmax cache.
+"""Plain PyTorch references of the decoding kernels: one token from a state, from a window, or from a softmax cache.
 
 They share no code with the kernels and need no Triton. Shapes are those of the operators in `op`. Nothing is written in
 place: what the kernels update is returned.

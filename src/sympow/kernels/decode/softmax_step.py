@@ -4,7 +4,7 @@ The keys of a head are split among CTAs, as in FlashDecoding; each keeps a runni
 and the last CTA of a head to finish combines their sums with the token itself. The number of cached tokens is in device
 memory, so that a captured CUDA graph can be replayed at any fill level, and only keys that are there are read.
 
-`sympow.kernels.decode.reference.softmax_step_reference` is the plain PyTorch twin.
+`sympow.kernels.decode.reference.softmax_step_reference` is the plain PyTorch reference.
 """
 
 from __future__ import annotations

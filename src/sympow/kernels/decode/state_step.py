@@ -12,7 +12,7 @@ where there is such a copy of it.
 Features are products of entries of a vector, which are looked up: a CTA writes its rotated vectors to global memory and
 reads their entries back through the L1 cache, so that the loop needs no barriers.
 
-`sympow.kernels.decode.reference` holds the plain PyTorch twin.
+`sympow.kernels.decode.reference` holds the plain PyTorch reference.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ entries down to 2^-28 of the largest in their row keep all digits. Z stays in fl
 The number of tokens in the window is in device memory, where the last CTA of a step increments it and the last CTA of a
 fold sets it to zero: a captured CUDA graph of either can be replayed at any fill level.
 
-`sympow.kernels.decode.reference` holds the plain PyTorch twins of both.
+`sympow.kernels.decode.reference` holds the plain PyTorch references of both.
 """
 
 from __future__ import annotations

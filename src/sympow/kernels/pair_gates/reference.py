@@ -1,6 +1,6 @@
-"""Plain PyTorch twin of the kernels for a gate per rotated pair, with whole matrices, from the paper's equations.
+"""Plain PyTorch reference of the kernels for a gate per rotated pair, with whole matrices, from the paper's equations.
 
-It shares no code with the kernels and needs no Triton. It is the twin of both forms, which compute the same numbers.
+It shares no code with the kernels and needs no Triton. It is that of both forms, which compute the same numbers.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ of the square roots of decays, (b, h) float64. `sympow.parallel.scan.Carried` re
 The chunked kernels compute with states of all d² products, messages hold the D = d(d + 1)/2 symmetric features. The two
 maps are each other's inverse on symmetric states and each other's transpose, so that `pack` also maps the gradient of a
 full state to that of a packed one, and `unpack` the other way. `sympow.kernels.states.reference` holds the plain
-PyTorch twins.
+PyTorch references.
 """
 
 from __future__ import annotations

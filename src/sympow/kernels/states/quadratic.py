@@ -16,7 +16,7 @@ step later.
 
 S is symmetric in (i, a). The entries i ≥ d/2 are stored apart (`high`). Their a < d/2 are not computed; if gradients
 need all features, `mirror_kernel` copies them. `sympow.kernels.states.reference.chunk_states_reference` is the plain
-PyTorch twin.
+PyTorch reference.
 
 The kernels for p = 4 (`quartic`) take the same two steps, update and scan, but share no code with these: an update
 there multiplies pairs of entries instead of entries, and its scan applies multinomial coefficients and has no start or

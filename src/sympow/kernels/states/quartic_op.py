@@ -2,7 +2,7 @@
 
 Only the inputs are saved for the backward pass: states of p = 4 are large, and are recomputed. Features and states
 exist for one block of sequences and heads at a time, in at most `SCRATCH_BYTES` unless a single head needs more.
-`sympow.kernels.states.reference.past_attention_reference` is the plain PyTorch twin.
+`sympow.kernels.states.reference.past_attention_reference` is the plain PyTorch reference.
 """
 
 # No `from __future__ import annotations`: the schemas are read off the annotations.

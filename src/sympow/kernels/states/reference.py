@@ -1,4 +1,4 @@
-"""Plain PyTorch twins of the kernels of chunk states and of the messages that carry states between ranks.
+"""Plain PyTorch references of the kernels of chunk states and of the messages that carry states between ranks.
 
 They share no code with the kernels and need no Triton.
 """
@@ -71,7 +71,7 @@ def pack_reference(kv: Tensor, normalizer: Tensor, log_decay: Tensor | None = No
 
 
 def unpack_reference(message: Tensor, shape: tuple[int, int, int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Inverse of `pack_reference`, and twin of `message_packing.unpack` for one message: kv, normalizer and log_decay.
+    """Reference of `message_packing.unpack` for one message, inverse of `pack_reference`: kv, normalizer, log_decay.
 
     Args:
         shape: b, h, d and e.
