@@ -4,14 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo forms test test-slow test-all soak resolve triton-versions gpu-targets check docs format bench clean
+.PHONY: help demo forms test test-slow soak resolve triton-versions gpu-targets check docs format bench clean
 
 help:
 	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
 	@echo "make forms   show the three forms of the operator agreeing, and time them"
 	@echo "make test    run the tests"
 	@echo "make test-slow  run the tests that take longer: README's commands, several processes, compiled kernels"
-	@echo "make test-all   run both, in less time than one after the other"
 	@echo "make soak    kill a training run 100 times, damage its checkpoints, compare it with one left alone (CPU, minutes)"
 	@echo "make resolve resolve constraints.txt against the package index, for each platform (minutes)"
 	@echo "make triton-versions  compile every kernel for Hopper with each supported Triton (tens of minutes)"
@@ -44,13 +43,9 @@ test: $(INSTALLED)
 	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
-# Three workers for two cores, since slow tests often wait for a process that they started.
-BY_FILE := -n 3 --dist loadfile --no-loadscope-reorder --durations 20
+# Three workers for two cores, since tests often wait for a process that they started.
 test-slow: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest $(BY_FILE) -m slow $(ARGS)
-
-test-all: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest $(BY_FILE) $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)

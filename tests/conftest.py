@@ -28,25 +28,16 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "index: reads the package index for minutes; run with -m index (make resolve)")
 
 
-# Files that take a minute or more with their slow tests: they start first, so that none of them runs alone at the end.
+# Files whose slow tests take a minute or more: they start first, so that none of them runs alone at the end.
 LONGEST_FILES = (
     "test_readme.py",
     "test_sm90.py",
-    "test_targets.py",
-    "test_tutorials.py",
     "test_report_in_browser.py",
-    "test_inspection_in_browser.py",
-    "test_demo.py",
+    "test_targets.py",
+    "test_attention.py",
     "test_mixin.py",
-    "test_fused.py",
-    "test_sweep_processes.py",
-    "test_dynamic_lengths.py",
-    "test_conversion.py",
-    "test_running.py",
-    "test_context_folder.py",
-    "test_generation_memory.py",
-    "test_float16.py",
-    "test_fused_shard.py",
+    "test_tutorials.py",
+    "test_demo.py",
 )
 
 
@@ -74,7 +65,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("-m") != "not slow":
+    if config.getoption("-m") == "slow":
         order = {name: number for number, name in enumerate(LONGEST_FILES)}
         items.sort(key=lambda item: order.get(item.path.name, len(order)))
     if "index" not in config.getoption("-m"):

@@ -25,8 +25,7 @@ ROOT = readme.README.parent
 SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"
 # Flags added to a command, by its first words; the longest match counts.
 SMALL = {
-    # `test_demo.py` runs it.
-    "make demo": "--dry-run",
+    "make demo": "ARGS=--tiny",
     "make forms": "ARGS=--tiny",
     "make test": "ARGS=tests/ops/test_paper.py",
     "sympow train": SMALL_RUN,
@@ -101,6 +100,7 @@ def test_every_command_from_a_fresh_clone(tmp_path):
     assert (clone / "runs/first/model/model.safetensors").exists()
     assert (clone / "report/index.html").exists()
     assert (clone / "book.html").exists()
+    assert (clone / "build/demo").is_dir()
 
 
 @pytest.mark.slow
