@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from sympow.experiments import SCALES, VARIANTS, Evaluation
-from sympow.experiments.grid import describe, differences, find_experiments, runs_of, settings_of
+from sympow.experiments.grid import describe, differences, find_experiments, find_sweeps, runs_of, settings_of
 from sympow.train.config import TrainConfig, paper
 
 EXPERIMENTS = find_experiments(Path(__file__).parents[2] / "experiments")
@@ -110,8 +110,9 @@ def test_an_experiment_is_a_function_of_a_scale(folder):
     with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
         find_experiments(folder)
     (folder / "more.py").write_text("def pair(size): return []\n")
-    with pytest.raises(ValueError, match=r"'pair' is defined twice in .*, as a grid of runs and as sweeps"):
-        find_experiments(folder)
+    for find in (find_experiments, find_sweeps):
+        with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
+            find(folder)
     (folder / "more.py").write_text("def pair(scale): return []\n")
     (folder / "mine.py").unlink()
     with pytest.raises(ValueError, match="pair has no runs at scale 'cpu'"):

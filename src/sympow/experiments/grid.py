@@ -303,15 +303,11 @@ def find_experiments(folder: Path | None = None) -> dict[str, Experiment]:
         folder: a folder of Python files; by default `experiments` in the working directory, or that of the checkout
             from which sympow is imported.
     """
-    found, sweeps = _find_functions(folder, "scale"), find_sweeps(folder)
-    if not found and not sweeps:
+    found = _find_functions(folder, "scale")
+    if not found and not find_sweeps(folder):
         raise ValueError(
             f"{folder or _default_folder()} has no experiment: a function with the one argument scale or size, "
             "in a Python file"
-        )
-    if both := sorted(found.keys() & sweeps.keys()):
-        raise ValueError(
-            f"experiment {both[0]!r} is defined twice in {folder or _default_folder()}, as a grid of runs and as sweeps"
         )
     return found
 
@@ -327,16 +323,20 @@ def _find_functions(folder: Path | None, argument: str) -> dict[str, Callable[[A
     elif not folder.is_dir():
         raise ValueError(f"folder must have Python files with experiments, and {folder} is not a folder")
     found: dict[str, Callable[[Any], Any]] = {}
+    names = set()
     for path in sorted(folder.glob("*.py")):
         module = _load(path)
         for name, function in inspect.getmembers(module, inspect.isfunction):
             if function.__module__ != module.__name__ or name.startswith("_"):
                 continue
-            if list(inspect.signature(function).parameters) == [argument]:
-                if name in found:
-                    raise ValueError(
-                        f"experiment {name!r} is defined twice in {folder}, the second time in {path.name}"
-                    )
+            parameters = list(inspect.signature(function).parameters)
+            if parameters not in (["scale"], ["size"]):
+                continue
+            # A grid and sweeps of one name would have their results in one file.
+            if name in names:
+                raise ValueError(f"experiment {name!r} is defined twice in {folder}, the second time in {path.name}")
+            names.add(name)
+            if parameters == [argument]:
                 found[name] = function
     return dict(sorted(found.items()))
 

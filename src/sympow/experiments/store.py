@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
 from sympow.evaluate.evaluation_file import Evaluation
 from sympow.evaluate.head_statistics import FILE as HEADS_FILE
 from sympow.evaluate.head_statistics import HeadTable
+from sympow.experiments.grid import Evaluation as EvaluationSettings
 from sympow.experiments.grid import Run, differences
 from sympow.files import write_atomically
 from sympow.locks import locked
@@ -175,7 +176,7 @@ class Store:
         begun = self._out / run.name / CONFIG_FILE
         if not begun.is_file():
             return "new"
-        _check_same(run, TrainConfig.read(begun), begun)
+        _check_same(run, TrainConfig.read(begun), run.evaluation, begun)
         return "begun"
 
     def write(self, experiment: str, runs: Sequence[Run]) -> list[Path]:
@@ -203,17 +204,11 @@ class Store:
                 return None
             self._runs[run.name] = _read_folder(self._out / run.name)
         stored = self._runs[run.name]
-        # JSON is YAML.
-        _check_same(run, TrainConfig.from_yaml(json.dumps(stored.row["config"])), stored.source)
-        # Earlier versions did not store it.
+        # Rows of earlier versions do not say how their runs were evaluated.
         evaluated = stored.row.get("evaluation_settings")
-        if evaluated is not None and evaluated != (wanted := json.loads(json.dumps(asdict(run.evaluation)))):
-            names = [name for name in {**evaluated, **wanted} if evaluated.get(name) != wanted.get(name)]
-            different = [f"{name} {evaluated.get(name)!r} and {wanted.get(name)!r}" for name in names]
-            raise ValueError(
-                f"{run.name} in {stored.source} was evaluated otherwise: {'; '.join(different)}. "
-                "Choose other folders for runs and results, or remove it there"
-            )
+        evaluation = run.evaluation if evaluated is None else EvaluationSettings(**evaluated)
+        # JSON is YAML.
+        _check_same(run, TrainConfig.from_yaml(json.dumps(stored.row["config"])), evaluation, stored.source)
         return stored
 
 
@@ -254,9 +249,12 @@ def condense(lines: Sequence[dict[str, float]], points: int = POINTS) -> list[di
     return found
 
 
-def _check_same(run: Run, config: TrainConfig, source: Path) -> None:
-    """Raises a ValueError unless a config that was found under a run's name has the run's settings."""
-    if different := differences(config, run.config):
+def _check_same(run: Run, config: TrainConfig, evaluation: EvaluationSettings, source: Path) -> None:
+    """Raises a ValueError unless what was found under a run's name has the run's settings."""
+    different = differences(config, run.config)
+    if evaluation != run.evaluation:
+        different.append(f"{evaluation} and {run.evaluation}")
+    if different:
         raise ValueError(
             f"{run.name} in {source} is of another config: {'; '.join(different)}. "
             "Choose other folders for runs and results, or remove it there"

@@ -183,7 +183,7 @@ class SweepResults:
     def read(cls, folder: Path, experiment: str) -> SweepResults:
         """Those in the folder, none if there are no files."""
         found = cls(folder, experiment)
-        # What a line has in the table of sweeps, and not in that of a grid, and in the file of accuracies.
+        # A line without `settings` in the table is the result of a grid.
         for path, lines, needed in ((found.table, found.rows, "settings"), (found.accuracies, found.curves, "run")):
             if path.is_file():
                 for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
