@@ -19,6 +19,7 @@ from sympow.experiments.sweep_runner import run_sweeps
 from sympow.locks import locked
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
+from sympow.report.recall_report import recall_styles
 from sympow.train.ensemble import StackedTraining, member_of, stack
 from sympow.train.signals import StopRequest
 
@@ -248,6 +249,20 @@ def test_mistakes_are_named():
             replace(TINY, **{name: value})
     with pytest.raises(ValueError, match="gating must be one of"):
         replace(TINY, model={**MODEL, "gating": "soft"})
+
+
+def test_every_kind_of_model_has_a_look_of_its_own_in_the_figure():
+    variants = ("gating", "conformal", "unrotated", "pair-rotation")
+    kinds = [("softmax", ""), ("softmax, unrotated", "")]
+    kinds += [(variant, f"p = 2{more}") for variant in variants for more in ("", ", one layer", ", no MLP")]
+    styles = recall_styles(kinds)
+    assert list(styles) == kinds
+    looks = {(style.light, style.dash, style.marker) for style in styles.values()}
+    assert len(looks) == len(kinds)
+    colours = {variant: {style.light for (of, _), style in styles.items() if of == variant} for variant, _ in kinds}
+    assert all(len(found) == 1 for found in colours.values())
+    # The two softmax models share one.
+    assert len({colour for found in colours.values() for colour in found}) == len(variants) + 1
 
 
 def test_the_command_trains_and_reports(tmp_path):

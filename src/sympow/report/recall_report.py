@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from sympow.report.grouping import LABELS
 from sympow.report.plotting import (
     DASHES,
     MARKERS,
+    Style,
     add_legend,
     assign_styles,
     make_panels,
@@ -23,12 +24,14 @@ from sympow.report.plotting import (
     save_figure,
     tidy,
 )
+from sympow.report.plotting import VARIANTS as STYLES
 
 # Bytes of state, and accuracies of other models there, as reported for the same task of zoology
 # (github.com/HazyResearch/zoology), trained likewise. Its `state_size` counts four bytes for each number.
 PUBLISHED_BYTES = 67_000
 PUBLISHED = {"Gated DeltaNet": 0.99, "GLA": 0.95, "Based": 0.86, "Mamba-2": 0.83}
 PUBLISHED_MARKERS = "D^vX"
+SOFTMAX = STYLES["softmax"]
 
 
 def recall_table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -64,8 +67,7 @@ def _percent(found: Sequence[float]) -> str:
 def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Accuracy over all rows against bytes of state, a line for each kind of model.
 
-    Variants differ in colour, and what else tells models apart in marker and dashes. Softmax, whose state grows, is a
-    horizontal line. Bars are the range over seeds.
+    Softmax, whose state grows, is a horizontal line. Bars are the range over seeds.
 
     Args:
         path: PNG or SVG file to write; its folder is created.
@@ -74,22 +76,18 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for row in rows:
         overall, _ = best_recall(row)
         series.setdefault(_kind(row), []).append((row["state_bytes"], overall))
-    styles = assign_styles((variant, LABELS.get(variant, variant)) for variant, _ in series)
-    # The shortest description is the usual model, which gets a solid line.
-    others = sorted({other for _, other in series if other}, key=lambda other: (len(other), other))
+    styles = recall_styles(series)
     figure, (axes,) = make_panels(1, width=7, height=4.4)
     for (variant, other), points in sorted(series.items()):
         points.sort()
         means = [statistics.fmean(found) for _, found in points]
         if not other:
-            axes.axhline(max(means), linewidth=1, label=variant, **styles[variant].for_matplotlib)
+            axes.axhline(max(means), linewidth=1, label=variant, **styles[variant, other].for_matplotlib)
             continue
-        number = others.index(other)
-        style = replace(styles[variant], dash=DASHES[number % len(DASHES)], marker=list(MARKERS)[number % len(MARKERS)])
         below = [mean - min(found) for mean, (_, found) in zip(means, points, strict=True)]
         above = [max(found) - mean for mean, (_, found) in zip(means, points, strict=True)]
-        sizes = [size for size, _ in points]
-        axes.errorbar(sizes, means, yerr=(below, above), capsize=2, label=f"{variant}, {other}", **style.with_marker)
+        sizes, look = [size for size, _ in points], styles[variant, other].with_marker
+        axes.errorbar(sizes, means, yerr=(below, above), capsize=2, label=f"{variant}, {other}", **look)
     for marker, (name, accuracy) in zip(PUBLISHED_MARKERS, PUBLISHED.items(), strict=True):
         look = {"marker": marker, "linestyle": "none", "markerfacecolor": "none", "color": "#777777"}
         axes.plot([PUBLISHED_BYTES], [accuracy], label=f"{name} (published: zoology)", **look)
@@ -101,6 +99,27 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     add_legend(figure, [axes])
     save_figure(figure, path)
     pyplot().close(figure)
+
+
+def recall_styles(kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Style]:
+    """The look of each kind of model (`_kind`): variants differ in colour, all else in marker and dashes.
+
+    Softmax models have the colour of softmax, and differ in dashes alone.
+    """
+    kinds = list(kinds)
+    softmax = sorted(variant for variant, other in kinds if not other)
+    styles = {
+        (variant, ""): replace(SOFTMAX, dash=dash) for variant, dash in zip(softmax, (SOFTMAX.dash, ()), strict=False)
+    }
+    variants = assign_styles((variant, LABELS.get(variant, variant)) for variant, other in kinds if other)
+    # The shortest description is the usual model, which gets a solid line.
+    others = sorted({other for _, other in kinds if other}, key=lambda other: (len(other), other))
+    for variant, other in kinds:
+        if other:
+            number = others.index(other)
+            dash, marker = DASHES[number % len(DASHES)], list(MARKERS)[number % len(MARKERS)]
+            styles[variant, other] = replace(variants[variant], dash=dash, marker=marker)
+    return styles
 
 
 def _kind(row: Mapping[str, Any]) -> tuple[str, str]:
