@@ -7,6 +7,8 @@ from typing import Any
 from sympow.experiments import Run, Scale
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+# Variants, and the settings that they change.
+Grid = list[tuple[tuple[str, ...], dict[str, Any]]]
 
 
 def learning_rate(scale: Scale) -> list[Run]:
@@ -31,12 +33,14 @@ def rotation(scale: Scale) -> list[Run]:
 
     At the learning rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps.
     So the grid varies the rate of W_β also with training length and context, and the gradient through β also with
-    training length.
+    training length. A hundredth of the gradient with the longer training is ahead of gating on the scale's seeds; these
+    two are trained on fresh seeds as well, since they were picked out of many comparisons.
     """
-    # Variants, and the settings they change. Settings of W_β alone have no effect on gating.
+    # Settings of W_β alone have no effect on gating.
     both, rotating = ("gating", "conformal"), ("conformal",)
     longest, longer = {"context": scale.contexts[2][-1]}, {"tokens": 4 * scale.tokens}
-    grid: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+    small_gradient = {"rotation_gradient": 0.01}
+    grid: Grid = [
         (both, {}),
         # Learning rate of W_β.
         (rotating, {"rotation_rate": 0.1}),
@@ -49,8 +53,8 @@ def rotation(scale: Scale) -> list[Run]:
         (rotating, {**longer, "rotation_rate": 0.1}),
         # Scale of the gradient through β.
         (rotating, {"rotation_gradient": 0.1}),
-        (rotating, {"rotation_gradient": 0.01}),
-        (rotating, {**longer, "rotation_gradient": 0.01}),
+        (rotating, small_gradient),
+        (rotating, {**longer, **small_gradient}),
         # Initialization of W_β.
         (rotating, {"rotation_init": 0.02}),
         # N, which sets the rate of the slowest pairs; that of the fastest does not depend on it.
@@ -60,9 +64,11 @@ def rotation(scale: Scale) -> list[Run]:
         (("unrotated", "learned-rates", "pair-rotation"), {}),
         (("pair-rotation",), {"rotation_rate": 0.1}),
     ]
+    confirmed: Grid = [(("gating",), longer), (rotating, {**longer, **small_gradient})]
     return [
         scale.run(variant, seed=seed, **{"context": scale.ablation, **changes})
-        for seed in scale.seeds
-        for variants, changes in grid
+        for seeds, compared in ((scale.seeds, grid), (scale.fresh_seeds, confirmed))
+        for seed in seeds
+        for variants, changes in compared
         for variant in variants
     ]

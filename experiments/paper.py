@@ -46,7 +46,8 @@ def full_size(scale: Scale) -> list[Run]:
     """Softmax, gating and conformal at twice the layers, width and heads and eight times the tokens, p = 2.
 
     At scale `small` this is the paper's model (12 layers, 12 heads of 64) with its learning rate, trained and evaluated
-    at the paper's longest context for p = 2. Batches are four times those of the scale.
+    at the paper's longest context for p = 2. Batches are four times those of the scale. Conformal is trained once more
+    with a hundredth of the gradient through β.
     """
     model, run = scale.base.model, scale.base.run
     changes: dict[str, Any] = {
@@ -58,9 +59,14 @@ def full_size(scale: Scale) -> list[Run]:
         "steps": 2 * run.steps,
         "learning_rate": 6e-4,
     }
-    variants = ("softmax", "gating", "conformal")
+    kinds: list[tuple[str, str, dict[str, Any]]] = [
+        ("softmax", "full-size", {}),
+        ("gating", "full-size", {}),
+        ("conformal", "full-size", {}),
+        ("conformal", "full-size_gradient-0.01", {"rotation_gradient": 0.01}),
+    ]
     context = scale.contexts[2][-1]
-    return [scale.run(variant, context=context, title="full-size", **changes) for variant in variants]
+    return [scale.run(variant, context=context, title=title, **changes, **more) for variant, title, more in kinds]
 
 
 def _panel(scale: Scale, power: int) -> list[Run]:

@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "pair-rotation-w128-3x16": ("pair-rotation", KNEE),
 }
 # Those that are trained with three seeds.
-REPEATED = ("gating-w128-3x16", "conformal-w128-3x16", "unrotated-w128-3x16")
+REPEATED = ("gating-w128-3x16", "conformal-w128-3x16", "unrotated-w128-3x16", "unrotated-w128-6x16-one-layer")
 CPU_MODELS = ("gating-w64-4x16", "softmax-w128")
 
 

@@ -45,7 +45,7 @@ AUTHORS_BEYOND = (2.79, 7.12, 2.29, 2.18)
 READING_ERROR = 0.005
 # An experiment with a table of its own, whose runs are in no other: each switch at its best learning rate.
 TEXT_ROTATION = "text_rotation"
-# Seeds on which its rates and switches were chosen at scale small, whose tables these are; on all others nothing was.
+# Seeds on which rates and switches were chosen at scale small, whose tables these are; on all others nothing was.
 CHOOSING_SEEDS = frozenset(SCALES["small"]().seeds)
 # Settings of its runs that are not their switch.
 SIZE_AND_RATE = ("batch_tokens", "micro_batch_tokens", "steps", "learning_rate")
@@ -392,25 +392,32 @@ def _variants(results: Results) -> Iterator[str]:
 
 
 def _rotation(results: Results) -> Iterator[str]:
+    """Rotations less gating: on the seeds on which they were chosen, and on fresh ones."""
+    title = "### Does rotation pay? Loss minus that of gating with the same settings, p = 2\n"
+    for choosing, words in ((True, title), (False, "On fresh seeds, on which nothing was chosen:\n")):
+        of_seeds = Results([row for row in results.rows if (row["seed"] in CHOOSING_SEEDS) == choosing])
+        lines = list(_rotation_lines(of_seeds))
+        if lines:
+            yield words
+            yield _table_head(["variant", "context", "changed", "train loss", "held out", "better than gating"])
+            yield from lines
+            yield ""
+
+
+def _rotation_lines(results: Results) -> Iterator[str]:
     only_of_rotations = ("rotation_rate", "rotation_gradient", "rotation_init")
     kinds = {
         (row["variant"], row["context"], json.dumps(row["changes"], sort_keys=True)): row["changes"]
         for row in results.rows
         if row["variant"] in ("conformal", "learned-rates", "pair-rotation", "unrotated") and row["power"] == 2
     }
-    lines = []
     for (variant, context, _), changes in sorted(kinds.items()):
         shared = {name: value for name, value in changes.items() if name not in only_of_rotations}
         one, other = results.of(variant, 2, context, changes), results.of("gating", 2, context, shared)
-        found, held_out = difference(one, other), difference(one, other, lambda row: float(row["heldout_loss"]))
+        found, held_out = difference(one, other), difference(one, other, heldout_loss)
         if found is not None and held_out is not None:
             what = ", ".join(f"{name} {_shown(value)}" for name, value in changes.items()) or "–"
-            lines.append(_table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)]))
-    if lines:
-        yield "### Does rotation pay? Loss minus that of gating with the same settings, p = 2\n"
-        yield _table_head(["variant", "context", "changed", "train loss", "held out", "better than gating"])
-        yield from lines
-        yield ""
+            yield _table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)])
 
 
 def _authors_difference(one: str, other: str, power: int, context: int) -> float | None:

@@ -18,8 +18,6 @@ SIZES = {
     "small": ((131_072, 352), (524_288, 352)),
     "paper": ((131_072, 100_000), (524_288, 100_000)),
 }
-# Seeds on which nothing is chosen: neither a learning rate nor a switch.
-FRESH_SEEDS = {"cpu": (1,), "small": (3, 4, 5, 6, 7), "paper": (1, 2)}
 # Learning rates that every switch is trained with; while the best is at an end of these, the next beyond it, too.
 RATES = (1e-3, 2e-3, 4e-3)
 LOWEST, HIGHEST = 5e-4, 8e-3
@@ -31,11 +29,12 @@ SWITCHES: dict[str, tuple[str, Settings]] = {
     "gating-1rad": ("gating", {"max_rate": 1.0}),
     "paper": ("conformal", {}),
     "1rad": ("conformal", {"max_rate": 1.0}),
+    "gradient-0.01": ("conformal", {"rotation_gradient": 0.01}),
 }
 
 
 def text_rotation(scale: Scale) -> list[Run]:
-    """The paper's rotation, also with slower rates, against gating on text in large batches, each at its best rate.
+    """The paper's rotation, also with slower rates or a small gradient, against gating in large batches, on text.
 
     The grid grows with its results. Each switch is trained with three learning rates or more, on one seed; at the rate
     of the lowest held-out loss, on all seeds. When all switches have been, the rotation with the lowest loss is trained
@@ -57,7 +56,7 @@ def text_rotation(scale: Scale) -> list[Run]:
     if losses[best] < losses["gating"]:
         for name in _compared(best):
             rate = _rate_of(done[name])
-            runs += [_maker(scale, name, batch, steps)(rate, seed) for seed in FRESH_SEEDS[scale.name]]
+            runs += [_maker(scale, name, batch, steps)(rate, seed) for seed in scale.fresh_seeds]
     for name in _compared(best, "paper"):
         rate, make = _rate_of(done[name]), _maker(scale, name, larger, larger_steps)
         runs += [make(faster * rate, seed) for seed in scale.seeds for faster in (1, 2)]

@@ -76,7 +76,10 @@ def test_the_ablation_takes_both_parts_apart():
 
 def test_the_question_of_rotation_has_seeds_and_a_gated_run_with_the_same_settings():
     found = runs("rotation", "small")
-    assert {run.config.run.seed for run in found} == {0, 1, 2}
+    assert {run.config.run.seed for run in found} == {*range(8)}
+    # What was picked out of all comparisons is compared once more on seeds on which it was not picked.
+    fresh = {(run.variant, run.changes.get("rotation_gradient")) for run in found if run.config.run.seed > 2}
+    assert fresh == {("gating", None), ("conformal", 0.01)}
     changed = {key for run in found for key in run.changes}
     assert changed >= {"tokens", "rotation_rate", "rotation_gradient", "rotation_init", "max_document"}
     only_of_rotations = {"rotation_rate", "rotation_gradient", "rotation_init"}
@@ -192,7 +195,7 @@ def seeds_of(runs):
 
 def test_rotation_on_text_grows_by_its_results():
     """The best rate has all seeds, a best rate at an end is followed beyond it, and the best rotation goes on."""
-    order = ["paper", "gating", "1rad", "gating-1rad"]
+    order = ["paper", "gating", "1rad", "gating-1rad", "gradient-0.01"]
 
     def loss(switch, batch, rate, seed):
         if switch == "gating" and rate > 2e-3:
@@ -208,6 +211,7 @@ def test_rotation_on_text_grows_by_its_results():
         (131_072, "gating-1rad"): usual,
         (131_072, "paper"): {**usual, 2e-3: first, 5e-4: all_seeds + fresh},
         (131_072, "1rad"): {**usual, 2e-3: first, 8e-3: all_seeds},
+        (131_072, "gradient-0.01"): usual,
         # Twice the best rate of gating diverges.
         (524_288, "gating"): {2e-3: all_seeds, 4e-3: all_seeds},
         (524_288, "paper"): {5e-4: all_seeds, 1e-3: all_seeds},

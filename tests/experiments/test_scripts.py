@@ -126,6 +126,17 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     assert any("32,768" in line and "4.000" in line for line in lines)
 
 
+def test_a_rotation_is_compared_with_gating_on_fresh_seeds_apart_from_the_others():
+    script = load("reproduction_tables")
+    # Behind on the first three seeds, ahead on the others.
+    rows = [row("gating", 2, 4_096, seed, 2.0) for seed in range(5)]
+    rows += [row("conformal", 2, 4_096, seed, 2.1 if seed < 3 else 1.8) for seed in range(5)]
+    chosen, mark, fresh = "\n".join(script.tables(script.Results(rows))).partition("On fresh seeds")
+    assert mark
+    assert "| conformal | 4,096 | – | +0.100 (± 0.000, 3 seeds) | +0.100 (± 0.000, 3 seeds) | no |" in chosen
+    assert "| conformal | 4,096 | – | -0.200 (± 0.000, 2 seeds) | -0.200 (± 0.000, 2 seeds) | yes |" in fresh
+
+
 def test_an_ordering_holds_only_if_it_is_the_authors():
     script = load("reproduction_tables")
     rows = []

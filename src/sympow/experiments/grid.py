@@ -141,6 +141,7 @@ class Scale:
         beyond: training context by power for the evaluation beyond it (Fig. 2).
         ablation: training context of the grids that have only one.
         seeds: seeds of points whose differences are small; other points have the first seed only.
+        fresh_seeds: seeds on which nothing is chosen, for the comparison of what was chosen on the others.
         evaluation: how every run is evaluated.
         operations_per_second: floating-point operations per second that a run achieves; for time estimates only.
         startup_seconds: time until the first step of a run; for time estimates only.
@@ -155,6 +156,7 @@ class Scale:
     beyond: dict[int, int]
     ablation: int
     seeds: tuple[int, ...]
+    fresh_seeds: tuple[int, ...]
     evaluation: Evaluation
     operations_per_second: float
     startup_seconds: float
@@ -236,6 +238,7 @@ def cpu() -> Scale:
         beyond={2: 256, 4: 256},
         ablation=256,
         seeds=(0,),
+        fresh_seeds=(1,),
         evaluation=Evaluation(tokens=8_192, length=1_024, documents=4, pairs=(4, 16), distances=(64, 512)),
         operations_per_second=1e10,
         startup_seconds=10,
@@ -266,6 +269,7 @@ def small() -> Scale:
         beyond={2: 4_096, 4: 16_384},
         ablation=4_096,
         seeds=(0, 1, 2),
+        fresh_seeds=(3, 4, 5, 6, 7),
         # No probes: models of this size that are trained on books answer none of them. `recall` trains models that do.
         evaluation=Evaluation(tokens=2**20, length=65_536, documents=18, pairs=(), distances=()),
         operations_per_second=1.5e14,
@@ -282,6 +286,7 @@ def full() -> Scale:
         beyond={4: 16_384},
         ablation=4_096,
         seeds=(0,),
+        fresh_seeds=(1, 2),
         evaluation=Evaluation(
             tokens=2**23, length=65_536, documents=128, pairs=(4, 16, 64), distances=(256, 1_024, 4_096, 16_384)
         ),
