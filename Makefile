@@ -43,9 +43,9 @@ test: $(INSTALLED)
 	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
-# Three workers for two cores, since tests often wait for a process that they started.
+# Four workers for two cores, since tests often wait for a process that they started.
 test-slow: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)

@@ -30,14 +30,13 @@ def pytest_configure(config):
 
 # Files whose slow tests take a minute or more: they start first, so that none of them runs alone at the end.
 LONGEST_FILES = (
-    "test_readme.py",
+    "test_fresh_clone.py",
     "test_sm90.py",
     "test_report_in_browser.py",
     "test_targets.py",
     "test_attention.py",
     "test_mixin.py",
     "test_tutorials.py",
-    "test_demo.py",
 )
 
 

@@ -1,0 +1,213 @@
+"""What a new user does: a clone with an environment of its own, `make demo` and README's commands there; a wheel.
+
+`SMALL` adds flags to commands that would otherwise take minutes.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import readme
+from typer.testing import CliRunner
+
+from sympow.cli.app import app
+from sympow.report.run_collection import collect
+
+pytestmark = pytest.mark.slow
+ROOT = readme.README.parent
+MODELS = ("softmax", "conformal")
+SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"
+# Flags added to a command, by its first words; the longest match counts.
+SMALL = {
+    "make forms": "ARGS=--tiny",
+    "make test": "ARGS=tests/ops/test_paper.py",
+    "sympow train": SMALL_RUN,
+    "sympow train --data": SMALL_RUN + " --context 128",
+    "sympow train --resume": "",
+    "sympow generate": "--tokens 5",
+    "sympow evaluate": "--documents 2",
+    "sympow inspect": "--tokens 200",
+    "sympow check": "--no-timing",
+}
+TEXTS = ("books/one.txt", "books/two.txt", "books/three.txt", "book.txt")
+
+
+def small(command: str) -> str:
+    beginnings = [beginning for beginning in SMALL if command.startswith(beginning)]
+    return f"{command} {SMALL[max(beginnings, key=len)]}" if beginnings else command
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    clone = tmp_path_factory.mktemp("new") / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    make_environment(clone / ".venv")
+    return clone
+
+
+@pytest.fixture(scope="module")
+def demo(clone) -> tuple[Path, str]:
+    """The folder of a finished demo, and its output."""
+    pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
+    # Without the number of threads that the tests set, as for a user.
+    output = type_in(clone, "make demo ARGS=\"--tiny --out 'a folder/demo'\"", clone / ".venv", threads=None)
+    return clone / "a folder" / "demo", output
+
+
+def commands_in(output: str) -> list[tuple[str, list[str]]]:
+    """Program and arguments of every command of sympow that was printed."""
+    lines = re.sub(r" \\\n +", " ", output).splitlines()
+    found = (re.fullmatch(r"(?:\$ )?(\S+/sympow|sympow|\S+ -m sympow) ((?:data|[a-z]+) .*)", line) for line in lines)
+    return [(match[1], shlex.split(match[2])) for match in found if match]
+
+
+def test_every_run_has_its_evaluation_beyond_the_training_context(demo):
+    out, _ = demo
+    runs = {run.name: run for run in collect([out]).runs}
+    assert set(runs) == set(MODELS)
+    for run in runs.values():
+        assert run.finished
+        assert run.final_heldout_loss is not None
+        assert run.evaluation is not None
+        assert run.evaluation.length == 8 * run.settings["context"]
+        assert run.evaluation.by_position
+
+
+def test_no_command_starts_a_pool_of_threads(demo):
+    out, _ = demo
+    assert json.loads((out / "evaluation" / "evaluation.json").read_text())["environment"]["threads"] == 1
+
+
+def test_the_report_shows_both_models_and_their_evaluations(demo):
+    out, _ = demo
+    page = (out / "report" / "index.html").read_text("utf-8")
+    data = json.loads(re.search(r'<script [^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
+    assert [series["label"] for series in data["series"]] == list(MODELS)
+    assert all(run["evaluation"]["byPosition"] for run in data["runs"])
+    assert data["notes"] == []
+    assert list((out / "report" / "figures").glob("loss_by_evaluation_context*.png"))
+
+
+def test_printed_addresses_are_of_files_that_were_written(demo):
+    out, output = demo
+    addresses = [Path(unquote(urlsplit(line).path)) for line in output.splitlines() if line.startswith("file://")]
+    expected = ["report/index.html", "inspect.html", "evaluation/loss_by_context.png"]
+    assert addresses == [(out / name).resolve() for name in expected]
+    assert all(path.is_file() for path in addresses)
+
+
+def test_printed_losses_are_means_over_the_evaluated_positions(demo):
+    out, output = demo
+    models = json.loads((out / "evaluation" / "evaluation.json").read_text())["models"]
+    assert list(models) == list(MODELS)
+    rows = re.findall(r"^([\d,]+) to ([\d,]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
+    assert [row[:2] for row in rows] == [("64", "128"), ("128", "256"), ("512", "1,024")]
+    for first, last, *losses in rows:
+        start, stop = (int(number.replace(",", "")) for number in (first, last))
+        means = [sum(model["mean"][start:stop]) / (stop - start) for model in models.values()]
+        assert [float(loss) for loss in losses] == pytest.approx(means, abs=1e-3)
+
+
+def test_training_prints_both_models_steps_and_losses(demo):
+    _, output = demo
+    last = re.findall(r"^\d+:\d\d +(\d+) of (\d+) +([\d.]+) +(\d+) of (\d+) +([\d.]+)$", output, re.MULTILINE)[-1]
+    assert last[0] == last[1] == last[3] == last[4]
+
+
+def test_the_demo_goes_through_the_commands_of_the_readme(demo):
+    _, output = demo
+    names = [arguments[0] for _, arguments in commands_in(output)]
+    ran, suggested = names[:7], names[7:]
+    assert ran == ["data", "train", "train", "evaluate", "generate", "report", "inspect"]
+    assert suggested == ["generate", "train", "evaluate"]
+
+
+def test_suggested_commands_work_as_printed(demo, clone, monkeypatch):
+    _, output = demo
+    monkeypatch.chdir(clone)
+    for program, arguments in commands_in(output.partition("Next steps:")[2]):
+        assert type_in(clone, f"command -v {program}", clone / ".venv")
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, f"{arguments}: {result.output}"
+
+
+def test_every_command_of_the_readme(clone, demo):
+    commands = readme.shell_commands()
+    assert all(any(command.startswith(beginning) for command in commands) for beginning in SMALL)
+    write_books(clone)
+    for command in commands:
+        # The first of them, which `demo` ran.
+        if command != "make demo":
+            type_in(clone, small(command), clone / ".venv")
+    assert (clone / "runs/first/model/model.safetensors").exists()
+    assert (clone / "report/index.html").exists()
+    assert (clone / "book.html").exists()
+
+
+def test_a_wheel_without_the_repository(tmp_path):
+    """pip installs the wheel in place of the folder, and the first commands run.
+
+    The others, which the test above runs, find what they find there, since the wheel has every file of the package.
+    """
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    listed = subprocess.run(["git", "ls-files", "sympow"], cwd=ROOT / "src", check=True, capture_output=True, text=True)
+    assert set(listed.stdout.splitlines()) <= set(zipfile.ZipFile(wheel).namelist())
+    shutil.copy(ROOT / "constraints.txt", tmp_path)
+    environment = tmp_path / "environment"
+    make_environment(environment)
+    commands = [c.replace("'.[", f"'./{wheel.name}[") for c in readme.shell_commands() if not c.startswith("make")]
+    write_books(tmp_path)
+    for command in [*commands[: commands.index("sympow train") + 1], "sympow report runs/ -o report"]:
+        type_in(tmp_path, small(command), environment)
+    assert (tmp_path / "report/index.html").exists()
+
+
+def make_environment(folder: Path) -> None:
+    """A virtual environment with links to the dependencies of this one: to install them once more takes minutes."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    (folder / "dependencies").mkdir()
+    for package in Path(sysconfig.get_path("purelib")).iterdir():
+        # Without this package: pip does not install a wheel of a version that is there.
+        if "sympow" not in package.name:
+            (folder / "dependencies" / package.name).symlink_to(package)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    (packages / "dependencies.pth").write_text(str(folder / "dependencies"))
+
+
+def write_books(folder: Path) -> None:
+    """The texts that README's commands are about."""
+    for n, name in enumerate(TEXTS):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(
+            "".join(f"The king had {n * m} daughters, and chapter {m} ends. " for m in range(300))
+        )
+
+
+def type_in(folder: Path, command: str, environment: Path, threads: str | None = "1") -> str:
+    """What a command prints in a shell in which a virtual environment is active.
+
+    Args:
+        threads: OMP_NUM_THREADS; None: unset.
+    """
+    # Without this test's packages and settings.
+    ours = ("PYTEST", "PYTHON", "TRITON", "OMP_", "MKL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    kept |= {"PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(environment)}
+    kept |= {"OMP_NUM_THREADS": threads} if threads else {}
+    ran = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=kept, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, f"{command}\n{ran.stdout[-3000:]}\n{ran.stderr[-3000:]}"
+    assert "Traceback" not in ran.stderr, f"{command}\n{ran.stderr[-3000:]}"
+    return ran.stdout
