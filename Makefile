@@ -34,16 +34,17 @@ demo: $(INSTALLED)
 forms: $(INSTALLED)
 	$(BIN)/python examples/three_forms.py $(ARGS)
 
-# One thread each: two workers with their own thread pools would fight over the cores. Bytecode is written in any case:
+# One thread each: workers with their own thread pools would fight over the cores. Bytecode is written in any case:
 # tests start hundreds of processes, each of which would compile the package again.
 TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-# tests/conftest.py says which files are a group.
+# Three workers keep two cores busy, since some tests wait for a process that they started. tests/conftest.py says which
+# files are a group.
 test: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
-# Four workers for two cores, since tests often wait for a process that they started.
+# Four workers for two cores: most of these tests wait for processes.
 test-slow: $(INSTALLED)
 	$(TESTING) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
 
