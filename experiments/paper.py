@@ -59,14 +59,12 @@ def full_size(scale: Scale) -> list[Run]:
         "steps": 2 * run.steps,
         "learning_rate": 6e-4,
     }
-    kinds: list[tuple[str, str, dict[str, Any]]] = [
-        ("softmax", "full-size", {}),
-        ("gating", "full-size", {}),
-        ("conformal", "full-size", {}),
-        ("conformal", "full-size_gradient-0.01", {"rotation_gradient": 0.01}),
+    context, title = scale.contexts[2][-1], "full-size"
+    runs = [
+        scale.run(variant, context=context, title=title, **changes) for variant in ("softmax", "gating", "conformal")
     ]
-    context = scale.contexts[2][-1]
-    return [scale.run(variant, context=context, title=title, **changes, **more) for variant, title, more in kinds]
+    changes["rotation_gradient"] = 0.01
+    return [*runs, scale.run("conformal", context=context, title=f"{title}_gradient-0.01", **changes)]
 
 
 def _panel(scale: Scale, power: int) -> list[Run]:

@@ -385,7 +385,7 @@ def _variants(results: Results) -> Iterator[str]:
         for name in names:
             rows = results.of(name, 2, context)
             if rows:
-                held_out = mean(rows, lambda row: float(row["heldout_loss"]))
+                held_out = mean(rows, heldout_loss)
                 against = difference(rows, gated) if name != "gating" else None
                 yield _table_row([f"{context:,}", name, mean(rows), held_out, str(against or "")])
     yield ""

@@ -20,6 +20,20 @@ def script():
     del sys.modules[spec.name]
 
 
+def test_without_a_folder_it_writes_to_build(script, monkeypatch):
+    class FolderMadeError(Exception):
+        pass
+
+    def make_folder(out):
+        raise FolderMadeError(out)
+
+    monkeypatch.setattr(script, "make_folder", make_folder)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--tiny"])
+    with pytest.raises(FolderMadeError) as made:
+        script.main()
+    assert made.value.args == (Path("build/demo"),)
+
+
 def test_a_folder_of_the_users_is_refused_and_left_as_it_is(script, tmp_path):
     kept = tmp_path / "runs" / "mine" / "config.yaml"
     kept.parent.mkdir(parents=True)

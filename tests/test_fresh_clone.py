@@ -145,7 +145,7 @@ def test_every_command_of_the_readme(clone, demo):
     assert all(any(command.startswith(beginning) for command in commands) for beginning in SMALL)
     write_books(clone)
     for command in commands:
-        # The first of them, which `demo` ran.
+        # `demo` ran that one.
         if command != "make demo":
             type_in(clone, small(command), clone / ".venv")
     assert (clone / "runs/first/model/model.safetensors").exists()

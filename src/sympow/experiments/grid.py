@@ -141,10 +141,10 @@ class Scale:
         beyond: training context by power for the evaluation beyond it (Fig. 2).
         ablation: training context of the grids that have only one.
         seeds: seeds of points whose differences are small; other points have the first seed only.
-        fresh_seeds: seeds on which nothing is chosen, for the comparison of what was chosen on the others.
         evaluation: how every run is evaluated.
         operations_per_second: floating-point operations per second that a run achieves; for time estimates only.
         startup_seconds: time until the first step of a run; for time estimates only.
+        fresh_seeds: seeds on which nothing is chosen, for the comparison of what was chosen on the others.
         processes: processes of a run, one per GPU.
         keep_checkpoints: whether finished runs keep their checkpoints; their exported models are always kept.
         finished: rows of finished runs by their names, for experiments whose runs depend on them.
@@ -156,10 +156,10 @@ class Scale:
     beyond: dict[int, int]
     ablation: int
     seeds: tuple[int, ...]
-    fresh_seeds: tuple[int, ...]
     evaluation: Evaluation
     operations_per_second: float
     startup_seconds: float
+    fresh_seeds: tuple[int, ...] = ()
     processes: int = 1
     keep_checkpoints: bool = False
     finished: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

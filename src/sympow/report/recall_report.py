@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,12 +101,11 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     pyplot().close(figure)
 
 
-def recall_styles(kinds: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Style]:
+def recall_styles(kinds: Collection[tuple[str, str]]) -> dict[tuple[str, str], Style]:
     """The look of each kind of model (`_kind`): variants differ in colour, all else in marker and dashes.
 
     Softmax models have the colour of softmax, and differ in dashes alone.
     """
-    kinds = list(kinds)
     softmax = sorted(variant for variant, other in kinds if not other)
     styles = {
         (variant, ""): replace(SOFTMAX, dash=dash) for variant, dash in zip(softmax, (SOFTMAX.dash, ()), strict=False)
