@@ -183,6 +183,7 @@ def test_what_cannot_be_swapped_is_refused_and_left_as_it_was(pretrained):
         (ValueError, r"rotary must be one of 'none', .*half of the pairs.*got 'grid'", {"rotary": "grid"}),
         (ValueError, "initial_gate must lie between 0 and 1", {"initial_gate": 1.0}),
         (ValueError, "initial_gate must lie between 0 and 1", {"initial_gate": 2.0, "gating": "none"}),
+        (ValueError, "initial_gate is for gates that are learned", {"initial_gate": 0.9, "gating": "none"}),
         (TypeError, "initial_gate must be a number, got NoneType", {"initial_gate": None}),
         (TypeError, "initial_gate must be a number, got str", {"initial_gate": "a"}),
         (ValueError, "cache_policy", {"cache_policy": "soft"}),

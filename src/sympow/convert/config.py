@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_str
-from sympow.layers.gates import GATES
+from sympow.layers.gates import GATES, INITIAL_GATE, check_initial_gate
 from sympow.layers.rotations import WITH_GIVEN_RATES, check_takes_rates
 from sympow.ops.validation import check_bool, check_positive
 from sympow.train.config import MOST_TOKENS, REASON
@@ -28,14 +28,14 @@ class SwapConfig:
         gating: kind of gates: none, fixed, learned, scalar (one per head and token), vector, clamped or half.
         rotary: kind of rotation: fixed (the teacher's rotary embedding), learned, scale, pairs, none, or auto:
             fixed if the teacher has a rotary embedding.
-        initial_gate: γ of the gates before training: the fraction of the state that each token keeps.
+        initial_gate: γ of the gates before training, if they learn it: the fraction of the state that each token keeps.
     """
 
     layers: str = "all"
     power: int = 2
     gating: str = "scalar"
     rotary: str = "auto"
-    initial_gate: float = 0.999
+    initial_gate: float = INITIAL_GATE
 
     def __post_init__(self) -> None:
         self.chosen_layers()
@@ -43,9 +43,8 @@ class SwapConfig:
         check_choice("gating", self.gating, GATES)
         check_takes_rates(self.rotary)
         check_choice("rotary", self.rotary, ("auto", *WITH_GIVEN_RATES))
-        check_finite("initial_gate", self.initial_gate)
-        if not 0 < self.initial_gate < 1:
-            raise ValueError(f"initial_gate must be above 0 and below 1, got {self.initial_gate}")
+        if self.initial_gate != INITIAL_GATE:
+            check_initial_gate(self.initial_gate, self.gating)
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """The argument `layers` of `swap_attention`: a name, or a list of indices."""

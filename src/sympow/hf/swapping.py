@@ -39,7 +39,7 @@ from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
-from sympow.layers.gates import LEARNED_GATES, check_initial_gate
+from sympow.layers.gates import GATES, INITIAL_GATE, LEARNED_GATES, check_initial_gate
 from sympow.ops.dispatch import Backend, Form
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
@@ -89,7 +89,7 @@ def swap_attention(
     layers: Layers = "all",
     gating: str = "scalar",
     rotary: str | None = None,
-    initial_gate: float = 0.999,
+    initial_gate: float = INITIAL_GATE,
     form: Form = "auto",
     backend: Backend = "auto",
     chunk_size: int | None = None,
@@ -113,7 +113,7 @@ def swap_attention(
         rotary: "fixed": the model's own rotary embedding; "scale" or "pairs": with a learned scale β, which is 1 at
             first; "learned": with learned rates; "none". None: "fixed" where the model has a rotary embedding, else
             "none". Not "signed" or "grid", which would replace the model's own rates.
-        initial_gate: γ at first, for gates that learn it.
+        initial_gate: γ at first, for gates that learn it. Any value but the default is refused for those that do not.
         form, backend, chunk_size: as in `sympow.attention`.
         cache_policy: as in `sympow.hf.SympowCache`.
 
@@ -162,7 +162,7 @@ def check_swap(model: PreTrainedModel, **settings: Any) -> None:
 
 
 def _prepare(
-    model: PreTrainedModel, layers: Layers, *, rotary: str | None, initial_gate: float, **others: Any
+    model: PreTrainedModel, layers: Layers, *, gating: str, rotary: str | None, initial_gate: float, **others: Any
 ) -> tuple[SwapRecord, dict[int, SwappedAttention]]:
     """What `swap_attention` will put in place, by the index of a layer, and the record of it."""
     if not isinstance(model, PreTrainedModel):
@@ -170,7 +170,9 @@ def _prepare(
     if hasattr(model.config, "sympow_attention"):
         raise ValueError(f"model was swapped already, in layers {swapped_layers(model)}: swap all layers in one call")
     check_choice("cache_policy", others["cache_policy"], CACHE_POLICIES)
-    check_initial_gate(initial_gate)
+    check_choice("gating", gating, GATES)
+    if initial_gate != INITIAL_GATE:
+        check_initial_gate(initial_gate, gating)
     if around := _models_around(model):
         raise ValueError(
             f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "
@@ -194,7 +196,12 @@ def _prepare(
             stacklevel=3,
         )
     record = SwapRecord(
-        model.config.model_type, tuple(chosen), rotary=rotary, initial_gate=float(initial_gate), **others
+        model.config.model_type,
+        tuple(chosen),
+        gating=gating,
+        rotary=rotary,
+        initial_gate=float(initial_gate),
+        **others,
     )
     # All are made before any is put in place, so that an error leaves the model as it was.
     return record, {index: _make_layer(part, index, record) for index, part in parts.items()}

@@ -155,13 +155,17 @@ _MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
 GATES = tuple(_MAKERS)
 # Kinds whose γ is learned, and has a value before that.
 LEARNED_GATES = tuple(kind for kind in GATES if kind not in ("none", "fixed"))
+# The default of settings that are always a number. It is not refused for gates that do not learn γ.
+INITIAL_GATE = 0.999
 
 
-def check_initial_gate(initial_gate: float) -> None:
-    """Raises unless it is a γ that a sigmoid can have."""
+def check_initial_gate(initial_gate: float, kind: str) -> None:
+    """Raises unless it is a γ that a sigmoid can have, and gates of this kind learn it."""
     check_finite("initial_gate", initial_gate)
     if not 0 < initial_gate < 1:
         raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
+    if kind not in LEARNED_GATES:
+        raise ValueError(f"initial_gate is for gates that are learned; got {initial_gate} with gating={kind!r}")
 
 
 def check_gate_heads(kind: str, heads: int) -> None:
@@ -181,7 +185,5 @@ def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: fl
     check_gate_heads(kind, heads)
     if initial_gate is None:
         return _MAKERS[kind](width, heads, head_dim, INITIAL_LOGIT)
-    check_initial_gate(initial_gate)
-    if kind not in LEARNED_GATES:
-        raise ValueError(f"initial_gate is for gates that are learned; got {initial_gate} with gating={kind!r}")
+    check_initial_gate(initial_gate, kind)
     return _MAKERS[kind](width, heads, head_dim, math.log(initial_gate / (1 - initial_gate)))
