@@ -182,6 +182,20 @@ def test_inputs_and_caches_of_another_type_are_named(kind):
         layer.step(sample(length=1), state)
 
 
+def test_a_step_takes_one_token_at_the_width_of_the_layer():
+    layer = make(ConformalAttention)
+    with torch.no_grad():
+        _, state = layer(sample())
+        window = Window.open(state, dtype=torch.float64)
+        with pytest.raises(TypeError, match="x must be a tensor, got str"):
+            layer.step("a", window)
+        for length in (0, 2):
+            with pytest.raises(ValueError, match=r"x must be \(batch, 1, 16\), the width of the layer; got"):
+                layer.step(sample(length=length), window)
+        with pytest.raises(ValueError, match=r"x must be \(batch, 1, 16\)"):
+            layer.step(sample(length=1)[0], window)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

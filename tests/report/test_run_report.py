@@ -215,6 +215,8 @@ def test_runs_of_two_versions_with_equal_losses_are_reported(tmp_path):
     config.write_text(config.read_text().replace("optimizer:", "optimizer:\n  momentum: 0.5"))
     result = report(tmp_path / "runs", "--out", tmp_path / "report")
     assert result.exit_code == 0, result.output
+    # Without a terminal there is neither a progress bar nor the blank lines in its place.
+    assert re.fullmatch(r"wrote .+ figures\n", result.output)
     (line,) = [row for row in (tmp_path / "report" / "final_losses.csv").read_text().splitlines() if "0.5" in row]
     assert "momentum 0.5" in line
 

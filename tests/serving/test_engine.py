@@ -696,6 +696,7 @@ def test_mistakes_are_named(small):
         (ValueError, "prompt must hold ids from 0 to 256, got 257", {"prompt": [1, 257]}),
         (TypeError, "prompt must be a string or token ids, got float among them", {"prompt": [1.0]}),
         (TypeError, "prompt must be a string or token ids, got int$", {"prompt": 5}),
+        (TypeError, "prompt must be a string or token ids, got bytes$", {"prompt": b"abc"}),
         (TypeError, "prompt must be a string or token ids, got NoneType$", {"prompt": None}),
         (ValueError, "prompt is not UTF-8 text: character 1 ", {"prompt": "a\ud800"}),
         (ValueError, "max_tokens must be at least 0, got -1", {"max_tokens": -1}),

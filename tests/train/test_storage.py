@@ -79,6 +79,11 @@ def test_a_run_folder_is_not_its_model_but_nearly(folder):
         load_model(folder)
 
 
+def test_a_device_that_torch_does_not_know_is_named_and_not_the_weights(folder):
+    with pytest.raises(ValueError, match="device must be a device of torch, such as 'cpu' or 'cuda:0'; got 'tpu'"):
+        load_model(folder, "tpu")
+
+
 def test_missing_weights_are_named(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no whole model: model\.safetensors is missing"):

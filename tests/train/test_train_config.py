@@ -40,7 +40,7 @@ def test_numbers_with_an_exponent_and_no_point_are_numbers():
         ("run: 5", "run must map fields to values, got int"),
         ("run: []", "run must map fields to values, got list"),
         ("- run", "a config must map sections to fields, got list"),
-        ("", "a config must map sections to fields, got NoneType"),
+        ("", "a config must have sections (model, data, optimizer, run), but this one is empty"),
         ("run: {steps: 3", "not YAML: while parsing"),
         ("run: {steps: 0}", "steps must be at least 1, got 0"),
         ("run: {steps: 1.5}", "steps must be an int, got float"),

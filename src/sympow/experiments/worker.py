@@ -57,7 +57,7 @@ class JobSpec:
         changes: settings that differ from the scale's.
         evaluation: how to evaluate the model.
         command: the command that repeats this one run.
-        device: "cpu" or "cuda"; None: a GPU if there is one.
+        device: "cpu" or "cuda".
         jobs: number of runs that are trained at the same time.
         keep_checkpoints: whether to keep checkpoints when the run is done.
     """
@@ -67,7 +67,7 @@ class JobSpec:
     changes: dict[str, Any]
     evaluation: Evaluation
     command: str
-    device: str | None
+    device: str
     jobs: int
     keep_checkpoints: bool
 

@@ -302,10 +302,7 @@ class Mixer(nn.Module, ABC):
         Returns:
             y (b, t, width) and the state, or None in its place.
         """
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
-        if x.ndim != 3 or x.shape[-1] != self.width:
-            raise ValueError(f"x must be (batch, time, {self.width}), the width of the layer; got {tuple(x.shape)}")
+        self._check_input(x)
         if mask is not None:
             _check_mask(mask, x, cu_seqlens)
         if shards is not None and cu_seqlens is not None:
@@ -367,6 +364,7 @@ class Mixer(nn.Module, ABC):
         # Not by their classes: a batch of several requests has caches of its own.
         if not hasattr(cache, "step"):
             raise TypeError(f"cache must be a Window or a KeyValueCache, got {type(cache).__name__}")
+        self._check_input(x, time=1)
         log_gamma, theta, beta = gate_and_rotate(x, self.gate, self.rotation, self.backend)
         if self.short_conv is None:
             if cache.conv_state is not None:
@@ -380,6 +378,14 @@ class Mixer(nn.Module, ABC):
             q, k, v = self.projections.split(joint)
         y = cache.step(*_in(cache.values.dtype, q, k, v), log_gamma, beta, theta, backend=self.backend)
         return self.projections.output(self, y.to(q.dtype))
+
+    def _check_input(self, x: Tensor, time: int | None = None) -> None:
+        """Raises unless x is (b, t, width), with this t unless it is None."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be a tensor, got {type(x).__name__}")
+        if x.ndim != 3 or x.shape[-1] != self.width or time not in (None, x.shape[1]):
+            expected = f"(batch, {time or 'time'}, {self.width})"
+            raise ValueError(f"x must be {expected}, the width of the layer; got {tuple(x.shape)}")
 
     @abstractmethod
     def _attend(

@@ -46,6 +46,10 @@ def load_model(folder: Path | str, device: torch.device | str = "cpu") -> GPT:
     Example:
         >>> model = load_model("runs/first/model")  # doctest: +SKIP
     """
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a device of torch, such as 'cpu' or 'cuda:0'; got {device!r}") from error
     folder = Path(folder)
     config = load_config(folder)
     if not (folder / WEIGHTS_FILE).is_file():

@@ -117,7 +117,8 @@ def measure_missing_heads(collection: Collection, device: str) -> Collection:
 
 def _progress() -> Any:
     console = require("rich.console", "cli").Console(stderr=True)
-    return require("rich.progress", "cli").Progress(console=console, transient=True)
+    # Without a terminal it would print blank lines.
+    return require("rich.progress", "cli").Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
 def _learned_something(run: Run) -> bool:

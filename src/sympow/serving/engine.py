@@ -380,7 +380,8 @@ class Engine:
         """The tokens of a prompt or a context, checked."""
         if prefix is not None:
             _check_prefix(prefix, self.text_model)
-        if not isinstance(text, Iterable):
+        # The items of bytes are integers, too.
+        if not isinstance(text, Iterable) or isinstance(text, bytes | bytearray):
             raise TypeError(f"{name} must be a string or token ids, got {type(text).__name__}")
         if isinstance(text, str):
             check_text(name, text)

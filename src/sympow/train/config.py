@@ -256,6 +256,8 @@ class TrainConfig:
     def from_yaml(cls, text: str) -> TrainConfig:
         """From sections of fields; missing ones have their defaults, unknown ones are refused."""
         content = parse_yaml(text)
+        if content is None:
+            raise ValueError(f"a config must have sections ({', '.join(SECTIONS)}), but this one is empty")
         if not isinstance(content, Mapping):
             raise ValueError(f"a config must map sections to fields, got {type(content).__name__}")
         sections = {}
