@@ -44,9 +44,9 @@ test: $(INSTALLED)
 	$(TESTING) $(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow" --durations 10 $(ARGS)
 
 # A file's tests run in one worker, which then makes their fixtures once; tests/conftest.py puts the longest files first.
-# Four workers for two cores: most of these tests wait for processes.
+# Five workers for two cores: most of these tests wait for processes.
 test-slow: $(INSTALLED)
-	$(TESTING) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
+	$(TESTING) $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder -m slow --durations 20 $(ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python tests/soak.py $(ARGS)

@@ -42,9 +42,9 @@ def losses(y, state):
     ("gate", "form"),
     [
         pytest.param("none", "auto", marks=pytest.mark.slow),
-        *itertools.product(["scalar"], ["auto", *FORMS]),
-        ("vector", "auto"),
-        *(pytest.param("vector", form, marks=pytest.mark.slow) for form in ("attention", "chunked")),
+        *itertools.product(["scalar"], ["auto", "chunked"]),
+        *(pytest.param("scalar", form, marks=pytest.mark.slow) for form in FORMS if form != "chunked"),
+        *(pytest.param("vector", form, marks=pytest.mark.slow) for form in ("auto", "attention", "chunked")),
     ],
 )
 def test_attention_is_compiled_once_for_all_lengths(gate, form):

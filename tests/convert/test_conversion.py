@@ -37,6 +37,7 @@ def whole(teacher, texts, tmp_path_factory):
     return out, config
 
 
+@pytest.mark.slow
 def test_every_stage_reduces_its_loss(whole):
     out, _ = whole
     for stage in ("match", "distill", "extend", "distill-without-match", "extend-without-match"):
@@ -45,6 +46,7 @@ def test_every_stage_reduces_its_loss(whole):
         assert sum(losses[-2:]) < 0.9 * sum(losses[:2]), stage
 
 
+@pytest.mark.slow
 def test_stage_1_is_evaluated_against_the_teacher_at_every_context(whole):
     out, _ = whole
     teacher, start, match, distill = (read(out, name) for name in ("teacher", "start", "match", "distill"))
@@ -57,6 +59,7 @@ def test_stage_1_is_evaluated_against_the_teacher_at_every_context(whole):
     assert [read(out, f"extend{ending}").tokens for ending in ("", "-without-match")] == [3_072, 3_072]
 
 
+@pytest.mark.slow
 def test_matching_trains_only_the_converted_attention(whole, teacher):
     out, _ = whole
     before, after = weights_of(teacher), weights_of(out / "stages" / "match" / "model")
@@ -65,6 +68,7 @@ def test_matching_trains_only_the_converted_attention(whole, teacher):
         assert torch.equal(weight, after[name]) == ("self_attn" not in name), name
 
 
+@pytest.mark.slow
 def test_the_result_is_the_last_stage_and_generates(whole):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -80,6 +84,7 @@ def test_the_result_is_the_last_stage_and_generates(whole):
     assert model.generate(**ids, max_new_tokens=3, do_sample=False).shape[1] == ids["input_ids"].shape[1] + 3
 
 
+@pytest.mark.slow
 def test_the_result_is_evaluated_on_the_held_out_documents_of_its_data(whole, texts, tmp_path):
     """By `sympow evaluate`, which reads segments and carries the state: the same losses as in the conversion."""
     out, _ = whole
@@ -94,6 +99,7 @@ def test_the_result_is_evaluated_on_the_held_out_documents_of_its_data(whole, te
     assert len(found["passkey"]) == 1
 
 
+@pytest.mark.slow
 def test_the_result_is_not_evaluated_by_several_processes(whole, monkeypatch):
     monkeypatch.setattr("sympow.cli.evaluate.under_torchrun", lambda: True)
     out, _ = whole
@@ -102,6 +108,7 @@ def test_the_result_is_not_evaluated_by_several_processes(whole, monkeypatch):
     assert "evaluate it in one process, without torchrun" in " ".join(ended.output.split())
 
 
+@pytest.mark.slow
 def test_the_report_has_every_model_and_figure(whole):
     out, _ = whole
     text, page = (out / "report.md").read_text(), (out / "report.html").read_text()
@@ -118,6 +125,7 @@ def test_the_report_has_every_model_and_figure(whole):
     assert page.count("data:image/png;base64,") == 3
 
 
+@pytest.mark.slow
 def test_a_complete_conversion_is_not_repeated(whole, teacher, monkeypatch):
     out, config = whole
     monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("a stage ran again"))

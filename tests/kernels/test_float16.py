@@ -35,6 +35,8 @@ from sympow.kernels.running_sums import gate_sums
 
 pytestmark = interpreted
 FORMS = [("attention", 2, {}), ("attention", 4, {}), ("chunked", 2, {"chunk_size": 128})]
+# For tests that make several calls; p = 4 is left to the slow tests.
+FORMS_OF_LONG_TESTS = [FORMS[0], pytest.param(*FORMS[1], marks=pytest.mark.slow), FORMS[2]]
 # Relative errors of outputs and gradients: a few roundings to float16, whose eps is 1e-3. Gates sum many of them.
 TOLERANCES = {"y": 1e-3, "q": 2e-3, "k": 2e-3, "v": 2e-3, "log_gamma": 6e-3}
 
@@ -84,7 +86,7 @@ def test_keys_and_values_far_from_one(form, power, options, key, value, scale):
     compare(replace(inputs, k=k, v=v), power, form, scale=scale, **options)
 
 
-@pytest.mark.parametrize(("form", "power", "options"), FORMS)
+@pytest.mark.parametrize(("form", "power", "options"), FORMS_OF_LONG_TESTS)
 def test_keys_of_many_lengths(form, power, options):
     """No row depends on later, longer keys, nor on those that gates have erased."""
     inputs = make(2)
@@ -102,7 +104,7 @@ def test_strong_gates(form, power, options):
     compare(replace(inputs, log_gamma=inputs.log_gamma * 20), power, form, loss=4.0, **options)
 
 
-@pytest.mark.parametrize(("form", "power", "options"), FORMS)
+@pytest.mark.parametrize(("form", "power", "options"), FORMS_OF_LONG_TESTS)
 def test_zero_queries_keys_and_gradients(form, power, options):
     inputs = make(4)
     q, k = inputs.q.clone(), inputs.k.clone()
@@ -120,7 +122,7 @@ def test_zero_queries_keys_and_gradients(form, power, options):
     assert all(g.isfinite().all() for g in gradients(y, nothing))
 
 
-@pytest.mark.parametrize(("form", "power", "options"), FORMS)
+@pytest.mark.parametrize(("form", "power", "options"), FORMS_OF_LONG_TESTS)
 def test_packed_documents(form, power, options):
     offsets = torch.tensor([0, 50, 51, 140, 200])
     inputs = make(5, length=200, heads=2, key_heads=1)
@@ -131,9 +133,7 @@ def test_packed_documents(form, power, options):
         assert (actual[name].double() - want).norm() <= TOLERANCES[name] * want.norm(), name
 
 
-@pytest.mark.parametrize(
-    ("form", "power", "options"), [FORMS[0], pytest.param(*FORMS[1], marks=pytest.mark.slow), FORMS[2]]
-)
+@pytest.mark.parametrize(("form", "power", "options"), FORMS_OF_LONG_TESTS)
 def test_states_at_both_ends(form, power, options):
     inputs = make(6, length=200, heads=2, key_heads=1)
 

@@ -96,8 +96,14 @@ def test_closed_gates_zero_queries_and_zero_keys(form, options):
 
 
 @interpreted
-@pytest.mark.parametrize("power", [2, 4])
-@pytest.mark.parametrize("gate", ["none", "scalar"])
+@pytest.mark.parametrize(
+    ("power", "gate"),
+    [
+        (2, "scalar"),
+        (4, "none"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "none"), (4, "scalar"))),
+    ],
+)
 def test_queries_that_no_earlier_chunk_answers_to(power, gate):
     """The state's contribution to them is rounding error, and must be treated as zero, in gradients too."""
     generator = torch.Generator().manual_seed(0)
@@ -283,7 +289,10 @@ def weights_like(x: torch.Tensor) -> torch.Tensor:
 )
 @pytest.mark.parametrize(
     ("gate", "rotation"),
-    [("scalar", "scale"), ("none", "fixed"), pytest.param("scalar", "pairs", marks=pytest.mark.slow)],
+    [
+        ("scalar", "scale"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("none", "fixed"), ("scalar", "pairs"))),
+    ],
 )
 def test_packed_documents_in_one_call(power, form, options, gate, rotation):
     """Documents within one tile, across several, and ending at a boundary of tiles or chunks."""

@@ -229,9 +229,8 @@ def test_shapes_can_be_found_without_numbers():
     assert state[0].kv.shape == (2, 4, 10, 4)
 
 
-@pytest.mark.parametrize(
-    "form", ["auto", *(pytest.param(form, marks=pytest.mark.slow) for form in ("attention", "chunked"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["auto", "attention", "chunked"])
 @torch.no_grad()
 def test_a_model_compiles_into_one_graph(form):
     model, x = make(form=form), tokens()

@@ -19,8 +19,9 @@ def test_ranks_equal_one_process(pool, ranks):
             assert max(differences.values()) <= TOLERANCE, f"{differences}: {case}"
 
 
-@pytest.mark.parametrize("batch", [0, *(pytest.param(batch, marks=pytest.mark.slow) for batch in range(1, 4))])
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", range(4))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_state_after_the_sequence_equals_that_of_one_process(pool, ranks, batch):
     """Over 250 cases, in batches that finish within the pool's timeout."""
     first = 1000 * ranks + 21 * batch
@@ -30,8 +31,14 @@ def test_the_state_after_the_sequence_equals_that_of_one_process(pool, ranks, ba
 
 
 @pytest.mark.parametrize("lengths", [[2, 0], [1, 1, 0], [0, 3, 0, 0], [3, 0, 0, 0]])
-@pytest.mark.parametrize("rotation", ["fixed", "pairs"])
-@pytest.mark.parametrize("initial", [False, True])
+@pytest.mark.parametrize(
+    ("rotation", "initial"),
+    [
+        ("fixed", False),
+        ("pairs", True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fixed", True), ("pairs", False))),
+    ],
+)
 def test_a_state_passes_ranks_without_tokens(pool, lengths, rotation, initial):
     case = {"lengths": lengths, "kind": {"rotation": rotation}, "initial": initial, "final": True}
     assert_small(pool.run(cases.compare, len(lengths), seed=7, **case))

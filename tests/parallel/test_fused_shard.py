@@ -39,7 +39,14 @@ LONGEST = 290  # tokens of a case below
         pytest.param(
             [40, 0, 30], {"batch": 3, "heads": 1}, None, [True, False, True], {"closed": (40,)}, marks=pytest.mark.slow
         ),
-        ([30, 20, 10], {"batch": 1, "heads": 1, "rotation": "none"}, None, [True, True, True], {"exchange": "gather"}),
+        pytest.param(
+            [30, 20, 10],
+            {"batch": 1, "heads": 1, "rotation": "none"},
+            None,
+            [True, True, True],
+            {"exchange": "gather"},
+            marks=pytest.mark.slow,
+        ),
         # Without gates: states pass unchanged, or end at a document boundary.
         pytest.param([30, 40, 20], {"gate": "none"}, [0, 20, 90], [False, True, True], {}, marks=pytest.mark.slow),
     ],

@@ -27,12 +27,13 @@ def test_two_by_two_processes_equal_one_and_others_go_on(finish, alone, tmp_path
         assert read_seal(out / "checkpoints" / f"step-{STEPS:09d}")["world_size"] == processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
         {"short": "pack", "micro_batch_tokens": 66, "recompute": True},
-        pytest.param({"mixer": "softmax", "gating": "scalar", "short": "pack"}, marks=pytest.mark.slow),
-        pytest.param({"power": 4, "gating": "vector", "rotary": "learned"}, marks=pytest.mark.slow),
+        {"mixer": "softmax", "gating": "scalar", "short": "pack"},
+        {"power": 4, "gating": "vector", "rotary": "learned"},
     ],
     ids=["packed", "softmax", "vector"],
 )
