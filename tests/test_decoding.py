@@ -28,14 +28,20 @@ SOFTMAX = [
     pytest.param({"mixer": "softmax", "gating": "none", "rotary": "fixed"}, id="softmax-rotary"),
     pytest.param({"mixer": "softmax", "gating": "vector", "rotary": "pairs"}, id="softmax-pairs"),
 ]
-PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torch.float32, 1e-4, id="float32")]
+PRECISIONS = [
+    pytest.param(torch.float64, 1e-9, id="float64"),
+    pytest.param(torch.float32, 1e-4, id="float32", marks=pytest.mark.slow),
+]
 
 
 def in_both_precisions(kinds):
     """Every kind with float64, and the first two with float32: kind, dtype and tolerance."""
     float64, float32 = PRECISIONS
     chosen = [(kind, float64) for kind in kinds] + [(kind, float32) for kind in kinds[:2]]
-    return [pytest.param(*kind.values, *given.values, id=f"{given.id}-{kind.id}") for kind, given in chosen]
+    return [
+        pytest.param(*kind.values, *given.values, id=f"{given.id}-{kind.id}", marks=given.marks)
+        for kind, given in chosen
+    ]
 
 
 def make(seed=0, dtype=torch.float64, **changes) -> GPT:

@@ -87,8 +87,8 @@ def test_attention_between_states_is_compiled_once_for_all_lengths(rotation, for
 @pytest.mark.parametrize(
     ("form", "marked"),
     [
-        ("auto", True),
         ("chunked", True),
+        pytest.param("auto", True, marks=pytest.mark.slow),
         *(pytest.param("attention", marked, marks=pytest.mark.slow) for marked in (True, False)),
     ],
 )

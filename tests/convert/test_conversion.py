@@ -189,6 +189,7 @@ def test_a_killed_conversion_continues_from_its_checkpoint(whole, teacher, tmp_p
     assert all(torch.equal(one[name], other[name]) for name in other)
 
 
+@pytest.mark.slow
 def test_a_conversion_killed_in_an_evaluation_does_not_train_again(teacher, settings, tmp_path, monkeypatch):
     config, out = settings(match_tokens=0, save_every=0), tmp_path / "killed"
     evaluated = []

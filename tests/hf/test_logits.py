@@ -20,7 +20,10 @@ KINDS = [
     pytest.param({"power": 2, "gating": "vector", "rotary": "pairs"}, id="p2-pairs"),
     pytest.param({"mixer": "softmax"}, id="softmax"),
 ]
-PRECISIONS = [pytest.param(torch.float64, 1e-9, id="float64"), pytest.param(torch.float32, 2e-4, id="float32")]
+PRECISIONS = [
+    pytest.param(torch.float64, 1e-9, id="float64"),
+    pytest.param(torch.float32, 2e-4, id="float32", marks=pytest.mark.slow),
+]
 
 
 def assert_relative(actual, expected, tolerance, what):

@@ -69,7 +69,7 @@ def test_float16(form, power, options, gate):
     compare(make(length=200, heads=4, key_heads=2, gate=gate), power, form, **options)
 
 
-@pytest.mark.parametrize(("form", "power", "options"), FORMS)
+@pytest.mark.parametrize(("form", "power", "options"), FORMS_OF_LONG_TESTS)
 @pytest.mark.parametrize(
     ("key", "value", "scale"),
     [
@@ -98,7 +98,7 @@ def test_keys_of_many_lengths(form, power, options):
     compare(falling, power, form, scale=0.1, loss=4.0, **options)
 
 
-@pytest.mark.parametrize(("form", "power", "options"), FORMS)
+@pytest.mark.parametrize(("form", "power", "options"), FORMS_OF_LONG_TESTS)
 def test_strong_gates(form, power, options):
     inputs = make(3)
     compare(replace(inputs, log_gamma=inputs.log_gamma * 20), power, form, loss=4.0, **options)

@@ -58,7 +58,7 @@ def test_the_attention_form(power, gate, rotation, group, dim, value_dim, length
         ("scalar", "scale", 2, 16, 16, 300),
         ("none", "fixed", 1, 12, 20, 257),
         ("scalar", "scale", 1, 38, 33, 257),  # padded keys, whose last entries have no slices of the state
-        ("scalar", "none", 1, 32, 32, 128),
+        pytest.param("scalar", "none", 1, 32, 32, 128, marks=pytest.mark.slow),
     ],
 )
 def test_the_chunked_form(gate, rotation, group, dim, value_dim, length):

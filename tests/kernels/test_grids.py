@@ -246,7 +246,7 @@ def test_programs_find_their_tokens_and_columns():
 
 
 @interpreted
-@pytest.mark.parametrize("form", ["attention", "chunked"])
+@pytest.mark.parametrize("form", ["attention", pytest.param("chunked", marks=pytest.mark.slow)])
 def test_programs_find_their_tiles_heads_and_sequences(form):
     """Each of them more than one, and different in number."""
     x = random_inputs(0, batch=2, heads=3, length=260 if form == "attention" else 132, dim=16, value_dim=16,

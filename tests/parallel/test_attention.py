@@ -30,7 +30,10 @@ def test_the_state_after_the_sequence_equals_that_of_one_process(pool, ranks, ba
             assert max(differences.values()) <= TOLERANCE, f"{differences}: {case}"
 
 
-@pytest.mark.parametrize("lengths", [[2, 0], [1, 1, 0], [0, 3, 0, 0], [3, 0, 0, 0]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[2, 0], [0, 3, 0, 0], *(pytest.param(more, marks=pytest.mark.slow) for more in ([1, 1, 0], [3, 0, 0, 0]))],
+)
 @pytest.mark.parametrize(
     ("rotation", "initial"),
     [

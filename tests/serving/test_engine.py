@@ -92,8 +92,8 @@ def random_request(rng: random.Random) -> dict:
     "config",
     [
         {},
-        {"gating": "vector", "rotary": "pairs"},
-        {"gating": "none", "rotary": "none"},
+        pytest.param({"gating": "vector", "rotary": "pairs"}, marks=pytest.mark.slow),
+        pytest.param({"gating": "none", "rotary": "none"}, marks=pytest.mark.slow),
         {"short_conv": 4},
         {"mixer": "softmax", "short_conv": 4},
     ],
