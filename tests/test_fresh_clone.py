@@ -154,7 +154,7 @@ def test_every_command_of_the_readme(clone, demo):
 
 
 def test_a_wheel_without_the_repository(tmp_path):
-    """pip installs the wheel in place of the folder, and models are trained and compared.
+    """pip installs the wheel in place of the folder, and a model is trained and its report written.
 
     The other commands, which the test above runs, find what they find there, since the wheel has every file of the
     package.

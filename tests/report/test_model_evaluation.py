@@ -315,6 +315,8 @@ def test_models_are_compared_on_the_same_documents(runs, tmp_path):
     assert result.exit_code == 0, result.output
     assert "first" in result.stdout
     assert "second" in result.stdout
+    # Without a terminal there is neither a progress bar nor the blank lines in its place.
+    assert "" not in result.stderr.splitlines()
     # These models read bytes.
     assert "Average loss within a context (bytes), nats per byte" in " ".join(result.stdout.split())
     content = json.loads((tmp_path / "evaluation.json").read_text())

@@ -246,7 +246,9 @@ def evaluate_model(
         check_has_ids(model, tokenizer)
     rich = require("rich.progress", "cli")
     console = require("rich.console", "cli").Console(stderr=True)
-    with rich.Progress(console=console, transient=True, disable=not first) as progress:
+    # Without a terminal it would print blank lines.
+    quiet = not (first and console.is_terminal)
+    with rich.Progress(console=console, transient=True, disable=quiet) as progress:
         sequences, _ = count_sequences(heldout, setting.length, setting.documents)
         task = progress.add_task(str(checkpoint), total=sequences)
         losses = loss_by_position(
