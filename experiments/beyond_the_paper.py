@@ -33,8 +33,9 @@ def rotation(scale: Scale) -> list[Run]:
 
     At the learning rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps.
     So the grid varies the rate of W_β also with training length and context, and the gradient through β also with
-    training length. A hundredth of the gradient with the longer training is ahead of gating on the scale's seeds; these
-    two are trained on fresh seeds as well, since they were picked out of many comparisons.
+    training length. A hundredth of the gradient with the longer training is ahead of gating on the scale's seeds. That
+    was picked out of many comparisons, so these two are trained on fresh seeds as well. Gating has half and twice the
+    learning rate in the longer training, too, so that no rotation is compared with gating at a poor rate.
     """
     # Settings of W_β alone have no effect on gating.
     both, rotating = ("gating", "conformal"), ("conformal",)
@@ -50,6 +51,8 @@ def rotation(scale: Scale) -> list[Run]:
         (rotating, {**longest, "rotation_rate": 0.1}),
         # Training length.
         (both, longer),
+        (("gating",), {**longer, "learning_rate": scale.base.optimizer.learning_rate / 2}),
+        (("gating",), {**longer, "learning_rate": scale.base.optimizer.learning_rate * 2}),
         (rotating, {**longer, "rotation_rate": 0.1}),
         # Scale of the gradient through β.
         (rotating, {"rotation_gradient": 0.1}),

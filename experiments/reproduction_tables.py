@@ -158,6 +158,7 @@ def tables(results: Results) -> Iterator[str]:
     yield from _beyond(read)
     yield from _variants(read)
     yield from _rotation(read)
+    yield from _learning_rates(read)
 
 
 def text_rotation_tables(rows: Sequence[Row]) -> Iterator[str]:
@@ -418,6 +419,26 @@ def _rotation_lines(results: Results) -> Iterator[str]:
         if found is not None and held_out is not None:
             what = ", ".join(f"{name} {_shown(value)}" for name, value in changes.items()) or "–"
             yield _table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)])
+
+
+def _learning_rates(results: Results) -> Iterator[str]:
+    """Losses at each learning rate, where the same model was trained equally long with several; without fresh seeds."""
+    found: dict[tuple[str, int, int, int], dict[float, dict[int, Row]]] = {}
+    for row in results.rows:
+        if row["seed"] in CHOOSING_SEEDS and row["changes"].keys() <= {"learning_rate", "tokens"}:
+            rates = found.setdefault((row["variant"], row["power"] or 0, row["context"], row["tokens"]), {})
+            rates.setdefault(row["config"]["optimizer"]["learning_rate"], {})[row["seed"]] = row
+    compared = {kind: rates for kind, rates in found.items() if len(rates) > 1}
+    if not compared:
+        return
+    yield "### Learning rates\n"
+    yield _table_head(["variant", "p", "context", "tokens", "learning rate", "train loss", "held out"])
+    for (variant, power, context, tokens), rates in sorted(compared.items()):
+        for rate, rows in sorted(rates.items()):
+            losses = [mean(rows), mean(rows, heldout_loss)]
+            model = [variant, f"{power or '–'}", f"{context:,}", f"{tokens:,}"]
+            yield _table_row([*model, f"{rate:g}", *losses])
+    yield ""
 
 
 def _authors_difference(one: str, other: str, power: int, context: int) -> float | None:

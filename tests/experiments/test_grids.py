@@ -80,6 +80,9 @@ def test_the_question_of_rotation_has_seeds_and_a_gated_run_with_the_same_settin
     # What was picked out of all comparisons is compared once more on seeds on which it was not picked.
     fresh = {(run.variant, run.changes.get("rotation_gradient")) for run in found if run.config.run.seed > 2}
     assert fresh == {("gating", None), ("conformal", 0.01)}
+    # Gating has a choice of rates at the length at which that was found.
+    rates = {run.config.optimizer.learning_rate for run in found if run.variant == "gating" and "tokens" in run.changes}
+    assert rates == {1e-3, 2e-3, 4e-3}
     changed = {key for run in found for key in run.changes}
     assert changed >= {"tokens", "rotation_rate", "rotation_gradient", "rotation_init", "max_document"}
     only_of_rotations = {"rotation_rate", "rotation_gradient", "rotation_init"}

@@ -72,7 +72,9 @@ def row(variant, power, context, seed, loss, **others):
         "power": power,
         "context": context,
         "seed": seed,
+        "tokens": 1_000,
         "changes": {},
+        "config": {"optimizer": {"learning_rate": 2e-3}},
         "status": "done",
         "final_loss": loss,
         "heldout_loss": loss + 1,
@@ -135,6 +137,23 @@ def test_a_rotation_is_compared_with_gating_on_fresh_seeds_apart_from_the_others
     assert mark
     assert "| conformal | 4,096 | – | +0.100 (± 0.000, 3 seeds) | +0.100 (± 0.000, 3 seeds) | no |" in chosen
     assert "| conformal | 4,096 | – | -0.200 (± 0.000, 2 seeds) | -0.200 (± 0.000, 2 seeds) | yes |" in fresh
+
+
+def test_learning_rates_are_compared_for_runs_of_equal_length():
+    def at_rate(tokens, rate, seed, loss):
+        changes = {"tokens": tokens, **({} if rate == 2e-3 else {"learning_rate": rate})}
+        config = {"optimizer": {"learning_rate": rate}}
+        return row("gating", 2, 4_096, seed, loss, tokens=tokens, changes=changes, config=config)
+
+    script = load("reproduction_tables")
+    rows = [at_rate(1_000, rate, seed, 2.0 + 100 * rate + seed / 10) for rate in (2e-3, 1e-3) for seed in (0, 1)]
+    # Seeds on which nothing was chosen, and a length with one rate alone.
+    rows += [at_rate(1_000, 2e-3, 3, 9.0), at_rate(2_000, 2e-3, 0, 9.0)]
+    table = "\n".join(script.tables(script.Results(rows))).partition("### Learning rates\n\n")[2].splitlines()
+    assert table[2:] == [
+        "| gating | 2 | 4,096 | 1,000 | 0.001 | 2.150 ± 0.071 | 3.150 ± 0.071 |",
+        "| gating | 2 | 4,096 | 1,000 | 0.002 | 2.250 ± 0.071 | 3.250 ± 0.071 |",
+    ]
 
 
 def test_an_ordering_holds_only_if_it_is_the_authors():
