@@ -704,14 +704,11 @@ CASES = {
     "window fold, copy, wide": (fold_window_kernel, {}, FOLD | dict(COLUMNS=128, COPY=True), 4, 1),
 }  # fmt: skip
 
-# Parts of names of the cases that `--all` adds. Where a kernel comes with and without states, the short table has it
-# with states.
+# Parts of names of the cases that `--all` adds.
 WITH_ALL = re.compile(
     "^(?!float16 .*forward p=4).*(p=4|no gates|documents|GQA|query blocks|heads of 80|float32 .*(wide|forward|gradient)"
     "|(float16 (?!hopper)|pairs ).*(wide|chunked)|float16 (query gradient|key gradient|update|fold)"
-    "|float16 hopper wide|float16 (attention|short) forward|states gradient, dk|pairs, keys|crossing|decode, window$"
-    "|window fold(, copy)?$|quartic .*(d=32|e=))"
-    "|^(attention forward|query gradient|key gradient|hopper wide (forward|query gradient|key gradient))( p=2)?$"
+    "|quartic .*(d=32|e=))"
 )
 
 
