@@ -34,8 +34,8 @@ def rotation(scale: Scale) -> list[Run]:
     At the learning rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps.
     So the grid varies the rate of W_β also with training length and context, and the gradient through β also with
     training length. A hundredth of the gradient with the longer training is ahead of gating on the scale's seeds. That
-    was picked out of many comparisons, so these two are trained on fresh seeds as well. In the longer training gating
-    has half and twice the learning rate as well, so that there no rotation is compared with gating at a poor rate.
+    was picked out of many comparisons, so these two are also trained on fresh seeds, and gating with half and twice the
+    learning rate, which shows whether the rotation was compared with gating at a poor rate.
     """
     # Settings of W_β alone have no effect on gating.
     both, rotating = ("gating", "conformal"), ("conformal",)
