@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -253,6 +254,22 @@ def assert_close(
     scale = largest if relative else max(1.0, largest)
     error = (actual.double() - expected.double()).abs().max() / scale
     within(error if finite else math.nan, tolerance, what)
+
+
+def assert_same_model(actual: torch.nn.Module, expected: torch.nn.Module, tokens: Tensor) -> None:
+    """Asserts that two models have the same weights, bit for bit, and in float64 the same outputs up to rounding.
+
+    Equal weights do not make equal outputs. How BLAS rounds depends on the alignment of its operands, and the
+    alignment of weights that are mapped from a file on the length of the file's header.
+    """
+    weights, expected_weights = actual.state_dict(), expected.state_dict()
+    assert weights.keys() == expected_weights.keys()
+    for name, tensor in expected_weights.items():
+        assert weights[name].dtype == tensor.dtype, name
+        assert torch.equal(weights[name], tensor), name
+    with torch.no_grad():
+        out, expected_out = (copy.deepcopy(model).double()(tokens)[0] for model in (actual, expected))
+    assert_close(out, expected_out, 1e-12, "outputs")
 
 
 def assert_states_close(actual: sympow.State, expected: sympow.State, tolerance: float) -> None:

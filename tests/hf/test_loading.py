@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from support import assert_close
+from support import assert_close, assert_same_model
 from sympow import GPTConfig, hf, rotary_rates
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel, registration
 from sympow.hf.config import check_version
@@ -33,11 +33,11 @@ def test_a_saved_model_comes_back(make, tokens, tmp_path):
         loaded = loader.from_pretrained(tmp_path)
         assert type(loaded) is SympowForCausalLM
         assert loaded.dtype == torch.float64
-        assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+        assert_same_model(loaded, model, tokens())
         assert loaded.lm_head.weight is loaded.model.embedding.weight
     features = AutoModel.from_pretrained(tmp_path)
     assert type(features) is SympowModel
-    assert torch.equal(features(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)
+    assert_same_model(features, model.model, tokens())
     config = AutoConfig.from_pretrained(tmp_path)
     assert type(config) is SympowConfig
     assert config.to_native() == model.config.to_native()
@@ -171,7 +171,7 @@ def test_tables_of_constants_survive_the_meta_device(make, tokens, tmp_path, gat
     model.save_pretrained(tmp_path)
     loaded = SympowForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"})
     assert torch.equal(loaded.model.blocks[0].mixer.rotation.rates(torch.device("cpu")), rotary_rates(4, 100))
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert_same_model(loaded, model, tokens())
 
 
 @torch.no_grad()
@@ -203,7 +203,7 @@ def test_an_untied_model_keeps_its_own_head(make, tokens, tmp_path):
     assert model.lm_head.weight is not model.get_input_embeddings().weight
     model.save_pretrained(tmp_path)
     loaded = SympowForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert_same_model(loaded, model, tokens())
     assert not torch.equal(loaded.lm_head.weight, loaded.get_input_embeddings().weight)
 
 
@@ -224,4 +224,4 @@ def test_the_mlp_may_have_any_size(make, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert loaded.config.intermediate_size == 43
-    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert_same_model(loaded, model, tokens())

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from support import assert_close
+from support import assert_close, assert_same_model
 from sympow.data import open_dataset
 from sympow.data.preparation import prepare
 from sympow.data.tokenizer import load_tokenizer
@@ -329,8 +329,7 @@ def test_the_exported_model_is_the_trained_one(tiny, tmp_path, monkeypatch):
     model = load_model(out / "model")
     assert model.config == TrainConfig.read(out / "config.yaml").model
     assert model.config.vocab_size == 257
-    tokens = torch.randint(257, (2, 40))
-    assert torch.equal(model(tokens)[0], seen[0](tokens)[0])
+    assert_same_model(model, seen[0], torch.randint(257, (2, 40)))
     tokenizer = load_tokenizer(out / "model")
     assert tokenizer.decode(tokenizer.encode("state of the gate")) == "state of the gate"
     assert all(parameter.requires_grad for parameter in model.parameters())
