@@ -37,6 +37,7 @@ CONFIGS = [
     {"head_dim": 8},
     {"gating": "learned", "rotary": "learned", "head_dim": 6, "form": "chunked", "chunk_size": 8},
     {"rotary": "grid", "max_rate": 1.0},
+    {"rotary": "pairs", "rotary_fraction": 0.5},
 ]
 
 

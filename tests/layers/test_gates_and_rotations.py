@@ -248,12 +248,57 @@ def test_the_fastest_rate_is_the_one_asked_for(kind):
     torch.testing.assert_close(2 * math.pi * actual, expected, rtol=1e-6 if kind == "learned" else 1e-14, atol=0)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in ROTATIONS if kind != "none"])
+def test_a_fraction_rotates_the_fastest_pairs_as_before_and_leaves_the_others(kind):
+    whole, part = (make_rotation(kind, WIDTH, HEADS, 16, 100, fraction=fraction) for fraction in (1.0, 0.5))
+    # The same weights wherever both have a pair.
+    for parameter in (*whole.parameters(), *part.parameters()):
+        torch.nn.init.constant_(parameter, 0.1)
+    (all_rates, all_scales), (rates, scales) = whole(sample()), part(sample())
+    assert rates.shape == (8,)
+    assert torch.equal(rates[4:], torch.zeros_like(rates[4:]))
+    if kind in ("signed", "grid"):  # half of the pairs that rotate turn by angles of their own
+        assert torch.equal(rates[:2], all_rates[:4:2].new_tensor(sympow.rotary_rates(16, 100)[:4:2].tolist()))
+        assert torch.equal(rates[2:4], all_rates[4:6])
+    else:
+        assert torch.equal(rates[:4], all_rates[:4])
+    if kind in ("fixed", "learned"):
+        assert scales is None
+    elif kind == "scale":
+        assert torch.equal(scales, all_scales)
+    else:
+        assert torch.equal(scales[..., 4:], torch.ones_like(scales[..., 4:]))
+        assert scales.requires_grad
+        assert part.beta_proj.weight.shape[0] == whole.beta_proj.weight.shape[0] / 2, "no β where it has no effect"
+        if kind == "pairs":
+            assert torch.equal(part.scales_of_rates(scales), scales[..., :4])
+
+
+@pytest.mark.parametrize("kind", ["fixed", "pairs"])
+def test_pairs_that_do_not_rotate_match_at_every_distance(kind):
+    layer = sympow.ConformalAttention(16, 1, rotary=kind, gating="none", rotary_fraction=0.5, max_document=100).double()
+    q, k, v = torch.randn(3, 1, 9, 1, 16, dtype=torch.float64)
+    q[..., :8] = k[..., :8] = 0  # nothing in the pairs that rotate
+    theta, beta = layer.rotation(torch.randn(1, 9, 16, dtype=torch.float64))
+    rotated = sympow.attention(q, k, v, beta=beta, theta=theta)
+    torch.testing.assert_close(rotated, sympow.attention(q, k, v), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
         ("scale", {"max_rate": 0.0}, "max_rate must be above 0 radians per token, got 0.0"),
         ("fixed", {"max_rate": math.nan}, "max_rate must be finite, got nan"),
         ("none", {"max_rate": 1.0}, "max_rate is for models with a rotation; got 1.0 with rotary='none'"),
+        ("fixed", {"fraction": 0.0}, "rotary_fraction must be above 0 and at most 1, got 0.0; rotary='none' is"),
+        ("scale", {"fraction": 1.5}, "rotary_fraction must be above 0 and at most 1, got 1.5"),
+        ("none", {"fraction": 0.5}, "rotary_fraction is for models with a rotation; got 0.5 with rotary='none'"),
+        ("grid", {"fraction": 0.5}, "rotary_fraction must rotate at least two pairs for rotary='grid'.* 0.5 with"),
+        (
+            "fixed",
+            {"fraction": 0.5, "rates": torch.ones(2)},
+            "rotary_fraction cannot be combined with rates.*; got 0.5",
+        ),
         ("fixed", {"max_rate": 1.0, "rates": torch.ones(2)}, "max_rate cannot be combined with rates.*; got 1.0"),
         ("fixed", {"rates": torch.tensor([1.0, math.nan])}, r"rates must be finite, got \[1.0, nan\]"),
         ("scale", {"rates": torch.tensor([math.inf, 1.0])}, r"rates must be finite, got \[inf, 1.0\]"),

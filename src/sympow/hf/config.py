@@ -51,6 +51,7 @@ TRANSFORMERS_NAMES = {
     "rotary": "rotary",
     "max_document": "max_position_embeddings",
     "max_rate": "max_rate",
+    "rotary_fraction": "partial_rotary_factor",
     "bias": "use_bias",
     "short_conv": "short_conv",
     "form": "form",
@@ -89,6 +90,7 @@ class SympowConfig(PreTrainedConfig):
         head_dim: size of a query, key and value; None: hidden_size / num_attention_heads, which is filled in.
         intermediate_size: hidden size of the MLP; None: 4 times hidden_size.
         mixer, power, gating, rotary, max_rate, short_conv, form, backend, chunk_size: as in `GPTConfig`.
+        partial_rotary_factor: `rotary_fraction` of `GPTConfig`: the fastest pairs rotate.
         max_position_embeddings: N of the rotation rates, the longest document expected; not a limit.
         use_bias: whether linear maps and norms have biases.
         initializer_range: standard deviation of initial weights.
@@ -119,6 +121,7 @@ class SympowConfig(PreTrainedConfig):
         rotary: str = "fixed",
         max_position_embeddings: int = 65_536,
         max_rate: float = MAX_RATE,
+        partial_rotary_factor: float = 1.0,
         use_bias: bool = True,
         short_conv: int = 0,
         form: str = "auto",
@@ -145,6 +148,7 @@ class SympowConfig(PreTrainedConfig):
         self.rotary = rotary
         self.max_position_embeddings = max_position_embeddings
         self.max_rate = max_rate
+        self.partial_rotary_factor = partial_rotary_factor
         self.use_bias = use_bias
         self.short_conv = short_conv
         self.form = form

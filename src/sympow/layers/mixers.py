@@ -87,6 +87,8 @@ class Mixer(nn.Module, ABC):
         rotary: one of `ROTATIONS` (`sympow.layers.rotations`); "fixed" is RoPE, "scale" the paper's.
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
+        rotary_fraction: the part of the pairs of a head that is rotated, the fastest ones; the others keep their
+            direction, so that they match at every distance.
         bias: whether the projections to queries, keys, values and back have biases.
         rates: other rotation rates than those of max_document and max_rate, (head_dim / 2,); not for rotary "signed"
             and "grid".
@@ -117,6 +119,7 @@ class Mixer(nn.Module, ABC):
         rotary: str = "fixed",
         max_document: int = 65_536,
         max_rate: float = MAX_RATE,
+        rotary_fraction: float = 1.0,
         bias: bool = True,
         rates: Tensor | None = None,
         initial_gate: float | None = None,
@@ -139,7 +142,14 @@ class Mixer(nn.Module, ABC):
                 self.add_module(name, module)
         self.gate = make_gate(gating, width, self.key_value_heads, self.head_dim, initial_gate)
         self.rotation = make_rotation(
-            rotary, width, self.key_value_heads, self.head_dim, max_document, rates, max_rate=max_rate
+            rotary,
+            width,
+            self.key_value_heads,
+            self.head_dim,
+            max_document,
+            rates,
+            max_rate=max_rate,
+            fraction=rotary_fraction,
         )
         check_short_conv(short_conv)
         self.short_conv: ShortConvolution | None = None

@@ -1,7 +1,8 @@
 """Rotations of a layer: rates θ and scales β = 1 + tanh(W_β x), with W_β initialized to zero (paper §2.2 and §3.2).
 
 "pairs" has one β per rotated pair. "signed" and "grid" turn half of the pairs by angles of their own, which can hold a
-state.
+state. With a `fraction` below 1, all of this holds of the fastest pairs, and the others keep their direction: their θ
+is 0, and no β is projected for them.
 
 Every rotation maps x (b, t, width) to (θ, β): θ (d/2,), β (b, t, h_kv) or (b, t, h_kv, d/2), either None where it does
 not apply, in float32 or better. A rotation that projects x has a `projection`, and accepts its result if that is
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, check_finite
 from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
 from sympow.ops.rotary import check_max_rate, rotary_rates
 
@@ -79,9 +80,9 @@ class FixedRotation(Rotation):
 class LearnedRotation(KeepsFloat32, Rotation):
     """θ learned, starting from the fixed rates, the same for every input."""
 
-    def __init__(self, rates: Tensor) -> None:
+    def __init__(self, rates: Tensor, unrotated: int = 0) -> None:
         super().__init__()
-        self.initial = ConstantTable(rates)
+        self.initial, self.unrotated = ConstantTable(rates), unrotated
         self.theta = nn.Parameter(torch.empty(len(rates)))
         self.reset_parameters()
 
@@ -92,11 +93,17 @@ class LearnedRotation(KeepsFloat32, Rotation):
                 self.theta.copy_(self.initial(self.theta.device))
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
-        return self.theta.to(torch.promote_types(self.theta.dtype, torch.float32)), None
+        theta = self.theta.to(torch.promote_types(self.theta.dtype, torch.float32))
+        return pad(theta, (0, self.unrotated)) if self.unrotated else theta, None
 
 
 class DataDependentRotation(Rotation):
     """β_i = 1 + tanh(W_β x_i): base class of the paper's rotation and of the one per pair.
+
+    Args:
+        outputs: rows of W_β.
+        rates: θ of the pairs that are rotated.
+        unrotated: number of the pairs behind them.
 
     Attributes:
         gradient_scale: factor on the gradient that comes back through β, to all its parameters and to x alike; the
@@ -105,9 +112,9 @@ class DataDependentRotation(Rotation):
             are not. Set by training, and not saved with a model.
     """
 
-    def __init__(self, width: int, outputs: int, rates: Tensor) -> None:
+    def __init__(self, width: int, outputs: int, rates: Tensor, unrotated: int = 0) -> None:
         super().__init__()
-        self.rates = ConstantTable(rates)
+        self.rates, self.unrotated = ConstantTable(pad(rates, (0, unrotated))), unrotated
         self.beta_proj = FloatLinear(width, outputs)
         self.gradient_scale = 1.0
 
@@ -116,12 +123,19 @@ class DataDependentRotation(Rotation):
         return self.beta_proj
 
     def by_heads(self, beta: Tensor) -> Tensor:
-        """What a rotation returns as β, from 1 + tanh(W_β x), (b, t, outputs)."""
+        """β of the rotated pairs, (b, t, h_kv) or (b, t, h_kv, pairs), from 1 + tanh(W_β x), (b, t, outputs)."""
         return beta
+
+    def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
+        if beta is None or beta.ndim == 3:
+            return beta
+        return beta[..., : beta.shape[-1] - self.unrotated]
 
     def forward(self, x: Tensor, projected: Tensor | None = None) -> RatesAndScales:
         projected = project(x, self.beta_proj) if projected is None else projected
         beta = self.by_heads(1 + projected.tanh())
+        if self.unrotated and beta.ndim == 4:
+            beta = pad(beta, (0, self.unrotated), value=1.0)
         if self.gradient_scale != 1:
             # The term added is exactly zero; only its gradient is not.
             beta = beta.detach() + self.gradient_scale * (beta - beta.detach())
@@ -131,15 +145,15 @@ class DataDependentRotation(Rotation):
 class ScaledRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i), one per head and token: the paper's rotation (§3.2). W_β = 0 is RoPE."""
 
-    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
-        super().__init__(width, heads, rates)
+    def __init__(self, width: int, heads: int, rates: Tensor, unrotated: int = 0) -> None:
+        super().__init__(width, heads, rates, unrotated)
 
 
 class PairRotation(DataDependentRotation):
     """β_i = 1 + tanh(W_β x_i) for every rotated pair of every head (§3.2: "independently … each pair")."""
 
-    def __init__(self, width: int, heads: int, rates: Tensor) -> None:
-        super().__init__(width, heads * len(rates), rates)
+    def __init__(self, width: int, heads: int, rates: Tensor, unrotated: int = 0) -> None:
+        super().__init__(width, heads * len(rates), rates, unrotated)
         self.heads = heads
 
     def by_heads(self, beta: Tensor) -> Tensor:
@@ -158,11 +172,12 @@ class SignedRotation(DataDependentRotation):
             count modulo any divisor of `divisions` is exact at every length.
     """
 
-    def __init__(self, width: int, heads: int, rates: Tensor, divisions: int = 0) -> None:
+    def __init__(self, width: int, heads: int, rates: Tensor, unrotated: int = 0, *, divisions: int = 0) -> None:
         turned = len(rates) // 2
         unit = math.pi / divisions if divisions else math.pi / 2
         # Every other rate: as far apart as those of all pairs together.
-        super().__init__(width, heads * turned, torch.cat([rates[::2], rates.new_full((turned,), unit)]))
+        turning = torch.cat([rates[::2], rates.new_full((turned,), unit)])
+        super().__init__(width, heads * turned, turning, unrotated)
         self.heads, self.still, self.divisions = heads, len(rates) - turned, divisions
 
     def scales_of_rates(self, beta: Tensor | None) -> Tensor | None:
@@ -177,9 +192,10 @@ class SignedRotation(DataDependentRotation):
         return pad(steps.unflatten(-1, (self.heads, -1)), (self.still, 0), value=1.0)
 
 
-_MAKERS: dict[str, Callable[[int, int, Tensor], Rotation]] = {
-    "fixed": lambda width, heads, rates: FixedRotation(rates),
-    "learned": lambda width, heads, rates: LearnedRotation(rates),
+# Each takes the width, the heads, θ of the rotated pairs, and the number of the others.
+_MAKERS: dict[str, Callable[[int, int, Tensor, int], Rotation]] = {
+    "fixed": lambda width, heads, rates, unrotated: FixedRotation(pad(rates, (0, unrotated))),
+    "learned": lambda width, heads, rates, unrotated: LearnedRotation(rates, unrotated),
     "scale": ScaledRotation,
     "pairs": PairRotation,
     "signed": SignedRotation,
@@ -194,11 +210,21 @@ TURNING = ("signed", "grid")
 WITH_GIVEN_RATES = tuple(kind for kind in ROTATIONS if kind not in TURNING)
 
 
-def check_rotation_dim(kind: str, head_dim: int) -> None:
+def rotated_pairs(head_dim: int, fraction: float) -> int:
+    """How many pairs of a head are rotated, the fastest ones: at least one."""
+    return max(1, round(fraction * (head_dim // 2)))
+
+
+def check_rotation_dim(kind: str, head_dim: int, fraction: float) -> None:
     """Raises a ValueError unless a rotation of this kind can have heads of this size."""
     if kind in TURNING and head_dim < 4:
         raise ValueError(
             f"head_dim must be at least 4 for rotary={kind!r}, so that one pair keeps its fixed rate; got {head_dim}"
+        )
+    if kind in TURNING and rotated_pairs(head_dim, fraction) < 2:
+        raise ValueError(
+            f"rotary_fraction must rotate at least two pairs for rotary={kind!r}, one of which keeps its fixed rate; "
+            f"got {fraction} with heads of {head_dim}"
         )
 
 
@@ -211,11 +237,17 @@ def check_takes_rates(kind: str) -> None:
         )
 
 
-def check_rotation_settings(kind: str, max_rate: float) -> None:
-    """Raises unless a rotation of this kind can have this fastest rate, which has no effect without a rotation."""
+def check_rotation_settings(kind: str, max_rate: float, fraction: float) -> None:
+    """Raises unless a rotation of this kind can have these settings, which have no effect without a rotation."""
     check_max_rate(max_rate)
-    if kind == "none" and max_rate != MAX_RATE:
-        raise ValueError(f"max_rate is for models with a rotation; got {max_rate} with rotary='none'")
+    check_finite("rotary_fraction", fraction)
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"rotary_fraction must be above 0 and at most 1, got {fraction}; rotary='none' is a model without rotation"
+        )
+    for name, value, default in (("max_rate", max_rate, MAX_RATE), ("rotary_fraction", fraction, 1)):
+        if kind == "none" and value != default:
+            raise ValueError(f"{name} is for models with a rotation; got {value} with rotary='none'")
 
 
 def make_rotation(
@@ -227,6 +259,7 @@ def make_rotation(
     rates: Tensor | None = None,
     *,
     max_rate: float = MAX_RATE,
+    fraction: float = 1.0,
 ) -> Rotation:
     """The rotation called `kind`: one of ROTATIONS.
 
@@ -235,13 +268,15 @@ def make_rotation(
         rates: other rates, (head_dim / 2,) on any device but meta; None: those of max_document. Only the kinds
             WITH_GIVEN_RATES take them.
         max_rate: θ_1, radians per token of the fastest pair; the paper's is 2π.
+        fraction: the part of the pairs that is rotated, the fastest ones. The rates of these are what they are without
+            it.
     """
     if rates is not None:
         # Before the choice of kinds, since it says why some of them do not take rates.
         check_takes_rates(kind)
     check_choice("rotary", kind, ROTATIONS if rates is None else WITH_GIVEN_RATES)
-    check_rotation_settings(kind, max_rate)
-    check_rotation_dim(kind, head_dim)
+    check_rotation_settings(kind, max_rate, fraction)
+    check_rotation_dim(kind, head_dim, fraction)
     if rates is not None:
         if kind == "none":
             raise ValueError("rates are for layers with a rotation; got some with rotary='none'")
@@ -249,6 +284,10 @@ def make_rotation(
             raise TypeError(f"rates must be a tensor, got {type(rates).__name__}")
         if max_rate != MAX_RATE:
             raise ValueError(f"max_rate cannot be combined with rates, which have a fastest one; got {max_rate}")
+        if fraction != 1:
+            raise ValueError(
+                f"rotary_fraction cannot be combined with rates, which can be 0 in some pairs; got {fraction}"
+            )
     if rates is not None and tuple(rates.shape) != (head_dim // 2,):
         raise ValueError(
             f"rates must hold one rate per pair of entries, ({head_dim // 2},) for heads of {head_dim}; "
@@ -260,4 +299,5 @@ def make_rotation(
         return NoRotation()
     if rates is None:
         rates = rotary_rates(head_dim, max_document, max_rate=max_rate, device="cpu")
-    return _MAKERS[kind](width, heads, rates)
+        rates = rates[: rotated_pairs(head_dim, fraction)]
+    return _MAKERS[kind](width, heads, rates, head_dim // 2 - len(rates))

@@ -22,7 +22,7 @@ MOST_WEIGHTS = 10**12
 EXECUTION_OPTIONS = ("form", "backend", "chunk_size")
 # Fields that version 0.1 did not have. A hash of a config leaves them out where they have their defaults, so that a
 # model of that version has the hash that it had.
-ADDED_FIELDS = ("max_rate", "short_conv")
+ADDED_FIELDS = ("max_rate", "rotary_fraction", "short_conv")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class GPTConfig:
         rotary: "none", "fixed" (RoPE), "learned", "scale" (the paper's), "pairs", "signed" or "grid".
         max_document: N of the rotation rates, the longest document expected.
         max_rate: the fastest rotation rate, in radians per token; the paper's is 2π.
+        rotary_fraction: the part of the pairs of a head that is rotated, the fastest ones.
         bias: whether linear maps have biases, as in GPT-2.
         short_conv: taps of a causal convolution over the queries, keys and values of the last tokens; 0: none.
         form: algorithm of the sympow mixer, as in `sympow.attention`.
@@ -64,6 +65,7 @@ class GPTConfig:
     rotary: Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"] = "fixed"
     max_document: int = 65_536
     max_rate: float = MAX_RATE
+    rotary_fraction: float = 1.0
     bias: bool = True
     short_conv: int = 0
     form: Form = "auto"
@@ -79,9 +81,10 @@ class GPTConfig:
         check_choice("mixer", self.mixer, MIXERS)
         check_choice("gating", self.gating, GATES)
         check_choice("rotary", self.rotary, ROTATIONS)
-        check_rotation_settings(self.rotary, self.max_rate)
+        check_rotation_settings(self.rotary, self.max_rate, self.rotary_fraction)
         # A config has one spelling, as for mlp_ratio.
-        object.__setattr__(self, "max_rate", float(self.max_rate))
+        for name in ("max_rate", "rotary_fraction"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         check_choice("form", self.form, FORMS)
         check_choice("backend", self.backend, BACKENDS)
         check_power(self.power)
@@ -93,7 +96,7 @@ class GPTConfig:
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} is for mixer='sympow'; got {getattr(self, name)!r} with mixer='softmax'")
         check_gate_heads(self.gating, self.head_shape.key_value_heads)
-        check_rotation_dim(self.rotary, self.head_shape.head_dim)
+        check_rotation_dim(self.rotary, self.head_shape.head_dim, self.rotary_fraction)
         self._check_mlp_ratio()
         check_at_most("the number of weights", self.weights, MOST_WEIGHTS, "which is 4 TB in float32")
         if self.mixer == "sympow" and self.form in ("chunked", "recurrent"):

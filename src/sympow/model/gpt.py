@@ -258,6 +258,7 @@ def make_mixer(config: GPTConfig) -> Mixer:
         "rotary": config.rotary,
         "max_document": config.max_document,
         "max_rate": config.max_rate,
+        "rotary_fraction": config.rotary_fraction,
         "bias": config.bias,
         "short_conv": config.short_conv,
     }
