@@ -45,6 +45,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Zoology's models have no MLP: one of a single unit is as good as none.
     "unrotated-w128-3x16-no-mlp": ("unrotated", {**KNEE, "mlp_ratio": 1 / 128}),
     "pair-rotation-w128-3x16": ("pair-rotation", KNEE),
+    # RoPE in a part of the pairs, the fastest ones.
+    **{
+        f"{part}-w128-{shape}": ("gating", {**size, "rotary_fraction": fraction})
+        for part, fraction in {"half": 0.5, "quarter": 0.25, "eighth": 0.125}.items()
+        for shape, size in {
+            "3x16": KNEE,
+            "1x64-one-layer": ONE_HEAD_OF_64,
+            "6x16-one-layer": ONE_LAYER,
+            "1x16": {**KNEE, "key_value_heads": 1},
+        }.items()
+    },
 }
 # Those that are trained with three seeds.
 REPEATED = ("gating-w128-3x16", "conformal-w128-3x16", "unrotated-w128-3x16", "unrotated-w128-6x16-one-layer")

@@ -1,12 +1,13 @@
-"""Data-dependent rotation on text, in large batches, where its gradients are less noisy: does it pay?"""
+"""Rotation on text, in large batches: does it pay to let the data choose the angles, or to rotate fewer pairs?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from sympow.experiments import Run, Scale
+from sympow.experiments import Evaluation, Run, Scale
 from sympow.experiments.grid import heldout_loss
 
 # Tokens of a batch and steps by scale: all switches, then some of them in larger batches. At scale small these are one
@@ -22,14 +23,27 @@ SIZES = {
 RATES = (1e-3, 2e-3, 4e-3)
 LOWEST, HIGHEST = 5e-4, 8e-3
 Settings = dict[str, Any]
+Switches = dict[str, tuple[str, Settings]]
+# Of a switch's name, a learning rate and a seed.
+Maker = Callable[[str, float, int], Run]
 # Variants and the settings that they change, by name: gating, which is the reference, then rotations. Gating has rates
 # up to 1 rad as well, since a rotation with such rates is to be compared with that.
-SWITCHES: dict[str, tuple[str, Settings]] = {
+SWITCHES: Switches = {
     "gating": ("gating", {}),
     "gating-1rad": ("gating", {"max_rate": 1.0}),
     "paper": ("conformal", {}),
     "1rad": ("conformal", {"max_rate": 1.0}),
     "gradient-0.01": ("conformal", {"rotation_gradient": 0.01}),
+}
+# Which pairs rotate: all of them, as in RoPE, a part of them, or none. A part are the fastest pairs, with the rates
+# that they have in RoPE. With the square of RoPE's longest document they have the rates of every other pair instead.
+POSITIONS: Switches = {
+    "gating": ("gating", {}),
+    "half": ("gating", {"rotary_fraction": 0.5}),
+    "quarter": ("gating", {"rotary_fraction": 0.25}),
+    "eighth": ("gating", {"rotary_fraction": 0.125}),
+    "every-other": ("gating", {"rotary_fraction": 0.5, "max_document": 65_536**2}),
+    "unrotated": ("unrotated", {}),
 }
 
 
@@ -42,40 +56,72 @@ def text_rotation(scale: Scale) -> list[Run]:
     and gating are also trained in batches four times as large, at that rate and twice that rate, on all seeds.
     """
     (batch, steps), (larger, larger_steps) = SIZES[scale.name]
-    runs: list[Run] = []
-    done: dict[str, list[Run]] = {}
-    for name in SWITCHES:
-        some, final = _at_best_rate(scale, _maker(scale, name, batch, steps))
-        runs += some
-        if final is not None and scale.best(final) is not None:
-            done[name] = final
+    # Losses beyond the training context are not asked for here.
+    evaluation = replace(scale.evaluation, length=0, pairs=(), distances=())
+    make = _maker(scale, SWITCHES, evaluation, batch, steps)
+    runs, done = _repeated_at_best_rate(scale, SWITCHES, make)
     if len(done) < len(SWITCHES):
         return runs
-    losses = {name: sum(heldout_loss(scale.finished[run.name]) for run in final) for name, final in done.items()}
+    losses = _losses(scale, done)
     best = min((name for name, (variant, _) in SWITCHES.items() if variant != "gating"), key=losses.__getitem__)
     if losses[best] < losses["gating"]:
-        for name in _compared(best):
-            rate = _rate_of(done[name])
-            runs += [_maker(scale, name, batch, steps)(rate, seed) for seed in scale.fresh_seeds]
+        runs += _on_fresh_seeds(scale, make, done, _compared(best))
+    make = _maker(scale, SWITCHES, evaluation, larger, larger_steps)
     for name in _compared(best, "paper"):
-        rate, make = _rate_of(done[name]), _maker(scale, name, larger, larger_steps)
-        runs += [make(faster * rate, seed) for seed in scale.seeds for faster in (1, 2)]
+        runs += [make(name, faster * _rate_of(done[name]), seed) for seed in scale.seeds for faster in (1, 2)]
     return runs
 
 
-def _maker(scale: Scale, name: str, batch: int, steps: int) -> Callable[[float, int], Run]:
-    """Makes the run of a switch with a learning rate and a seed."""
-    variant, changes = SWITCHES[name]
-    size = {"batch_tokens": batch, "steps": steps, "micro_batch_tokens": min(batch, 65_536)}
-    # Losses beyond the training context are not asked for here.
-    evaluation = replace(scale.evaluation, length=0, pairs=(), distances=())
+def positions(scale: Scale) -> list[Run]:
+    """RoPE in all pairs, in a part of them, or in none, with gates, in large batches, on text.
 
-    def make(rate: float, seed: int) -> Run:
+    The grid grows as that of `text_rotation` does. RoPE, and the part of the pairs with the lowest loss, are trained on
+    fresh seeds as well.
+    """
+    batch, steps = SIZES[scale.name][0]
+    evaluation = replace(scale.evaluation, length=16 * scale.contexts[2][1], pairs=(), distances=())
+    make = _maker(scale, POSITIONS, evaluation, batch, steps)
+    runs, done = _repeated_at_best_rate(scale, POSITIONS, make)
+    if len(done) == len(POSITIONS):
+        losses = _losses(scale, done)
+        best = min((name for name, (_, changes) in POSITIONS.items() if changes), key=losses.__getitem__)
+        runs += _on_fresh_seeds(scale, make, done, ["gating", best])
+    return runs
+
+
+def _maker(scale: Scale, switches: Switches, evaluation: Evaluation, batch: int, steps: int) -> Maker:
+    """Makes the run of a switch with a learning rate and a seed."""
+    size = {"batch_tokens": batch, "steps": steps, "micro_batch_tokens": min(batch, 65_536)}
+
+    def make(name: str, rate: float, seed: int) -> Run:
+        variant, changes = switches[name]
         title = f"{name}_b{batch}_lr{rate:g}"
         what: Settings = {**changes, **size, "learning_rate": rate}
         return scale.run(variant, context=scale.contexts[2][1], seed=seed, evaluation=evaluation, title=title, **what)
 
     return make
+
+
+def _repeated_at_best_rate(scale: Scale, switches: Switches, make: Maker) -> tuple[list[Run], dict[str, list[Run]]]:
+    """All runs of switches so far, and of each that is finished those with the best rate, one for each seed."""
+    runs: list[Run] = []
+    done: dict[str, list[Run]] = {}
+    for name in switches:
+        some, final = _at_best_rate(scale, partial(make, name))
+        runs += some
+        if final is not None and scale.best(final) is not None:
+            done[name] = final
+    return runs, done
+
+
+def _on_fresh_seeds(scale: Scale, make: Maker, done: Mapping[str, list[Run]], names: Iterable[str]) -> list[Run]:
+    """Runs on seeds on which nothing was chosen."""
+    return [make(name, _rate_of(done[name]), seed) for name in names for seed in scale.fresh_seeds]
+
+
+def _losses(scale: Scale, done: Mapping[str, list[Run]]) -> dict[str, float]:
+    """Held-out losses by switch, summed over seeds."""
+    return {name: sum(heldout_loss(scale.finished[run.name]) for run in final) for name, final in done.items()}
 
 
 def _at_best_rate(scale: Scale, make: Callable[[float, int], Run]) -> tuple[list[Run], list[Run] | None]:
