@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+# README and the commands of a first project, in order; and the pages of all commands that a user types.
+FIRST_PROJECT = (README, ROOT / "docs" / "commands.md")
+PAGES = (*FIRST_PROJECT, ROOT / "docs" / "benchmarks.md")
 PROGRAMS = ("sympow", "make", "pip", "python", "pytest", "torchrun")
 
 
@@ -30,20 +35,25 @@ class Block:
         return [line for line in found if line]
 
 
+def pages(paths: Iterable[Path] = PAGES) -> str:
+    """The text of pages, one after the other."""
+    return "\n".join(path.read_text("utf-8") for path in paths)
+
+
 def blocks(text: str | None = None) -> list[Block]:
-    """All fenced blocks of the README, or of a text."""
-    text = README.read_text("utf-8") if text is None else text
+    """All fenced blocks of `PAGES`, or of a text."""
+    text = pages() if text is None else text
     return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)]
 
 
 def shell_commands(text: str | None = None) -> list[str]:
-    """The commands of all shell blocks."""
+    """The commands of all shell blocks of `PAGES`, or of a text."""
     return [command for block in blocks(text) if not block.language for command in block.commands]
 
 
 def commands_in_sentences(text: str | None = None) -> list[str]:
     """Complete inline commands in running text; those with an ellipsis are left out."""
-    text = README.read_text("utf-8") if text is None else text
+    text = pages() if text is None else text
     without_blocks = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", without_blocks))
     return [span for span in spans if span.split()[0] in PROGRAMS and " " in span and "…" not in span]

@@ -1,4 +1,6 @@
-"""README.md: its code blocks run, and its commands have the flags they are given (`test_fresh_clone` runs them)."""
+"""README.md: its Python prints what it shows. Commands there and on docs/commands.md and docs/benchmarks.md have the flags
+that they are given; `test_fresh_clone` runs those of the first two.
+"""
 
 import re
 import runpy
@@ -13,30 +15,27 @@ import typer.main
 from sympow.cli.app import app
 
 ROOT = readme.README.parent
+COMMANDS = [*readme.shell_commands(), *readme.commands_in_sentences()]
 
 
-def test_the_readme_has_what_these_tests_are_about():
-    assert {block.language for block in readme.blocks()} == {"", "python"}
+def test_the_pages_have_what_these_tests_are_about():
+    assert {block.language for block in readme.blocks()} == {"", "python", "text"}
     commands = readme.shell_commands()
     assert {"make demo", "make test", "sympow train"} <= set(commands)
     assert all(command.split()[0] in readme.PROGRAMS for command in commands)
 
 
-def test_code_blocks_run_in_order(tmp_path, monkeypatch):
+def test_the_python_of_the_readme_prints_what_stands_below_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    (code, shown) = [block.text for block in readme.blocks(readme.README.read_text("utf-8")) if block.language][:2]
     names: dict = {}
-    for block in readme.blocks():
-        if block.language == "python":
-            exec(compile(block.text, str(readme.README), "exec"), names)
+    exec(compile(code, str(readme.README), "exec"), names)
+    assert capsys.readouterr().out == shown
     assert names["y"].isfinite().all()
-    assert (tmp_path / "state.pt").exists()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [c for c in [*readme.shell_commands(), *readme.commands_in_sentences()] if c.startswith("sympow ")],
-)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("sympow ")])
 def test_every_command_has_the_flags_it_is_given(command):
     """Also inline commands, some of which would take too long to run without a GPU."""
     name, *arguments = [part for part in shlex.split(command) if part != "--help"]
@@ -48,7 +47,7 @@ def test_every_command_has_the_flags_it_is_given(command):
     assert found.make_context(name, arguments).params
 
 
-@pytest.mark.parametrize("command", [c for c in readme.commands_in_sentences() if re.match(r"python \S+\.py", c)])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"python \S+\.py", c)])
 def test_scripts_that_are_named_exist_and_know_their_flags(command, monkeypatch, capsys):
     _, script, *flags = shlex.split(command)
     # In this process, which has imported torch. As in one of its own, modules beside the script are found.
