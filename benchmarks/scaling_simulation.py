@@ -4,8 +4,8 @@
 
 Nothing here is measured on more than one GPU. Kernel times are those of benchmarks/results/h200_p2.json; the work of a
 rank is counted, and also taken from h200_context_parallel.json if that exists. Messages have the sizes of
-`sympow.parallel.traffic`, which tests compare with counted bytes. docs/scaling.md lists the assumptions and discusses
-the results. A figure is written beside the JSON file.
+`sympow.parallel.traffic`, which tests compare with counted bytes. docs/benchmarks.md lists the assumptions.
+A figure is written beside the JSON file.
 """
 
 from __future__ import annotations

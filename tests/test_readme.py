@@ -1,5 +1,6 @@
-"""README.md: its Python prints what it shows. Commands there and on docs/commands.md and docs/benchmarks.md have the flags
-that they are given; `test_fresh_clone` runs those of the first two.
+"""README.md: its Python prints what it shows, and its commands have the flags that they are given.
+
+So have those of docs/commands.md and docs/benchmarks.md. `test_fresh_clone` runs the commands of the first two pages.
 """
 
 import re

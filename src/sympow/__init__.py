@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
 
 # The only place that states the version: pyproject.toml reads it from here.
-__version__ = "0.2.0.dev0"
+__version__ = "0.2.0"
 
 __all__ = [
     "GPT",
