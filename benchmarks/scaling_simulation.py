@@ -21,9 +21,9 @@ from sympow.bench.timing import save_results
 from sympow.extras import require
 from sympow.model.accounting import other_operations
 from sympow.model.config import GPTConfig
-from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.scan import MOST_BYTES_GATHERED, MOST_RANKS_GATHERED, rounds_of
 from sympow.parallel.traffic import LayerShape, key_value_bytes, message_bytes
+from sympow.settings import symmetric_dim
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXTS = (65_536, 1_048_576, 10_485_760, 104_857_600)

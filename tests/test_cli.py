@@ -12,9 +12,6 @@ from sympow import GPT, GPTConfig
 from sympow.bench.operator import Setting, methods, run_bench
 from sympow.cli import common
 from sympow.cli.app import app
-from sympow.layers.gates import GATES
-from sympow.layers.rotations import ROTATIONS
-from sympow.model.config import MIXERS, PRESETS
 from sympow.model.gpt import SEGMENT_SIZE
 from sympow.model.storage import save_model
 from sympow.train.config import PRESETS as TRAIN_PRESETS
@@ -333,9 +330,7 @@ def test_a_missing_extra_is_named_before_the_work(tmp_path, monkeypatch, module,
 
 
 def test_help_has_the_librarys_names_and_defaults():
-    """The names are copies, so that help does not import torch."""
-    assert (common.GATES, common.ROTATIONS, common.MIXERS) == (GATES, ROTATIONS, MIXERS)
-    assert tuple(PRESETS) == common.MODELS
+    """The size is a copy, so that help does not import torch."""
     assert common.SEGMENT_SIZE == SEGMENT_SIZE
     text = runner.invoke(app, ["train", "--help"], terminal_width=200).output
     assert f"Config to start from: {' or '.join(TRAIN_PRESETS)}." in text

@@ -17,7 +17,7 @@ from sympow.train.trainer import NonFiniteLossError
 runner = CliRunner()
 HELP_WITHOUT_TORCH = (
     *("data", "data prepare", "data info", "generate", "state", "evaluate", "report", "inspect", "info", "bench"),
-    *("check", "experiment"),
+    *("check", "experiment", "train", "convert"),
 )
 
 
@@ -153,7 +153,6 @@ def test_ctrl_c_during_imports_is_one_line(run_without_torch, arguments, command
 
 
 def test_help_does_not_import_torch():
-    """Except that of `sympow train`, whose flags are the fields of a config."""
     code = """
 import sys
 from typer.testing import CliRunner
@@ -161,6 +160,9 @@ from sympow.cli.app import app
 for command in sys.argv[1:]:
     assert CliRunner().invoke(app, [*command.split(), "--help"]).exit_code == 0, command
     assert "torch" not in sys.modules, command
+assert CliRunner().invoke(app, ["train", "--lr", "1e-3"]).exit_code == 2
+assert CliRunner().invoke(app, ["train", "--power", "two"]).exit_code == 2
+assert "torch" not in sys.modules
 """
     commands = ["", *HELP_WITHOUT_TORCH]
     subprocess.run([sys.executable, "-c", code, *commands], check=True, timeout=120)

@@ -15,7 +15,7 @@ SOURCE = Path(sympow.__file__).parent
 # other.
 LAYERS = (
     ("checks", "deprecated", "exceptions", "extras", "files", "invocation", "kernels", "locks"),
-    ("parsing", "tensor_file"),
+    ("parsing", "settings", "tensor_file"),
     ("ops", "data"),
     ("parallel",),
     ("layers",),

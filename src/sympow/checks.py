@@ -31,6 +31,10 @@ def check_at_least(name: str, value: int, smallest: int) -> None:
     check_at_most(name, value, 2**63 - 1, "which is the largest 64-bit integer")
 
 
+def check_positive(name: str, value: int) -> None:
+    check_at_least(name, value, 1)
+
+
 def check_at_most(name: str, value: int, largest: int, why: str) -> None:
     """Raises a ValueError for a number above a limit, before memory or time is spent on it.
 
@@ -50,6 +54,11 @@ def check_seed(seed: int) -> None:
     if seed < SMALLEST_SEED:
         raise ValueError(f"seed must be at least {SMALLEST_SEED:,}, the smallest 64-bit integer; got {seed:,}")
     check_at_most("seed", seed, LARGEST_SEED, "which is the largest 64-bit integer")
+
+
+def check_bool(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def check_str(name: str, value: str) -> None:

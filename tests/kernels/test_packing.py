@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support import assert_close, interpreted, within
-from sympow.ops.symmetric import symmetric_dim
+from sympow.settings import symmetric_dim
 
 pytest.importorskip("triton", reason="needs Triton")
 

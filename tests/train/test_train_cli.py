@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from sympow.cli import train as train_cli
 from sympow.cli.app import app
-from sympow.layers.gates import GATES
 from sympow.model.config import GPTConfig
+from sympow.settings import GATES
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig
 from sympow.train.config import laptop
 from sympow.train.flags import SECTIONS

@@ -24,13 +24,13 @@ from sympow.kernels.pair_gates.reference import pair_attention_reference
 from sympow.kernels.reference import cross_entropy_reference, rotation_reference, running_sum_reference
 from sympow.kernels.states.reference import pack_reference, unpack_reference
 from sympow.model.losses import linear_cross_entropy
-from sympow.ops.dispatch import Backend, Form, triton_available, triton_interpreted
+from sympow.ops.dispatch import triton_available, triton_interpreted
 from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.rotary import rotary_rates
-from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
+from sympow.settings import Backend, Form, symmetric_dim
 
 # The largest error that passes, as a multiple of the error of plain PyTorch.
 FACTOR = 4

@@ -21,9 +21,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
 from sympow.checks import check_at_least, check_choice
 from sympow.extras import require
-from sympow.ops.dispatch import Backend, Form, chunked_unsupported_reason
+from sympow.ops.dispatch import chunked_unsupported_reason
 from sympow.ops.interface import attention
 from sympow.parsing import read_json
+from sympow.settings import Backend, Form
 
 BASELINE = "softmax, cuDNN"
 # What the names of methods add for a gate per rotated pair, and for none. One gate per head is the default.

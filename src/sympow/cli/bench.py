@@ -79,8 +79,8 @@ def bench(
     import torch
 
     from sympow.bench.operator import Row, Setting, describe, print_rows, progress_bar, run_bench, save_rows
-    from sympow.ops.validation import BACKENDS, check_power
     from sympow.report.figures import plot_bench_rows
+    from sympow.settings import BACKENDS, check_power
 
     device = choose_device(device)
     sizes = SIZES[device]

@@ -23,12 +23,7 @@ from sympow.deprecated import FLAGS
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel
 
-# Names and defaults that help shows. They are copies of the library's, so that help does not import torch; a test
-# compares both.
-MODELS = ("gpt2-124m", "byte-11m", "byte-400k")
-MIXERS = ("sympow", "softmax")
-GATES = ("none", "fixed", "learned", "scalar", "vector", "clamped", "half")
-ROTATIONS = ("none", "fixed", "learned", "scale", "pairs", "signed", "grid")
+# A copy of the library's, so that help does not import torch; a test compares both.
 SEGMENT_SIZE = 8_192
 
 # Options of several commands.
@@ -92,7 +87,7 @@ class Command(TyperCommand):
 
 
 def add_deferred(app: App, name: str, description: str | None, make: Callable[[], Any]) -> None:
-    """Adds a command that is made when it is called, since its flags need modules that import torch.
+    """Adds a command that is made when it is called, since other commands need not wait for its many flags.
 
     Args:
         description: docstring, which the list of commands shows.

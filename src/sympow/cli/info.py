@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.cli.common import GATES, MIXERS, MODELS, ROTATIONS, print_json
+from sympow.cli.common import print_json
+from sympow.model.config import MIXERS, PRESETS
+from sympow.settings import GATES, ROTATIONS
 
 
 def info(
     preset: Annotated[
-        str, typer.Argument(help=f"Preset: {', '.join(MODELS)}; or the model folder of a run.")
+        str, typer.Argument(help=f"Preset: {', '.join(PRESETS)}; or the model folder of a run.")
     ] = "gpt2-124m",
     power: Annotated[int | None, typer.Option(help="Power p, even.")] = None,
     mixer: Annotated[str | None, typer.Option(help=f"Attention operator: {', '.join(MIXERS)}.")] = None,
@@ -56,7 +58,7 @@ def info(
         "vocab_size": vocab_size,
         "chunk_size": chunk_size,
     }
-    in_folder = preset not in MODELS and Path(preset).is_dir()
+    in_folder = preset not in PRESETS and Path(preset).is_dir()
     config = load_config(preset) if in_folder else GPTConfig.preset(preset)
     config = replace(config, **{name: value for name, value in changes.items() if value is not None})
     if context and min(context) < 1:

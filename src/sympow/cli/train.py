@@ -1,7 +1,7 @@
 """The command `sympow train`, also as `python -m sympow.train`.
 
-Its flags are the fields of `TrainConfig`, whose module imports torch. They are therefore added when the command is
-called, so that `sympow --help` does not wait for torch.
+Its flags are the fields of `TrainConfig`. They are added when the command is called, so that other commands do not
+wait for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import MODELS, App, Device, add_deferred
+from sympow.cli.common import App, Device, add_deferred
 from sympow.invocation import first_process, may_be_restarted
+from sympow.model.config import PRESETS as MODELS
 
 
 def train(
@@ -36,7 +37,6 @@ def train(
 
         torchrun --nproc-per-node 8 -m sympow train --preset paper --data DATA
     """
-    from sympow.model.config import GPTConfig
     from sympow.train.config import PRESETS, TrainConfig
     from sympow.train.flags import DEFAULT_PRESET
     from sympow.train.run_folder import CONFIG_FILE
@@ -63,7 +63,7 @@ def train(
     settings = PRESETS[preset]() if config is None else TrainConfig.read(config)
     if model is not None:
         check_choice("model", model, MODELS)
-        settings = replace(settings, model=GPTConfig.preset(model))
+        settings = replace(settings, model=MODELS[model])
     settings = settings.changed(**changes)
     if "final_rate" in changes and settings.optimizer.schedule == "constant":
         raise ValueError(

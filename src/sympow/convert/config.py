@@ -8,10 +8,16 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_str
-from sympow.layers.gates import GATES, INITIAL_GATE, check_initial_gate
-from sympow.layers.rotations import WITH_GIVEN_RATES, check_takes_rates
-from sympow.ops.validation import check_bool, check_positive
+from sympow.checks import (
+    check_at_least,
+    check_at_most,
+    check_bool,
+    check_choice,
+    check_finite,
+    check_positive,
+    check_str,
+)
+from sympow.settings import GATES, INITIAL_GATE, WITH_GIVEN_RATES, check_initial_gate, check_takes_rates
 from sympow.train.config import MOST_TOKENS, REASON
 
 PRECISIONS = ("auto", "bf16", "fp32")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sympow.ops.validation import check_positive
+from sympow.checks import check_positive
 
 # Logits per model in memory at a time; a few float32 copies of them exist.
 MOST_LOGITS = 2**25

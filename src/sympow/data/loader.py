@@ -17,6 +17,7 @@ from torch import Tensor
 from sympow.checks import check_at_least, check_choice
 from sympow.data.dataset import TokenDataset
 from sympow.data.rows import RowOrder, Rows
+from sympow.settings import SHORT
 
 T = TypeVar("T")
 
@@ -116,7 +117,6 @@ class Batch:
         )
 
 
-SHORT = ("refuse", "drop", "join", "pack")
 GROUP_TOKENS = 2**28
 
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from sympow.checks import check_at_least
-from sympow.layers.rotations import MAX_RATE
 from sympow.model.config import GPTConfig
+from sympow.settings import MAX_RATE
 
 logger = logging.get_logger(__name__)
 

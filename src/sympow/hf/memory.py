@@ -9,8 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sympow.ops.symmetric import symmetric_dim
-from sympow.ops.validation import check_power
+from sympow.settings import check_power, symmetric_dim
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from sympow.hf.registration import publish
 from sympow.hf.state_layer import state_layer
 from sympow.hf.swapped_attention import SwappedAttention, install_hooks
 from sympow.hf.swapped_config import MODEL_TYPE
-from sympow.layers.gates import GATES, INITIAL_GATE, LEARNED_GATES, check_initial_gate
-from sympow.ops.dispatch import Backend, Form
+from sympow.settings import GATES, INITIAL_GATE, LEARNED_GATES, Backend, Form, check_initial_gate
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
 

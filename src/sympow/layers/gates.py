@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from sympow.checks import check_choice, check_finite
+from sympow.checks import check_choice
 from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
+from sympow.settings import GATES, check_gate_heads, check_initial_gate
 
 # σ(6.906768) ≈ 0.999, the initial value in the authors' code. The half-life of a state is then about 700 tokens.
 INITIAL_LOGIT = 6.906768
@@ -152,26 +153,6 @@ _MAKERS: dict[str, Callable[[int, int, int, float], Gate]] = {
     "clamped": lambda width, heads, head_dim, initial_logit: ClampedGate(width, heads, initial_logit),
     "half": lambda width, heads, head_dim, initial_logit: HalfGate(width, heads, initial_logit),
 }
-GATES = tuple(_MAKERS)
-# Kinds whose γ is learned, and has a value before that.
-LEARNED_GATES = tuple(kind for kind in GATES if kind not in ("none", "fixed"))
-# The default of settings that are always a number. It is not refused for gates that do not learn γ.
-INITIAL_GATE = 0.999
-
-
-def check_initial_gate(initial_gate: float, kind: str) -> None:
-    """Raises unless it is a γ that a sigmoid can have, and gates of this kind learn it."""
-    check_finite("initial_gate", initial_gate)
-    if not 0 < initial_gate < 1:
-        raise ValueError(f"initial_gate must lie between 0 and 1, got {initial_gate}")
-    if kind not in LEARNED_GATES:
-        raise ValueError(f"initial_gate is for gates that are learned; got {initial_gate} with gating={kind!r}")
-
-
-def check_gate_heads(kind: str, heads: int) -> None:
-    """Raises a ValueError unless a gate of this kind can have so many key/value heads."""
-    if kind == "half" and heads < 2:
-        raise ValueError(f"key_value_heads must be at least 2 for gating='half', got {heads}")
 
 
 def make_gate(kind: str, width: int, heads: int, head_dim: int, initial_gate: float | None = None) -> Gate:

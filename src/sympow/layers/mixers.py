@@ -4,75 +4,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from sympow.checks import check_choice
+from sympow.checks import check_bool, check_choice, check_positive
 from sympow.layers.gates import DataDependentGate, Gate, make_gate
 from sympow.layers.precision import is_plain_projection, project_together
 from sympow.layers.projections import PAIRS, FusedProjections, Pairs, Projections, SeparateProjections
-from sympow.layers.rotations import MAX_RATE, DataDependentRotation, Rotation, make_rotation
-from sympow.layers.short_conv import ShortConvolution, check_short_conv
-from sympow.ops.dispatch import Backend, Form, step_gates_unsupported_reason
+from sympow.layers.rotations import DataDependentRotation, Rotation, make_rotation
+from sympow.layers.short_conv import ShortConvolution
+from sympow.ops.dispatch import step_gates_unsupported_reason
 from sympow.ops.interface import attention
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, softmax_attention
-from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
 from sympow.ops.window import Window
 from sympow.parallel.shards import Shards
+from sympow.settings import (
+    BACKENDS,
+    FORMS,
+    MAX_RATE,
+    Backend,
+    Form,
+    HeadShape,
+    acts_on_pairs,
+    check_chunk_size,
+    check_power,
+    check_short_conv,
+)
 
 # The state after a prefix, which `forward` takes and returns. A `Window` holds keys and values not yet folded.
 LayerState = State | KeyValueState | Window
 # What `step` decodes with, and changes in place.
 LayerCache = Window | KeyValueCache
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """The heads of a layer with all defaults filled in: h, h_kv and d."""
-
-    heads: int
-    key_value_heads: int
-    head_dim: int
-
-    @classmethod
-    def resolve(
-        cls, width: int, heads: int, key_value_heads: int | None, head_dim: int | None, *, in_pairs: bool
-    ) -> HeadShape:
-        """Fills in what is None, and raises a ValueError where sizes do not fit.
-
-        Args:
-            width: size of the residual stream.
-            heads: query heads.
-            key_value_heads: None: as many as heads.
-            head_dim: None: width / heads.
-            in_pairs: whether gate or rotation act on pairs of entries, so that head_dim must be even.
-        """
-        for name, value in (("width", width), ("heads", heads)):
-            check_positive(name, value)
-        for name, optional in (("key_value_heads", key_value_heads), ("head_dim", head_dim)):
-            if optional is not None:
-                check_positive(name, optional)
-        if head_dim is None:
-            if width % heads:
-                raise ValueError(f"width must be a multiple of heads unless head_dim is given; got {width} and {heads}")
-            head_dim = width // heads
-        if key_value_heads is None:
-            key_value_heads = heads
-        if heads % key_value_heads:
-            raise ValueError(f"heads must be a multiple of key_value_heads; got {heads} and {key_value_heads}")
-        if in_pairs and head_dim % 2:
-            raise ValueError(f"head_dim must be even for rotary or vector gating, which act on pairs; got {head_dim}")
-        return cls(heads, key_value_heads, head_dim)
-
-
-def acts_on_pairs(gating: str, rotary: str) -> bool:
-    """Whether a gate or rotation of these kinds acts on pairs of entries of a head."""
-    return rotary != "none" or gating == "vector"
 
 
 class Mixer(nn.Module, ABC):

@@ -20,14 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from sympow.checks import check_choice, check_finite
+from sympow.checks import check_choice
 from sympow.layers.precision import ConstantTable, FloatLinear, KeepsFloat32, project
-from sympow.ops.rotary import check_max_rate, rotary_rates
+from sympow.ops.rotary import rotary_rates
+from sympow.settings import (
+    MAX_RATE,
+    ROTATIONS,
+    WITH_GIVEN_RATES,
+    check_rotation_dim,
+    check_rotation_settings,
+    check_takes_rates,
+    rotated_pairs,
+)
 
 # Divisions of a half turn: counts modulo 2, 3, 4, 5, 6, 8, 10, 12, 15 and multiples that divide it are exact.
 GRID = 120
-# θ_1 in radians per token, the paper's (§2.2).
-MAX_RATE = 2 * math.pi
 
 RatesAndScales = tuple[Tensor | None, Tensor | None]
 
@@ -201,53 +208,6 @@ _MAKERS: dict[str, Callable[[int, int, Tensor, int], Rotation]] = {
     "signed": SignedRotation,
     "grid": partial(SignedRotation, divisions=GRID),
 }
-ROTATIONS = ("none", *_MAKERS)
-# Kinds with a β or an angle that depends on the token.
-DATA_DEPENDENT = tuple(kind for kind in _MAKERS if kind not in ("fixed", "learned"))
-# Kinds that turn half of the pairs by angles of their own instead of scaling the rates of all pairs.
-TURNING = ("signed", "grid")
-# Kinds that start from given rates in all pairs, such as those of a pretrained model.
-WITH_GIVEN_RATES = tuple(kind for kind in ROTATIONS if kind not in TURNING)
-
-
-def rotated_pairs(head_dim: int, fraction: float) -> int:
-    """How many pairs of a head are rotated, the fastest ones: at least one."""
-    return max(1, round(fraction * (head_dim // 2)))
-
-
-def check_rotation_dim(kind: str, head_dim: int, fraction: float) -> None:
-    """Raises a ValueError unless a rotation of this kind can have heads of this size."""
-    if kind in TURNING and head_dim < 4:
-        raise ValueError(
-            f"head_dim must be at least 4 for rotary={kind!r}, so that one pair keeps its fixed rate; got {head_dim}"
-        )
-    if kind in TURNING and rotated_pairs(head_dim, fraction) < 2:
-        raise ValueError(
-            f"rotary_fraction must rotate at least two pairs for rotary={kind!r}, one of which keeps its fixed rate; "
-            f"got {fraction} with heads of {head_dim}"
-        )
-
-
-def check_takes_rates(kind: str) -> None:
-    """Raises a ValueError if a rotation of this kind would replace given rates."""
-    if kind in TURNING:
-        raise ValueError(
-            f"rotary must be one of {', '.join(map(repr, WITH_GIVEN_RATES))} where the rates are those of another "
-            f"layer: {kind!r} keeps every other rate, in half of the pairs, and stops the rest; got {kind!r}"
-        )
-
-
-def check_rotation_settings(kind: str, max_rate: float, fraction: float) -> None:
-    """Raises unless a rotation of this kind can have these settings, which have no effect without a rotation."""
-    check_max_rate(max_rate)
-    check_finite("rotary_fraction", fraction)
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"rotary_fraction must be above 0 and at most 1, got {fraction}; rotary='none' is a model without rotation"
-        )
-    for name, value, default in (("max_rate", max_rate, MAX_RATE), ("rotary_fraction", fraction, 1)):
-        if kind == "none" and value != default:
-            raise ValueError(f"{name} is for models with a rotation; got {value} with rotary='none'")
 
 
 def make_rotation(

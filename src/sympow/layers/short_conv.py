@@ -5,19 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from sympow.checks import check_at_least, check_at_most
 from sympow.ops.short_convolution import short_convolution
-
-# More taps than that are a mistake: each is a pass over all queries, keys and values.
-WIDEST = 64
-
-
-def check_short_conv(width: int) -> None:
-    """Raises a ValueError or TypeError unless `width` is a number of taps, or 0 for no convolution."""
-    check_at_least("short_conv", width, 0)
-    check_at_most("short_conv", width, WIDEST, "since it is for the last few tokens")
-    if width == 1:
-        raise ValueError("short_conv must be 0 (none) or at least 2, the current token and others; got 1")
 
 
 class ShortConvolution(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.ops.cost import GPU, Workload, attention_cost, best_chunk_size, chunked_cost, crossover_length
-from sympow.ops.symmetric import symmetric_dim
+from sympow.settings import symmetric_dim
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from sympow.checks import check_at_most, check_choice
-from sympow.layers.gates import GATES, check_gate_heads
-from sympow.layers.mixers import HeadShape, acts_on_pairs
-from sympow.layers.rotations import MAX_RATE, ROTATIONS, check_rotation_dim, check_rotation_settings
-from sympow.layers.short_conv import check_short_conv
-from sympow.ops.dispatch import Backend, Form
-from sympow.ops.symmetric import check_features
-from sympow.ops.validation import BACKENDS, FORMS, check_bool, check_chunk_size, check_positive, check_power
+from sympow.checks import check_at_most, check_bool, check_choice, check_positive
+from sympow.settings import (
+    BACKENDS,
+    FORMS,
+    GATES,
+    MAX_RATE,
+    ROTATIONS,
+    Backend,
+    Form,
+    HeadShape,
+    acts_on_pairs,
+    check_chunk_size,
+    check_features,
+    check_gate_heads,
+    check_power,
+    check_rotation_dim,
+    check_rotation_settings,
+    check_short_conv,
+)
 
 MIXERS = ("sympow", "softmax")
 # Configs come from files: a typing mistake there should raise an error instead of exhausting the memory.

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from sympow.checks import check_choice
-from sympow.ops.dispatch import Backend, cross_entropy_unsupported_reason
-from sympow.ops.validation import BACKENDS
+from sympow.ops.dispatch import cross_entropy_unsupported_reason
+from sympow.settings import BACKENDS, Backend
 
 # Tensor cores need the number of columns to be a multiple of this; GPT-2's 50,257 is not.
 ALIGNMENT = 64

@@ -14,8 +14,9 @@ the kernels in `sympow.kernels`, the paper's equations in `reference`.
 from sympow.ops.interface import attention
 from sympow.ops.rotary import accumulate_phase, rotary_rates, rotate
 from sympow.ops.state import State
-from sympow.ops.symmetric import symmetric_dim, symmetric_power, symmetric_power_of_matrix
+from sympow.ops.symmetric import symmetric_power, symmetric_power_of_matrix
 from sympow.ops.window import Window
+from sympow.settings import symmetric_dim
 
 __all__ = [
     "State",

@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from sympow.ops.symmetric import symmetric_dim
+from sympow.settings import symmetric_dim
 
 PASSES_PER_SCORE = 6
 PASSES_PER_FEATURE = 10

@@ -18,12 +18,11 @@ from torch import Tensor
 
 from sympow.ops.compilation import is_known
 from sympow.ops.cost import CPU, GPU, Workload, best_chunk_size, cheaper_form, crossover_length
+from sympow.settings import Backend, Form
 
 if TYPE_CHECKING:
     from sympow.ops.sequence import Sequence
 
-Form = Literal["auto", "attention", "chunked", "recurrent"]
-Backend = Literal["auto", "torch", "triton"]
 
 # The first GPUs whose tensor cores multiply bfloat16: Ampere.
 LEAST_CAPABILITY = (8, 0)

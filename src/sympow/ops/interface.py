@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sympow.checks import check_choice
+from sympow.checks import check_bool, check_choice
 from sympow.ops.compilation import is_known
 from sympow.ops.dispatch import (
-    Backend,
-    Form,
     backend_for,
     kernel_chunk,
     late_queries_unsupported_reason,
@@ -30,17 +28,8 @@ from sympow.ops.symmetric import feature_indices, from_full, multinomial_weights
 from sympow.ops.torch.dynamic_length import run_open_length
 from sympow.ops.torch.forms import run_late_queries, run_portable
 from sympow.ops.torch.products import query_state, update_state
-from sympow.ops.validation import (
-    BACKENDS,
-    FORMS,
-    check_bool,
-    check_chunk_size,
-    check_documents,
-    check_power,
-    check_state,
-    check_tensors,
-    document_offsets,
-)
+from sympow.ops.validation import check_documents, check_state, check_tensors, document_offsets
+from sympow.settings import BACKENDS, FORMS, Backend, Form, check_chunk_size, check_power
 
 
 @overload

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, check_positive
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
 from sympow.ops.sequence import Sequence, rotate_sequence
 from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
-from sympow.ops.validation import BACKENDS, check_positive, check_tensors
+from sympow.ops.validation import check_tensors
+from sympow.settings import BACKENDS
 
 
 @dataclass(eq=False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_finite
+from sympow.settings import check_max_rate
 
 
 def rotary_rates(
@@ -40,13 +41,6 @@ def rotary_rates(
         raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
     return (max_rate / float(max_document) ** exponents).to(dtype)
-
-
-def check_max_rate(max_rate: float) -> None:
-    """Raises unless this can be the fastest of rotation rates, in radians per token."""
-    check_finite("max_rate", max_rate)
-    if max_rate <= 0:
-        raise ValueError(f"max_rate must be above 0 radians per token, got {max_rate}")
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

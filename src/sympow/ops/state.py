@@ -17,7 +17,7 @@ from torch import Tensor
 from sympow import tensor_file
 from sympow.checks import check_at_least
 from sympow.ops.compilation import TensorRecord, check_tensor_member, conv_shape, register_as_pytree
-from sympow.ops.symmetric import check_features, symmetric_dim
+from sympow.settings import check_features, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _FORMAT = "sympow state 2"

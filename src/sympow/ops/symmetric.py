@@ -15,26 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_most
+from sympow.settings import check_degree, check_features, symmetric_dim
 
 Table = TypeVar("Table")
-# For larger p, float32 loses a score of 3/4 of the largest when the two are added: 0.75^64 < 2^-24.
-LARGEST_POWER = 64
-# Kernels and tables count features in 32 bits.
-MOST_FEATURES = 2**31 - 1
-
-
-def symmetric_dim(dim: int, power: int) -> int:
-    """D = C(dim + power - 1, power), the length of φ^power of a vector of `dim` entries."""
-    if dim < 1:
-        raise ValueError(f"dim must be at least 1, got {dim}")
-    if power < 0:
-        raise ValueError(f"power must not be negative, got {power}")
-    # Not `math.comb`, which torch.compile cannot trace where it leaves `dim` open.
-    count = 1
-    for factor in range(power):
-        count = count * (dim + factor) // (factor + 1)
-    return count
 
 
 def multi_indices(dim: int, power: int, device: torch.device | None = None) -> Tensor:
@@ -59,7 +42,7 @@ def symmetric_power(x: Tensor, power: int) -> Tensor:
         >>> bool(torch.isclose(symmetric_power(x, 4) @ symmetric_power(y, 4), (x @ y) ** 4))
         True
     """
-    _check_power(power)
+    check_degree(power)
     if x.ndim < 1:
         raise ValueError("x must have at least one axis, got a scalar tensor")
     if not x.is_floating_point():
@@ -103,7 +86,7 @@ def symmetric_power_of_matrix(matrix: Tensor, power: int) -> Tensor:
     """
     if matrix.ndim != 2:
         raise ValueError(f"matrix must have two axes, got shape {tuple(matrix.shape)}")
-    _check_power(power)
+    check_degree(power)
     rows, columns = matrix.shape
     # Column by column: (P x)_{α_1} ⋯ (P x)_{α_p} is a polynomial in x, and its coefficients are collected by
     # multiplying one linear factor in at a time.
@@ -167,26 +150,6 @@ def even_power(x: Tensor, power: int) -> Tensor:
         factor = factor * factor
     assert result is not None
     return result
-
-
-def _check_power(power: int) -> None:
-    if not isinstance(power, int) or isinstance(power, bool):
-        raise TypeError(f"power must be an int, got {type(power).__name__}")
-    if power < 1:
-        raise ValueError(f"power must be at least 1, got {power}")
-    check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
-
-
-def check_features(dim: int, power: int) -> None:
-    """Raises a ValueError for a feature map whose tables alone would fill the memory."""
-    _check_power(power)
-    check_at_most("dim", dim, MOST_FEATURES, "the most that 32 bits count")
-    check_at_most(
-        f"the number of features of dim {dim} and power {power}",
-        symmetric_dim(dim, power),
-        MOST_FEATURES,
-        "the most that 32 bits count",
-    )
 
 
 def _factors(dim: int, degree: int, device: torch.device | None) -> tuple[Tensor, Tensor]:

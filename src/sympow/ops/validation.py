@@ -12,40 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sympow.checks import check_at_least, check_at_most
 from sympow.ops.state import FLOAT_DTYPES, State
-from sympow.ops.symmetric import LARGEST_POWER
-
-FORMS = ("auto", "attention", "chunked", "recurrent")
-BACKENDS = ("auto", "torch", "triton")
-
-
-def check_power(power: int) -> None:
-    if not isinstance(power, int) or isinstance(power, bool):
-        raise TypeError(f"power must be an int, got {type(power).__name__}")
-    if power < 2 or power % 2:
-        raise ValueError(
-            f"power must be even and at least 2, got {power}: only even powers make every score non-negative, "
-            "and so the weights of a row a distribution"
-        )
-    check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
-
-
-def check_bool(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_positive(name: str, value: int) -> None:
-    check_at_least(name, value, 1)
-
-
-def check_chunk_size(chunk_size: int | None, form: str) -> None:
-    if chunk_size is None:
-        return
-    check_positive("chunk_size", chunk_size)
-    if form not in ("auto", "chunked"):
-        raise ValueError(f"chunk_size is for form='chunked' (or 'auto', which then means it); got form={form!r}")
 
 
 def check_tensors(

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.checks import check_choice
+from sympow.checks import check_choice, check_positive
 from sympow.deprecated import deprecated_attribute
 from sympow.ops.compilation import DERIVED, conv_shape, register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
@@ -30,9 +30,10 @@ from sympow.ops.interface import attention
 from sympow.ops.numerics import compute_dtype, without_autocast
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import FLOAT_DTYPES, State
-from sympow.ops.symmetric import feature_indices, multinomial_weights, symmetric_dim
+from sympow.ops.symmetric import feature_indices, multinomial_weights
 from sympow.ops.torch.window_steps import PortableWindow
-from sympow.ops.validation import BACKENDS, check_positive, check_power, check_tensors
+from sympow.ops.validation import check_tensors
+from sympow.settings import BACKENDS, check_power, symmetric_dim
 
 # Tokens between two folds. With more tokens folds are rarer, but steps score more keys; both cost little next to
 # reading a state of thousands of features.

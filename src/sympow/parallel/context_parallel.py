@@ -31,22 +31,22 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from sympow.checks import check_bool
 from sympow.ops import interface as operator
-from sympow.ops.dispatch import Backend, Form
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
 from sympow.ops.sequence import Sequence, rotate_sequence
 from sympow.ops.state import State
-from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.torch import softmax
 from sympow.ops.torch.forms import fold
 from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState
-from sympow.ops.validation import check_bool, check_power, check_state, check_tensors
+from sympow.ops.validation import check_state, check_tensors
 from sympow.parallel.collectives import along_time, attach, from_last, sum_before
 from sympow.parallel.fused_attention import fused_shard_attention, rotate_shard, runs_fused
 from sympow.parallel.overlap import Half, halves_of, split
 from sympow.parallel.scan import StateScan, passing_decay
 from sympow.parallel.shards import Shard, Shards, as_shards
+from sympow.settings import Backend, Form, check_power, symmetric_dim
 
 
 @overload

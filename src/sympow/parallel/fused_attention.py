@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sympow.ops.dispatch import Backend, Form, backend_for, quadratic_chunk, shard_unsupported_reason
+from sympow.ops.dispatch import backend_for, quadratic_chunk, shard_unsupported_reason
 from sympow.ops.sequence import Sequence
-from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.collectives import start_gather
 from sympow.parallel.overlap import Half
 from sympow.parallel.scan import Carried, RoundsScan, chosen_exchange
 from sympow.parallel.shards import Shard, Shards
+from sympow.settings import Backend, Form, symmetric_dim
 
 if TYPE_CHECKING:
     from sympow.kernels.attention.shard import Gradients, Outputs, Plan, Rows

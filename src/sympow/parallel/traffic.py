@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sympow.ops.symmetric import symmetric_dim
 from sympow.parallel.scan import rounds_of
+from sympow.settings import symmetric_dim
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from sympow.data.tokenizer import ByteTokenizer, Tokenizer, beginning_of
 from sympow.evaluate.head_statistics import LayerCapture, capture
 from sympow.generation.prefix import Prefix
 from sympow.generation.text import TextDecoder, TextModel
-from sympow.layers.rotations import TURNING
 from sympow.model.gpt import SEGMENT_SIZE
 from sympow.report.html_page import build_page
+from sympow.settings import TURNING
 
 TOKENS = 8_192
 START = "start of document"

@@ -16,7 +16,7 @@ from sympow.model.accounting import (
     state_elements,
 )
 from sympow.model.config import GPTConfig
-from sympow.ops.symmetric import symmetric_dim
+from sympow.settings import symmetric_dim
 
 CONTEXTS = (256, 1_024, 4_096, 16_384, 65_536, 262_144, 1_048_576)
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -12,7 +12,6 @@ from typing import Any
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, quantity_labels, write_heads
 from sympow.extras import require
 from sympow.files import write_atomically
-from sympow.layers.rotations import TURNING
 from sympow.model.accounting import count_parameters
 from sympow.model.config import GPTConfig
 from sympow.model.storage import load_model
@@ -32,6 +31,7 @@ from sympow.report.html_page import build_page
 from sympow.report.paper_figures import draw_figures
 from sympow.report.plotting import Style, assign_styles
 from sympow.report.run_collection import Collection, Run, collect, settings_help
+from sympow.settings import TURNING
 from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CONFIG_FILE, EXPORT
 

@@ -13,13 +13,19 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from sympow.checks import check_at_least, check_at_most, check_choice, check_finite, check_str
-from sympow.data.loader import SHORT
+from sympow.checks import (
+    check_at_least,
+    check_at_most,
+    check_bool,
+    check_choice,
+    check_finite,
+    check_positive,
+    check_str,
+)
 from sympow.extras import require
-from sympow.layers.rotations import DATA_DEPENDENT
 from sympow.model.config import GPTConfig
-from sympow.ops.validation import check_bool, check_positive
 from sympow.parsing import LARGEST_YAML, parse_yaml
+from sympow.settings import DATA_DEPENDENT, SHORT
 
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("bf16", "fp32")

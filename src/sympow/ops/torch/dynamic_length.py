@@ -18,8 +18,8 @@ from torch import Tensor
 from sympow.ops.numerics import compute_dtype, without_autocast
 from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
-from sympow.ops.symmetric import symmetric_dim
 from sympow.ops.torch.forms import chunked_form, run_portable
+from sympow.settings import symmetric_dim
 
 
 def run_open_length(

@@ -18,7 +18,7 @@ from sympow.ops.dispatch import portable_chunk
 from sympow.ops.numerics import feature_decay, least_exponent, power_of_two, state_exponents
 from sympow.ops.sequence import Sequence, divide, prepare
 from sympow.ops.state import State
-from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power
+from sympow.ops.symmetric import even_power, symmetric_power
 from sympow.ops.torch.products import (
     attend_to_past,
     causal_attention,
@@ -27,6 +27,7 @@ from sympow.ops.torch.products import (
     query_state,
     update_state,
 )
+from sympow.settings import symmetric_dim
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sympow.ops.compilation import is_known, slices
 from sympow.ops.numerics import apply_decay, feature_decay
-from sympow.ops.symmetric import even_power, symmetric_dim, symmetric_power_rows
+from sympow.ops.symmetric import even_power, symmetric_power_rows
+from sympow.settings import symmetric_dim
 
 # Scores or features of one block, over batch and heads. 16 Mi elements are 64 MiB in float32: large enough that the
 # products take much longer than their launches, and small beside any state that is worth chunking for.
