@@ -41,8 +41,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def flush(path: Path) -> None:
-    """Calls fsync on a file or a folder, so that it survives a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
+    """Calls fsync on a file or a folder, so that it survives a crash of the machine.
+
+    Windows opens no folder for that, and flushes only files that are open for writing.
+    """
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

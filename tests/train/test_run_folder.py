@@ -1,20 +1,21 @@
 """The lock of a run folder: one run per folder, however many start at the same moment."""
 
 import errno
-import fcntl
 import os
 import signal
 import time
+from contextlib import ExitStack
 
 import pytest
 import torch
 from train.conftest import PATIENCE
 
+from sympow import locks
 from sympow.locks import lock_file
 from sympow.train import TrainConfig, train, trainer
 from sympow.train.distributed import Place
 from sympow.train.metrics import read_metrics
-from sympow.train.run_folder import claimed_folder
+from sympow.train.run_folder import LostFolderError, claimed_folder
 
 STARTS = 50
 # A barrier: all processes arrive here before any continues.
@@ -141,27 +142,81 @@ def test_a_run_without_a_folder_gets_one(tiny, losses, tmp_path, monkeypatch):
 
 def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path, monkeypatch):
     """A refused run removes its folder while the next run is about to lock it."""
-    flock, tried = fcntl.flock, []
+    lock, tried = locks.lock_descriptor, []
 
-    def removing(handle, how):
+    def removing(handle, **how):
         tried.append(handle)
         if len(tried) == 1:
             (tmp_path / "run" / "run.lock").unlink()
             (tmp_path / "run").rmdir()
-        flock(handle, how)
+        return lock(handle, **how)
 
-    monkeypatch.setattr(fcntl, "flock", removing)
-    with lock_file(tmp_path / "run" / "run.lock", wait=False) as handle:
+    monkeypatch.setattr(locks, "lock_descriptor", removing)
+    with lock_file(tmp_path / "run" / "run.lock", wait=False):
         assert len(tried) == 2
-        assert os.path.samestat(os.fstat(handle), (tmp_path / "run" / "run.lock").stat())
+        with (
+            pytest.raises(BlockingIOError, match="another process holds the lock"),
+            lock_file(tmp_path / "run" / "run.lock", wait=False),
+        ):
+            pytest.fail("two locks are held")
     assert list((tmp_path / "run").iterdir()) == []
 
 
 def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatch):
-    def refuse(handle, how):
+    def refuse(handle, **how):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(locks, "lock_descriptor", refuse)
     with pytest.warns(UserWarning, match="run has no locks: other commands can write there"):
         train(tiny(steps=2), tmp_path / "run", device="cpu")
     assert len(losses(tmp_path / "run")) == 2
+
+
+def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_path, monkeypatch):
+    out, step, refused = tmp_path / "run", trainer._Run.step, []
+
+    def removing(self, batch):
+        if self.step_number == 1:
+            (out / "run.lock").unlink()
+        if self.step_number == 2:
+            place = Place(rank=0, world_size=1, device=torch.device("cpu"))
+            with (
+                pytest.raises(ValueError, match=f"is in use by process {os.getpid()} on "),
+                claimed_folder(out, resume=True, place=place),
+            ):
+                pytest.fail("two runs have one folder")
+            refused.append(True)
+        return step(self, batch)
+
+    monkeypatch.setattr(trainer._Run, "step", removing)
+    train(tiny(steps=4), out, device="cpu")
+    assert refused == [True]
+    assert len(losses(out)) == 4
+    assert not (out / "run.lock").exists()
+
+
+def test_a_run_ends_when_another_has_taken_its_folder(tiny, tmp_path, monkeypatch):
+    out, step, others = tmp_path / "run", trainer._Run.step, ExitStack()
+
+    def taken(self, batch):
+        if self.step_number == 2:
+            (out / "run.lock").unlink()
+            others.enter_context(lock_file(out / "run.lock", wait=False)).write_note("process 1 on elsewhere")
+        return step(self, batch)
+
+    monkeypatch.setattr(trainer._Run, "step", taken)
+    message = r"run.lock was removed during the run, and process 1 on elsewhere has taken the folder"
+    with others:
+        with pytest.raises(LostFolderError, match=message):
+            train(tiny(steps=4, save_every=0), out, device="cpu")
+        # The other's lock is not removed.
+        assert (out / "run.lock").exists()
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize(("make", "found"), [(os.mkdir, "a folder"), (os.mkfifo, "no regular file")])
+def test_a_lock_that_is_no_file_is_named(tiny, tmp_path, make, found):
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / "run.lock")
+    with pytest.raises(ValueError, match=rf"run.lock must be a file, which keeps other processes out; it is {found}"):
+        train(tiny(steps=1), tmp_path / "run", device="cpu")

@@ -89,7 +89,7 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
         require(module, extra)
     with ExitStack() as held:
         place = held.enter_context(process_group(device))
-        folder = held.enter_context(claimed_folder(Path(out), resume=True, place=place))
+        folder = held.enter_context(claimed_folder(Path(out), resume=True, place=place)).folder
         if (folder / EXPORT).exists() and not (folder / SETTINGS_FILE).is_file():
             raise ValueError(
                 f"out must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}"

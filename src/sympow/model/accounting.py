@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -72,10 +73,13 @@ def check_fits(config: GPTConfig, device: torch.device, processes: int = 1) -> N
 def host_memory(root: Path = Path("/")) -> int:
     """Bytes of memory that this process may use: the machine's, or the limit of its container or job, if that is less.
 
+    Where the operating system does not say, as on Windows, there is no limit.
+
     Args:
         root: of the file system.
     """
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    known = {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= getattr(os, "sysconf_names", {}).keys()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if known else sys.maxsize
     for path in _limit_files(root):
         text = path.read_text("utf-8").strip() if path.is_file() else ""
         # "max": there is no limit. Older kernels then have a number larger than any memory.

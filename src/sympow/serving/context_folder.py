@@ -12,7 +12,6 @@ machines, can share a folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -23,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from filelock import lock_descriptor
 
 from sympow import tensor_file
 from sympow.data.plain_text import check_text
@@ -90,7 +91,7 @@ class ContextFolder:
                 _remove_if_abandoned(folder)
             self._own.mkdir()
             self._lock = os.open(self._own / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            lock_descriptor(self._lock)
 
     def close(self) -> None:
         shutil.rmtree(self._own, ignore_errors=True)
@@ -184,7 +185,7 @@ def _locked(path: Path) -> Iterator[None]:
     """Holds the lock of the folder, which processes take only for a moment."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        lock_descriptor(handle)
         yield
     finally:
         os.close(handle)
@@ -199,10 +200,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         return
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+        if lock_descriptor(handle, blocking=False):
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(handle)

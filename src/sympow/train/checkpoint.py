@@ -22,7 +22,7 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,8 +52,6 @@ _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 # Classes that a checkpoint's metadata may name. None of them does more than hold its arguments.
 _ADMITTED = {
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
@@ -361,6 +359,9 @@ def read_metadata(folder: Path) -> Metadata:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):
+            # Of the operating system that wrote it; the pure classes exist on all.
+            return PurePosixPath if name == "PosixPath" else PureWindowsPath
         admitted = (module, name) in _ADMITTED
         # dtypes are pickled as attributes of torch.
         if admitted or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):

@@ -6,13 +6,13 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from sympow.files import check_can_write, missing_folders, remove_empty
-from sympow.locks import lock_file
+from sympow.locks import HeldLock, lock_file, read_note
 from sympow.train.distributed import Place
 
 # Parent of run folders without --out.
@@ -24,41 +24,81 @@ CHECKPOINTS = "checkpoints"
 EXPORT = "model"
 
 
+class LostFolderError(RuntimeError):
+    """Another process has taken the run folder, after the file of this run's lock had been removed."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A run folder that no other run writes to.
+
+    Attributes:
+        folder: the folder.
+        lock: None in all processes but the first.
+    """
+
+    folder: Path
+    lock: HeldLock | None
+
+    def keep(self) -> None:
+        """Takes the lock again if someone has removed its file: a second run would then be admitted.
+
+        Raises:
+            LostFolderError: a second run has been admitted.
+        """
+        if self.lock is None:
+            return
+        try:
+            self.lock.keep()
+        except BlockingIOError as error:
+            raise LostFolderError(
+                f"{self.folder / LOCK_FILE} was removed during the run, and {_holder(self.folder)} has taken the folder"
+            ) from error
+
+
 @contextmanager
-def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[Path]:
+def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[Claim]:
     """Locks the folder while the block runs. Rank 0 chooses and locks it for all processes.
 
     If the block fails before anything was written, the folder is removed again.
 
     Args:
         out: the folder; None: a new one under runs/, named by the time.
-        resume: whether it may hold a run already.
+        resume: whether it may hold a run already, or other files.
     """
     with ExitStack() as held:
-        chosen: list[Any] = [None, None]
+        claim, chosen = None, [None, None]
         if place.first:
             try:
-                chosen[0] = held.enter_context(_claim(out, resume))
+                claim = held.enter_context(_claim(out, resume))
+                chosen[0] = claim.folder
             except (ValueError, OSError) as error:
                 chosen[1] = str(error)
         dist.broadcast_object_list(chosen)
         folder, problem = chosen
         if problem is not None:
             raise ValueError(problem)
-        yield folder
+        assert folder is not None
+        yield claim or Claim(folder, None)
 
 
 @contextmanager
-def _claim(out: Path | None, resume: bool) -> Iterator[Path]:
+def _claim(out: Path | None, resume: bool) -> Iterator[Claim]:
     check_can_write("out", out or RUNS, "folder")
     folder, made = _make_new() if out is None else _make(out)
     # On the way out the lock is released first: its file would keep the folder from being removed.
     with ExitStack() as held:
         held.callback(remove_empty, made)
-        held.enter_context(_lock(folder))
-        if not resume and (folder / CONFIG_FILE).exists():
-            raise ValueError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
-        yield folder
+        lock = held.enter_context(_lock(folder))
+        if not resume:
+            _check_is_free(folder)
+        yield Claim(folder, lock)
+
+
+def _check_is_free(folder: Path) -> None:
+    """Raises a ValueError for a folder with a run."""
+    if (folder / CONFIG_FILE).exists():
+        raise ValueError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
 
 
 def _make(folder: Path) -> tuple[Path, list[Path]]:
@@ -84,29 +124,19 @@ def _make_new() -> tuple[Path, list[Path]]:
 
 
 @contextmanager
-def _lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[HeldLock]:
     """Holds the lock of a run folder; raises a ValueError that names the process that has it."""
-    file = folder / LOCK_FILE
     with ExitStack() as held:
         try:
-            handle = held.enter_context(lock_file(file, wait=False))
+            lock = held.enter_context(lock_file(folder / LOCK_FILE, wait=False))
         except BlockingIOError as error:
-            message = f"{folder} is in use by {_holder(file)}: stop that run first, or choose another folder"
-            raise ValueError(message) from error
-        _write_holder(handle)
-        yield
+            raise ValueError(
+                f"{folder} is in use by {_holder(folder)}: stop that run first, or choose another folder"
+            ) from error
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        lock.write_note(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+        yield lock
 
 
-def _write_holder(handle: int) -> None:
-    """Writes who holds the lock, for the error message of other runs."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode(), 0)
-
-
-def _holder(file: Path) -> str:
-    # Empty: the holder has locked the file and not yet written to it. Missing: it has just ended.
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").strip() or "another process"
-    except FileNotFoundError:
-        return "another process"
+def _holder(folder: Path) -> str:
+    return read_note(folder / LOCK_FILE) or "another process"

@@ -56,7 +56,14 @@ from sympow.train.parallelize import (
     parallelize,
 )
 from sympow.train.provenance import TrainedOn
-from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE, claimed_folder
+from sympow.train.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    EXPORT,
+    METRICS_FILE,
+    Claim,
+    claimed_folder,
+)
 from sympow.train.signals import StopRequest, stop_on_signals
 
 # Tokens for the statistics of gates and rotations.
@@ -83,8 +90,8 @@ def train(
 
     Args:
         config: the run.
-        out: the run folder; new, unless resumed. None: one under runs/, named by the time. It is locked until the run
-            ends.
+        out: the run folder; new or empty, unless resumed. None: one under runs/, named by the time. It is locked until
+            the run ends.
         resume: continue from the newest intact checkpoint in it, or start from the beginning if there is none.
         device: "cpu" or "cuda"; None: a GPU if there is one.
         dataset: what to train on, instead of what the config names.
@@ -115,7 +122,7 @@ def train(
     with ExitStack() as held:
         place = held.enter_context(process_group(device))
         check_same({**config.settings(), "resume": resume, "device": place.device.type}, place)
-        folder = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
+        claim = held.enter_context(claimed_folder(None if out is None else Path(out), resume=resume, place=place))
         if dataset is None:
             dataset = open_dataset(config.data.data)
         check_same({"data": dataset.fingerprint}, place)
@@ -127,15 +134,15 @@ def train(
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         stop = held.enter_context(stop_on_signals())
         with fast_float32(config.run.precision, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
-            _Run(config, folder, place, dataset, heldout, heartbeat, named=named).run(resume, stop)
-    return folder
+            _Run(config, claim, place, dataset, heldout, heartbeat, named=named).run(resume, stop)
+    return claim.folder
 
 
 class _Run:
     def __init__(
         self,
         config: TrainConfig,
-        out: Path,
+        claim: Claim,
         place: Place,
         dataset: TokenDataset,
         heldout: TokenDataset | None,
@@ -143,7 +150,8 @@ class _Run:
         *,
         named: bool,
     ) -> None:
-        self.config, self.out, self.place, self.dataset, self.heartbeat = config, out, place, dataset, heartbeat
+        self.config, self.claim, self.out = config, claim, claim.folder
+        self.place, self.dataset, self.heartbeat = place, dataset, heartbeat
         self.named = named  # whether the dataset is what the config names
         sharded = config.run.context_parallel > 1
         self.mesh = make_mesh(place, config.run.context_parallel)
@@ -208,6 +216,7 @@ class _Run:
                 update = self.step(batch)
                 self.step_number += 1
                 self.heartbeat.report_progress()
+                self.claim.keep()
                 throughput.count(run.batch_tokens)
                 if waiting is not None:
                     # Read while the device computes the next step.
