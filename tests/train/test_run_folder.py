@@ -9,8 +9,10 @@ from contextlib import ExitStack
 import pytest
 import torch
 from train.conftest import PATIENCE
+from typer.testing import CliRunner
 
 from sympow import locks
+from sympow.cli.app import app
 from sympow.locks import lock_file
 from sympow.train import TrainConfig, train, trainer
 from sympow.train.distributed import Place
@@ -220,3 +222,25 @@ def test_a_lock_that_is_no_file_is_named(tiny, tmp_path, make, found):
     make(tmp_path / "run" / "run.lock")
     with pytest.raises(ValueError, match=rf"run.lock must be a file, which keeps other processes out; it is {found}"):
         train(tiny(steps=1), tmp_path / "run", device="cpu")
+
+
+def test_a_folder_with_other_files_is_refused(tiny, tmp_path, monkeypatch):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "draft.txt").write_text("Dear")
+    message = r"out must be a new or empty folder, or that of a run; .*letters has other files \(draft.txt\)"
+    with pytest.raises(ValueError, match=message):
+        train(tiny(steps=1), tmp_path / "letters", device="cpu")
+    assert [path.name for path in (tmp_path / "letters").iterdir()] == ["draft.txt"]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / ".DS_Store").touch()
+    train(tiny(steps=1, save=False), tmp_path / "empty", device="cpu")
+
+
+def test_an_empty_name_is_not_the_working_directory(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="out must name a folder, got ''"):
+        train(tiny(steps=1), "", device="cpu")
+    refused = CliRunner().invoke(app, ["train", "--out", ""])
+    assert refused.exit_code == 2
+    assert "--out must name a folder, got ''" in refused.output
+    assert list(tmp_path.iterdir()) == []

@@ -14,9 +14,16 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import App, Device, add_deferred
+from sympow.cli.common import App, Device, Mistake, add_deferred
 from sympow.invocation import first_process, may_be_restarted
 from sympow.model.config import PRESETS as MODELS
+
+
+def _named(folder: str) -> Path:
+    """The path of a folder. An empty one, as of a shell variable that is not set, would be the working directory."""
+    if not folder:
+        raise Mistake("--out must name a folder, got ''")
+    return Path(folder)
 
 
 def train(
@@ -25,7 +32,10 @@ def train(
     config: Annotated[
         Path | None, typer.Option(help="Config file to start from; each run writes its own as config.yaml.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(parser=_named, metavar="PATH", help="Folder of the run; by default a new one under runs/."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, or the latest run.")] = False,
     device: Device = None,
     **changes: Any,

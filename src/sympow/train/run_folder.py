@@ -22,6 +22,9 @@ CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 EXPORT = "model"
+TENSORBOARD = "tensorboard"
+# What a run writes.
+OWN = (LOCK_FILE, CONFIG_FILE, METRICS_FILE, CHECKPOINTS, EXPORT, TENSORBOARD, "wandb", "wandb-id")
 
 
 class LostFolderError(RuntimeError):
@@ -96,9 +99,14 @@ def _claim(out: Path | None, resume: bool) -> Iterator[Claim]:
 
 
 def _check_is_free(folder: Path) -> None:
-    """Raises a ValueError for a folder with a run."""
+    """Raises a ValueError for a folder with a run or with other files, among which those of a run would be lost."""
     if (folder / CONFIG_FILE).exists():
         raise ValueError(f"{folder} holds a run already: resume it (--resume), or choose another folder")
+    # A run that ended before its first step may have left files without a config.
+    others = sorted(path.name for path in folder.iterdir() if path.name not in OWN and not path.name.startswith("."))
+    if others:
+        named = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        raise ValueError(f"out must be a new or empty folder, or that of a run; {folder} has other files ({named})")
 
 
 def _make(folder: Path) -> tuple[Path, list[Path]]:

@@ -61,6 +61,7 @@ from sympow.train.run_folder import (
     CONFIG_FILE,
     EXPORT,
     METRICS_FILE,
+    TENSORBOARD,
     Claim,
     claimed_folder,
 )
@@ -107,6 +108,8 @@ def train(
     """
     if not isinstance(config, TrainConfig):
         raise TypeError(f"config must be a TrainConfig, got {type(config).__name__}")
+    if out == "":
+        raise ValueError("out must name a folder, got ''")
     if resume and out is None:
         raise ValueError("out must name the run to resume, got None")
     for name, given in (("dataset", dataset), ("heldout", heldout)):
@@ -418,7 +421,7 @@ class _Run:
         run = self.config.run
         yield JsonLines(self.out / METRICS_FILE, self.step_number)
         if run.tensorboard:
-            yield TensorBoard(self.out / "tensorboard", self.step_number)
+            yield TensorBoard(self.out / TENSORBOARD, self.step_number)
         if run.wandb:
             yield WeightsAndBiases(run.wandb, self.out, asdict(self.config))
 
