@@ -125,6 +125,27 @@ def test_what_would_have_no_effect_is_refused(asked, tmp_path):
     assert asked.config.optimizer.final_rate == 0.5
 
 
+@pytest.mark.parametrize(
+    ("habit", "flag", "text"),
+    [
+        ("--lr", "--learning-rate", "The peak of the schedule"),
+        ("--batch-size=8", "--batch-tokens", "Tokens of a batch"),
+    ],
+)
+def test_names_of_other_programs_lead_to_the_flags(habit, flag, text):
+    refused = invoke(habit, "1")
+    assert refused.exit_code == 2
+    assert f"Error: there is no {habit.partition('=')[0]}; use {flag}: {text}" in said(refused)
+
+
+def test_every_flag_that_is_suggested_exists():
+    printed = invoke("--help").output
+    for flag, others in train_cli.HABITS.items():
+        assert f"{flag} " in printed
+        for other in others:
+            assert f"{other} " not in printed
+
+
 @pytest.mark.parametrize("curve", ["softmax", "sympow", "gated", "conformal"])
 @pytest.mark.parametrize("power", [2, 4])
 def test_flags_give_every_curve_of_the_paper(asked, curve, power):

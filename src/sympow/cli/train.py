@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import App, Device, Mistake, add_deferred
+from sympow.cli.common import App, Command, Device, Mistake, add_deferred
 from sympow.invocation import first_process, may_be_restarted
 from sympow.model.config import PRESETS as MODELS
 
@@ -90,6 +90,45 @@ def train(
         typer.echo(f"{folder}")
 
 
+# Names that other programs have for flags.
+HABITS = {
+    "--learning-rate": ("--lr", "--rate"),
+    "--batch-tokens": ("--batch-size", "--batch", "--bs", "--global-batch-size"),
+    "--micro-batch-tokens": ("--micro-batch-size", "--gradient-accumulation-steps", "--accumulate", "--grad-accum"),
+    "--steps": ("--epochs", "--num-epochs", "--max-steps", "--num-steps", "--iters", "--max-iters", "--train-steps"),
+    "--context": ("--seq-len", "--seqlen", "--sequence-length", "--context-length", "--block-size", "--max-length"),
+    "--width": ("--dim", "--d-model", "--hidden-size", "--n-embd", "--embed-dim"),
+    "--layers": ("--depth", "--n-layer", "--n-layers", "--num-layers", "--num-hidden-layers"),
+    "--heads": ("--n-head", "--n-heads", "--num-heads", "--num-attention-heads"),
+    "--key-value-heads": ("--kv-heads", "--n-kv-heads", "--num-key-value-heads"),
+    "--weight-decay": ("--wd",),
+    "--warmup-steps": ("--warmup", "--warmup-iters"),
+    "--schedule": ("--scheduler", "--lr-scheduler", "--lr-schedule", "--lr-scheduler-type"),
+    "--clip-norm": ("--clip", "--grad-clip", "--gradient-clip", "--max-grad-norm"),
+    "--precision": ("--dtype", "--bf16", "--amp", "--fp16"),
+    "--recompute": ("--gradient-checkpointing", "--grad-checkpointing", "--activation-checkpointing"),
+    "--evaluate-every": ("--eval-every", "--eval-interval", "--eval-steps", "--val-every"),
+    "--save-every": ("--save-interval", "--save-steps", "--checkpoint-every"),
+    "--log-every": ("--log-interval", "--logging-steps"),
+    "--data": ("--dataset", "--data-dir", "--train-data"),
+    "--out": ("--output", "--output-dir", "--out-dir", "--save-dir"),
+}
+
+
+class TrainCommand(Command):
+    """A command that knows what its flags are called in other programs."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        flags = {flag: parameter for parameter in self.params for flag in parameter.opts}
+        ours = {other: flag for flag, others in HABITS.items() for other in others}
+        for arg in args:
+            name = arg.partition("=")[0]
+            if name in ours and name not in flags:
+                # Its help, since it may count in other units: tokens of a batch instead of sequences.
+                raise Mistake(f"there is no {name}; use {ours[name]}: {flags[ours[name]].help}", ctx=ctx)
+        return super().parse_args(ctx, args)
+
+
 def add_train(app: App) -> None:
     """Adds the command to a group."""
     add_deferred(app, "train", train.__doc__, _with_flags)
@@ -104,7 +143,7 @@ def _with_flags() -> Any:
     from sympow.train.flags import with_config_flags
 
     app = App()
-    app.command()(with_config_flags(train))
+    app.command(cls=TrainCommand)(with_config_flags(train))
     return typer.main.get_command(app)
 
 
