@@ -1,6 +1,9 @@
 """`prepare`: shards, the same files after any interruption, and error messages."""
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +105,42 @@ def test_two_workers_write_what_one_does(corpus, tmp_path):
     prepare([corpus], tmp_path / "one", workers=1, **options)
     prepare([corpus], tmp_path / "two", workers=2, **options)
     assert files_in(tmp_path / "one") == files_in(tmp_path / "two")
+
+
+PREPARING = """
+import sys, time
+from sympow.data import prepare
+
+def stop_at_the_first_shard(progress):
+    if progress.documents:
+        print("writing", flush=True)
+        time.sleep(600)
+
+if __name__ == "__main__":
+    prepare([sys.argv[1]], sys.argv[2], workers=2, shard_bytes=1000, heldout=0, on_progress=stop_at_the_first_shard)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ["SIGTERM", "SIGKILL"])
+def test_workers_end_when_their_parent_is_killed(corpus, tmp_path, ending):
+    psutil = pytest.importorskip("psutil")
+    (tmp_path / "preparing.py").write_text(PREPARING)
+    command = [sys.executable, str(tmp_path / "preparing.py"), str(corpus), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "writing\n"
+        children = psutil.Process(parent.pid).children()
+        parent.send_signal(getattr(signal, ending))
+    try:
+        # On Linux also the process in which Python keeps track of semaphores.
+        assert len(children) >= 2
+        assert psutil.wait_procs(children, timeout=60)[1] == []
+    finally:
+        for child in children:
+            if child.is_running():
+                child.kill()
+    # What they left is no obstacle.
+    assert prepare([corpus], tmp_path / "out", workers=1, shard_bytes=1000, heldout=0).counts["documents"] == 42
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])

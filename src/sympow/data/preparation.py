@@ -13,10 +13,12 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -431,7 +433,17 @@ def _start_worker(job: Job) -> None:
     global _worker
     # Ctrl-C reaches every process of the terminal; only the parent handles it, and workers finish their group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = job, load_tokenizer(job.out)
+
+
+def _end_with_parent() -> None:
+    """Ends this process as soon as its parent has ended: killed, the parent cannot tell its workers to stop."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    # Not sys.exit, which would end this thread alone. A shard that is being written leaves a partial file.
+    os._exit(1)
 
 
 def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record | ValueError:
