@@ -1,6 +1,7 @@
 """Tokenizers: round trips, special tokens, saving and loading."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from sympow.data import load_tokenizer, prepare
-from sympow.data.tokenizer import MODEL_FILE, train_bpe
+from sympow.data.tokenizer import LONGEST_RUN, MODEL_FILE, train_bpe
 
 TEXT = "Hello world, größer  than\n\n\t<|endoftext|> 🙂 def f(x): return x**2\n"
 
@@ -74,9 +75,57 @@ def test_a_trained_bpe_has_the_size_asked_for_and_shortens_its_text(bpe):
     assert len(bpe.encode("the cat sat")) <= 4
 
 
-def test_a_bpe_without_room_for_the_bytes_is_refused():
+def trained_as_before(texts, vocab_size):
+    """A byte-level BPE whose pre-tokens are GPT-2's, of any length."""
+    library = pytest.importorskip("tokenizers")
+    model = library.Tokenizer(library.models.BPE())
+    model.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(texts, trainer)
+    model.encode_special_tokens = True
+    return model
+
+
+def test_a_bpe_of_ordinary_text_is_that_of_gpt2s_pre_tokens():
+    source = Path(json.__file__).with_name("decoder.py").read_text()
+    # The longest run that is not cut, after a space, which is no part of it.
+    edges = f"x {'-' * LONGEST_RUN} {'é' * LONGEST_RUN}\t{'7' * LONGEST_RUN}{' ' * LONGEST_RUN}x it's\n"
+    expected, found = trained_as_before([source, TEXT, edges], 600), train_bpe([source, TEXT, edges], 600)
+    assert found._model.get_vocab() == expected.get_vocab()
+    for text in (source, TEXT, edges):
+        assert found.encode(text).tolist() == expected.encode(text).ids
+
+
+@pytest.mark.parametrize("text", ["ab" * 15_000, "-" * 30_000, " " * 30_000, "é" * 30_000])
+def test_a_long_run_is_learned_and_encoded_in_pieces(text):
+    tokenizer = train_bpe([text], 2_000)
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) == -(-len(text) // LONGEST_RUN)
+    # No token is longer than a piece of a run.
+    assert max(len(tokenizer.decode([index])) for index in range(1, tokenizer.vocab_size)) == LONGEST_RUN
+
+
+def test_transformers_cuts_long_runs_in_the_same_places(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    dna = "".join(random.Random(0).choices("ACGT", k=3_000))
+    tokenizer = train_bpe([dna, TEXT], 600)
+    tokenizer.save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / MODEL_FILE))
+    for text in (dna, f"{dna[:300]} {'=' * 700}\n"):
+        ids = tokenizer.encode(text).tolist()
+        assert theirs(text)["input_ids"] == load_tokenizer(tmp_path).encode(text).tolist() == ids
+        assert tokenizer.decode(ids) == text
+
+
+def test_a_bpe_without_room_for_the_bytes_or_without_bound_is_refused():
     with pytest.raises(ValueError, match="vocab_size must be at least 257, got 100"):
         train_bpe(["text"], 100)
+    with pytest.raises(ValueError, match="vocab_size must be at most 1,048,576, several times .* got 1,000,000,000"):
+        train_bpe(["text"], 1_000_000_000)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bpe"])

@@ -48,7 +48,15 @@ from sympow.data.sources import (
     read_documents,
 )
 from sympow.data.token_shards import ShardWriter, id_dtype
-from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, check_boundary_token, load_tokenizer, train_bpe
+from sympow.data.tokenizer import (
+    MODEL_FILE,
+    SETTINGS_FILE,
+    Tokenizer,
+    check_boundary_token,
+    check_vocab_size,
+    load_tokenizer,
+    train_bpe,
+)
 from sympow.exceptions import raised_by_sympow
 from sympow.files import (
     PARTIAL_ENDING,
@@ -140,8 +148,10 @@ def prepare(
         check_at_least("workers", workers, 1)
     if heldout and heldout_sources:
         raise ValueError("heldout and heldout_sources both choose what is held out; give one of them")
-    if vocab_size is not None and tokenizer != "bpe":
-        raise ValueError(f"vocab_size is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}")
+    if vocab_size is not None:
+        if tokenizer != "bpe":
+            raise ValueError(f"vocab_size is for tokenizer='bpe', which is trained here; got tokenizer={tokenizer!r}")
+        check_vocab_size(vocab_size)
     check_boundary_token(tokenizer, boundary_token)
     if not sources:
         raise ValueError("sources must name at least one file or folder")

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.checks import check_at_least
+from sympow.checks import check_at_least, check_at_most
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.parsing import read_json
@@ -26,6 +26,15 @@ NAMED = ("bytes", "gpt2", "bpe")
 END_OF_TEXT = "<|endoftext|>"
 # Usual names of the token between documents, in order of preference.
 BOUNDARY_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+# The bytes and the boundary; and a size beyond which the trainer would reserve memory for entries that nobody uses.
+SMALLEST_VOCABULARY, LARGEST_VOCABULARY = 257, 2**20
+# A byte-pair encoding merges bytes inside a pre-token: a run of letters, digits, white space or other characters. The
+# time to learn merges grows with the square of a run's length, and DNA or a line of dashes is a single run.
+LONGEST_RUN = 256
+# As GPT-2's pre-tokens, except that runs are cut. Shorter ones are the same.
+PRE_TOKEN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+".replace(
+    "+", f"{{1,{LONGEST_RUN}}}"
+)
 
 
 class Tokenizer(Protocol):
@@ -225,6 +234,12 @@ def token_unit(folder: Path | str) -> str:
     return "byte" if kind == ByteTokenizer.kind else "token"
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Refuses a size of a vocabulary to train that has no room for the bytes, or that the trainer has no memory for."""
+    check_at_least("vocab_size", vocab_size, SMALLEST_VOCABULARY)
+    check_at_most("vocab_size", vocab_size, LARGEST_VOCABULARY, "several times the largest vocabulary in use")
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level byte-pair encoding.
 
@@ -232,9 +247,13 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         texts: training text.
         vocab_size: number of tokens: 256 bytes, the boundary, and merges; fewer if the texts have no more merges.
     """
-    check_at_least("vocab_size", vocab_size, 257)
+    check_vocab_size(vocab_size)
     library = require("tokenizers", "data")
     model = _byte_level(library, library.models.BPE())
+    # Saved with the tokenizer, so that texts are cut in the same places wherever it is loaded.
+    split = library.pre_tokenizers.Split(library.Regex(PRE_TOKEN), "isolated")
+    to_bytes = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = library.pre_tokenizers.Sequence([split, to_bytes])
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
