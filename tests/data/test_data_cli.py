@@ -1,6 +1,7 @@
 """The commands `sympow data prepare` and `sympow data info`."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -15,6 +16,10 @@ def invoke(*arguments):
     return runner.invoke(app, ["data", *map(str, arguments)], terminal_width=200)
 
 
+def len_of_tokens(folder):
+    return json.loads((folder / "manifest.json").read_text())["counts"]["tokens"]
+
+
 def test_prepare_then_info(corpus, tmp_path):
     out = tmp_path / "out"
     result = invoke("prepare", corpus, "--out", out, "--heldout", "0.3", "--workers", "1")
@@ -25,7 +30,9 @@ def test_prepare_then_info(corpus, tmp_path):
     result = invoke("info", out, "--verify", "--tokens", "5")
     assert result.exit_code == 0, result.output
     assert "heldout" in result.output
-    assert "257 tokens, 256 between documents" in result.output
+    facts = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines() if "│" in line]
+    assert ["vocabulary", "257 tokens"] in facts
+    assert ["boundary token", "256, the id between documents"] in facts
 
 
 def test_info_as_json_is_complete(corpus, tmp_path):
@@ -80,11 +87,43 @@ def test_info_describes_longcrawl64(tmp_path):
     assert list(json.loads(invoke("info", tmp_path / "heldout.zarr", "--json").output)["splits"]) == ["heldout"]
 
 
+def test_help_shows_the_default_fraction_once():
+    text = " ".join(invoke("prepare", "--help").output.split())
+    assert "by default 0.02" in text
+    assert "(0.02)" not in text
+
+
+def test_progress_fits_in_80_columns(corpus, tmp_path, monkeypatch):
+    # As on a terminal of that width.
+    for name, value in {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    options = ("--tokenizer", "bpe", "--vocab-size", "280", "--workers", "1")
+    result = invoke("prepare", corpus, "--out", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.stderr).replace("\r", "\n").splitlines()
+    last = {line[:14]: line.rstrip() for line in shown}
+    size, tokens = r"(\d+\.\d)/\1 kB", rf"{len_of_tokens(tmp_path / 'out'):,} tokens"
+    for stage, end in (("writing shards", f" {tokens}"), ("counting words", ""), ("merging pairs ", "")):
+        assert re.fullmatch(rf"{stage} ━+ {size} \d:\d\d:\d\d{end}", last[stage]), last[stage]
+    # Nothing is left out or wrapped, and there is room for a corpus of terabytes.
+    longest = len(last["writing shards"]) - len(tokens) + len("123,456,789,012 tokens")
+    assert longest + len("100.0/100.0") - len("12.3/12.3") <= 80
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("prepare", "nowhere", "--out", "out"), "nowhere is neither a file nor a folder"),
         (("prepare", "a.txt", "--out", "out", "--heldout", "2"), "heldout must be at least 0 and below 1"),
+        (("prepare", "a.txt", "--out", "out", "--workers", "0"), "--workers must be at least 1, got 0"),
+        (
+            ("prepare", "a.txt", "--out", "out", "--tokenizer", "bpe", "--vocab-size", "1000000000"),
+            "--vocab-size must be at most 1,048,576, several times the largest vocabulary in use; got 1,000,000,000",
+        ),
+        (
+            ("prepare", "a.txt", "--out", "out", "--tokenizer", "bpe", "--vocab-size", "0"),
+            "--vocab-size must be at least 257, got 0",
+        ),
         (("info", "nowhere"), "source must be 'stdlib'"),
         (("info", "stdlib", "--verify"), "verify compares hashes of prepared shards"),
     ],

@@ -29,7 +29,7 @@ def prepare(
     field: Annotated[str, typer.Option(help="Key (.jsonl) or column (.parquet) with the text.")] = "text",
     heldout: Annotated[
         float | None,
-        typer.Option(help="Share of the documents to hold out, chosen by hash; 0: none.", show_default="0.02"),
+        typer.Option(help="Share of the documents to hold out, chosen by hash; by default 0.02; 0: none."),
     ] = None,
     heldout_source: Annotated[
         list[Path] | None,
@@ -50,9 +50,9 @@ def prepare(
     columns = require("rich.progress", "cli")
     bar = columns.Progress(
         columns.TextColumn("{task.description}"),
-        columns.BarColumn(),
+        # All of it fits in 80 columns, up to terabytes.
+        columns.BarColumn(bar_width=16),
         columns.DownloadColumn(),
-        columns.TransferSpeedColumn(),
         columns.TimeRemainingColumn(),
         columns.TextColumn("{task.fields[written]}"),
         console=require("rich.console", "cli").Console(stderr=True),
@@ -61,9 +61,12 @@ def prepare(
 
     def show(progress: Progress) -> None:
         if progress.stage not in tasks:
-            tasks[progress.stage] = bar.add_task(progress.stage, total=progress.total_bytes, written="")
-        written = f"{counted(progress.documents, 'document')}, {progress.tokens:,} tokens" if progress.documents else ""
-        bar.update(tasks[progress.stage], completed=progress.source_bytes, written=written)
+            # Until a part of it is done, the bar only moves.
+            tasks[progress.stage] = bar.add_task(progress.stage, start=False, total=progress.total_bytes, written="")
+        task, done = tasks[progress.stage], progress.source_bytes
+        if done:
+            bar.start_task(task)
+        bar.update(task, completed=done, written=f"{progress.tokens:,} tokens" if progress.tokens else "")
 
     try:
         with bar:

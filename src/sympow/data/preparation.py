@@ -86,8 +86,8 @@ class Progress:
     """Progress of a preparation.
 
     Attributes:
-        stage: "learning the tokenizer" or "writing shards".
-        source_bytes: of the sources, read so far.
+        stage: "counting words" and "merging pairs", which learn the tokenizer, or "writing shards".
+        source_bytes: of the sources, done so far. Pairs are merged in all of them at once.
         total_bytes: of the sources in all.
         documents: written so far.
         tokens: written so far.
@@ -369,22 +369,24 @@ def _make_tokenizer(
     if name != "bpe":
         return load_tokenizer(name, boundary_token)
     assert vocab_size is not None
-    return train_bpe(_training_texts(groups, job, on_progress), vocab_size)
+    total = min(BPE_TRAINING_BYTES, sum(file_range.size for group in groups for file_range in group))
+    learned = train_bpe(_training_texts(groups, job, total, on_progress), vocab_size)
+    on_progress(Progress("merging pairs", total, total))
+    return learned
 
 
 def _training_texts(
-    groups: Sequence[tuple[FileRange, ...]], job: Job, on_progress: Callable[[Progress], None]
+    groups: Sequence[tuple[FileRange, ...]], job: Job, total: int, on_progress: Callable[[Progress], None]
 ) -> Iterator[str]:
-    """Training documents of randomly chosen groups, up to BPE_TRAINING_BYTES."""
-    total = min(BPE_TRAINING_BYTES, sum(file_range.size for group in groups for file_range in group))
+    """Training documents of randomly chosen groups, up to `total` bytes; the trainer merges when it has read them."""
     read = 0
-    for index in permutation(len(groups), 0).tolist():
-        for file_range in groups[index]:
-            yield from (document.text for split, document in _split_documents(file_range, job) if split == "train")
-            read += file_range.size
-            on_progress(Progress("learning the tokenizer", min(read, total), total))
-            if read >= total:
-                return
+    for file_range in (file_range for index in permutation(len(groups), 0).tolist() for file_range in groups[index]):
+        yield from (document.text for split, document in _split_documents(file_range, job) if split == "train")
+        read += file_range.size
+        on_progress(Progress("counting words", min(read, total), total))
+        if read >= total:
+            break
+    on_progress(Progress("merging pairs", 0, total))
 
 
 def _write_all(
