@@ -88,7 +88,8 @@ def print_description(described: dict[str, Any]) -> None:
 
     facts = table(title=described["source"], show_header=False, title_justify="left")
     facts.add_row("tokenizer", described["tokenizer"])
-    facts.add_row("vocabulary", f"{described['vocab_size']:,} tokens, {described['boundary']} between documents")
+    facts.add_row("vocabulary", f"{described['vocab_size']:,} tokens")
+    facts.add_row("boundary token", f"{described['boundary']:,}, the id between documents")
     for name, value in described.get("counts", {}).items():
         facts.add_row(name.replace("_", " "), f"{len(value) if isinstance(value, list) else value:,}")
     console.print(facts)
