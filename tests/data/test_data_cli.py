@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -135,6 +136,26 @@ def test_mistakes_are_explained_without_a_traceback(tmp_path, monkeypatch, argum
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("address", "package"),
+    [("gs://bucket/data", "gcsfs"), ("s3://bucket/data", "s3fs"), ("https://host/data/train.zarr", "aiohttp")],
+)
+@pytest.mark.parametrize(("command", "named"), [(("data", "info"), "source"), (("train", "--data"), "--data")])
+def test_an_address_names_the_package_that_opens_it(monkeypatch, tmp_path, command, named, address, package):
+    pytest.importorskip("zarr")
+    registry = pytest.importorskip("fsspec.registry")
+    # Not installed, nor imported before.
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.http", raising=False)
+    monkeypatch.delitem(registry._registry, address.partition(":")[0], raising=False)
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, [*command, address])
+    assert result.exit_code == 2, result.output
+    said = result.stderr.splitlines()[-1]
+    assert said.startswith(f"Error: {named} needs the package {package} to open {address}")
+    assert said.endswith(f": pip install {package}")
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])

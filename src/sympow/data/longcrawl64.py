@@ -209,6 +209,12 @@ def _open_array(address: str, storage_options: dict[str, Any] | None) -> Any:
     try:
         array = zarr.open_array(address, mode="r", storage_options=storage_options)
         encoder = array.attrs.get("encoder")
+    except ImportError as error:
+        # fsspec's, of the package for the address's protocol, which no extra brings: there are dozens.
+        if "://" not in address or not isinstance(error.__cause__, ImportError):
+            raise
+        package = (error.__cause__.name or "").partition(".")[0]
+        raise ValueError(f"source needs the package {package} to open {address}: pip install {package}") from error
     except METADATA_DAMAGE as error:
         said = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{address} is not a zarr array: {said}") from error
