@@ -1,5 +1,10 @@
 """Plain text from users: UTF-8 or refused, and escapes on the command line."""
 
+import os
+import subprocess
+import sys
+import threading
+
 import pytest
 
 from sympow.data.plain_text import check_text, decode, read_text, unescape
@@ -40,6 +45,36 @@ def test_what_cannot_be_read_is_named(tmp_path):
         read_text(tmp_path / "nowhere.txt")
     with pytest.raises(ValueError, match="cannot be read: Is a directory"):
         read_text(tmp_path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="a device of Linux and macOS")
+def test_a_text_without_end_is_refused():
+    # In a process that cannot use more than 4 GB: a test that fails must not fill the machine's memory.
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (2**32, 2**32))
+from sympow.data.plain_text import read_text
+for name in ("/dev/zero", "-"):
+    try:
+        read_text(name)
+    except ValueError as error:
+        print(error)
+"""
+    with open("/dev/zero", "rb") as zeros:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdin=zeros, capture_output=True, text=True, timeout=300)
+    said = "must have at most 268,435,456 bytes, unless it is a file; got more"
+    assert done.stdout.splitlines() == [f"/dev/zero {said}", f"standard input {said}"], done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_read_to_its_end(tmp_path):
+    # As from `--file <(command)`.
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=("from a pipe",))
+    writer.start()
+    assert read_text(tmp_path / "pipe") == "from a pipe"
+    writer.join()
 
 
 def test_text_that_is_not_utf8_is_refused_with_its_place():

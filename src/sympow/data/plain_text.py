@@ -9,10 +9,13 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import BinaryIO
 
 STANDARD_INPUT = "-"
 # Byte order marks of files that some Windows programs write.
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+# Bytes of a text from a pipe or a device, which may never end.
+LONGEST_STREAM = 2**28
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\"}
 ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.|$)", re.DOTALL)
 
@@ -21,15 +24,23 @@ def read_text(file: Path | str) -> str:
     """The content of a text file, with line endings unchanged; "-": of standard input.
 
     Raises:
-        ValueError: it cannot be read, or is not UTF-8.
+        ValueError: it cannot be read, is not UTF-8, or is no file and too long.
     """
     if str(file) == STANDARD_INPUT:
-        return decode(sys.stdin.buffer.read(), "standard input")
+        return decode(_read_stream(sys.stdin.buffer, "standard input"), "standard input")
     try:
-        content = Path(file).read_bytes()
+        with Path(file).open("rb") as opened:
+            content = opened.read() if Path(file).is_file() else _read_stream(opened, str(file))
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error.strerror}") from error
     return decode(content, str(file))
+
+
+def _read_stream(stream: BinaryIO, name: str) -> bytes:
+    content = stream.read(LONGEST_STREAM + 1)
+    if len(content) > LONGEST_STREAM:
+        raise ValueError(f"{name} must have at most {LONGEST_STREAM:,} bytes, unless it is a file; got more")
+    return content
 
 
 def decode(content: bytes, name: str) -> str:
