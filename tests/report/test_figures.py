@@ -44,6 +44,18 @@ def check(figures):
         assert len(set(seen.values())) == len(seen), seen
 
 
+def only_powers_of_two(axes):
+    """Whether every label of the x axis is one, and there are several."""
+    labels = [int(text.get_text().replace(",", "")) for text in axes.get_xticklabels() if text.get_text()]
+    return len(labels) > 1 and all(label.bit_count() == 1 for label in labels)
+
+
+def marked(axes):
+    """The training context, as the vertical line has it."""
+    (line,) = (line for line in axes.lines if line.get_label().startswith("trained at"))
+    return line.get_xdata()[0]
+
+
 def write_runs(folder, powers, contexts, rates, **changes):
     """Writes runs that differ in everything that figures distinguish, with the largest numbers that occur."""
     first = (contexts[0], rates[0])
@@ -92,6 +104,21 @@ def test_the_papers_figures(tmp_path, saved, powers, contexts, rates):
     check(saved)
 
 
+def test_all_models_share_one_panel_of_loss_by_evaluation_context(tmp_path, saved):
+    """Those with a gate and those without one, so that they can be compared, from 1/16 of the training context on."""
+    write_runs(tmp_path / "runs", (2,), (256,), (6e-4,))
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    written = draw_figures(groups, styles, tmp_path / "figures")
+    names = [path.stem for path in written if path.suffix == ".png"]
+    (axes,) = saved[names.index("loss_by_evaluation_context_p2_trained_at_256")].axes
+    curves = {line.get_label(): line for line in axes.lines if len(line.get_xdata()) > 2}
+    assert list(curves) == ["softmax", "sympow", "sympow + gating", "conformal"]
+    assert all(list(line.get_xdata()) == [16, 32, 64, 128, 256, 512, 1024] for line in curves.values())
+    assert only_powers_of_two(axes)
+    assert marked(axes) == 256
+
+
 def test_seeds_without_a_common_step_have_figures(tmp_path, saved):
     """The second has just begun, and logs more often than the first did."""
     first = write_run(tmp_path / "runs" / "seed0", [3.0] * 20, log_every=10)
@@ -125,8 +152,11 @@ def test_figures_of_byte_level_models_say_bytes(tmp_path, saved):
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=["two models", "six models"])
 def test_loss_by_position(tmp_path, saved, names, panels):
     curves = {name: n + 3 + 1 / (torch.arange(40_000) + 1.0) for n, name in enumerate(names)}
-    plot_loss_by_position({f"held-out documents {n}": curves for n in range(panels)}, tmp_path / "figure.png")
+    plot_loss_by_position({f"held-out documents {n}": curves for n in range(panels)}, 4_096, tmp_path / "figure.png")
     check(saved)
+    for axes in saved[0].axes:
+        assert only_powers_of_two(axes)
+        assert marked(axes) == 4_096
 
 
 @pytest.mark.parametrize("length", [48, 262_144])
@@ -134,6 +164,8 @@ def test_loss_by_context(tmp_path, saved, length):
     curves = {name: {2**k: n + 3.0 for k in range(length.bit_length())} for n, name in enumerate(NAMES)}
     plot_loss_by_context(curves, length // 4, tmp_path / "figure.png")
     check(saved)
+    assert only_powers_of_two(saved[0].axes[0])
+    assert marked(saved[0].axes[0]) == length // 4
 
 
 @pytest.mark.parametrize("kinds", ["recall", "passkey", "both"])
@@ -144,7 +176,7 @@ def test_probes(tmp_path, saved, kinds):
         {} if kinds == "passkey" else recall, {} if kinds == "recall" else passkey, tmp_path / "figure.png", "byte"
     )
     check(saved)
-    assert all(axes.get_xlabel() == "distance (bytes)" for axes in saved[0].axes)
+    assert all(axes.get_xlabel() == "distance (bytes)" and only_powers_of_two(axes) for axes in saved[0].axes)
 
 
 def everything_timed(device, monkeypatch):

@@ -19,10 +19,11 @@ from sympow.report.plotting import (
     add_legend,
     assign_styles,
     make_panels,
-    plain_numbers,
+    mark_training_context,
     pyplot,
     save_figure,
     set_context_ticks,
+    set_powers_of_two,
     set_title,
     tidy,
 )
@@ -153,10 +154,10 @@ def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     for name, one in evaluations.items():
         points = one.by_context[longest].by_position
         axes.plot([float(at) for at in points], list(points.values()), label=name, **styles[name].for_matplotlib)
-    axes.axvline(shortest, color="#8886", linewidth=1)
-    axes.set(xscale="log", xlabel="position (tokens)", ylabel="loss (nats per token)")
-    axes.xaxis.set_major_formatter(plain_numbers())
-    set_title(axes, f"Held-out loss by position; the line is the training context, {shortest:,}")
+    mark_training_context(axes, shortest)
+    set_powers_of_two(axes)
+    axes.set(xlabel="position (tokens)", ylabel="loss (nats per token)")
+    set_title(axes, "Held-out loss by position")
     _finish(figure, [axes], path)
 
 
@@ -168,6 +169,7 @@ def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     styles = _styles(evaluations)
     for name, one in evaluations.items():
         axes.plot(contexts, [one.by_context[c].loss for c in contexts], label=name, **styles[name].with_marker)
+    mark_training_context(axes, contexts[0])
     axes.set(xlabel="context (tokens)", ylabel="loss (nats per token)")
     set_context_ticks(axes, contexts)
     set_title(axes, "Mean held-out loss by context")

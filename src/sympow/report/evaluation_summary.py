@@ -63,14 +63,16 @@ def save_evaluations(found: Mapping[str, ModelEvaluation], facts: dict[str, Any]
     unit = common_unit(found)
     write_evaluations(folder / FILE, found, {**facts, "environment": environment(facts["device"])})
     written = [folder / FILE, folder / "loss_by_context.png", folder / "loss_by_position.png"]
-    trained_at = {one.trained_at for one in found.values()}
+    contexts = {one.trained_at for one in found.values()}
+    trained_at = contexts.pop() if len(contexts) == 1 else None
     plot_loss_by_context(
         {name: one.losses.by_context(contexts_up_to(len(one.losses.mean), 2)) for name, one in found.items()},
-        trained_at.pop() if len(trained_at) == 1 else None,
+        trained_at,
         written[1],
         unit,
     )
-    plot_loss_by_position({"held-out documents": {n: one.losses.mean for n, one in found.items()}}, written[2], unit)
+    losses = {name: one.losses.mean for name, one in found.items()}
+    plot_loss_by_position({"held-out documents": losses}, trained_at, written[2], unit)
     if any(one.recall or one.passkey for one in found.values()):
         written.append(folder / "probes.png")
         plot_probes(

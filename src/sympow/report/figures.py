@@ -17,12 +17,14 @@ from sympow.report.plotting import (
     Style,
     add_legend,
     assign_styles,
+    drawn_contexts,
     make_panels,
+    mark_training_context,
     method_styles,
-    plain_numbers,
     pyplot,
     save_figure,
     set_context_ticks,
+    set_powers_of_two,
     set_title,
     tidy,
 )
@@ -31,11 +33,14 @@ from sympow.report.plotting import (
 PAIR_MARKERS, PASSKEY_MARKER = "osD^vX*<>", "P"
 
 
-def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path, unit: str = "token") -> None:
+def plot_loss_by_position(
+    panels: Mapping[str, Mapping[str, Tensor]], trained_at: int | None, path: Path, unit: str = "token"
+) -> None:
     """Loss against position, averaged over growing ranges of positions.
 
     Args:
         panels: by title, then by variant: losses at each position, (length,).
+        trained_at: training context, drawn as a dashed line; None if it is unknown or differs between models.
         path: PNG or SVG file to write; its folder is created.
         unit: the name of one token, "token" or "byte".
     """
@@ -45,8 +50,10 @@ def plot_loss_by_position(panels: Mapping[str, Mapping[str, Tensor]], path: Path
         for name, losses in curves.items():
             centres, means = averages_over_ranges(losses.tolist())
             axes.plot(centres, means, label=name, **styles[name].for_matplotlib)
-        axes.set(xscale="log", xlabel=f"position ({unit}s)")
-        axes.xaxis.set_major_formatter(plain_numbers())
+        if trained_at is not None:
+            mark_training_context(axes, trained_at)
+        set_powers_of_two(axes)
+        axes.set_xlabel(f"position ({unit}s)")
         set_title(axes, title)
         tidy(axes)
     axes_of_panels[0].set_ylabel(f"loss (nats per {unit})")
@@ -112,9 +119,10 @@ def plot_loss_by_context(
     styles = assign_styles((name, name) for name in curves)
     figure, (axes,) = make_panels(1, width=6, height=3.7)
     for name, by_context in curves.items():
-        axes.plot(list(by_context), list(by_context.values()), label=name, **styles[name].with_marker)
+        shown = drawn_contexts(by_context, trained_at or 1)
+        axes.plot(list(shown), list(shown.values()), label=name, **styles[name].with_marker)
     if trained_at is not None:
-        axes.axvline(trained_at, color="#b00020", linestyle="--", linewidth=1, label=f"trained at {trained_at:,}")
+        mark_training_context(axes, trained_at)
     _finish(axes, xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
     add_legend(figure, [axes])
     save_figure(figure, path)
@@ -171,8 +179,6 @@ def _draw_passkey(axes: Any, passkey: Mapping[str, Sequence[PasskeyPoint]], styl
 
 
 def _finish(axes: Any, **labels: str) -> None:
-    axes.set_xscale("log", base=4)
-    axes.xaxis.set_major_formatter(plain_numbers())
-    axes.minorticks_off()
+    set_powers_of_two(axes)
     axes.set(**labels)
     tidy(axes)

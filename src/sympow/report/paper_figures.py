@@ -14,11 +14,14 @@ from sympow.report.grouping import Group, Spread, by_power, unit_of
 from sympow.report.plotting import (
     Style,
     add_legend,
+    drawn_contexts,
     make_panels,
+    mark_training_context,
     plain_numbers,
     pyplot,
     save_figure,
     set_context_ticks,
+    set_powers_of_two,
     set_title,
     tidy,
 )
@@ -31,7 +34,6 @@ EARLY_PART = 10
 # Colour maps of heat maps: a sequential one and a diverging one.
 GROWING, AROUND_ONE = "cividis", "PRGn"
 MISSING = "#d9d9d9"
-TRAINING_CONTEXT = "#b00020"
 
 
 def draw_figures(
@@ -141,27 +143,16 @@ def _against_context(
 
 
 def _beyond_training(groups: Sequence[Group], styles: Mapping[str, Style], unit: str) -> Any:
-    """Average loss over evaluation contexts: (a) without a gate, (b) with one (paper Fig. 2)."""
-    gated = [g for g in groups if g.runs[0].settings["gating"] != "none"]
-    ungated = [g for g in groups if g not in gated]
-    panels = {title: members for title, members in (("without a gate", ungated), ("with a gate", gated)) if members}
-    figure, axes_of_panels = make_panels(len(panels))
-    for place, (axes, (title, members)) in enumerate(zip(axes_of_panels, panels.items(), strict=True)):
-        for group in members:
-            found = mean_and_range([run.evaluation.by_context for run in group.runs if run.evaluation])
-            _line_with_range(axes, found, group.series, styles[group.series])
-        # In the legend once, after all series.
-        label = "training context" if place == len(panels) - 1 else None
-        axes.axvline(members[0].context, color=TRAINING_CONTEXT, linestyle="--", linewidth=1, label=label)
-        axes.set_xscale("log", base=2)
-        # Far enough apart for numbers of six digits.
-        axes.xaxis.set_major_locator(require("matplotlib.ticker", "report").LogLocator(base=16))
-        axes.xaxis.set_major_formatter(plain_numbers())
-        axes.set_xlabel(f"evaluation context ({unit}s)")
-        set_title(axes, _panel_title(place, len(panels), title))
-        tidy(axes)
-    axes_of_panels[0].set_ylabel(f"average loss (nats per {unit})")
-    add_legend(figure, axes_of_panels)
+    """Average loss over evaluation contexts, all series on one scale (paper Fig. 2)."""
+    figure, (axes,) = make_panels(1, width=7, height=4.2)
+    for group in groups:
+        found = mean_and_range([run.evaluation.by_context for run in group.runs if run.evaluation])
+        _line_with_range(axes, drawn_contexts(found, group.context), group.series, styles[group.series])
+    mark_training_context(axes, groups[0].context)
+    set_powers_of_two(axes)
+    axes.set(xlabel=f"evaluation context ({unit}s)", ylabel=f"average loss (nats per {unit})")
+    tidy(axes)
+    add_legend(figure, [axes])
     return figure
 
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sympow.extras import require
 
@@ -21,6 +21,9 @@ POINTS_PER_INCH = 72
 # Average width of a character of matplotlib's default font, in units of the font size.
 CHARACTER = 0.62
 TITLE_SIZE = 10
+TRAINING_CONTEXT = "#b00020"
+SHORT_PART = 16
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -195,9 +198,7 @@ def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None
     if len(contexts) == 1:
         axes.set_xlim(contexts[0] / 2, contexts[0] * 2)
     low, high = map(math.log, axes.get_xlim())
-    columns = axes.get_gridspec().ncols
-    # Axis labels and the space between panels take about a fifth of the width.
-    points = 0.8 * axes.figure.get_size_inches()[0] / columns * POINTS_PER_INCH
+    points = _points_across(axes)
     size = pyplot().rcParams["font.size"]
     labels: dict[int, str] = {}
     edge = math.inf
@@ -212,6 +213,34 @@ def set_context_ticks(axes: Any, contexts: Sequence[int], base: int = 2) -> None
             edge = middle - half - size / 2
     axes.set_xticks(contexts, [labels[context] for context in contexts])
     axes.minorticks_off()
+
+
+def set_powers_of_two(axes: Any) -> None:
+    """Makes the x axis logarithmic with ticks at powers of two around the lines drawn, as many as have room."""
+    axes.set_xscale("log", base=2)
+    low, high = axes.dataLim.intervalx
+    first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    widest = CHARACTER * pyplot().rcParams["font.size"] * len(f"{2**last:,}  ")
+    stride = max(1, math.ceil(widest * (last - first) / _points_across(axes)))
+    # From the highest down, so that its label is always there.
+    ticks = [2**n for n in range(last, first - 1, -stride)]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _points_across(axes: Any) -> float:
+    """Width of a panel in points: axis labels and the space between panels take about a fifth of its column."""
+    return 0.8 * axes.figure.get_size_inches()[0] / axes.get_gridspec().ncols * POINTS_PER_INCH
+
+
+def drawn_contexts(by_context: Mapping[int, T], trained_at: int) -> Mapping[int, T]:
+    """Leaves out contexts shorter than 1/16 of the training context, whose averages are noise, if there are others."""
+    return {context: x for context, x in by_context.items() if context * SHORT_PART >= trained_at} or by_context
+
+
+def mark_training_context(axes: Any, context: int) -> None:
+    """Draws the training context as a line, for losses that go beyond it."""
+    axes.axvline(context, color=TRAINING_CONTEXT, linestyle="--", linewidth=1, label=f"trained at {context:,}")
 
 
 def plain_numbers() -> Any:

@@ -16,6 +16,7 @@ from sympow.report.plotting import (
     add_legend,
     assign_styles,
     make_panels,
+    mark_training_context,
     pyplot,
     save_figure,
     set_context_ticks,
@@ -102,7 +103,7 @@ def plot_accuracy_by_position(results: SweepResults, path: Path) -> None:
             axes.set_xlabel(f"{'position' if dense else 'length'} (tokens)")
         axes.axhline(of_task[0]["chance"], color="#8c8c8c", linestyle=":", linewidth=1)
         for length in sorted({row["length"] for row in of_task}):
-            axes.axvline(length, color="#b00020", linestyle="--", linewidth=1, label=f"trained at {length:,}")
+            mark_training_context(axes, length)
         axes.set(ylim=(0, 1.02))
         set_context_ticks(axes, [length for row in of_task for length in best_accuracies(row)])
         set_title(axes, task)
