@@ -259,10 +259,10 @@ def test_every_kind_of_model_has_a_look_of_its_own_in_the_figure():
     assert list(styles) == kinds
     looks = {(style.light, style.dash, style.marker) for style in styles.values()}
     assert len(looks) == len(kinds)
-    colours = {variant: {style.light for (of, _), style in styles.items() if of == variant} for variant, _ in kinds}
-    assert all(len(found) == 1 for found in colours.values())
+    colors = {variant: {style.light for (of, _), style in styles.items() if of == variant} for variant, _ in kinds}
+    assert all(len(found) == 1 for found in colors.values())
     # The two softmax models share one.
-    assert len({colour for found in colours.values() for colour in found}) == len(variants) + 1
+    assert len({color for found in colors.values() for color in found}) == len(variants) + 1
 
 
 def test_the_command_trains_and_reports(tmp_path):

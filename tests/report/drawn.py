@@ -70,7 +70,7 @@ def covers(a, b):
 
 
 def looks(figure):
-    """By label: colour, dashes and marker of every series that the legend names."""
+    """By label: color, dashes and marker of every series that the legend names."""
     found = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

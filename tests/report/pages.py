@@ -89,7 +89,7 @@ def picture_of(page, path):
     return matplotlib.image.imread(path)[..., :3]
 
 
-def share_of(picture, colour):
-    """Share of a picture's pixels that have about this colour, "#rrggbb"."""
-    wanted = np.array([int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)])
+def share_of(picture, color):
+    """Share of a picture's pixels that have about this color, "#rrggbb"."""
+    wanted = np.array([int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)])
     return float((np.abs(picture - wanted).max(-1) < 0.06).mean())

@@ -198,11 +198,11 @@ def test_time_against_context(tmp_path, saved, monkeypatch, device, contexts):
     check(saved)
 
 
-def test_methods_differ_in_colour_dashes_or_marker(monkeypatch):
+def test_methods_differ_in_color_dashes_or_marker(monkeypatch):
     for device in ("cpu", "cuda"):
         styles = method_styles([*everything_timed(device, monkeypatch), "a method of tomorrow", "another"])
         assert len({(style.light, style.dash) for style in styles.values()}) == len(styles)
-        # Colours that test_plotting.py found to differ for all kinds of colour vision.
+        # Colors that test_plotting.py found to differ for all kinds of color vision.
         assert {style.light for style in styles.values()} <= {style.light for style in [*STYLED.values(), *OTHERS]}
     assert styles["softmax, cuDNN"].light != styles["softmax, flash"].light
     assert styles["chunked form, torch"].light == styles["chunked form, triton"].light

@@ -37,8 +37,8 @@ def page(browser, path):
         yield page
 
 
-def colours(page, count=40):
-    """Background colours of the first tokens."""
+def colors(page, count=40):
+    """Background colors of the first tokens."""
     return page.locator(".token").evaluate_all(
         f"tokens => tokens.slice(0, {count}).map((token) => getComputedStyle(token).backgroundColor)"
     )
@@ -117,18 +117,18 @@ def test_pointing_at_a_token_reads_its_numbers(page, text_model):
 
 
 @pytest.mark.slow
-def test_layer_head_and_quantity_change_the_colours(page):
-    seen = [colours(page)]
+def test_layer_head_and_quantity_change_the_colors(page):
+    seen = [colors(page)]
     page.locator("#head").select_option("1")
-    seen.append(colours(page))
+    seen.append(colors(page))
     page.locator("#layer").select_option("1")
-    seen.append(colours(page))
+    seen.append(colors(page))
     page.locator("#quantity").select_option("rotation")
-    seen.append(colours(page))
+    seen.append(colors(page))
     assert all(a != b for n, a in enumerate(seen) for b in seen[n + 1 :])
     page.locator("#quantity").select_option("forgetting")
     page.locator("#same-scale").check()
-    assert colours(page) not in seen
+    assert colors(page) not in seen
 
 
 @pytest.mark.slow
@@ -147,9 +147,9 @@ def test_the_most_forgetful_token_is_the_strongest(page, text_model):
 @pytest.mark.slow
 def test_the_map_has_every_heads_median(page, text_model):
     def cells():
-        """Half-lives are coloured by their logarithms."""
-        colours = drawn(page.locator("#map")).evaluate("host => host.data[0].z.flat()")
-        return colours if page.locator("#quantity").input_value() == "rotation" else [10**x for x in colours]
+        """Half-lives are colored by their logarithms."""
+        colors = drawn(page.locator("#map")).evaluate("host => host.data[0].z.flat()")
+        return colors if page.locator("#quantity").input_value() == "rotation" else [10**x for x in colors]
 
     read = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :5001])
     # The boundary before the text does not count.
@@ -181,7 +181,7 @@ def test_a_long_text_is_made_as_it_comes_into_view(page):
     page.locator(".token.here").wait_for()
     assert int(page.locator(".token.here").get_attribute("data-token")) > 4900
     assert page.locator(".token.here").is_visible()
-    # Tokens that come into view have the colours of the head chosen meanwhile.
+    # Tokens that come into view have the colors of the head chosen meanwhile.
     page.locator("#head").select_option("1")
     page.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
     page.wait_for_function("document.querySelectorAll('.token').length > 2000")

@@ -1,4 +1,4 @@
-"""Contrast of series colours with the page and with each other, for every kind of colour vision."""
+"""Contrast of series colors with the page and with each other, for every kind of color vision."""
 
 from itertools import combinations
 
@@ -29,8 +29,8 @@ VISIONS = {
 STYLES = [*VARIANTS.values(), *OTHERS]
 
 
-def linear(colour):
-    channels = np.array([int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)])
+def linear(color):
+    channels = np.array([int(color[n : n + 2], 16) / 255 for n in (1, 3, 5)])
     return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
 
 
@@ -56,9 +56,9 @@ def test_lines_stand_out_from_the_page(theme, paper):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("vision", VISIONS)
 def test_no_two_lines_look_alike(theme, vision):
-    colours = [getattr(style, theme) for style in STYLES]
-    seen = [lab(np.array(VISIONS[vision]) @ linear(colour)) for colour in colours]
-    for (one, a), (other, b) in combinations(zip(colours, seen, strict=True), 2):
+    colors = [getattr(style, theme) for style in STYLES]
+    seen = [lab(np.array(VISIONS[vision]) @ linear(color)) for color in colors]
+    for (one, a), (other, b) in combinations(zip(colors, seen, strict=True), 2):
         # A just noticeable difference is about 2.
         assert np.linalg.norm(a - b) > 25, (one, other)
 

@@ -302,9 +302,9 @@ def test_heat_maps_of_heads(page):
 
     assert cells() == ["700", "30", "–", "2.5"]
     assert cells(1) == ["500"] * 4 + ["20"] * 4
-    # Coloured by logarithms.
-    colours = plot(page, "heads").evaluate("host => host.data[0].z.flat()")
-    assert colours == [
+    # Colored by logarithms.
+    colors = plot(page, "heads").evaluate("host => host.data[0].z.flat()")
+    assert colors == [
         pytest.approx(math.log10(700)),
         pytest.approx(math.log10(30)),
         None,
@@ -356,20 +356,20 @@ def test_the_table_sorts_marks_and_opens(page):
 
 @pytest.mark.slow
 def test_light_and_dark_can_be_chosen(page):
-    def colours():
+    def colors():
         (line, *_) = lines(page, "curves", "conformal")
         ink = plot(page, "curves").evaluate("host => host._fullLayout.font.color")
         return page.evaluate("getComputedStyle(document.body).backgroundColor"), ink, line["line"]["color"]
 
-    light = colours()
+    light = colors()
     page.locator("#theme").select_option("dark")
-    dark = colours()
+    dark = colors()
     assert light[0] == "rgb(255, 255, 255)"
     assert dark[0] == "rgb(20, 23, 28)"
     assert light[1] != dark[1]
     assert light[2] != dark[2]
     page.locator("#theme").select_option("auto")
-    assert colours() == light
+    assert colors() == light
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from sympow.report.plotting import (
     tidy,
 )
 
-# A model has one colour in both panels; the marker tells the probe and its number of pairs.
+# A model has one color in both panels; the marker tells the probe and its number of pairs.
 PAIR_MARKERS, PASSKEY_MARKER = "osD^vX*<>", "P"
 
 

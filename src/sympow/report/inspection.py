@@ -1,4 +1,4 @@
-"""What `sympow inspect` writes: a text with each token coloured by a head's decay γ and rotation scale β."""
+"""What `sympow inspect` writes: a text with each token colored by a head's decay γ and rotation scale β."""
 
 from __future__ import annotations
 

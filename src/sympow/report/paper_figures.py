@@ -31,7 +31,7 @@ FORMATS = ("png", "svg")
 # Curves are smoothed over 1/20 of their steps; the y range ignores the first 1/10 of them.
 SMOOTHED_PART = 20
 EARLY_PART = 10
-# Colour maps of heat maps: a sequential one and a diverging one.
+# Color maps of heat maps: a sequential one and a diverging one.
 GROWING, AROUND_ONE = "cividis", "PRGn"
 MISSING = "#d9d9d9"
 
@@ -211,7 +211,7 @@ def _heads(group: Group, run: Run) -> Any:
         columns = "rotated pair" if name == "rate_change" else "head"
         axes.set_facecolor(MISSING)
         if name.startswith("half_life") and any(x is None for row in matrix for x in row):
-            columns += " (grey: never forgets)"
+            columns += " (gray: never forgets)"
         axes.set(xlabel=columns, ylabel="layer")
         axes.xaxis.set_major_locator(_whole_numbers(10))
         axes.yaxis.set_major_locator(_whole_numbers(12))

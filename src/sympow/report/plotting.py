@@ -1,6 +1,6 @@
 """What all plots share: the look of each series, and matplotlib panels, legends, ticks and files.
 
-Series colours can be told apart under each of the three kinds of colour blindness and stand out from the page
+Series colors can be told apart under each of the three kinds of color blindness and stand out from the page
 (tests/report/test_plotting.py measures both); dash patterns and markers repeat the distinction.
 """
 
@@ -31,8 +31,8 @@ class Style:
     """The look of one series.
 
     Attributes:
-        light: colour on a light page.
-        dark: colour on a dark page.
+        light: color on a light page.
+        dark: color on a dark page.
         dash: lengths of dashes and gaps in pixels; empty for a solid line.
         marker: circle, square, diamond, triangle, cross or star.
     """
@@ -77,7 +77,7 @@ METHODS = {
     "retention": replace(VARIANTS["sympow + gating"], dash=(8, 3, 2, 3)),
     "fla": replace(OTHERS[0], dash=(8, 3, 2, 3, 2, 3)),
 }
-# A form keeps its colour and marker on every backend.
+# A form keeps its color and marker on every backend.
 BACKEND_DASHES = {"auto": (), "triton": (), "torch": (8, 3)}
 
 

@@ -102,9 +102,9 @@ def plot_recall(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def recall_styles(kinds: Collection[tuple[str, str]]) -> dict[tuple[str, str], Style]:
-    """The look of each kind of model (`_kind`): variants differ in colour, all else in marker and dashes.
+    """The look of each kind of model (`_kind`): variants differ in color, all else in marker and dashes.
 
-    Softmax models have the colour of softmax, and differ in dashes alone.
+    Softmax models have the color of softmax, and differ in dashes alone.
     """
     softmax = sorted(variant for variant, other in kinds if not other)
     styles = {

@@ -208,11 +208,11 @@ def report_data(
 
 
 def series_css(styles: Mapping[str, Style]) -> str:
-    """CSS with a custom property for the colour of each series in the light and the dark theme."""
-    colours = "".join(
+    """CSS with a custom property for the color of each series in the light and the dark theme."""
+    colors = "".join(
         f"--series-{place}: light-dark({style.light}, {style.dark}); " for place, style in enumerate(styles.values())
     )
-    return f"\n:root {{ {colours}}}\n"
+    return f"\n:root {{ {colors}}}\n"
 
 
 def _run(run: Run, group: int, grids: dict[tuple[int, ...], int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// The inspector: a text with its tokens coloured by the γ and β of one head. Blocks of tokens are made as they come into view.
+// The inspector: a text with its tokens colored by the γ and β of one head. Blocks of tokens are made as they come into view.
 
 const BLOCK_TOKENS = 400;
 const PROFILE_BINS = 160;
@@ -60,7 +60,7 @@ function available(layer) {
   return { forgetting: layers[layer].forgetting !== null, rotation: layers[layer].beta !== null };
 }
 
-/** Ends of the colour scale, as log(−log γ): the 5th and the 95th percentile, of this head or of all heads. */
+/** Ends of the color scale, as log(−log γ): the 5th and the 95th percentile, of this head or of all heads. */
 function decayScale(layer, head) {
   const heads = byId("same-scale").checked
     ? layers.flatMap((one, l) => (one.forgetting ? [...Array(one.heads).keys()].map((h) => [l, h]) : []))
@@ -175,10 +175,10 @@ function repaint() {
   drawScale(low, high, shows, quantity);
 }
 
-function ramp(colour, reversed) {
+function ramp(color, reversed) {
   return make("span", {
     class: "ramp", "aria-hidden": "true",
-    style: `background: linear-gradient(to ${reversed ? "left" : "right"}, transparent, color-mix(in srgb, var(${colour}) 75%, transparent))`,
+    style: `background: linear-gradient(to ${reversed ? "left" : "right"}, transparent, color-mix(in srgb, var(${color}) 75%, transparent))`,
   });
 }
 
@@ -213,7 +213,7 @@ function describe(n) {
 
 // --- the overview --------------------------------------------------------------------------------------------------
 
-/** Which of the two the overview is about: what the colours show, forgetting first. */
+/** Which of the two the overview is about: what the colors show, forgetting first. */
 function overviewOf(layer) {
   const has = available(layer);
   return byId("quantity").value === "rotation" && has.rotation ? "rotation" : has.forgetting ? "forgetting" : "rotation";
@@ -274,7 +274,7 @@ function drawProfile(kind) {
     label,
     traces: [{
       type: "scatter", mode: "lines", x: shown.map((bin) => bin.start), y: shown.map((bin) => bin.y), visible: true,
-      line: { shape: "hv", width: 2, color: colour(kind === "forgetting" ? "forget" : "rotate-more") },
+      line: { shape: "hv", width: 2, color: themeColor(kind === "forgetting" ? "forget" : "rotate-more") },
       customdata: shown.map((bin) => `${data.unit} ${range(bin)}: ${number(bin)}`), hovertemplate: "%{customdata}<extra></extra>",
     }],
     layout: {

@@ -42,13 +42,13 @@ function formatNumber(x, digits = 4) {
 
 const probe = document.body.appendChild(make("span", { hidden: "" }));
 
-/** A colour of the stylesheet under the current theme, in a form that Plotly accepts. */
-function colour(name, opacity = 1) {
+/** A color of the stylesheet under the current theme, in a form that Plotly accepts. */
+function themeColor(name, opacity = 1) {
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color.replace("rgb(", "rgba(").replace(")", `, ${opacity})`);
 }
 
-/** Calls `redraw` whenever the colours change: the reader chooses a theme, the system switches, or the page is printed. */
+/** Calls `redraw` whenever the colors change: the reader chooses a theme, the system switches, or the page is printed. */
 function startTheme(redraw) {
   byId("theme").addEventListener("change", ({ target }) => {
     if (target.value === "auto") delete document.documentElement.dataset.theme;
@@ -61,17 +61,17 @@ function startTheme(redraw) {
 /** Defaults of every plot of this width, as a Plotly template. */
 function template(width) {
   const axis = {
-    automargin: true, gridcolor: colour("grid"), linecolor: colour("line"), showline: true, zeroline: false,
-    tickfont: { color: colour("muted") }, title: { standoff: 8, font: { color: colour("muted"), size: 12 } },
+    automargin: true, gridcolor: themeColor("grid"), linecolor: themeColor("line"), showline: true, zeroline: false,
+    tickfont: { color: themeColor("muted") }, title: { standoff: 8, font: { color: themeColor("muted"), size: 12 } },
     separatethousands: true, exponentformat: "B", minexponent: 6,
   };
   return {
     layout: {
       margin: { l: 4, r: 28, t: 8, b: 4 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: colour("ink") },
-      hoverlabel: { bgcolor: colour("card"), bordercolor: colour("line"), font: { color: colour("ink") }, namelength: -1 },
+      font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: themeColor("ink") },
+      hoverlabel: { bgcolor: themeColor("card"), bordercolor: themeColor("line"), font: { color: themeColor("ink") }, namelength: -1 },
       legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", groupclick: "togglegroup" },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("muted"), activecolor: colour("accent"), orientation: "v" },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: themeColor("muted"), activecolor: themeColor("accent"), orientation: "v" },
       xaxis: { ...axis, nticks: width < 500 ? 4 : 0 }, yaxis: axis,
     },
   };
@@ -178,10 +178,10 @@ function drawHeatMap(host, spec) {
     layout: {
       xaxis: { type: "category", title: { text: spec.columnTitle }, showgrid: false, fixedrange: true },
       yaxis: { type: "category", title: { text: spec.rowTitle }, showgrid: false, fixedrange: true, autorange: "reversed" },
-      plot_bgcolor: colour("grid"),
+      plot_bgcolor: themeColor("grid"),
       shapes: picked ? [{
         type: "rect", x0: picked[1] - 0.5, x1: picked[1] + 0.5, y0: picked[0] - 0.5, y1: picked[0] + 0.5,
-        line: { color: colour("mark"), width: 3 },
+        line: { color: themeColor("mark"), width: 3 },
       }] : [],
     },
     on: { click: (event) => spec.pick?.(...event.points[0].pointNumber) },

@@ -128,7 +128,7 @@ function showLines(section, panels, { x, y, look = {}, key, why = NOTHING }) {
 }
 
 function traces({ style, points, curves }, look) {
-  const ink = colour(`series-${style.place}`);
+  const ink = themeColor(`series-${style.place}`);
   const shared = {
     name: plain(style.label), legendgroup: String(style.place), visible: state.hidden.has(style.place) ? "legendonly" : true,
     x: points.map((point) => point.x), type: "scatter",
@@ -143,7 +143,7 @@ function traces({ style, points, curves }, look) {
     const back = [...points].reverse();
     found.push({
       ...silent, kind: "range", x: [...points, ...back].map((point) => point.x), line: { width: 0 }, fill: "toself",
-      y: [...points.map((point) => point.high), ...back.map((point) => point.low)], fillcolor: colour(`series-${style.place}`, 0.18),
+      y: [...points.map((point) => point.high), ...back.map((point) => point.low)], fillcolor: themeColor(`series-${style.place}`, 0.18),
     });
   }
   found.push({
@@ -162,7 +162,7 @@ function describePoint({ y, low, high, count }) {
 }
 
 function trainingContext(x) {
-  const color = colour("mark");
+  const color = themeColor("mark");
   return {
     type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color, width: 1, dash: "dash" },
     label: { text: "training context", textangle: 0, textposition: "end", xanchor: "right", yanchor: "top", font: { color, size: 11 } },
