@@ -160,6 +160,18 @@ def test_the_map_has_every_heads_median(page, text_model):
 
 
 @pytest.mark.slow
+def test_the_curve_says_that_it_is_of_mean_decays(page, text_model):
+    assert "half-life of the mean decay of every 32 bytes" in page.locator("#profile-title").text_content()
+    assert "below the head's median half-life" in page.locator("#profile-note").inner_text()
+    (first, *_) = drawn(page.locator("#profile")).evaluate("host => host.data[0].y")
+    log_gamma, _ = layer_by_layer(text_model.model, text_model.encode(TEXT)[:, :5001])[0]
+    assert first == pytest.approx(math.log(2) / -log_gamma[1:33, 0].mean().item(), rel=5e-3)
+    page.locator("#quantity").select_option("rotation")
+    assert "mean β of every 32 bytes" in page.locator("#profile-title").text_content()
+    assert page.locator("#profile-note").is_hidden()
+
+
+@pytest.mark.slow
 def test_a_head_can_be_chosen_on_the_map(page):
     box = drawn(page.locator("#map")).locator(".nsewdrag").bounding_box()
     page.mouse.click(box["x"] + 3 * box["width"] / 4, box["y"] + 3 * box["height"] / 4)

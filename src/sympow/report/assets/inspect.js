@@ -266,10 +266,13 @@ function drawProfile(kind) {
     bins.push({ start, last: stop - 1, y: kind === "forgetting" ? halfLife(mean) : mean });
   }
   const shown = bins.filter((bin) => Number.isFinite(bin.y));
-  const label = kind === "forgetting" ? `half-life over the text (${data.unit}s); up is forgetting more` : "β over the text";
+  const each = size === 1 ? `each ${data.unit}` : `every ${size} ${data.unit}s`;
+  const [decays, turns] = size === 1 ? ["half-life", "β"] : ["half-life of the mean decay", "mean β"];
+  const label = kind === "forgetting" ? `${decays} of ${each}; up is forgetting more` : `${turns} of ${each}`;
+  byId("profile-note").hidden = kind !== "forgetting" || size === 1;
   byId("profile-title").textContent = `Layer ${layer}, head ${head}: ${label}. Click to go there.`;
   const range = ({ start, last }) => (start === last ? formatNumber(start) : `${formatNumber(start)} to ${formatNumber(last)}`);
-  const number = ({ y }) => (kind === "forgetting" ? `half-life ${formatHalfLife(y)}` : `β ${y.toFixed(4)}`);
+  const number = ({ y }) => (kind === "forgetting" ? `${decays} ${formatHalfLife(y)}` : `${turns} ${y.toFixed(4)}`);
   drawPlot(byId("profile"), {
     label,
     traces: [{
@@ -317,6 +320,7 @@ function redraw() {
 
 function start() {
   byId("title").textContent = data.title;
+  for (const place of document.querySelectorAll(".units")) place.textContent = `${data.unit}s`;
   const tokens = formatNumber(data.ids.length - 1);
   byId("summary").textContent = `${tokens} ${data.unit}s, ${layers.length} layers of ${Math.max(...layers.map((one) => one.heads))} heads. Point at a ${data.unit} for its numbers.`;
   const notes = [];
