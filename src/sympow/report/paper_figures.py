@@ -34,6 +34,8 @@ EARLY_PART = 10
 # Color maps of heat maps: a sequential one and a diverging one.
 GROWING, AROUND_ONE = "cividis", "PRGn"
 MISSING = "#d9d9d9"
+# Cells show their values in maps of at most so many columns, where numbers of five digits have room.
+MOST_VALUES, VALUE_SIZE = 8, 7
 
 
 def draw_figures(
@@ -206,8 +208,13 @@ def _heads(group: Group, run: Run) -> Any:
             norm = colors.Normalize(0, 2)
         image = axes.imshow(cells, aspect="auto", norm=norm, cmap=AROUND_ONE if name == "beta_mean" else GROWING)
         bar = figure.colorbar(image, ax=axes)
-        bar.ax.yaxis.set_major_formatter(require("matplotlib.ticker", "report").StrMethodFormatter("{x:,.4g}"))
+        if isinstance(norm, colors.LogNorm):
+            # Powers of ten alone would be one tick, or none, if half-lives differ little.
+            bar.set_ticks([norm.vmin * (norm.vmax / norm.vmin) ** (n / 4) for n in range(5)])
+        bar.ax.yaxis.set_major_formatter(require("matplotlib.ticker", "report").FuncFormatter(lambda x, _: _short(x)))
         bar.ax.minorticks_off()
+        if width <= MOST_VALUES:
+            _write_values(axes, image, cells)
         columns = "rotated pair" if name == "rate_change" else "head"
         axes.set_facecolor(MISSING)
         if name.startswith("half_life") and any(x is None for row in matrix for x in row):
@@ -218,6 +225,21 @@ def _heads(group: Group, run: Run) -> Any:
         set_title(axes, labels.get(name, name))
     figure.suptitle(f"{group.series}, training context {group.context:,}, seed {run.settings['seed']}", wrap=True)
     return figure
+
+
+def _write_values(axes: Any, image: Any, cells: Sequence[Sequence[float]]) -> None:
+    """Writes the numbers of a heat map into its cells."""
+    for row, values in enumerate(cells):
+        for column, x in enumerate(values):
+            if x == x:
+                red, green, blue, _ = image.cmap(image.norm(x))
+                ink = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
+                axes.text(column, row, _short(x), ha="center", va="center", color=ink, fontsize=VALUE_SIZE)
+
+
+def _short(x: float) -> str:
+    """Three digits: 0.0123, 12.3, 12,300."""
+    return f"{float(f'{x:.3g}'):,g}"
 
 
 def _line_with_range(axes: Any, found: Mapping[int, tuple[float, float, float]], label: str, style: Style) -> None:
