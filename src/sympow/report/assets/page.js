@@ -81,11 +81,11 @@ function template(width) {
 
 // Of Plotly's buttons, those that stay within the page: some versions also offer to upload the plot.
 const CONFIG = { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
-// Plots are drawn when they come near the window; on paper, all of them are.
+// Plots near the window are drawn at once, the others one by one while the browser is idle, and all of them for printing.
 const visible = new IntersectionObserver((entries) => {
   for (const { target: host, isIntersecting } of entries) {
     host.near = isIntersecting;
-    drawIfNear(host);
+    drawSoonOrLater(host);
   }
 }, { rootMargin: "400px" });
 const resized = new ResizeObserver((entries) => {
@@ -119,11 +119,10 @@ function drawPlot(host, plot) {
     visible.observe(host);
     resized.observe(host);
   }
-  drawIfNear(host);
+  drawSoonOrLater(host);
 }
 
-function drawIfNear(host) {
-  if (!host.stale || !host.clientWidth || !(host.near || matchMedia("print").matches)) return;
+function drawNow(host) {
   const first = !host.on;
   const { traces, layout } = host.plot;
   Object.assign(host, { stale: false, drawnWidth: host.clientWidth });
