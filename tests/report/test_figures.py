@@ -119,6 +119,32 @@ def test_all_models_share_one_panel_of_loss_by_evaluation_context(tmp_path, save
     assert marked(axes) == 256
 
 
+def test_one_training_context_is_no_axis(tmp_path, saved):
+    write_runs(tmp_path / "runs", (2,), (64,), (6e-4,))
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    names = {path.stem for path in draw_figures(groups, styles, tmp_path / "figures")}
+    assert not [name for name in names if name.endswith("by_training_context")]
+    assert "training_curves_p2" in names
+
+
+def test_maps_of_heads_have_their_values_and_a_scale_of_several_numbers(tmp_path, saved):
+    close = {"half_life": [[300.0, 450.0, 270.0], [None, 333.0, 12_345.0]], "rate_change": [[1.0] * 32, [1.1] * 32]}
+    write_run(tmp_path / "runs" / "one", [3.0, 2.5], head_table=close)
+    groups = group_runs(collect([tmp_path / "runs"]).runs)
+    styles = assign_styles((group.series, group.variant) for group in groups)
+    written = draw_figures(groups, styles, tmp_path / "figures")
+    check(saved)
+    figure = saved[[path.parent.name for path in written if path.suffix == ".png"].index("heads")]
+    few, many, *bars = figure.axes
+    assert [text.get_text() for text in few.texts] == ["300", "450", "270", "333", "12,300"]
+    assert not many.texts
+    for bar in bars:
+        low, high = bar.get_ylim()
+        labels = {tick.get_text() for tick in bar.get_yticklabels() if low <= tick.get_position()[1] <= high}
+        assert len(labels) > 2
+
+
 def test_seeds_without_a_common_step_have_figures(tmp_path, saved):
     """The second has just begun, and logs more often than the first did."""
     first = write_run(tmp_path / "runs" / "seed0", [3.0] * 20, log_every=10)
@@ -133,7 +159,7 @@ def test_seeds_without_a_common_step_have_figures(tmp_path, saved):
 
 
 def test_figures_of_byte_level_models_say_bytes(tmp_path, saved):
-    write_runs(tmp_path / "runs", (2,), (64,), (6e-4,), vocab_size=257)
+    write_runs(tmp_path / "runs", (2,), (64, 128), (6e-4,), vocab_size=257)
     groups = group_runs(collect([tmp_path / "runs"]).runs)
     styles = assign_styles((group.series, group.variant) for group in groups)
     draw_figures(groups, styles, tmp_path / "figures")

@@ -261,11 +261,72 @@ def test_a_filter_is_for_the_whole_page(page):
 def test_loss_beyond_the_training_context(page):
     marks = page.locator("#beyond .plot").evaluate_all("hosts => hosts.map((host) => host.plot.layout.shapes[0].x0)")
     assert marks == [64, 256, 64, 256]
-    # 1, 2, … 512, and no more than what was evaluated.
-    assert lines(page, "beyond", "conformal")[0]["x"] == [2**n for n in range(10)]
+    # From 1/16 of the training context, 64, to what was evaluated.
+    assert lines(page, "beyond", "conformal")[0]["x"] == [2**n for n in range(2, 10)]
     page.locator("#beyond-kind").select_option("byPosition")
     assert axis_labels(page, "beyond")[0] == "position (tokens)"
     assert len(lines(page, "beyond", "conformal")[0]["x"]) > 10
+
+
+@pytest.mark.parametrize("width", [1440, 390])
+def test_axes_of_contexts_have_powers_of_two(browser, path, width):
+    with open_page(browser, path, width=width) as page:
+        page.locator("#probe").select_option("passkey")
+        for section, choices in (("final", []), ("beyond", ["byContext", "byPosition"]), ("probes", []), ("speed", [])):
+            for choice in choices or [None]:
+                if choice:
+                    page.locator("#beyond-kind").select_option(choice)
+                labels = [text for text in plot(page, section).locator(".xtick text").all_text_contents() if text]
+                numbers = [int(label.replace(",", "")) for label in labels]
+                assert len(numbers) > 1
+                assert all(number.bit_count() == 1 for number in numbers), (section, choice, labels)
+
+
+def test_one_training_context_is_a_table_and_no_axis(page):
+    assert page.locator("#final .panels table").count() == 0
+    page.locator("#filter").fill("context=64")
+    wait_for_runs(page, "14 of 28 runs")
+    # The mean of two seeds, 0.02 apart, of the last four of forty losses.
+    low = 3 - 0.3 - 0.1 + sum(3 / step for step in range(37, 41)) / 4
+    final = f"{low + 0.01:.3f}  ({low:.3f} to {low + 0.02:.3f}, 2 seeds)"
+    for section, number in (("final", final), ("speed", "4,000  (4,000 to 4,000, 2 seeds)")):
+        assert page.locator(f"#{section} .plot").count() == 0
+        rows = page.locator(f"#{section} .panels tbody tr")
+        assert rows.count() == 8
+        found = {tuple(row.locator("td").all_text_contents()[:2]): row.locator("td").last for row in rows.all()}
+        assert found["p = 2", "conformal"].text_content() == number
+    assert page.locator("#final details").is_hidden()
+    page.locator("#filter").fill("")
+    wait_for_runs(page, "28 runs")
+    assert titles(page, "final") == titles(page, "speed") == ["p = 4", "p = 2"]
+    assert len(lines(page, "final")) == 8
+    assert page.locator("#final details").is_visible()
+
+
+def test_it_does_not_call_a_users_runs_the_papers_figures(page):
+    assert "Fig." not in page.locator("main").inner_text()
+
+
+UNDRAWN = "[...document.querySelectorAll('.plot')].filter((host) => !host.querySelector('.main-svg')).length"
+
+
+@pytest.mark.slow
+def test_plots_that_nobody_scrolled_to_are_in_a_picture_of_the_page(browser, path, tmp_path):
+    with open_page(browser, path) as page:
+        page.wait_for_function(f"() => {UNDRAWN} === 0")
+        assert page.locator(".plot").count() > 10
+        whole = picture_of(page, tmp_path / "page.png")
+        # The lower half, of training curves and heat maps.
+        assert share_of(whole[len(whole) // 2 :], VARIANTS["conformal"].light) > 1e-4
+        # What is redrawn out of view follows too.
+        page.locator("#theme").select_option("dark")
+        page.wait_for_function("() => [...document.querySelectorAll('.plot')].every((host) => !host.stale)")
+
+
+def test_all_plots_are_drawn_before_printing(browser, path):
+    with open_page(browser, path) as page:
+        # A browser prints what this event leaves behind.
+        assert page.evaluate(f"() => {{ dispatchEvent(new Event('beforeprint')); return {UNDRAWN}; }}") == 0
 
 
 @pytest.mark.slow
@@ -291,8 +352,8 @@ def test_numbers_that_are_missing_are_left_out(browser, tmp_path):
         (line,) = plot(page, "probes").evaluate("host => host.data.map(({ x, y }) => ({ x, y }))")
         assert line == {"x": [16, 256], "y": [2, 2]}
         (line,) = plot(page, "beyond").evaluate("host => host.data.map(({ x, customdata }) => ({ x, customdata }))")
-        assert line["x"] == [1, 2, 4, 8, 16, 32, 40]
-        assert line["customdata"] == ["2"] * 5 + ["–"] * 2
+        assert line["x"] == [4, 8, 16, 32, 40]
+        assert line["customdata"] == ["2"] * 3 + ["–"] * 2
 
 
 @pytest.mark.slow

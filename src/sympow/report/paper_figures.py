@@ -83,7 +83,8 @@ def _figures(groups: Sequence[Group], styles: Mapping[str, Style]) -> Iterator[t
     for name, (label, number, from_zero) in against_context.items():
         known = {title: [g for g in members if number(g)] for title, members in panels.items()}
         known = {title: members for title, members in known.items() if members}
-        if known:
+        # One training context is no axis: the table of final losses has the numbers.
+        if len({g.context for members in known.values() for g in members}) > 1:
             how: dict[str, Any] = {"number": number, "label": label, "from_zero": from_zero, "unit": unit}
             yield name, partial(_against_context, panels=known, styles=styles, **how)
     for title, members in panels.items():

@@ -91,9 +91,42 @@ const visible = new IntersectionObserver((entries) => {
 const resized = new ResizeObserver((entries) => {
   for (const { target: host } of entries) {
     host.stale ||= host.clientWidth !== host.drawnWidth;
-    drawIfNear(host);
+    drawSoonOrLater(host);
   }
 });
+addEventListener("beforeprint", () => stalePlots().forEach(drawNow));
+// Not every browser has requestIdleCallback.
+const whenIdle = window.requestIdleCallback ?? ((draw) => setTimeout(draw, 50));
+let idle = false;
+
+/** Plots that have room and are not drawn as they should be. */
+function stalePlots() {
+  return [...document.querySelectorAll(".plot")].filter((host) => host.stale && host.clientWidth);
+}
+
+function drawSoonOrLater(host) {
+  if (!host.stale || !host.clientWidth) return;
+  if (host.near || matchMedia("print").matches) drawNow(host);
+  else drawNext();
+}
+
+function drawNext() {
+  if (idle) return;
+  idle = true;
+  whenIdle(() => {
+    idle = false;
+    const [host, another] = stalePlots();
+    if (host) drawNow(host);
+    if (another) drawNext();
+  });
+}
+
+/** A logarithmic axis for these contexts or positions with ticks at powers of two, about seven at most. */
+function powersOfTwo(text, xs) {
+  const octaves = Math.log2(Math.max(...xs) / Math.min(...xs));
+  const stride = Math.max(1, Math.ceil(octaves / 6));
+  return { title: { text }, type: "log", tick0: 0, dtick: stride * Math.log10(2), tickformat: ",.0f" };
+}
 
 /** Text that Plotly shows as it is: in its labels, a few HTML tags have a meaning. */
 function plain(text) {

@@ -95,13 +95,13 @@ function panelsByContext(title, lines) {
   }).filter((panel) => panel.lines.length);
 }
 
-/** Shows panels {title, draw(host)} in a section. Hosts are reused, so that a zoom is kept. */
-function showPanels(section, panels, why) {
+/** Shows panels {title, draw(host)} in a section, or what stands in their place. Hosts are reused, so that a zoom is kept. */
+function showPanels(section, panels, instead) {
   const host = section.querySelector(".panels");
   const figures = [...host.querySelectorAll("figure")];
   figures.slice(panels.length).forEach((figure) => Plotly.purge(figure.lastElementChild));
   while (figures.length < panels.length) figures.push(make("figure", {}, make("figcaption", {}), make("div", {})));
-  const shown = panels.length ? figures.slice(0, panels.length) : [make("p", { class: "empty" }, why)];
+  const shown = panels.length ? figures.slice(0, panels.length) : [typeof instead === "string" ? make("p", { class: "empty" }, instead) : instead];
   // Nodes that stay where they are keep the focus.
   if (shown.length !== host.children.length || shown[0] !== host.firstElementChild) host.replaceChildren(...shown);
   panels.forEach(({ title, draw }, n) => {
@@ -202,13 +202,21 @@ function rangeOf(lines, { log = false, fromZero = false } = {}) {
   return { autorangeoptions: { minallowed, maxallowed } };
 }
 
+/** Every x of the lines of these panels, from the lowest to the highest. */
+function contextsOf(panels) {
+  const xs = panels.flatMap((panel) => panel.lines).flatMap((line) => line.points.map((point) => point.x));
+  return [...new Set(xs)].sort((a, b) => a - b);
+}
+
 function numbersTable(panels, across) {
   const shown = panels.flatMap((panel) => shownLines(panel.lines).map((line) => ({ ...line, title: panel.title })));
-  const columns = [...new Set(shown.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
+  const columns = contextsOf([{ lines: shown }]);
   const rows = shown.map(({ style, points, title }) =>
     make("tr", {}, make("td", {}, title), make("td", {}, style.label), columns.map((column) => {
       const point = points.find((candidate) => candidate.x === column);
-      return make("td", { class: "number", title: point?.count > 1 && describePoint(point) }, point ? formatNumber(point.y) : "");
+      // One column has room for the range over seeds.
+      const text = !point ? "" : columns.length === 1 ? describePoint(point) : formatNumber(point.y);
+      return make("td", { class: "number", title: point?.count > 1 && describePoint(point) }, text);
     })));
   return make("table", { class: "data" },
     make("thead", {}, make("tr", {}, make("th", {}), make("th", {}, across), columns.map((column) => make("th", { class: "number" }, formatNumber(column))))),
@@ -226,7 +234,12 @@ function drawAgainstContext(id, numberOf, text, options) {
     }));
     return { title: panel.title, lines };
   }).filter((panel) => panel.lines.length);
-  const contexts = [...new Set(data.groups.map((group) => group.context))].sort((a, b) => a - b);
+  const table = numbersTable(panels, "training context");
+  const numbers = byId(id).querySelector(".numbers");
+  const contexts = contextsOf(panels);
+  if (numbers) numbers.parentElement.hidden = contexts.length === 1;
+  // One training context is no axis.
+  if (contexts.length === 1) return showPanels(byId(id), [], make("div", { class: "scroll" }, table));
   showLines(byId(id), panels, {
     x: { title: { text: `training context (${data.unit}s)` }, type: "log", tickvals: contexts, ticktext: contexts.map((n) => formatNumber(n)) },
     // The same range in all panels, to compare them.
@@ -235,7 +248,7 @@ function drawAgainstContext(id, numberOf, text, options) {
     key: text,
     why: data.runs.some((run) => numberOf(run) !== null) ? NOTHING : "No run has these numbers yet.",
   });
-  byId(id).querySelector(".numbers")?.replaceChildren(numbersTable(panels, "training context"));
+  numbers?.replaceChildren(table);
 }
 
 function drawFinal() {
@@ -250,12 +263,19 @@ function drawSpeed() {
 
 // --- loss beyond the training context --------------------------------------------------------------------------------
 
+/** Averages over the first few tokens are noise: contexts shorter than 1/16 of the training context are left out, if there are others. */
+function evaluationCurve(run, kind) {
+  const found = run.evaluation?.[kind];
+  const late = found?.filter(([context]) => 16 * context >= data.groups[run.group].context);
+  return kind === "byContext" && late?.length ? late : found;
+}
+
 function drawBeyond() {
   const kind = byId("beyond-kind").value;
   const across = kind === "byContext" ? `evaluation context (${data.unit}s)` : `position (${data.unit}s)`;
-  const panels = panelsByContext("trained at", (groups) => linesOf(groups, (run) => run.evaluation?.[kind]));
+  const panels = panelsByContext("trained at", (groups) => linesOf(groups, (run) => evaluationCurve(run, kind)));
   showLines(byId("beyond"), panels, {
-    x: { title: { text: across }, type: "log" },
+    x: powersOfTwo(across, contextsOf(panels)),
     y: { title: { text: `${kind === "byContext" ? "average loss" : "loss"} (nats per ${data.unit})` }, type: byId("beyond-log").checked ? "log" : "linear" },
     look: { markers: kind === "byContext", mark: true },
     key: kind + byId("beyond-log").checked,
@@ -290,8 +310,9 @@ function probeCurve(run, probe) {
 function drawProbes() {
   const probe = byId("probe").value;
   if (!probe) return;
-  showLines(byId("probes"), panelsByContext("trained at", (groups) => linesOf(groups, (run) => probeCurve(run, probe))), {
-    x: { title: { text: `${data.unit}s ago` }, type: "log" },
+  const panels = panelsByContext("trained at", (groups) => linesOf(groups, (run) => probeCurve(run, probe)));
+  showLines(byId("probes"), panels, {
+    x: powersOfTwo(`${data.unit}s ago`, contextsOf(panels)),
     y: { title: { text: probe === "passkey" ? "loss reduction (nats per key)" : "share recalled" }, rangemode: "tozero" },
     // Pairs are close together, far within any context.
     look: { markers: true, mark: probe === "passkey" },
