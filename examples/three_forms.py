@@ -101,10 +101,15 @@ def time_forms(console: Console, contexts: Sequence[int]) -> dict[str, dict[int,
     return timings
 
 
+def machine() -> str:
+    """What was timed on, in words."""
+    found = environment()
+    threads = "1 thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    return f"{found['device']}, {threads}, torch {found['torch']}"
+
+
 def show_timings(console: Console, timings: dict[str, dict[int, Timing]]) -> None:
-    machine = environment()
-    title = f"Time per call, ms ({machine['device']}, {machine['threads']} threads, torch {machine['torch']})"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"Time per call, ms ({machine()})", title_justify="left")
     table.add_column("context", justify="right")
     for method in timings:
         table.add_column(method, justify="right")
@@ -146,7 +151,7 @@ def main() -> None:
     show_timings(console, timings)
     show_states(console)
     figure = out / "time_against_context.png"
-    plot_time_against_context(timings, f"Forward, p = 2, {HEADS} heads of {DIM}, float32, CPU", figure)
+    plot_time_against_context(timings, f"Forward, p = 2, {HEADS} heads of {DIM}, float32; {machine()}", figure)
     console.print(f"\nFigure: {figure}")
     console.print("Next: sympow info --help, README.md for the operator, docs/ for the mathematics")
 

@@ -12,7 +12,7 @@ from report.drawn import layout_problems, looks, record_figures, texts_of
 from report.made_up import VARIANTS, write_run
 
 from sympow.bench.operator import Setting, load_rows, methods
-from sympow.bench.timing import Timing
+from sympow.bench.timing import Timing, environment
 from sympow.evaluate import PasskeyPoint, RecallPoint
 from sympow.report.figures import (
     plot_bench_rows,
@@ -234,11 +234,27 @@ def test_methods_differ_in_color_dashes_or_marker(monkeypatch):
     assert styles["chunked form, torch"].light == styles["chunked form, triton"].light
 
 
+def load_script(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.mark.slow
+def test_the_three_forms_name_the_machine_that_timed_them(tmp_path, saved, monkeypatch):
+    three_forms = load_script(BENCHMARKS.parent / "examples" / "three_forms.py")
+    monkeypatch.setattr(sys, "argv", ["three_forms.py", "--tiny", "--out", str(tmp_path)])
+    three_forms.main()
+    check(saved)
+    title = saved[0].axes[0].get_title().replace("\n", " ")
+    assert environment()["device"] in title
+    assert f"torch {torch.__version__}" in title
+
+
 def test_saved_timings_are_drawn_again(saved, monkeypatch, capsys):
     results = BENCHMARKS / "results" / "h200_p2.json"
-    spec = importlib.util.spec_from_file_location("redraw", BENCHMARKS / "redraw.py")
-    redraw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(redraw)
+    redraw = load_script(BENCHMARKS / "redraw.py")
     monkeypatch.setattr(sys, "argv", ["redraw.py", str(results)])
     redraw.main()
     check(saved)

@@ -1,5 +1,6 @@
 import json
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ def test_environment_names_versions():
     found = environment()
     assert found["torch"] == torch.__version__
     assert found["triton"] == pytest.importorskip("triton", reason="needs Triton").__version__
+
+
+def test_environment_names_the_processor():
+    listed = Path("/proc/cpuinfo")
+    if not listed.is_file() or "model name" not in listed.read_text():
+        pytest.skip("the system does not tell the model of its processor")
+    assert f": {environment()['device']}\n" in listed.read_text()
 
 
 def test_environment_without_triton(monkeypatch):

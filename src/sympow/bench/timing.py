@@ -157,7 +157,7 @@ class PeakMemory(TorchDispatchMode):
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Device and versions, as the header of a result file."""
-    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else _processor()
     found = {
         "device": name,
         "threads": torch.get_num_threads(),
@@ -167,6 +167,14 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     }
     triton = installed_version("triton")
     return found if triton is None else {**found, "triton": triton}
+
+
+def _processor() -> str:
+    """The model of the CPU where Linux tells it, otherwise what Python knows."""
+    listed = Path("/proc/cpuinfo")
+    lines = listed.read_text("utf-8", "replace").splitlines() if listed.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
 
 
 def installed_version(package: str) -> str | None:
