@@ -293,13 +293,20 @@ def test_the_command_continues_a_prompt(folder):
     first, again = (run("generate", folder, "--prompt", "def ", "--tokens", 20, "--seed", 1) for _ in range(2))
     assert first.exit_code == 0, first.output
     assert first.stdout == again.stdout
-    assert "20 tokens in" in first.stderr
-    assert "tokens/s, after 5 tokens in keys and values of" in first.stderr
-    assert "when they outgrow it, beyond 18 tokens" in first.stderr
-    several = run("generate", folder, "--prompt", "one", "--prompt", "another", "--tokens", 5, "--temperature", 0)
+    # Speed and memory are shown only when they are asked for.
+    assert first.stderr == ""
+    described = run("generate", folder, "--prompt", "def ", "--tokens", 20, "--seed", 1, "--stats")
+    assert described.stdout == first.stdout
+    assert "20 tokens in" in described.stderr
+    assert "tokens/s, after 5 tokens in keys and values of" in described.stderr
+    assert "when they outgrow it, beyond 18 tokens" in described.stderr
+    options = ("--prompt", "one", "--prompt", "another", "--tokens", 5, "--temperature", 0)
+    several = run("generate", folder, *options)
     assert several.exit_code == 0, several.output
     assert several.stdout.startswith("one")
     assert "another" in several.stdout
+    assert several.stderr == ""
+    assert "10 tokens (5 of each of 2 texts) in" in run("generate", folder, *options, "--stats").stderr
 
 
 def test_a_prompt_is_printed_before_what_follows_alone_as_among_others(folder):

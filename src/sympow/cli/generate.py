@@ -48,6 +48,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Random seed; by default a new one each time.")] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
     cache: Cache = "auto",
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed and memory after the text.")] = False,
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
@@ -86,6 +87,7 @@ def generate(
         "stop": stops,
         "seed": seed,
         "cache_policy": cache,
+        "summary": stats,
     }
     if len(prefixes) == 1:
         print_stream(text_model, prefixes[0], "".join(prompt or ()), **options)

@@ -1,4 +1,4 @@
-"""Prints generated text as it comes, and a summary of speed and memory."""
+"""Prints generated text as it comes, and on request a summary of speed and memory."""
 
 from __future__ import annotations
 
@@ -37,20 +37,26 @@ def print_stream(
     tokens: int,
     *,
     cache_policy: CachePolicy = "auto",
+    summary: bool = False,
     **options: Any,
 ) -> None:
-    """Prints a prompt and its continuation as it is generated; Ctrl-C ends it."""
-    clock = Clock(prefix, cache_policy)
+    """Prints a prompt and its continuation as it is generated; Ctrl-C ends it.
+
+    Args:
+        summary: whether to print speed and memory at the end, to standard error.
+    """
+    clock = Clock(prefix, cache_policy) if summary else None
+    report = None if clock is None else clock.count
     print(prompt, end="", flush=True)
     try:
-        for text in text_model.stream(prefix, tokens, cache_policy=cache_policy, report=clock.count, **options):
+        for text in text_model.stream(prefix, tokens, cache_policy=cache_policy, report=report, **options):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        clock.print_summary("stopped: ")
-        return
-    print()
-    clock.print_summary()
+        print("\nstopped", file=sys.stderr)
+    else:
+        print()
+    if clock is not None:
+        clock.print_summary()
 
 
 def print_continuations(
@@ -60,14 +66,21 @@ def print_continuations(
     tokens: int,
     *,
     cache_policy: CachePolicy = "auto",
+    summary: bool = False,
     **options: Any,
 ) -> None:
-    """Generates for several prompts at once and prints each with its continuation; Ctrl-C ends it earlier."""
-    clock = Clock(Prefix.cat(prefixes), cache_policy)
-    texts = text_model.continue_all(prefixes, tokens, cache_policy=cache_policy, report=clock.count, **options)
+    """Generates for several prompts at once and prints each with its continuation; Ctrl-C ends it earlier.
+
+    Args:
+        summary: as in `print_stream`.
+    """
+    clock = Clock(Prefix.cat(prefixes), cache_policy) if summary else None
+    report = None if clock is None else clock.count
+    texts = text_model.continue_all(prefixes, tokens, cache_policy=cache_policy, report=report, **options)
     for prompt, text in zip(prompts, texts, strict=True):
         print(prompt + text, end="\n\n", flush=True)
-    clock.print_summary()
+    if clock is not None:
+        clock.print_summary()
 
 
 class Clock:
@@ -86,14 +99,14 @@ class Clock:
     def count(self, tokens: int) -> None:
         self._tokens = tokens
 
-    def print_summary(self, prefix: str = "") -> None:
+    def print_summary(self) -> None:
         """Prints tokens, seconds, speed, and what the prefix holds, to standard error."""
         seconds = time.monotonic() - self._start
         texts = self._prefix.batch
         total = self._tokens * texts
         of_each = f" ({self._tokens:,} of each of {texts} texts)" if texts > 1 else ""
         print(
-            f"{prefix}{total:,} tokens{of_each} in {seconds:.1f} s, {total / max(seconds, 1e-9):,.0f} tokens/s, after "
+            f"{total:,} tokens{of_each} in {seconds:.1f} s, {total / max(seconds, 1e-9):,.0f} tokens/s, after "
             f"{self._prefix.tokens:,} tokens in {describe_cache(self._prefix, self._cache_policy)}",
             file=sys.stderr,
         )
