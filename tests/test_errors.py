@@ -8,10 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from sympow import __version__
+from sympow import GPT, GPTConfig, __version__
 from sympow.cli.app import app
 from sympow.cli.common import in_flags
 from sympow.cli.errors import BUG
+from sympow.data.tokenizer import ByteTokenizer
+from sympow.model.storage import save_model
 from sympow.train.trainer import NonFiniteLossError
 
 runner = CliRunner()
@@ -65,6 +67,50 @@ def test_a_mistake_comes_with_where_to_find_help():
     assert usage.startswith("Usage: sympow info ")
     assert hint == "Try 'sympow info --help' for help."
     assert said == "Error: --layers must be at least 1, got 0"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate nothere --prompt a",
+        "generate model --file nothere",
+        "generate model --prompt a --state nothere",
+        "state nothere text.txt --out state",
+        "state model nothere --out state",
+        "state model text.txt --out state --after nothere",
+        "serve nothere",
+        "serve model --api-key-file nothere",
+        "evaluate nothere --data stdlib",
+        "evaluate model --data nothere --length 8",
+        "report nothere --out page",
+        "inspect nothere text.txt",
+        "inspect model nothere",
+        "info nothere",
+        "data prepare nothere --out data",
+        "data prepare text.txt --out data --tokenizer nothere",
+        "data prepare text.txt --out data --heldout-source nothere",
+        "data info nothere",
+        "train --config nothere",
+        "train --data nothere --out run",
+        "experiment --folder nothere",
+    ],
+)
+def test_a_file_that_is_not_there_is_a_mistake_in_the_arguments(tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
+    save_model(tmp_path / "model", config, GPT(config).state_dict())
+    ByteTokenizer().save(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("text")
+    result = runner.invoke(app, command.split(), prog_name="sympow")
+    assert result.exit_code == 2, result.output
+    assert "nothere" in result.stderr.splitlines()[-1]
+
+
+def test_help_says_what_exit_codes_mean():
+    said = " ".join(runner.invoke(app, ["--help"]).stdout.split())
+    assert (
+        "0 if the work is done, 1 if it failed, 2 if the arguments are wrong, such as a file that is not there" in said
+    )
 
 
 @pytest.mark.parametrize(

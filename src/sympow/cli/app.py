@@ -26,7 +26,13 @@ from sympow.cli.state import state
 from sympow.cli.train import add_train
 from sympow.invocation import program
 
-app = App(help="Train, run and measure conformal symmetric power transformers.", no_args_is_help=True)
+HELP = """Train, run and measure conformal symmetric power transformers.
+
+The exit code is 0 if the work is done, 1 if it failed, 2 if the arguments are wrong, such as a file that is not there,
+and 130 if Ctrl-C ended it.
+"""
+
+app = App(help=HELP, no_args_is_help=True)
 add_train(app)
 add_convert(app)
 app.add_typer(data, name="data")

@@ -1,5 +1,8 @@
 """Exceptions of a command as messages and exit codes.
 
+Exit code 2 means that the arguments are wrong, among them a file that is not there or is something else; 1 that the
+work failed, with arguments that are right.
+
 ==================================================  =========================================  =========
 exception                                           what is printed                            exit code
 ==================================================  =========================================  =========

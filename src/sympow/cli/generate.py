@@ -28,7 +28,9 @@ def generate(
     file: Annotated[
         Path | None, typer.Option(help="Text file to read before the prompt; - for standard input.")
     ] = None,
-    state: Annotated[Path | None, typer.Option(help="File of `sympow state` to continue from.")] = None,
+    state: Annotated[
+        Path | None, typer.Option(help="File of `sympow state` to continue from.", exists=True, dir_okay=False)
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Number of tokens to generate, at most.")] = 200,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all.")] = 0,

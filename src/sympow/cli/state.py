@@ -17,7 +17,9 @@ def state(
     checkpoint: Annotated[Path, typer.Argument(help="Model folder of a run, or in Hugging Face format.")],
     file: Annotated[Path, typer.Argument(help="Text file to read; - for standard input.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
-    after: Annotated[Path | None, typer.Option(help="File of this command to continue from.")] = None,
+    after: Annotated[
+        Path | None, typer.Option(help="File of this command to continue from.", exists=True, dir_okay=False)
+    ] = None,
     segment_size: SegmentSize = SEGMENT_SIZE,
     cache: Cache = "auto",
     device: Device = None,
