@@ -181,6 +181,19 @@ def test_bench_explains_mistakes(arguments, message):
     assert message in result.output.replace("\n", " ")
 
 
+def test_bench_refuses_tensors_larger_than_the_memory(monkeypatch):
+    result = runner.invoke(app, ["bench", "--device", "cpu", "--context", "10000000000"])
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.stderr.split())
+    # q, k, v, the output and their gradients: 2 heads of 64 in float32.
+    assert "Error: --tokens must fit into memory: q, k, v and the output of 10,000,000,000 tokens take at least" in said
+    assert "at least 40,960.0 GB with their gradients, and there are" in said
+    sizes = ["--tokens", "64", "--context", "64", "--heads", "1", "--dim", "4", "--runs", "1", "--dtype", "float32"]
+    for room, options, code in ((8_192, (), 0), (8_191, (), 2), (4_096, ("--no-backward",), 0)):
+        monkeypatch.setattr("sympow.bench.operator.host_memory", lambda room=room: room)
+        assert runner.invoke(app, ["bench", "--device", "cpu", *sizes, *options]).exit_code == code
+
+
 @pytest.fixture
 def timed(monkeypatch):
     """Replaces the timing of `sympow bench`; collects what would be timed."""

@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sympow.bench.timing import Timing, environment, measure_interleaved, save_results
 from sympow.checks import check_at_least, check_choice
 from sympow.extras import require
+from sympow.model.accounting import host_memory
 from sympow.ops.dispatch import chunked_unsupported_reason
 from sympow.ops.interface import attention
 from sympow.parsing import read_json
@@ -79,6 +80,11 @@ class Setting:
     def group(self) -> int:
         """Query heads per key head."""
         return self.heads // self.key_heads
+
+    def least_bytes(self, backward: bool) -> int:
+        """Bytes that any method takes at least: q, k, v and the output, with their gradients if there is a backward."""
+        numbers = 2 * self.tokens * (self.heads + self.key_heads) * self.dim
+        return (1 + backward) * numbers * self.dtype.itemsize
 
     def inputs(self, context: int, grad: bool) -> dict[str, Tensor]:
         """Random q (b, t, h, d), k and v (b, t, h_kv, d), and log γ near 0.999, (b, t, h_kv)."""
@@ -195,6 +201,7 @@ def run_bench(
         if setting.tokens % context:
             raise ValueError(f"contexts must divide tokens, {setting.tokens}; got {context}")
     check_at_least("runs", runs, 1)
+    _check_fits(setting, backward)
     available, unsupported = methods(setting, backends), unsupported_methods(setting, backends)
     for part in only:
         if not any(part in name for name in (*available, *unsupported)):
@@ -224,6 +231,19 @@ def run_bench(
 
     for context in contexts:
         yield from _measure_methods(chosen, setting, context, backward, runs, after_round)
+
+
+def _check_fits(setting: Setting, backward: bool) -> None:
+    """Raises a ValueError if the tensors of a call alone are larger than the memory, before they are allocated."""
+    on_gpu = setting.device == "cuda"
+    room = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else host_memory()
+    needed = setting.least_bytes(backward)
+    if needed > room:
+        raise ValueError(
+            f"tokens must fit into memory: q, k, v and the output of {setting.tokens:,} tokens take at least "
+            f"{needed / 1e9:,.1f} GB{' with their gradients' if backward else ''}, and there are {room / 1e9:,.1f} GB; "
+            "choose a shorter context, fewer tokens or fewer heads"
+        )
 
 
 def _refusals(chosen: dict[str, Method], setting: Setting, context: int, backward: bool) -> dict[str, str]:
