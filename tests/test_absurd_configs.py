@@ -56,8 +56,16 @@ def test_absurd_models_are_refused(changes, message):
         (MERGES, r"YAML must not have aliases, but line 2 has \*a0"),
         ("run: " + "[" * 100_000, "YAML must be nested at most 32 deep; line 1 is deeper"),
         ("# " + "x" * 2**20, "YAML must have at most 1,048,576 characters"),
+        (
+            "run:\n  steps: 5\n  seed: 1\n  steps: 7",
+            "YAML must have each key once, but line 4 has 'steps' again, after line 2",
+        ),
+        (
+            "run: {seed: 1}\ndata: {}\n'run': {seed: 2}",
+            "YAML must have each key once, but line 3 has 'run' again, after line 1",
+        ),
     ],
-    ids=["context", "batch", "seed", "steps", "rate", "aliases", "merges", "depth", "length"],
+    ids=["context", "batch", "seed", "steps", "rate", "aliases", "merges", "depth", "length", "field", "section"],
 )
 def test_absurd_training_configs_are_refused(tmp_path, text, message):
     (tmp_path / "config.yaml").write_text(text)
@@ -69,6 +77,8 @@ def test_what_is_saved_is_read():
     config = TrainConfig()
     assert TrainConfig.from_yaml(config.to_yaml()) == config
     assert parse_yaml("a: &name [1, {b: 2}]") == {"a": [1, {"b": 2}]}
+    assert parse_yaml("[{a: 1, b: {a: 2}}, {a: 3}]") == [{"a": 1, "b": {"a": 2}}, {"a": 3}]
+    assert parse_yaml("") is None
 
 
 @pytest.mark.parametrize("read", [read_json, read_yaml])

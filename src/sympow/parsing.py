@@ -39,7 +39,7 @@ def read_yaml(path: Path) -> Any:
     """The parsed content of a file.
 
     Raises:
-        ValueError: it is not a file, too large, not YAML, has aliases, or is nested deeply.
+        ValueError: it is not a file, too large, not YAML, has aliases or a key twice, or is nested deeply.
     """
     text = _read(path, LARGEST_YAML)
     try:
@@ -52,7 +52,7 @@ def parse_yaml(text: str) -> Any:
     """The parsed content of a text.
 
     Raises:
-        ValueError: it is too long, not YAML, has aliases, or is nested deeply.
+        ValueError: it is too long, not YAML, has aliases or a key twice, or is nested deeply.
     """
     yaml = require("yaml", "train")
     if len(text) > LARGEST_YAML:
@@ -70,9 +70,28 @@ def parse_yaml(text: str) -> Any:
                 raise ValueError(
                     f"YAML must be nested at most {DEEPEST_YAML} deep; line {event.start_mark.line + 1} is deeper"
                 )
-        return yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _check_keys(node)
+        return None if node is None else loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {error}") from error
+
+
+def _check_keys(node: Any) -> None:
+    """Raises a ValueError if a mapping at or below a node of YAML has a key twice, of which the last would count."""
+    lines: dict[str, int] = {}
+    for entry in node.value if node is not None and node.id in ("mapping", "sequence") else ():
+        key, value = entry if node.id == "mapping" else (None, entry)
+        _check_keys(value)
+        if key is None or key.id != "scalar":
+            continue
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise ValueError(
+                f"YAML must have each key once, but line {line} has {key.value!r} again, after line {lines[key.value]}"
+            )
+        lines[key.value] = line
 
 
 def _read(path: Path, largest: int) -> str:
