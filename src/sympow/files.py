@@ -15,6 +15,19 @@ PARTIAL_ENDING = ".partial"
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Adds the name of the file that is written to an OSError without one, such as that of a write to a full disk."""
+    try:
+        yield
+    except OSError as error:
+        # The name of a temporary file would say nothing to a user. An OSError of a message alone has no strerror.
+        unnamed = error.filename is None or str(error.filename).endswith(PARTIAL_ENDING)
+        if error.strerror is None or not unnamed:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+@contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a temporary file that is renamed to `path` when the block ends, and deleted if the block fails.
 
@@ -23,17 +36,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         # A device or a pipe is opened directly: it must not be replaced by a file. Opening a folder raises.
-        with target.open("wb") as file:
+        with naming(target), target.open("wb") as file:
             yield file
         return
     # Each process and thread has its own temporary file.
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}{PARTIAL_ENDING}")
     try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        with naming(target):
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -283,3 +283,20 @@ def test_a_loss_that_is_not_finite(teacher, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(Distillation, "backward", spoiled)
     message = "step 3 of stage distill: the loss is nan"
     refused(teacher, settings(match_tokens=0), tmp_path / "out", message, NonFiniteLossError)
+
+
+def test_a_result_that_does_not_fit_on_the_disk(teacher, settings, tmp_path, monkeypatch):
+    resource = pytest.importorskip("resource", reason="this system does not limit the size of files")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(student, dtype):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        return student
+
+    monkeypatch.setattr("sympow.convert.conversion.cast_weights", limited)
+    config = settings(match_tokens=0, distill_tokens=0)
+    try:
+        refused(teacher, config, tmp_path / "out", f"{tmp_path}/out/model could not be written: ", OSError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not (tmp_path / "out" / "model").exists()

@@ -47,7 +47,7 @@ from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, pl
 from sympow.convert.training import StageTraining, make_loader
 from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.extras import require
-from sympow.files import write_atomically
+from sympow.files import naming, write_atomically
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
 from sympow.train.config import DataConfig
@@ -298,7 +298,11 @@ def _replacing(folder: Path) -> Iterator[Path]:
     """A folder beside another that takes its place at the end of the block: what stands there is always complete."""
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    yield unfinished
+    try:
+        with naming(folder):
+            yield unfinished
+    except require("safetensors", "hf").SafetensorError as error:
+        raise OSError(f"{folder} could not be written: {error}") from error
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 

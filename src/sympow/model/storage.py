@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sympow.extras import require
+from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
@@ -35,9 +36,7 @@ def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tens
         unfinished.unlink(missing_ok=True)
         raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}") from error
     unfinished.replace(folder / WEIGHTS_FILE)
-    unfinished = folder / f"{CONFIG_FILE}.unfinished"
-    unfinished.write_text(json.dumps(asdict(config), indent=2) + "\n", "utf-8")
-    unfinished.replace(folder / CONFIG_FILE)
+    write_atomically(folder / CONFIG_FILE, (json.dumps(asdict(config), indent=2) + "\n").encode())
 
 
 def load_model(folder: Path | str, device: torch.device | str = "cpu") -> GPT:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sympow.extras import require
+from sympow.files import naming
 
 PANEL_WIDTH, PANEL_HEIGHT = 4.6, 3.2
 MOST_COLUMNS = 4
@@ -257,4 +258,5 @@ def tidy(axes: Any) -> None:
 def save_figure(figure: Any, path: Path, metadata: dict[str, Any] | None = None) -> None:
     """Writes a PNG or an SVG, by the path's suffix, and creates its folder. The figure stays open."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata=metadata)
+    with naming(path):
+        figure.savefig(path, dpi=150, metadata=metadata)

@@ -8,14 +8,12 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from sympow.extras import require
-from sympow.files import write_atomically
+from sympow.files import naming, write_atomically
 
 WANDB_FILE = "wandb-id"
 
@@ -44,12 +42,12 @@ class JsonLines:
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         line = memoryview((json.dumps({"step": step, **numbers}) + "\n").encode())
-        with _naming(self._file.name):
+        with naming(self._file.name):
             while line:
                 line = line[self._file.write(line) :]
 
     def flush(self) -> None:
-        with _naming(self._file.name):
+        with naming(self._file.name):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -68,17 +66,17 @@ class TensorBoard:
         self._writer = SummaryWriter(self._folder, purge_step=resumed_at + 1)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        with _naming(self._folder):
+        with naming(self._folder):
             for name, value in numbers.items():
                 self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        with _naming(self._folder):
+        with naming(self._folder):
             self._writer.flush()
 
     def close(self) -> None:
         try:
-            with _naming(self._folder):
+            with naming(self._folder):
                 self._writer.close()
         finally:
             threading.excepthook = self._hook_before
@@ -113,15 +111,6 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
-
-
-@contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Adds the path to an OSError."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path) from error
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
