@@ -82,3 +82,23 @@ def test_mistakes_name_the_flag(tmp_path):
     assert result.exit_code == 2
     assert f"{tmp_path} has no config.json" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_what_transformers_shows_does_not_clutter_the_output(teacher, texts, tmp_path):
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    out = tmp_path / "converted"
+    settings = {**TINY, "match_tokens": 0, "distill_tokens": 0}
+    words = ["convert", str(teacher), "--data", str(texts), "--out", str(out), "--device", "cpu", *flags(settings)]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out / 'model'}\n"
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["teacher", "held-out", "held-out", "wrote"]
+    assert (logging.is_progress_bar_enabled(), logging.get_verbosity()) == before
+    # Nor do a model's other commands show it.
+    generated = runner.invoke(
+        app, ["generate", str(out / "model"), "--prompt", "1", "--tokens", "2", "--device", "cpu"]
+    )
+    assert generated.exit_code == 0, generated.output
+    assert generated.stderr == ""

@@ -48,6 +48,7 @@ from sympow.convert.training import StageTraining, make_loader
 from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.extras import require
 from sympow.files import naming, write_atomically
+from sympow.hf.quiet import quiet
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
 from sympow.train.config import DataConfig
@@ -88,6 +89,7 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
     for module, extra in needed.items():
         require(module, extra)
     with ExitStack() as held:
+        held.enter_context(quiet())
         place = held.enter_context(process_group(device))
         folder = held.enter_context(claimed_folder(Path(out), resume=True, place=place)).folder
         if (folder / EXPORT).exists() and not (folder / SETTINGS_FILE).is_file():

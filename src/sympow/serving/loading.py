@@ -75,9 +75,11 @@ class ServedModel:
             return cls(name, TextModel.load(folder, device, dtype))
         # Without this check, the error would name a module of this package instead of the extra.
         require("transformers", "hf")
+        from sympow.hf.quiet import quiet
         from sympow.hf.text_model import load_text_model
 
-        text_model, tokenizer = load_text_model(folder, device, dtype)
+        with quiet():
+            text_model, tokenizer = load_text_model(folder, device, dtype)
         has_template = getattr(tokenizer, "chat_template", None) is not None
         return cls(name, text_model, ChatTemplate(tokenizer) if has_template else None)
 
@@ -91,9 +93,11 @@ def load_from_transformers(folder: Path, device: torch.device | str, dtype: torc
     """The model of a folder that `save_pretrained` wrote, which may be without a tokenizer."""
     # As above.
     require("transformers", "hf")
+    from sympow.hf.quiet import quiet
     from sympow.hf.text_model import load_gpt
 
-    return load_gpt(folder, device, dtype)
+    with quiet():
+        return load_gpt(folder, device, dtype)
 
 
 def saved_tokenizer(folder: Path) -> Tokenizer | None:
