@@ -3,7 +3,10 @@
 import json
 import re
 import shutil
+import socket
 import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from convert.tiny import make_gpt2, make_llama
 from safetensors.torch import load_file, save_file
 
 from sympow.convert import ConvertConfig, convert
+from sympow.convert.models import find_teacher
 from sympow.data.preparation import prepare
 from sympow.data.tokenizer import train_bpe
 
@@ -83,9 +87,84 @@ def test_a_folder_without_a_model(settings, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_is_not_there(settings, tmp_path):
-    message = f"teacher must be a folder or the name of a model of transformers, got '{tmp_path}/missing'"
-    refused(tmp_path / "missing", settings(), tmp_path / "out", message)
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub on this machine that has no models; the paths that it was asked for."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        yield asked
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "name", ["./missing", "../missing", "~/missing", "a/b/missing", "missing/", "/a/missing", "a b"]
+)
+def test_a_folder_that_is_not_there(settings, tmp_path, monkeypatch, hub, name):
+    """What can only be a path is not looked for on the Hub."""
+    monkeypatch.chdir(tmp_path)
+    message = f"teacher must be a folder or the name of a model of transformers, got '{name}': there is no such folder"
+    refused(name, settings(), tmp_path / "out", message)
+    assert hub == []
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["missing", "someone/missing"])
+def test_a_name_that_is_nowhere(settings, tmp_path, monkeypatch, hub, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    message = f"got '{name}': there is no such folder, and the Hugging Face Hub has no such model that you can read"
+    refused(name, settings(), tmp_path / "out", message)
+    assert [path for path in hub if "missing" in path] == [f"/api/models/{name}"]
+    assert capsys.readouterr().err == f"looking for {name} on the Hugging Face Hub\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_without_a_network(settings, tmp_path, monkeypatch, hub):
+    monkeypatch.chdir(tmp_path)
+    message = "got 'missing': there is no such folder, and the Hugging Face Hub cannot be asked: "
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        # Nobody listens there.
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
+        refused("missing", settings(), tmp_path / "out", message)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    refused("missing", settings(), tmp_path / "out", message)
+
+
+def test_a_name_in_the_cache_is_not_looked_for(tmp_path, monkeypatch, hub):
+    repository = tmp_path / "cache" / "models--someone--model"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    (repository / "snapshots" / "abc").mkdir(parents=True)
+    (repository / "snapshots" / "abc" / "config.json").write_text("{}")
+    said = []
+    find_teacher("someone/model", said.append)
+    assert hub == said == []
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"hidden_size": 32}'])
+def test_a_config_that_does_not_say_what_model_it_is_of(teacher, settings, tmp_path, content):
+    shutil.copytree(teacher, tmp_path / "teacher")
+    (tmp_path / "teacher" / "config.json").write_text(content)
+    message = f"{tmp_path}/teacher/config.json must have a model_type, which says what model it is of, and has none"
+    refused(tmp_path / "teacher", settings(), tmp_path / "out", message)
 
 
 def test_a_model_that_is_converted_already(settings, tmp_path):

@@ -35,6 +35,7 @@ from sympow.convert.models import (
     check_teacher,
     check_tokens,
     decoder_layers,
+    find_teacher,
     fingerprint,
     load_model,
     make_student,
@@ -112,6 +113,7 @@ class _Conversion:
         self.source, self.config, self.out, self.place, self.dtype = source, config, out, place, dtype
         self.stages = plan(config)
         self.dataset: TokenDataset = open_dataset(config.text.data)
+        find_teacher(source, say=_say)
         self.teacher = load_model(source, place.device).requires_grad_(False)
         check_teacher(self.teacher, source)
         self.fingerprint = fingerprint(self.teacher)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,13 @@ from sympow.checks import check_at_most
 from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
 from sympow.extras import require
+from sympow.parsing import read_json
 
 CONFIG_FILE = "config.json"
+# What can be a name on the Hub rather than a path: gpt2, or one with its owner, as in openai-community/gpt2.
+HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
+# The Hub has this long to say whether it has a model. from_pretrained would try for a minute.
+HUB_SECONDS = 10
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # Tokens that are decoded and encoded again to compare tokenizers.
 SAMPLE_TOKENS = 512
@@ -24,6 +31,33 @@ SAMPLE_TOKENS = 512
 SAMPLE_WEIGHTS = 4_096
 # Entries of a config that a fingerprint leaves out, since they do not describe the model.
 UNRELATED = ("_name_or_path", "transformers_version")
+
+
+def find_teacher(source: Path | str, say: Callable[[str], None]) -> None:
+    """Raises a ValueError, within seconds, unless a teacher is there: as a path, in the Hub's cache, or on the Hub.
+
+    Args:
+        source: a folder, or a name on the Hub.
+        say: called with a line before the Hub is asked.
+    """
+    name = str(source)
+    if Path(source).exists():
+        return
+    nowhere = f"teacher must be a folder or the name of a model of transformers, got {name!r}: there is no such folder"
+    if not HUB_NAME.fullmatch(name):
+        raise ValueError(nowhere)
+    hub, errors = require("huggingface_hub", "hf"), require("huggingface_hub.errors", "hf")
+    if isinstance(hub.try_to_load_from_cache(name, CONFIG_FILE), str):
+        return
+    say(f"looking for {name} on the Hugging Face Hub")
+    try:
+        hub.HfApi().model_info(name, timeout=HUB_SECONDS)
+    except errors.RepositoryNotFoundError as error:
+        raise ValueError(f"{nowhere}, and the Hugging Face Hub has no such model that you can read") from error
+    except (OSError, errors.HTTPError) as error:
+        # What the library for HTTP raises is an OSError or not, by the version of huggingface_hub.
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{nowhere}, and the Hugging Face Hub cannot be asked: {reason}") from error
 
 
 def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | str = "auto") -> Any:
@@ -40,6 +74,12 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
     path = Path(source)
     if path.exists() and not (path / CONFIG_FILE).is_file():
         raise ValueError(f"teacher must be a model of transformers, and {source} has no {CONFIG_FILE}")
+    if path.exists():
+        config = read_json(path / CONFIG_FILE)
+        if not isinstance(config, dict) or "model_type" not in config:
+            raise ValueError(
+                f"{path / CONFIG_FILE} must have a model_type, which says what model it is of, and has none"
+            )
     try:
         # Tensors of another shape are reported with the others below.
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
