@@ -1,6 +1,7 @@
 """`sympow evaluate`: losses of exported models on held-out documents, as a table, JSON and a figure."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -307,6 +308,21 @@ def test_a_model_of_transformers_without_a_tokenizer_is_evaluated_without_the_pr
 
 def evaluate(*arguments):
     return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+
+
+def test_progress_is_shown_in_lines_without_a_terminal(runs, monkeypatch):
+    models = [runs / "first" / "model", runs / "second" / "model"]
+    options = ("--length", LENGTH, "--documents", 3, "--device", "cpu")
+    # The last line always comes.
+    assert evaluate(*models, *options).stderr.splitlines() == [f"{model}: 3 of 3 sequences" for model in models]
+    monkeypatch.setattr("sympow.evaluate.model_evaluation.LINE_EVERY", 0)
+    lines = evaluate(models[0], *options, "--probe", "recall", "--pairs", 2).stderr.splitlines()
+    assert [re.sub(r"[0-9,]+ s left", "N s left", line) for line in lines] == [
+        f"{models[0]}: 1 of 3 sequences, N s left",
+        f"{models[0]}: 2 of 3 sequences, N s left",
+        f"{models[0]}: 3 of 3 sequences",
+        f"{models[0]}: probing recall",
+    ]
 
 
 def test_models_are_compared_on_the_same_documents(runs, tmp_path):

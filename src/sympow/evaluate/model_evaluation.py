@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -37,6 +40,8 @@ from sympow.train.provenance import TrainedOn
 # Training context of a model whose folder does not record it.
 UNKNOWN_CONTEXT = 1_024
 PROBES = ("recall", "passkey")
+# Seconds between two lines of progress, where it is not shown as a bar.
+LINE_EVERY = 10.0
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ def evaluate_model(
     model: GPT | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> ModelEvaluation:
-    """Evaluates an exported model on held-out documents, with a progress bar on the terminal.
+    """Evaluates an exported model on held-out documents, and shows its progress on standard error.
 
     Args:
         checkpoint: the model's folder.
@@ -244,25 +249,65 @@ def evaluate_model(
         )
     if "passkey" in setting.probes and tokenizer is not None:
         check_has_ids(model, tokenizer)
-    rich = require("rich.progress", "cli")
-    console = require("rich.console", "cli").Console(stderr=True)
-    # Without a terminal it would print blank lines.
-    quiet = not (first and console.is_terminal)
-    with rich.Progress(console=console, transient=True, disable=quiet) as progress:
-        sequences, _ = count_sequences(heldout, setting.length, setting.documents)
-        task = progress.add_task(str(checkpoint), total=sequences)
+    sequences, _ = count_sequences(heldout, setting.length, setting.documents)
+    with _Progress(checkpoint, sequences) if first else nullcontext() as progress:
         losses = loss_by_position(
             model,
             held_out_documents(setting.data, setting.length, setting.documents),
             segment_size=setting.segment_size,
             dtype=setting.dtype,
-            report=lambda done: progress.update(task, completed=done),
+            report=None if progress is None else progress.update,
             group=group,
         )
+        if progress is not None and setting.probes:
+            progress.say(f"probing {' and '.join(setting.probes)}")
         recall, passkey = run_probes(model, tokenizer, setting) if first else ([], [])
     trained_on = TrainedOn.find(checkpoint)
     context = None if trained_on is None else trained_on.context
     return ModelEvaluation(losses, context, recall, passkey, token_unit(checkpoint))
+
+
+class _Progress:
+    """How far the evaluation of a model is: a bar on a terminal, elsewhere a line from time to time.
+
+    Args:
+        checkpoint: the model's folder.
+        total: number of sequences.
+    """
+
+    def __init__(self, checkpoint: Path, total: int) -> None:
+        self._name, self._total = str(checkpoint), total
+        self._start = self._said = time.monotonic()
+        self._bar: Any = None
+        console = require("rich.console", "cli").Console(stderr=True)
+        if console.is_terminal:
+            self._bar = require("rich.progress", "cli").Progress(console=console, transient=True)
+            self._task = self._bar.add_task(self._name, total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def update(self, done: int) -> None:
+        """Called with the number of sequences that have been read."""
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done)
+        elif done == self._total or now - self._said >= LINE_EVERY:
+            self._said = now
+            left = f", {(now - self._start) / done * (self._total - done):,.0f} s left" if done < self._total else ""
+            self.say(f"{done:,} of {_counted(self._total, 'sequence')}{left}")
+
+    def say(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{self._name}: {what}")
+        else:
+            print(f"{self._name}: {what}", file=sys.stderr, flush=True)
 
 
 def run_probes(
