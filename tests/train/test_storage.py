@@ -63,11 +63,18 @@ def test_views_are_saved_by_their_values(model, tmp_path):
     assert torch.equal(load_model(tmp_path).embedding.weight, model.embedding.weight)
 
 
-def test_a_field_that_is_missing_has_its_default(folder):
+def test_a_field_that_is_missing_is_named(folder):
+    """With its default, the model would be another one with weights of the same shapes."""
     content = json.loads((folder / "model.json").read_text())
-    del content["bias"], content["form"]
+    del content["form"]
     (folder / "model.json").write_text(json.dumps(content))
     assert load_model(folder).config == CONFIG
+    del content["power"], content["bias"]
+    (folder / "model.json").write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=r"model\.json must have all fields that describe the model, and lacks power, bias$"
+    ):
+        load_model(folder)
 
 
 def test_a_run_folder_is_not_its_model_but_nearly(folder):
@@ -97,6 +104,7 @@ def test_missing_weights_are_named(folder):
         ("{", r"model\.json is not JSON"),
         ("[]", r"model\.json must map fields to values, got list"),
         ('{"depth": 3, "breadth": 4}', r"model\.json has fields that this version does not know: breadth, depth"),
+        ("{}", r"model\.json must have all fields .* and lacks vocab_size, layers, width, heads, "),
         ('{"power": 3}', r"model\.json: power must be even"),
         ('{"layers": "two"}', r"model\.json: layers must be an int, got str"),
     ],

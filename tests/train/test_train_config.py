@@ -60,6 +60,11 @@ def test_numbers_with_an_exponent_and_no_point_are_numbers():
         ("data: {data: 3}", "data must be a string, got int"),
         ("data: {short: pad}", "short must be one of"),
         ("model: {power: 3}", "power must be even"),
+        (
+            "model: {}",
+            "model must have fields, such as layers and width, or be left out for the default model; got none",
+        ),
+        ("run: {steps: 3}\nmodel:\n", "model must have fields, such as layers and width, or be left out"),
     ],
 )
 def test_mistakes_in_a_file_are_named_with_the_file(tmp_path, text, message):

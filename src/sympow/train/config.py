@@ -272,6 +272,10 @@ class TrainConfig:
                 raise ValueError(f"a config has the sections {', '.join(SECTIONS)}; got {title!r}")
             if not isinstance(section, Mapping | None):
                 raise ValueError(f"{title} must map fields to values, got {type(section).__name__}")
+            if title == "model" and not section:
+                raise ValueError(
+                    "model must have fields, such as layers and width, or be left out for the default model; got none"
+                )
             unknown = set(section or {}) - _names(SECTIONS[title])
             if unknown:
                 raise ValueError(f"{title} has no field {', '.join(sorted(map(str, unknown)))}")
