@@ -50,6 +50,7 @@ from sympow.data.dataset import TokenDataset, open_dataset
 from sympow.extras import require
 from sympow.files import naming, write_atomically
 from sympow.hf.quiet import quiet
+from sympow.hf.without_code import load_without_code
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
 from sympow.train.config import DataConfig
@@ -223,7 +224,7 @@ class _Conversion:
         with _replacing(self.out / EXPORT) as folder:
             cast_weights(student, output_weight(self.teacher).dtype).save_pretrained(folder)
             if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
-                require("transformers", "hf").AutoTokenizer.from_pretrained(str(self.source)).save_pretrained(folder)
+                load_without_code(require("transformers", "hf").AutoTokenizer, self.source).save_pretrained(folder)
             TrainedOn.of_run(data, self.dataset, self.dataset.load_tokenizer(), named=True).save(folder)
 
     def _known(self, name: str) -> dict[int, LossAtContext]:

@@ -17,6 +17,7 @@ from sympow.checks import check_at_most
 from sympow.convert.config import ConvertConfig, SwapConfig
 from sympow.data.dataset import TokenDataset
 from sympow.extras import require
+from sympow.hf.without_code import load_without_code
 from sympow.parsing import read_json
 
 CONFIG_FILE = "config.json"
@@ -83,7 +84,7 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
     try:
         # Tensors of another shape are reported with the others below.
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(str(source), dtype=dtype, **options)
+        model, told = load_without_code(transformers.AutoModelForCausalLM, source, dtype=dtype, **options)
     except OSError as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
@@ -235,7 +236,7 @@ def check_tokens(model: Any, source: Path | str, dataset: TokenDataset) -> str |
     path = Path(source)
     if path.exists() and not any((path / name).is_file() for name in TOKENIZER_FILES):
         return f"{source} has no tokenizer: whether {dataset.name} has its token ids was not checked"
-    theirs = require("transformers", "hf").AutoTokenizer.from_pretrained(str(source))
+    theirs = load_without_code(require("transformers", "hf").AutoTokenizer, source)
     ours = dataset.load_tokenizer()
     text = ours.decode(dataset.read(0, 0, min(SAMPLE_TOKENS, int(dataset.lengths[0]))))
     expected = list(theirs(text, add_special_tokens=False)["input_ids"])

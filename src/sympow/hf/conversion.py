@@ -25,6 +25,7 @@ from sympow.files import check_can_write
 from sympow.hf.config import SympowConfig
 from sympow.hf.modeling import SympowForCausalLM
 from sympow.hf.swapped_config import MODEL_TYPE
+from sympow.hf.without_code import load_without_code
 from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE, load_model, save_model
 from sympow.parsing import read_json
@@ -95,7 +96,7 @@ def convert_to_native(folder: Path | str, out: Path | str) -> None:
     model = to_native(folder)
     save_model(out, model.config, model.state_dict())
     if (Path(folder) / TOKENIZER_CONFIG_FILE).is_file():
-        from_fast_tokenizer(AutoTokenizer.from_pretrained(folder)).save(out)
+        from_fast_tokenizer(load_without_code(AutoTokenizer, folder)).save(out)
 
 
 def to_fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
@@ -181,10 +182,10 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
     damage = require("safetensors", "hf").SafetensorError
     try:
         # Wrong shapes are then reported with the missing and unknown tensors, rather than raised.
-        loaded: Any = SympowForCausalLM.from_pretrained(folder, output_loading_info=True, ignore_mismatched_sizes=True)
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, told = load_without_code(SympowForCausalLM, folder, **options)
     except damage as error:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
-    model, told = loaded
     check_whole(folder, told)
     assert isinstance(model, SympowForCausalLM)
     return model

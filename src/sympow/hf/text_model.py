@@ -22,6 +22,7 @@ from sympow.hf.conversion import (
 )
 from sympow.hf.swapped_config import MODEL_TYPE
 from sympow.hf.swapped_gpt import SwappedGPT
+from sympow.hf.without_code import load_without_code
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
 
@@ -67,7 +68,7 @@ def load_tokenizer_of_folder(folder: Path | str, ends: Iterable[int] = ()) -> tu
         ends: ids that end a generated text besides those of the tokenizer.
     """
     kind = _check_kind(Path(folder))
-    fast: Any = AutoTokenizer.from_pretrained(folder)
+    fast = load_without_code(AutoTokenizer, folder)
     return from_fast_tokenizer(fast, own_beginning=kind == MODEL_TYPE, ends=ends), fast
 
 
@@ -93,11 +94,9 @@ def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype |
     damage = require("safetensors", "hf").SafetensorError
     try:
         # Missing tensors, which transformers would initialize at random, are reported rather than ignored.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, told = load_without_code(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
     except damage as error:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
-    model, told = loaded
     check_whole(folder, told)
     return SwappedGPT(model.to(device)).eval()
