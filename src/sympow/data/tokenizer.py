@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_at_least, check_at_most
+from sympow.data.pieces import ANYWHERE, known_cuts
 from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.parsing import read_json
@@ -75,6 +76,7 @@ class ByteTokenizer:
     vocab_size = 257
     boundary = 256
     ends = frozenset({256})
+    cuts, longest_token = ANYWHERE, 1
 
     def encode(self, text: str) -> NDArray[np.uint8]:
         return np.frombuffer(text.encode(), np.uint8)
@@ -97,6 +99,10 @@ class JsonTokenizer:
         name: the file it was read from, for messages.
         beginning: the ids that begin a document (`beginning_of`); None: the boundary.
         ends: ids that end a generated text besides the boundary (`ends_of`).
+
+    Attributes:
+        cuts: matches where a text may be cut into `pieces`; None: nowhere.
+        longest_token: bytes of the longest token, or more.
     """
 
     def __init__(
@@ -130,6 +136,7 @@ class JsonTokenizer:
         model.no_truncation()
         model.no_padding()
         self._model = model
+        self.cuts, self.longest_token = known_cuts(model), max(len(token.encode()) for token in vocabulary)
         # A text and its ids, after which others are encoded and decoded as parts of a text: SentencePiece's tokenizers
         # put a space before the first word of a text, and remove it again.
         found = ((text, self.encode(text).tolist()) for text in ("\n", "a"))
