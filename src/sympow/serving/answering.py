@@ -16,14 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sympow.serving.api_errors import ApiError, failed, timed_out
+from sympow.serving.api_errors import DISCONNECTED, ApiError, disconnected, failed, timed_out
 from sympow.serving.completion import Completion, Event, RequestError, Result, Usage
 from sympow.serving.metrics import HttpCounts
 from sympow.serving.openai_api import Answer
 
 # Events of several completions that are queued for a slow client; further ones stay with their completions.
 WAITING_CHUNKS = 64
-DISCONNECTED = 499
 
 
 class Group:
@@ -80,9 +79,9 @@ class Group:
         while (await receive())["type"] != "http.disconnect":
             pass
         # ASGI servers report a disconnect after the end of a response, too.
-        if not all(completion.done for completion in self.completions):
+        if not self.completions or not all(completion.done for completion in self.completions):
             self._counts.disconnected += 1
-        self.fail(ApiError(DISCONNECTED, "the client disconnected"))
+        self.fail(disconnected())
 
 
 async def answer_whole(request: Request, group: Group) -> list[Result]:

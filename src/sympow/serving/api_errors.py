@@ -12,6 +12,9 @@ ErrorType = Literal[
 # OpenAI's clients retry requests by themselves after some statuses, unless this header forbids it.
 NO_RETRY = {"x-should-retry": "false"}
 
+# Status of a request whose client has gone away, for the metrics.
+DISCONNECTED = 499
+
 
 class ApiError(Exception):
     """Ends a request with an error.
@@ -67,6 +70,10 @@ def stopping() -> ApiError:
 def timed_out(seconds: float) -> ApiError:
     message = f"the request took longer than {seconds:g} seconds, this server's limit; ask for fewer tokens"
     return ApiError(504, message, "timeout", code="timeout", headers=NO_RETRY)
+
+
+def disconnected() -> ApiError:
+    return ApiError(DISCONNECTED, "the client disconnected")
 
 
 def failed(message: str) -> ApiError:

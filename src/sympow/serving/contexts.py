@@ -208,7 +208,7 @@ class ContextStore:
             before = None if parent is None else await self.prefix(parent)
             reading.before = 0 if before is None else before.tokens
             if text:
-                submit = partial(self._engine.submit_prefill, text, prefix=before)
+                submit = partial(self._engine.submit_prefill, text, prefix=before, check=partial(_check_kept, reading))
                 reading.prefilling = await asyncio.get_running_loop().run_in_executor(self._tokenizing, submit)
         except EngineClosedError as error:
             del self._reading[reading.id]
@@ -287,6 +287,11 @@ class ContextStore:
             in_memory=record.id in self._memory,
             parent=record.parent,
         )
+
+
+def _check_kept(reading: Reading) -> None:
+    if reading.deleted:
+        raise _unknown(reading.id)
 
 
 def _unready(reading: Reading) -> Context:

@@ -25,9 +25,11 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 
 from sympow.checks import check_at_least, check_at_most, check_seed
+from sympow.data.pieces import PIECE, pieces
 from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import beginning_of, encode_continuation, ends_of
 from sympow.generation.prefix import Prefix
@@ -196,10 +198,16 @@ class Engine:
             max_queue=max_queue,
         )
 
-    def tokenize(self, prompt: str | Sequence[int], prefix: Prefix | None = None) -> TokenizedPrompt:
-        """Tokenizes and checks a prompt once for several calls of `submit`; arguments as in `submit`."""
+    def tokenize(
+        self, prompt: str | Iterable[int], prefix: Prefix | None = None, check: Callable[[], None] | None = None
+    ) -> TokenizedPrompt:
+        """Tokenizes and checks a prompt once for several calls of `submit`; arguments as in `submit`.
+
+        Args:
+            check: called before each of the `pieces` in which a long text is tokenized; what it raises ends this.
+        """
         text = prompt if isinstance(prompt, str) else None
-        return TokenizedPrompt(self._tokens("prompt", prompt, prefix), text, prefix is not None)
+        return TokenizedPrompt(self._tokens("prompt", prompt, prefix, check), text, prefix is not None)
 
     def submit(
         self,
@@ -294,6 +302,7 @@ class Engine:
         *,
         prefix: Prefix | None = None,
         progress: Callable[[int, int], None] | None = None,
+        check: Callable[[], None] | None = None,
     ) -> Prefilling:
         """Queues a context for prefill, in segments between decoding steps, and returns at once.
 
@@ -304,8 +313,9 @@ class Engine:
             text, prefix: as `prompt` and `prefix` of `submit`.
             progress: called by the worker after each segment, with the number of tokens prefilled and the total. It
                 must return quickly; if it raises, the prefill fails.
+            check: as in `tokenize`.
         """
-        tokens = self._tokens("text", text, prefix)
+        tokens = self._tokens("text", text, prefix, check)
         self._check_room("text", len(tokens), prefix, 0)
         handle = Prefilling(len(tokens), progress, self._scheduler.wake)
         self._scheduler.submit_context(Context(handle, Reading(tokens, self.segment_size, prefix)))
@@ -376,23 +386,37 @@ class Engine:
     ) -> None:
         self.close(drain=kind is None)
 
-    def _tokens(self, name: str, text: str | Sequence[int], prefix: Prefix | None) -> array[int]:
-        """The tokens of a prompt or a context, checked."""
+    def _tokens(
+        self, name: str, text: str | Iterable[int], prefix: Prefix | None, check: Callable[[], None] | None
+    ) -> array[int]:
+        """The tokens of a prompt or a context, checked before each piece, so that none is tokenized in vain."""
         if prefix is not None:
             _check_prefix(prefix, self.text_model)
         # The items of bytes are integers, too.
         if not isinstance(text, Iterable) or isinstance(text, bytes | bytearray):
             raise TypeError(f"{name} must be a string or token ids, got {type(text).__name__}")
+
+        def check_before(most: int) -> None:
+            if check is not None:
+                check()
+            self._scheduler.check_open()
+            self._check_room(name, most, prefix, None)
+
         if isinstance(text, str):
             check_text(name, text)
             tokenizer = self.text_model.tokenizer
             tokens = array(TOKEN_TYPE, beginning_of(tokenizer) if prefix is None else ())
-            ids = tokenizer.encode(text) if prefix is None else encode_continuation(tokenizer, text)
-            tokens.frombytes(ids.astype(TOKEN_TYPE).tobytes())
+            longest = getattr(tokenizer, "longest_token", len(text))
+            for piece in pieces(name, text, getattr(tokenizer, "cuts", None)):
+                check_before(len(tokens) + len(piece) // longest)
+                ids = tokenizer.encode(piece) if prefix is None else encode_continuation(tokenizer, piece)
+                tokens.frombytes(ids.astype(TOKEN_TYPE).tobytes())
         else:
-            given = tuple(text)
-            self._check_ids(name, given)
-            tokens = array(TOKEN_TYPE, given)
+            given, tokens = iter(text), array(TOKEN_TYPE)
+            while some := tuple(islice(given, PIECE)):
+                check_before(len(tokens))
+                self._check_ids(name, some)
+                tokens.extend(some)
         if not tokens and prefix is None:
             raise ValueError(f"{name} must hold at least one token if there is no prefix to continue")
         return tokens
@@ -405,10 +429,13 @@ class Engine:
             if not 0 <= token < vocabulary:
                 raise ValueError(f"{name} must hold ids from 0 to {vocabulary - 1}, got {token}")
 
-    def _check_room(self, name: str, tokens: int, prefix: Prefix | None, max_tokens: int) -> None:
+    def _check_room(self, name: str, tokens: int, prefix: Prefix | None, max_tokens: int | None) -> None:
+        """Refuses more tokens than fit a slot; with max_tokens=None they are those known so far."""
         before = 0 if prefix is None else prefix.tokens
-        if self._max_context is not None and before + tokens + max_tokens > self._max_context:
-            parts = f"{before:,} tokens of the prefix, {tokens:,} of its own and {max_tokens:,} of max_tokens"
+        if self._max_context is not None and before + tokens + (max_tokens or 0) > self._max_context:
+            parts = f"{before:,} tokens of the prefix, {tokens:,} of its own and {max_tokens or 0:,} of max_tokens"
+            if max_tokens is None:
+                parts = f"{before:,} tokens of the prefix and {tokens:,} or more of its own"
             raise ValueError(f"{name} is too long: {parts} exceed {self._max_context:,}, the most tokens of a slot")
 
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sympow.serving.api_errors import ApiError
+from sympow.serving.api_errors import ApiError, disconnected
 from sympow.serving.metrics import HttpCounts
 
 # Seconds without data after which a request body is given up.
@@ -139,6 +139,9 @@ class _Body:
             reason = f"the body did not arrive: nothing came for {BODY_PATIENCE:g} seconds"
             raise ApiError(408, reason, code="body_timeout") from error
         self._note(message)
+        if message["type"] == "http.disconnect":
+            # Nobody reads this; it ends the route, and is counted.
+            raise disconnected()
         if self._bytes > self._limit:
             await self.drain()
             raise self.too_large()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ from sympow.data.plain_text import decode
 from sympow.generation.cache import empty_windows, state_nbytes
 from sympow.generation.prefix import Prefix
 from sympow.serving.answering import Group, StreamedAnswer, answer_whole
-from sympow.serving.api_errors import ApiError, from_argument_error, queue_full, stopping
+from sympow.serving.api_errors import ApiError, disconnected, from_argument_error, queue_full, stopping
 from sympow.serving.contexts import ContextStore
 from sympow.serving.engine import Engine, TokenizedPrompt
 from sympow.serving.gatekeeping import Gatekeeper, error_response
-from sympow.serving.loading import ServedModel
+from sympow.serving.loading import ChatText, ServedModel
 from sympow.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
 from sympow.serving.openai_api import (
     Answer,
@@ -75,7 +75,9 @@ ROUTES = (
 )
 # The most log-probabilities of one response, which take some 100 MB in memory, and as many as text.
 MOST_LOGPROBS = 2**20
-# Threads that tokenize prompts.
+# Prompts of more characters in all, or more ids, are tokenized one request after another, and delay no shorter ones.
+LONG_PROMPTS = 2**16
+# Threads that tokenize shorter prompts.
 TOKENIZING_THREADS = 2
 # Encodings of an uploaded form, as its header may name them.
 UTF8 = (b"utf-8", b"utf8")
@@ -140,6 +142,7 @@ class Service:
         self.counts = HttpCounts()
         # Threads of its own, so that tokenizing long texts does not block other work in the default thread pool.
         self.tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, "sympow-tokenizing")
+        self.tokenizing_long = ThreadPoolExecutor(1, "sympow-tokenizing-long")
         self.names = TokenNames(model.text_model.tokenizer)
         self.started = int(time.time())
         self.stopping = False
@@ -173,7 +176,7 @@ class Service:
             message = f"a request must have at most {stats.slots + stats.max_queue:,} choices, got {len(jobs):,}"
             raise ApiError(400, message, param="prompt")
         prefix = None if body.context is None else await self.contexts.prefix(body.context)
-        group = await self._submit(jobs, prefix, type(body).model_fields)
+        group = await self._submit(request, jobs, prefix, body)
         tokens = None if prefix is None else prefix.tokens
         answer = Answer(form, self.model.name, self.names, tokens, tops=bool(jobs[0].logprobs), choices=body.n or 1)
         if body.stream:
@@ -182,35 +185,46 @@ class Service:
         # Formatting the log-probabilities of long prompts would block the event loop.
         return await asyncio.to_thread(lambda: JSONResponse(answer.whole(results)))
 
-    async def _submit(self, jobs: list[Job], prefix: Prefix | None, fields: Any) -> Group:
+    async def _submit(self, request: Request, jobs: list[Job], prefix: Prefix | None, body: GenerationRequest) -> Group:
         """Submits all jobs to the engine, or none."""
         if self._ended:
             raise stopping()
         group = Group(self.options.timeout, self._groups, self.counts)
+
+        def check_awaited() -> None:
+            if group.ended:
+                raise group.error or disconnected()
 
         def submit_all() -> None:
             # Tokenizing long texts would block the event loop, so this runs in a thread, and stops when the group has
             # ended. Choices of the same prompt are adjacent and share one tokenized prompt.
             tokenized: list[TokenizedPrompt] = []
             for before, job in zip([None, *jobs], jobs, strict=False):
-                if group.ended:
-                    return
-                same = before is not None and before.prompt is job.prompt
-                tokenized.append(tokenized[-1] if same else self.engine.tokenize(job.prompt, prefix))
+                check_awaited()
+                if before is None or before.prompt is not job.prompt:
+                    given: str | Iterable[int] = job.prompt
+                    if isinstance(given, ChatText):
+                        assert self.model.chat is not None
+                        given = self.model.chat.tokens(given)
+                    tokenized.append(self.engine.tokenize(given, prefix, check_awaited))
+                else:
+                    tokenized.append(tokenized[-1])
             _check_logprobs(jobs, tokenized)
             for job, prompt in zip(jobs, tokenized, strict=True):
-                if group.ended:
-                    return
+                check_awaited()
                 group.add(self.engine.submit(prompt, job.sampling, prefix=prefix, **job.options()))
 
-        submitting = asyncio.get_running_loop().run_in_executor(self.tokenizing, submit_all)
+        is_long = sum(len(job.prompt) for job in jobs[:: body.n or 1]) > LONG_PROMPTS
+        threads = self.tokenizing_long if is_long else self.tokenizing
+        submitting = asyncio.get_running_loop().run_in_executor(threads, submit_all)
         # Marks an exception as retrieved, in case the group has ended and nobody awaits the result.
         submitting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         failing = asyncio.create_task(group.failure())
+        watching = asyncio.create_task(group.watch(request.receive))
         try:
             await asyncio.wait([submitting, failing], return_when=asyncio.FIRST_COMPLETED)
             if group.error is not None:
-                # The thread ends after the prompt that it is tokenizing.
+                # The thread ends after the piece that it is tokenizing.
                 raise group.error
             submitting.result()
         except QueueFullError as error:
@@ -221,12 +235,13 @@ class Service:
             raise stopping() from error
         except (ValueError, TypeError) as error:
             group.discard()
-            raise from_argument_error(error, fields) from error
+            raise from_argument_error(error, type(body).model_fields) from error
         except BaseException:
             group.discard()
             raise
         finally:
             failing.cancel()
+            watching.cancel()
         return group
 
 
@@ -252,7 +267,8 @@ def create_app(service: Service) -> ASGIApp:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await service.contexts.close()
-        service.tokenizing.shutdown(wait=False, cancel_futures=True)
+        for threads in (service.tokenizing, service.tokenizing_long):
+            threads.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(service.engine.close)
 
     app = FastAPI(
@@ -342,10 +358,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
             message = "this model's tokenizer has no chat template: use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")
         messages = [one.for_template() for one in body.messages]
-        written = asyncio.get_running_loop().run_in_executor(
-            service.tokenizing, _checked, lambda: template.tokens(messages), body
-        )
-        prompt = await written
+        prompt = await asyncio.to_thread(_checked, lambda: template.write(messages), body)
         jobs = _checked(lambda: chat_jobs(body, prompt), body)
         return await service.complete(request, jobs, body, "chat")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sympow.data.pieces import known_cuts, pieces
 from sympow.data.tokenizer import SETTINGS_FILE, Tokenizer, load_tokenizer
 from sympow.extras import require
 from sympow.generation.text import TextModel
@@ -16,6 +18,10 @@ from sympow.model.storage import CONFIG_FILE
 
 TRANSFORMERS_CONFIG_FILE = "config.json"
 TRANSFORMERS_TOKENIZER_FILE = "tokenizer_config.json"
+
+
+class ChatText(str):
+    """A chat as its template writes it, in which special tokens are spelled."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,8 @@ class ChatTemplate:
 
     tokenizer: Any
 
-    def tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of a chat, with the generation prompt at the end.
+    def write(self, messages: list[dict[str, str]]) -> ChatText:
+        """A chat as a text, with the generation prompt at the end.
 
         Raises:
             ValueError: the template refuses the messages, for example because roles do not alternate.
@@ -39,11 +45,15 @@ class ChatTemplate:
             text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except refused as error:
             raise ValueError(f"messages do not fit this model's chat template: {error}") from error
-        # Special tokens in the template's text become tokens. The template itself adds BOS where it is needed.
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, split_special_tokens=False)["input_ids"]
-        if not ids:
+        if not text:
             raise ValueError("messages are empty under this model's chat template")
-        return ids
+        return ChatText(text)
+
+    def tokens(self, text: ChatText) -> Iterator[int]:
+        """The tokens of a chat, piece by piece."""
+        for piece in pieces("messages", text, known_cuts(self.tokenizer.backend_tokenizer)):
+            # Special tokens in the template's text become tokens. The template itself adds BOS where it is needed.
+            yield from self.tokenizer(piece, add_special_tokens=False, split_special_tokens=False)["input_ids"]
 
 
 @dataclass(frozen=True)

@@ -270,11 +270,11 @@ def completion_jobs(request: CompletionRequest) -> list[Job]:
     return _jobs(request, request.prompt, max_tokens, request.logprobs, bool(request.echo))
 
 
-def chat_jobs(request: ChatRequest, prompt: list[int]) -> list[Job]:
+def chat_jobs(request: ChatRequest, prompt: str) -> list[Job]:
     """One job per choice of the response.
 
     Args:
-        prompt: the tokens of the messages, from the chat template.
+        prompt: the messages as the chat template writes them.
     """
     given = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
     max_tokens = DEFAULT_CHAT_TOKENS if given is None else given

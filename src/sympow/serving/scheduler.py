@@ -137,7 +137,7 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         with self._changed:
-            self._check_open()
+            self.check_open()
             if self._in_flight >= self._limit:
                 self.counts["rejected"] += 1
                 raise QueueFullError(f"{self._in_flight} requests run or wait already, as many as this engine takes")
@@ -148,7 +148,7 @@ class Scheduler:
 
     def submit_context(self, context: Context) -> None:
         with self._changed:
-            self._check_open()
+            self.check_open()
             self._arrived.append(context)
             self._changed.notify()
 
@@ -162,7 +162,7 @@ class Scheduler:
         """Runs a task in the worker between two steps, and waits for it."""
         future: Future[None] = Future()
         with self._changed:
-            self._check_open()
+            self.check_open()
             self._tasks.append((task, future))
             self._changed.notify()
         future.result()
@@ -199,7 +199,7 @@ class Scheduler:
     def failure(self) -> BaseException | None:
         return self._failure
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self._failure is not None:
             raise EngineClosedError(f"the engine's worker has failed: {self._failure!r}")
         if self._closing:
