@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -281,6 +282,44 @@ def test_a_context_for_which_the_device_has_no_memory_has_failed(opened, text_mo
             await asyncio.sleep(0.01)
         now = store.get(made.id)
         assert (now.status, now.error) == ("failed", "no memory for a copy")
+
+    in_a_store(text_model, folder, scenario)
+
+
+def test_a_context_that_the_disk_has_no_room_for_has_failed(opened, text_model, monkeypatch):
+    folder = opened()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder.path))
+
+    monkeypatch.setattr(folder, "write", full)
+
+    async def scenario(store):
+        made = await store.create("x", "")
+        while store.reading:
+            await asyncio.sleep(0.01)
+        # Without the path, which is the server's alone.
+        assert store.get(made.id).error == "it cannot be written: No space left on device"
+
+    in_a_store(text_model, folder, scenario)
+
+
+def test_a_folder_that_is_removed_while_serving(opened, text_model):
+    folder = opened()
+
+    async def scenario(store):
+        made = await store.create("x", "")
+        while store.reading:
+            await asyncio.sleep(0.01)
+        shutil.rmtree(folder.path)
+        assert store.list() == []
+        with pytest.raises(ApiError, match="there is no context"):
+            await store.prefix(made.id)
+        # Nobody waits for a context that could not be kept.
+        with pytest.raises(ApiError, match="the server's folder of contexts has been removed") as caught:
+            await store.create("y", "")
+        assert caught.value.code == "contexts_removed"
+        assert str(folder.path) not in caught.value.message
 
     in_a_store(text_model, folder, scenario)
 

@@ -536,8 +536,10 @@ def test_a_damaged_context_is_an_error_and_nothing_else(served):
     content = bytearray(file.read_bytes())
     content[-100] ^= 1
     file.write_bytes(content)
-    with pytest.raises(openai.InternalServerError, match="damaged"):
+    with pytest.raises(openai.InternalServerError, match="damaged") as caught:
         ask(served, made["id"], "x")
+    assert caught.value.body["code"] == "context_damaged"
+    assert "/" not in caught.value.body["message"]
     assert complete(served, "still", 5).choices[0].text == alone(served.text_model, "still", 5)
 
 

@@ -128,7 +128,7 @@ def test_an_answer_can_be_sent_back_as_it_came(served):
         (
             {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]},
             "messages",
-            "messages.0.tool_calls: List should have at most 0 items",
+            "messages.0.tool_calls: must be [] or null: this server does not call tools",
         ),
         (
             {"messages": [{"role": "user", "content": "x", "Mood": "good"}]},
@@ -142,7 +142,14 @@ def test_an_answer_can_be_sent_back_as_it_came(served):
             "do not fit this model's chat template: no tools",
         ),
         ({"messages": [{"role": "user"}]}, "messages", "messages.0.content: Field required"),
-        ({"tools": [{"type": "function"}]}, "tools", "at most 0 items"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools: must be [] or null: this server does not call tools"),
+        ({"tool_choice": "required"}, "tool_choice", 'tool_choice: must be "none" or "auto" or null: this server does'),
+        ({"modalities": ["text", "audio"]}, "modalities", 'must be ["text"] or null: the model writes text alone'),
+        ({"service_tier": "priority"}, "service_tier", 'must be "auto" or "default" or null: this server has one tier'),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false or null: this server does not call"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "must be null: this server does not have it"),
+        ({"extra_body": {"top_k": -2}}, "top_k", "top_k must be at least 0, got -2"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages", "only that of an assistant may be null"),
         ({"response_format": {"type": "json_object"}}, "response_format", "'text'"),
         ({"top_logprobs": 2}, "top_logprobs", "only be given with logprobs"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must not both be given"),
@@ -177,6 +184,50 @@ def test_mistakes_in_chats_are_explained(served, fields, param, message):
     assert message in caught.value.body["message"]
 
 
+NEUTRAL = [
+    {"service_tier": "auto"},
+    {"service_tier": "default", "modalities": ["text"], "store": False},
+    {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+    {"functions": [], "function_call": "none"},
+    {"extra_body": {"top_k": -1, "audio": None, "prediction": None, "reasoning_effort": None, "verbosity": None}},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL)
+def test_values_that_change_nothing_are_accepted(served, fields):
+    options = {"model": "chat", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "temperature": 0}
+    expected = served.client.chat.completions.create(**options).choices[0].message
+    assert served.client.chat.completions.create(**options, **fields).choices[0].message == expected
+
+
+def test_an_empty_answer_can_be_sent_back_as_null(served):
+    options = {"model": "chat", "max_tokens": 5, "temperature": 0}
+    answers = [
+        served.client.chat.completions.create(
+            **options,
+            messages=[
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": content},
+                {"role": "user", "content": "y"},
+            ],
+        )
+        for content in ("", None)
+    ]
+    assert answers[0].choices[0].message == answers[1].choices[0].message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 10**4_000}, {"top_k": -(10**4_000)}, {"prompt": [10**4_000]}, {"temperature": 10**4_000}],
+    ids=["max_tokens", "top_k", "prompt", "temperature"],
+)
+def test_long_numbers_are_not_sent_back(served, fields):
+    answer = served.raw.post("/v1/completions", json={"prompt": "x", **fields}, headers=HEADERS)
+    assert answer.status_code == 400
+    assert next(iter(fields)) in answer.json()["error"]["message"]
+    assert len(answer.content) < 500
+
+
 @pytest.mark.parametrize("key", ["wrong", "first-ke", "first-key2", "-", "# of the tests"])
 def test_a_key_must_be_right(served, key):
     headers = {"authorization": f"Bearer {key}"}
@@ -194,8 +245,9 @@ def test_keys_are_needed_for_everything_but_health_and_the_page(served):
     assert served.raw.get("/v1/models", headers={"authorization": "Basic first-key"}).status_code == 401
     assert served.raw.get("/v1/models", headers=HEADERS).status_code == 200
     assert served.raw.get("/health").status_code == served.raw.get("/").status_code == 200
-    head = served.raw.head("/health")
-    assert (head.status_code, head.content) == (200, b"")
+    for path in ("/health", "/", "/page.css"):
+        head = served.raw.head(path)
+        assert (head.status_code, head.content) == (200, b"")
 
 
 def test_large_bodies_are_refused_with_and_without_their_length(served):

@@ -38,6 +38,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        # A client's number may have thousands of digits.
+        message = re.sub(r"([\d,.]{30})[\d,.]{10,}", r"\1…", message)
         super().__init__(message)
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
         self.headers = headers or {}

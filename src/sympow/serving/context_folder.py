@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -98,11 +98,17 @@ class ContextFolder:
         os.close(self._lock)
 
     def records(self) -> dict[str, Record]:
-        """The contexts in the folder now, by id, including those written by other processes."""
-        there = {entry.name for entry in os.scandir(self.path) if is_id(entry.name)}
+        """The contexts in the folder now, by id, including those written by other processes; none if it is removed."""
+        there: set[str] = set()
+        with suppress(FileNotFoundError):
+            there = {entry.name for entry in os.scandir(self.path) if is_id(entry.name)}
         self._known = {id_: record for id_, record in self._known.items() if id_ in there}
         found = {id_: self._look(id_) for id_ in there}
         return {id_: record for id_, record in found.items() if record is not None}
+
+    def exists(self) -> bool:
+        """Whether contexts can be written: nobody has removed the folder meanwhile."""
+        return self._own.is_dir()
 
     def others(self) -> int:
         """The number of contexts found that are of other models, or damaged."""

@@ -6,6 +6,7 @@ All methods are called by coroutines of one event loop; threads read and write t
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,13 @@ from typing import Any, Literal
 
 from sympow.data.plain_text import check_text
 from sympow.generation.prefix import Prefix
-from sympow.serving.api_errors import ApiError, failed, from_argument_error, queue_full, stopping
+from sympow.serving.api_errors import NO_RETRY, ApiError, from_argument_error, queue_full, stopping
 from sympow.serving.completion import Prefilling
 from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
 from sympow.serving.engine import Engine
 from sympow.serving.scheduler import EngineClosedError
+
+logger = logging.getLogger(__name__)
 
 # How many contexts may be in prefill or wait for it: their texts are in memory.
 MOST_READING = 32
@@ -195,6 +198,9 @@ class ContextStore:
             check_text("name", name)
         except ValueError as error:
             raise from_argument_error(error, ("name",)) from error
+        if not self._folder.exists():
+            message = "the server's folder of contexts has been removed: contexts can be made after a restart"
+            raise ApiError(500, message, "server_error", code="contexts_removed", headers=NO_RETRY)
         if len(self._reading) >= MOST_READING:
             raise queue_full(f"{MOST_READING} contexts are being read already; try again later")
         there = len(self._folder.records().keys() | self._reading.keys())
@@ -235,7 +241,8 @@ class ContextStore:
                 self._remember(reading.id, prefix)
         except (RuntimeError, OSError) as error:
             # The engine, the device (no memory for a copy) or the disk failed.
-            reading.error = str(error)
+            # The client gets no path of the server.
+            reading.error = f"it cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
             if not reading.deleted:
                 self._failed[reading.id] = reading
                 while len(self._failed) > MOST_FAILED:
@@ -251,7 +258,9 @@ class ContextStore:
         except FileNotFoundError as error:
             raise _unknown(id_) from error
         except (OSError, ValueError) as error:
-            raise failed(f"context {id_} cannot be read from disk: {error}") from error
+            logger.error("context %s cannot be read: %s", id_, error)
+            message = f"context {id_} is damaged on the server's disk: delete it, and make it again"
+            raise ApiError(500, message, "server_error", code="context_damaged", headers=NO_RETRY) from error
         finally:
             del self._loading[id_]
         if self._folder.find(id_) is None:

@@ -418,7 +418,7 @@ def _add_page(app: FastAPI) -> list[str]:
         kind = PAGE_TYPES.get(PurePath(file.name).suffix)
         if kind is not None:
             path = "/" if file.name == "index.html" else f"/{file.name}"
-            app.get(path, include_in_schema=False)(_serves(file.read_bytes(), kind))
+            app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False)(_serves(file.read_bytes(), kind))
             paths.append(path)
     return paths
 

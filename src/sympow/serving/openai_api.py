@@ -6,6 +6,7 @@ unless their value changes nothing.
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -73,8 +74,20 @@ Stops = Annotated[
 ]
 
 
-# A list that must be empty.
-Nothing = Annotated[list[Any], Field(max_length=0)]
+def _only(*values: Any, why: str) -> BeforeValidator:
+    """Refuses all values of a field that this server does not implement but those that change nothing, and null."""
+
+    def check(value: Any) -> Any:
+        # A number equal to a bool is not neutral: its type is wrong.
+        if value is None or any(value == one and type(value) is type(one) for one in values):
+            return value
+        raise ValueError(f"must be {' or '.join(map(json.dumps, (*values, None)))}: {why}")
+
+    return BeforeValidator(check)
+
+
+NO_TOOLS = "this server does not call tools"
+NOT_THERE = "this server does not have it"
 
 
 class StreamOptions(BaseModel):
@@ -111,6 +124,7 @@ class GenerationRequest(BaseModel):
     prompt_cache_key: str | None = None
 
     # Not implemented: only values that change nothing are accepted.
+    service_tier: Annotated[Any, _only("auto", "default", why="this server has one tier")] = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -135,7 +149,11 @@ class GenerationRequest(BaseModel):
     def sampling(self) -> Sampling:
         """The given sampling settings; those not given leave the model's distribution unchanged."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return Sampling(**{name: getattr(self, name) for name in names if getattr(self, name) is not None})
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if given.get("top_k") == -1:
+            # What other servers call all tokens.
+            del given["top_k"]
+        return Sampling(**given)
 
     @property
     def limit_name(self) -> str:
@@ -197,17 +215,23 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: Content
+    content: Content | None
     name: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Nothing | None = None
-    annotations: Nothing | None = None
+    tool_calls: Annotated[Any, _only([], why=NO_TOOLS)] = None
+    annotations: Annotated[Any, _only([], why=NOT_THERE)] = None
+
+    @model_validator(mode="after")
+    def _check_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content must be a text, or a list of text parts; only that of an assistant may be null")
+        return self
 
     def for_template(self) -> dict[str, str]:
         """The message as a dict, as chat templates expect it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
         return {"role": self.role, "content": content} | ({} if self.name is None else {"name": self.name})
 
 
@@ -228,9 +252,18 @@ class ChatRequest(GenerationRequest):
     logprobs: StrictBool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     response_format: TextFormat | None = None
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    store: Literal[False] | None = None
+    modalities: Annotated[Any, _only(["text"], why="the model writes text alone")] = None
+    tools: Annotated[Any, _only([], why=NO_TOOLS)] = None
+    tool_choice: Annotated[Any, _only("none", "auto", why=NO_TOOLS)] = None
+    parallel_tool_calls: Annotated[Any, _only(True, False, why=NO_TOOLS)] = None
+    functions: Annotated[Any, _only([], why=NO_TOOLS)] = None
+    function_call: Annotated[Any, _only("none", "auto", why=NO_TOOLS)] = None
+    store: Annotated[Any, _only(False, why="this server stores no answers")] = None
+    audio: Annotated[Any, _only(why=NOT_THERE)] = None
+    prediction: Annotated[Any, _only(why=NOT_THERE)] = None
+    reasoning_effort: Annotated[Any, _only(why=NOT_THERE)] = None
+    verbosity: Annotated[Any, _only(why=NOT_THERE)] = None
+    web_search_options: Annotated[Any, _only(why=NOT_THERE)] = None
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatRequest:
