@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening
 
 from support import assert_close
 from sympow.generation.cache import fold
-from sympow.hf import SympowCache, SympowConfig, SympowForCausalLM, from_native
+from sympow.hf import SympowCache, SympowConfig, SympowForCausalLM, SympowForSequenceClassification, from_native
 
 KINDS = [
     pytest.param({"power": 2}, id="p2-conformal"),
@@ -218,6 +218,25 @@ def test_a_cache_can_be_read_and_left_as_it_is(make, tokens):
     assert_close(out.logits, model(ids).logits[:, 8:], 1e-9, "logits")
     assert cache.state is before
     assert cache.get_seq_length() == 8
+
+
+@pytest.mark.parametrize("task", ["CausalLM", "SequenceClassification"])
+@torch.no_grad()
+def test_extra_outputs_that_the_config_asks_for(make, tokens, task):
+    config = make(attn_implementation="eager").config
+    model = {"CausalLM": SympowForCausalLM, "SequenceClassification": SympowForSequenceClassification}[task](config)
+    ids = tokens()
+    model.config.output_hidden_states = True
+    assert len(model(ids).hidden_states) == 3
+    assert model(ids, output_hidden_states=False).hidden_states is None
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions must not be set: attention weights are never materialized"):
+        model(ids)
+    assert model(ids, output_attentions=False).logits.isfinite().all()
+    # Numbers of layers, which newer versions of transformers take, are not flags.
+    for selection in (1, 0, [0, 2]):
+        with pytest.raises(ValueError, match="output_hidden_states must be True or False"):
+            model(ids, output_attentions=False, output_hidden_states=selection)
 
 
 @pytest.mark.parametrize(

@@ -426,7 +426,6 @@ def test_what_swapped_layers_cannot_do_is_refused(swapped, pretrained, tokens):
         (ValueError, "past_key_values must be a DynamicCache", {"past_key_values": StaticCache(model.config, 16)}),
         (ValueError, "attention_mask must be .batch, tokens so far.", {"attention_mask": torch.ones(1, 1, 4, 4)}),
         (ValueError, "attention_mask must be .1, at least 4.", {"attention_mask": torch.ones(1, 3)}),
-        (ValueError, "output_attentions must not be set", {"output_attentions": True}),
         (TypeError, "cu_seq_lens_q must be a tensor, got list", {"cu_seq_lens_q": [0, 1, 4]}),
         (ValueError, "swapped layers have no paged cache", {"cache": object(), "use_cache": False}),
     ]

@@ -148,6 +148,58 @@ def test_layers_left_alone_keep_softmax(pretrained, tokens):
     assert (model(ids).logits - untouched(ids).logits).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("asked_before", [False, True])
+@torch.no_grad()
+def test_hidden_states_and_attentions_are_those_of_the_layers(pretrained, tokens, tmp_path, kind, asked_before):
+    """Each hidden state is what a layer reads, whether or not transformers recorded outputs before the swap."""
+    model, ids = pretrained(kind, attn_implementation="eager"), tokens(2, 8)
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    if asked_before:
+        model(ids, **asked)
+    swap_attention(model, layers=[1])
+    read, weights = [], []
+    for name, module in [*model.named_modules()]:
+        if hasattr(module, "layer_idx"):
+            block = model.get_submodule(name.rpartition(".")[0])
+            block.register_forward_pre_hook(lambda _, args: read.append(args[0]))
+            module.register_forward_hook(lambda _, args, out: weights.append(out[1]))
+    out = model(ids, **asked)
+    assert len(out.hidden_states) == 4
+    for found, expected in zip(out.hidden_states, read, strict=False):
+        assert torch.equal(found, expected)
+    assert torch.equal(model.get_output_embeddings()(out.hidden_states[-1]), out.logits)
+    # As in other hybrid models of transformers: of the layers that have them.
+    assert [tuple(found.shape) for found in out.attentions] == [(2, 4, 8, 8)] * 2
+    assert weights.pop(1) is None
+    for found, expected in zip(out.attentions, weights, strict=True):
+        assert torch.equal(found, expected)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype="auto")
+    again = loaded.eval()(ids, **asked)
+    for name in ("hidden_states", "attentions"):
+        for found, expected in zip(again[name], out[name], strict=True):
+            assert_close(found, expected, 1e-9, name)
+    made = model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, return_dict_in_generate=True, **asked)
+    assert [len(step) for step in made.hidden_states] == [4, 4, 4]
+    assert [[tuple(x.shape) for x in step] for step in made.attentions[1:]] == [[(2, 4, 1, 9)] * 2, [(2, 4, 1, 10)] * 2]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@torch.no_grad()
+def test_attentions_of_a_model_without_softmax_layers_are_refused(swapped, tokens, kind):
+    model, ids = swapped(kind), tokens(1, 4)
+    assert len(model(ids, output_hidden_states=True).hidden_states) == 4
+    with pytest.raises(ValueError, match=r"output_attentions must not be set: .*and no layer keeps softmax"):
+        model(ids, output_attentions=True)
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    for other in (model, model.base_model):
+        with pytest.raises(ValueError, match="output_attentions must not be set"):
+            other(ids)
+    assert model(ids, output_attentions=False).logits.isfinite().all()
+
+
 def test_the_config_of_another_model_is_not_changed(pretrained):
     model = pretrained()
     config, kind = model.config, type(model)

@@ -153,10 +153,13 @@ class SympowModel(SympowPreTrainedModel):
             seq_idx: (b, t) or (1, t), numbers of packed documents, as an alternative to `position_ids`.
             ignored: arguments of other models.
         """
-        if ignored.get("output_attentions"):
+        weights = ignored.get("output_attentions")
+        if self.config.output_attentions if weights is None else weights:
             raise ValueError("output_attentions must not be set: attention weights are never materialized")
         shape, past_length = _shape(input_ids, inputs_embeds), _past_length(past_key_values)
-        if output_hidden_states not in (None, False, True):
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        if not isinstance(output_hidden_states, bool):
             raise ValueError(f"output_hidden_states must be True or False, for all layers; got {output_hidden_states}")
         mask = _real_tokens(attention_mask, shape, past_length)
         offsets, packed_by = cu_seq_lens_q, "cu_seq_lens_q"
@@ -185,8 +188,6 @@ class SympowModel(SympowPreTrainedModel):
                 "`use_cache=True` is incompatible with gradient checkpointing. Setting `use_cache=False`."
             )
             use_cache = False
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         cache = past_key_values
         if use_cache and cache is None:
             cache = SympowCache()
@@ -197,12 +198,12 @@ class SympowModel(SympowPreTrainedModel):
             cache.catch_up(state)
         one_more = cache is not None and cache.can_step and shape[1] == 1 and bool(use_cache) and mask is None
         if cache is not None and one_more and not torch.is_grad_enabled():
-            x, hidden = uncompiled(self._step, inputs_embeds, cache, bool(output_hidden_states))
+            x, hidden = uncompiled(self._step, inputs_embeds, cache, output_hidden_states)
             after = None
         else:
             before = None if cache is None else cache.start(self, *shape)
             x, after, hidden = self._prefill(
-                inputs_embeds, mask, before, bool(use_cache), offsets, bool(output_hidden_states)
+                inputs_embeds, mask, before, bool(use_cache), offsets, output_hidden_states
             )
         if offsets is not None:
             x, hidden = x.reshape(*shape, -1), None if hidden is None else tuple(h.reshape(*shape, -1) for h in hidden)

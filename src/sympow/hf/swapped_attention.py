@@ -119,13 +119,17 @@ def read_inputs(base: Any, arguments: tuple[Any, ...], named: dict[str, Any]) ->
     It is a function and not a closure, so that copies of a model have the hook too.
 
     Raises:
-        ValueError, TypeError: attention weights are asked for, the attention mask is not 2-D, or positions have gaps.
+        ValueError, TypeError: attention weights are asked for and no layer has them, the attention mask is not 2-D, or
+            positions have gaps.
     """
     # Models call their base model with keyword arguments only; positional ones get their names from the signature.
     named = {**(dict(zip(_parameters(type(base)), arguments, strict=False)) if arguments else {}), **named}
     asked = named.get("output_attentions")
-    if asked or (asked is None and base.config.output_attentions):
-        raise ValueError("output_attentions must not be set: swapped layers never materialize attention weights")
+    if getattr(base, WHOLE) and (base.config.output_attentions if asked is None else asked):
+        raise ValueError(
+            "output_attentions must not be set: swapped layers never materialize attention weights, and no layer keeps "
+            "softmax"
+        )
     tokens = named.get("input_ids") if named.get("input_ids") is not None else named.get("inputs_embeds")
     if tokens is None or MASK in named:
         return (), named

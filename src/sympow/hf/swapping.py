@@ -278,7 +278,6 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # transformers answers these from the source of a class's module, which is that of the base.
     asked = ("_can_set_attn_implementation", "_can_set_experts_implementation")
     answers = {name: classmethod(lambda cls, ask=ask: ask()) for name in asked if (ask := getattr(base, name, None))}
-    recorded = {name: kind for name, kind in (base._can_record_outputs or {}).items() if name != "attentions"}
     _MADE[base] = made = type(
         f"Sympow{base.__name__}",
         (base,),
@@ -288,16 +287,16 @@ def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__module__": __name__,
             "__doc__": f"`{base.__name__}` with symmetric power attention in some or all layers (`swap_attention`).",
             "config_class": config_class,
-            # Swapped layers never materialize attention weights.
-            "_can_record_outputs": recorded,
             **answers,
             **({"_prepare_cache_for_generation": prepare_cache} if issubclass(base, GenerationMixin) else {}),
             # transformers would copy this package's source into every saved folder.
             "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
         },
     )
-    # Where `__init__` registers what a class of model records, which it does not do for a model whose class is changed.
-    getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {})[str(made)] = recorded
+    # Where `__init__` registers what a class of model records (hidden states, and attentions of the layers that keep
+    # softmax), which it does not do for a model whose class is changed. The key is the name of the class; an assignment
+    # takes that name in some versions of transformers and a model in others.
+    dict.__setitem__(getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {}), str(made), base._can_record_outputs)
     publish(made)
     return made
 
