@@ -91,7 +91,7 @@ def pip(tmp_path_factory):
 
 @pytest.mark.index
 @pytest.mark.parametrize("extra", ["all", "dev"])
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_pip_resolves_the_constraints_from_the_plain_index(pip, tmp_path, machine, python, extra):
     # For other platforms pip accepts wheels only, and this package has none.
