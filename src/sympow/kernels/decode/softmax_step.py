@@ -128,11 +128,12 @@ def softmax_step_kernel(
         tl.store(exchange.arrivals + sequence, 0)
         tl.store(cache.count + sequence, tl.minimum(count + 1, sizes.capacity))
         if ROTATED:
-            # As for keys and values: a full cache is not changed.
+            # As for keys and values: a full cache is not changed. Compared as a block: Triton 3.9's interpreter
+            # refuses masks made of one number's condition.
             tl.store(
                 token.phase + pair_offsets,
                 (revolutions - tl.floor(revolutions + 0.5)) * TWO_PI,
-                mask=known & (count < sizes.capacity),
+                mask=known & (tl.broadcast_to(count, (DIM // 2,)) < sizes.capacity),
             )
         for member in tl.static_range(GROUP):
             reference = tl.sum(queries[member] * key, axis=0)  # first the token's own logit, then the largest so far

@@ -150,8 +150,10 @@ def _token_weights(
     if HALF:
         decay *= amount
     if REVERSE:
-        # Past the last step there is no head to read from.
-        inside &= member < GROUP
+        if GROUP > 1:
+            # Past the last step there is no head to read from. Compared as a block: Triton 3.9's interpreter refuses
+            # masks made of one number's condition.
+            inside &= tl.broadcast_to(member, (TOKENS,)) < GROUP
         past = tl.load(past_ptr + sequence * length + tokens, mask=inside, other=0.0)
         decay = tl.where(past == 0, 0.0, decay)
         if HALF:
