@@ -223,7 +223,8 @@ def change_metadata(store, **changes):
             {"chunks": [10**6, 10**6]},
             r"bytes of a chunk of .*train\.zarr must be at most 2,147,483,647, the most that zarr",
         ),
-        ({"chunks": [0, 16]}, r"train\.zarr (is not a zarr array|must hold tokens)"),
+        # zarr 3.4 warns, and reads chunks of 1 row, most of which are not there.
+        ({"chunks": [0, 16]}, r"train\.zarr(: at least 66 of 80 chunks| is not a zarr array| must hold tokens)"),
         ({"shape": [0, 0]}, r"train\.zarr must hold tokens"),
         ({"shape": [-1, LENGTH]}, r"train\.zarr is not a zarr array"),
         ({"shape": "wide"}, r"train\.zarr is not a zarr array"),
