@@ -72,6 +72,7 @@ NAMES = (*SPLITS, "nfc", "added spaces", "bytes", "gpt2", "bpe")
 @example(text="a  b", size=1)
 @example(text="!\nb?\n\n 中。，中\n国", size=1)
 @example(text="<think>    a    \n\n\n", size=1)
+@example(text="ab" * 300 + " " * 300 + "\n" * 300 + "12" * 300 + "!" * 300 + " a" + "!" * 300 + "\nb", size=1)
 def test_pieces_have_the_tokens_of_the_whole_text(known, name, text, size):
     tokenizer = known[name]
     with pytest.MonkeyPatch.context() as patched:

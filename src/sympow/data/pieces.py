@@ -21,8 +21,9 @@ LONGEST_PIECE = 2**22
 ANYWHERE = re.compile("")
 # Python's white space includes that of the library, and letters and digits of ASCII are those of every Unicode.
 CUTS = re.compile("(?<=\\S)(?= )|(?<=[0-9A-Za-z])(?=\n)|(?<=[ぁ-ゖァ-ヺ一-龥])(?=[。，、！？])")
-# Patterns of Qwen (Llama 3) and of Mistral (GPT-4o), without the differences that `_simplified` removes.
+# Patterns of GPT-2, of Qwen (Llama 3) and of Mistral (GPT-4o), without the differences that `_simplified` removes.
 PATTERNS = (
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -79,6 +80,10 @@ def known_cuts(model: Any) -> re.Pattern[str] | None:
 
 
 def _simplified(pattern: str) -> str:
-    """A pattern without differences that do not matter here: groups of digits, contractions after words, and marks."""
+    """A pattern without differences that do not matter here: groups of digits, contractions after words, and marks.
+
+    Nor do the longest runs that a pattern allows, since no run begins before a cut and ends after it.
+    """
     pattern = pattern.replace(r"\p{N}{1,3}", r"\p{N}").replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "")
+    pattern = re.sub(r"\{1,\d+\}", "+", pattern)
     return pattern.replace(r"[\p{L}\p{M}]", r"\p{L}").replace(r"\p{L}\p{M}\p{N}", r"\p{L}\p{N}")
