@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from support import assert_close
+from sympow.data.preparation import prepare
 from sympow.train import checkpoint as checkpoint_module
 from sympow.train import train, trainer
 from sympow.train.checkpoint import SEAL, DamagedCheckpointError, read_seal
@@ -304,12 +305,32 @@ def test_metrics_are_read_up_to_what_was_cut_off(tmp_path):
     file.write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not JSON"):
         read_metrics(file)
-    file.write_bytes(b'{"step": 1}\n\xff\xfe\n')
-    with pytest.raises(ValueError, match=r"metrics\.jsonl is not UTF-8 text"):
+    # As after a power failure.
+    for damaged in (b"\xff\xfe\n", b"\0" * 9, b'{"step": 2, "loss": 1.\0\x85\x0b\n'):
+        file.write_bytes(b'{"step": 1}\n' + damaged)
+        assert read_metrics(file) == [{"step": 1}]
+    file.write_bytes(b'{"step": 1}\n\xff\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is not JSON"):
         read_metrics(file)
     file.write_text('{"loss": 1}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 has no step"):
         read_metrics(file)
+
+
+def test_a_run_whose_metrics_are_damaged_at_the_end_is_resumed(tiny, losses, expected_here, tmp_path):
+    out = train(tiny(steps=4), tmp_path / "run", device="cpu")
+    with (out / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "lo\xff\0\0')
+    train(tiny(), out, resume=True, device="cpu")
+    assert losses(out) == expected_here()
+
+
+def test_data_that_have_changed_are_said_to_have(tiny, tmp_path):
+    train(tiny(steps=2), tmp_path / "run", device="cpu")
+    (tmp_path / "a.txt").write_text("a document " * 100)
+    prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0, workers=1)
+    with pytest.raises(ValueError, match=r"the data have changed since .* the fingerprint of .*data \(train\) was '"):
+        train(tiny(data=str(tmp_path / "data")), tmp_path / "run", resume=True, device="cpu")
 
 
 def test_a_finished_run_can_be_resumed_with_more_steps(tiny, losses, expected_here, tmp_path):

@@ -242,6 +242,11 @@ class Loader:
         """Sets the position of the next iteration; the number of processes may differ."""
         for name, expected in self._identity().items():
             if state.get(name) != expected:
+                if name == "fingerprint":
+                    raise ValueError(
+                        f"the data have changed since the position was saved: the fingerprint of {self.dataset.name} "
+                        f"was {state.get(name)!r}, and is now {expected!r}"
+                    )
                 raise ValueError(
                     f"the saved position is for another order of batches: {name} was {state.get(name)!r}, "
                     f"here it is {expected!r} ({self.dataset.name})"

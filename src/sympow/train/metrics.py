@@ -114,15 +114,12 @@ class WeightsAndBiases:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl, without an incomplete last one."""
-    try:
-        lines = Path(path).read_text("utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    """The lines of a metrics.jsonl, without an incomplete or damaged last one."""
+    lines = Path(path).read_bytes().removesuffix(b"\n").split(b"\n")
     found = []
     for number, line in enumerate(lines, start=1):
         try:
-            content = json.loads(line)
+            content = json.loads(line.decode())
         except ValueError as error:
             if number == len(lines):
                 break
