@@ -224,6 +224,16 @@ def test_a_lock_that_is_no_file_is_named(tiny, tmp_path, make, found):
         train(tiny(steps=1), tmp_path / "run", device="cpu")
 
 
+def test_a_full_disk_without_room_for_the_lock_is_named(tiny, tmp_path, monkeypatch):
+    def full(handle, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(locks.os, "write", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
+        train(tiny(steps=1), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_with_other_files_is_refused(tiny, tmp_path, monkeypatch):
     (tmp_path / "letters").mkdir()
     (tmp_path / "letters" / "draft.txt").write_text("Dear")

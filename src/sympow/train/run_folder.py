@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -70,18 +71,17 @@ def claimed_folder(out: Path | None, *, resume: bool, place: Place) -> Iterator[
         resume: whether it may hold a run already, or other files.
     """
     with ExitStack() as held:
-        claim, chosen = None, [None, None]
+        claim, chosen = None, list[Any]([None, None])
         if place.first:
             try:
                 claim = held.enter_context(_claim(out, resume))
                 chosen[0] = claim.folder
             except (ValueError, OSError) as error:
-                chosen[1] = str(error)
+                chosen[1] = error
         dist.broadcast_object_list(chosen)
         folder, problem = chosen
         if problem is not None:
-            raise ValueError(problem)
-        assert folder is not None
+            raise problem
         yield claim or Claim(folder, None)
 
 
