@@ -37,6 +37,7 @@ TINY = {
     "warmup_steps": 0,
     "clip_norm": 0.0,
     "log_every": 1,
+    "evaluate_every": 0,
     "tensorboard": False,
 }
 

@@ -61,6 +61,7 @@ def test_every_field_is_a_flag():
 def test_every_flag_reaches_its_field(asked):
     """Each flag is given a value that is not the default."""
     others = {"data": "elsewhere", "wandb": "project", "heads": 8, "chunk_size": 32, "key_value_heads": 2}
+    others |= {"evaluate_every": 5, "evaluate_tokens": 640}
     others |= {"power": 4, "context": 2_048, "head_dim": 16, "width": 256}
     choices = {"gating": "vector", "rotary": "pairs", "form": "chunked", "backend": "torch", "short": "pack"}
     choices |= {"schedule": "cosine", "precision": "bf16", "parallel": "fsdp"}

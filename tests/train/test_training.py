@@ -228,6 +228,28 @@ def test_held_out_losses_are_of_the_same_documents_each_time(tiny, tmp_path):
     assert_close(found[2], expected.item(), 1e-5, "held-out loss")
 
 
+def test_held_out_losses_by_default_change_nothing_else(tiny, losses, tmp_path):
+    runs = {
+        every: train(tiny(steps=7, evaluate_every=every), tmp_path / str(every), device="cpu") for every in (None, 0)
+    }
+    lines = read_metrics(runs[None] / "metrics.jsonl")
+    assert [line["step"] for line in lines if "heldout_loss" in line] == [2, 4, 6, 7]
+    assert losses(runs[None]) == losses(runs[0])
+
+
+def test_data_without_held_out_documents_are_trained_on_without_evaluation(tiny, losses, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a document " * 100)
+    prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0, workers=1)
+    train(tiny(data=str(tmp_path / "data"), evaluate_every=None), tmp_path / "run", device="cpu")
+    assert len(losses(tmp_path / "run")) == 6
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("short" if number else "a document " * 100)
+    prepare([*tmp_path.glob("?.txt")], tmp_path / "more", heldout=0.3, workers=1)
+    train(tiny(data=str(tmp_path / "more"), evaluate_every=None, context=192), tmp_path / "other", device="cpu")
+    assert "no held-out loss: " in capsys.readouterr().err
+    assert not any("heldout_loss" in line for line in read_metrics(tmp_path / "other" / "metrics.jsonl"))
+
+
 def test_a_missing_held_out_part_is_found_before_training(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("a document " * 100)
     prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0, workers=1)

@@ -231,7 +231,13 @@ def cpu() -> Scale:
             data=DataConfig(data="stdlib", context=64),
             optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=10),
             run=RunConfig(
-                steps=64, batch_tokens=2_048, micro_batch_tokens=2_048, log_every=8, save_every=32, tensorboard=False
+                steps=64,
+                batch_tokens=2_048,
+                micro_batch_tokens=2_048,
+                log_every=8,
+                evaluate_every=0,
+                save_every=32,
+                tensorboard=False,
             ),
         ),
         contexts={2: (64, 256), 4: (64, 256)},
@@ -261,6 +267,7 @@ def small() -> Scale:
                 compile=True,
                 loss_tokens=32_768,
                 log_every=32,
+                evaluate_every=0,
                 save_every=0,
                 tensorboard=False,
             ),

@@ -32,6 +32,11 @@ PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
 # Of a batch or context.
 MOST_TOKENS = 2**31 - 1
+# By default a run is evaluated so many times, each time on so many tokens for one that is trained on, up to a limit: a
+# forward pass takes a third of a step's time, so that all of it takes 3 % of the run's at most.
+EVALUATIONS = 4
+EVALUATED_PART = 50
+MOST_EVALUATED = 65_536
 REASON = "since positions in a batch are 32-bit integers"
 
 
@@ -137,8 +142,9 @@ class RunConfig:
         parallel: data parallelism, ddp (a replica of the model per process) or fsdp (sharded, FSDP2).
         context_parallel: processes over which each sequence is sharded; a divisor of their number.
         log_every: steps between lines of progress and metrics.
-        evaluate_every: steps between evaluations on held-out documents; 0: none.
-        evaluate_tokens: tokens of an evaluation, approximately.
+        evaluate_every: steps between evaluations on held-out documents; 0: none; None: a quarter of the run, if the
+            data are in a local folder, or generated, and have held-out documents.
+        evaluate_tokens: tokens of an evaluation, approximately; None: a fiftieth of those trained on, at most 65,536.
         save: whether to write checkpoints, and the model at the end.
         save_every: steps between checkpoints; 0: only the last.
         keep: number of checkpoints to keep.
@@ -158,8 +164,8 @@ class RunConfig:
     parallel: Literal["ddp", "fsdp"] = "ddp"
     context_parallel: int = 1
     log_every: int = 10
-    evaluate_every: int = 0
-    evaluate_tokens: int = 65_536
+    evaluate_every: int | None = None
+    evaluate_tokens: int | None = None
     save: bool = True
     save_every: int = 100
     keep: int = 3
@@ -168,18 +174,35 @@ class RunConfig:
     wandb: str = ""
 
     def __post_init__(self) -> None:
-        counts = ("steps", "batch_tokens", "micro_batch_tokens", "loss_tokens", "log_every", "evaluate_tokens", "keep")
-        for name in (*counts, "context_parallel"):
+        for name in (
+            *("steps", "batch_tokens", "micro_batch_tokens", "loss_tokens", "log_every", "keep", "context_parallel"),
+            *(() if self.evaluate_tokens is None else ("evaluate_tokens",)),
+        ):
             check_positive(name, getattr(self, name))
         for name in ("batch_tokens", "micro_batch_tokens"):
             check_at_most(name, getattr(self, name), MOST_TOKENS, REASON)
-        for name in ("seed", "evaluate_every", "save_every", "hang_after"):
+        for name in ("seed", "save_every", "hang_after"):
             check_at_least(name, getattr(self, name), 0)
+        if self.evaluate_every is not None:
+            check_at_least("evaluate_every", self.evaluate_every, 0)
         for name in ("compile", "recompute", "save", "tensorboard"):
             check_bool(name, getattr(self, name))
         check_str("wandb", self.wandb)
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("parallel", self.parallel, PARALLEL)
+
+    def evaluates(self, step: int) -> bool:
+        """Whether there is an evaluation after so many steps, if there is anything to evaluate on."""
+        if self.evaluate_every is None:
+            return step == self.steps or step % -(-self.steps // EVALUATIONS) == 0
+        return self.evaluate_every > 0 and step % self.evaluate_every == 0
+
+    @property
+    def evaluated_tokens(self) -> int:
+        """Tokens of an evaluation, approximately."""
+        if self.evaluate_tokens is not None:
+            return self.evaluate_tokens
+        return min(MOST_EVALUATED, self.steps * self.batch_tokens // EVALUATED_PART)
 
 
 # Of a `TrainConfig`.

@@ -97,7 +97,7 @@ def train(
         device: "cpu" or "cuda"; None: a GPU if there is one.
         dataset: what to train on, instead of what the config names.
         heldout: what to evaluate on, instead of the held-out documents of what the config names. With `dataset`, an
-            evaluation needs it.
+            evaluation needs it; without it none is made by default.
 
     Returns:
         the folder.
@@ -114,13 +114,13 @@ def train(
         raise ValueError("out must name the run to resume, got None")
     for name, given in (("dataset", dataset), ("heldout", heldout)):
         _check_dataset(name, given)
-    evaluates, named = bool(config.run.evaluate_every), dataset is None
-    if evaluates and heldout is None and not named:
+    asked, named = bool(config.run.evaluate_every), dataset is None
+    if asked and heldout is None and not named:
         raise ValueError(
             "heldout must be given with dataset to evaluate: the config names held-out documents of other data; got "
             f"None and an evaluate_every of {config.run.evaluate_every}"
         )
-    if heldout is not None and not evaluates:
+    if heldout is not None and config.run.evaluate_every == 0:
         raise ValueError("heldout must be None if evaluate_every is 0: nothing is evaluated")
     with ExitStack() as held:
         place = held.enter_context(process_group(device))
@@ -129,11 +129,13 @@ def train(
         if dataset is None:
             dataset = open_dataset(config.data.data)
         check_same({"data": dataset.fingerprint}, place)
-        if evaluates and heldout is None:
+        if heldout is None and asked:
             heldout = open_dataset(config.data.data, "heldout")
+        elif heldout is None and named and config.run.evaluate_every is None:
+            heldout = _find_heldout(config.data.data)
+        check_same({"heldout": None if heldout is None else heldout.fingerprint}, place)
         if heldout is not None:
             _check_same_tokens(dataset, heldout)
-            check_same({"heldout": heldout.fingerprint}, place)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         stop = held.enter_context(stop_on_signals())
         with fast_float32(config.run.precision, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
@@ -182,7 +184,17 @@ class _Run:
         groups = {"rank": self.mesh.data_rank, "world_size": self.mesh.data_size}
         self.loader = self._make_loader(dataset, config.batch_rows, **groups)
         # Made now for the same reason.
-        self.heldout = None if heldout is None else self._make_heldout(heldout)
+        self.heldout, self.unevaluated = None, None
+        if heldout is not None:
+            try:
+                self.heldout = self._make_loader(heldout, 1, shuffle=False, epochs=1)
+            except ValueError as error:
+                self.unevaluated = f"{heldout.name} has {heldout.lengths.sum():,} tokens ({error})"
+                if config.run.evaluate_every is not None:
+                    raise ValueError(
+                        f"evaluate_every needs more held-out text: {self.unevaluated}. Hold out more of it, train with "
+                        "a shorter context, or do not evaluate"
+                    ) from error
         self.step_number = 0
         # On the device: whether an update was skipped because its loss or gradients were not finite.
         self.skipped = torch.zeros((), dtype=torch.bool, device=place.device)
@@ -313,7 +325,7 @@ class _Run:
         """Mean loss on held-out documents: the same ones every time, and for any number of processes."""
         assert self.heldout is not None
         self.heldout.load_state_dict({**self.heldout.state_dict(), "epoch": 0, "batch": 0})
-        rows = islice(self.heldout, max(1, self.config.run.evaluate_tokens // self.config.data.context))
+        rows = islice(self.heldout, max(1, self.config.run.evaluated_tokens // self.config.data.context))
         total, count, rank = torch.zeros((), device=self.place.device), 0, self.mesh.data_rank
         while batches := list(islice(rows, self.mesh.data_size)):
             self.heartbeat.report_progress()
@@ -324,16 +336,6 @@ class _Run:
             total += loss * counts
             count += len(batches)
         return mean_over_processes(total * self.mesh.data_size / count, self.place).item()
-
-    def _make_heldout(self, dataset: TokenDataset) -> Loader:
-        """All held-out rows, one at a time."""
-        try:
-            return self._make_loader(dataset, 1, shuffle=False, epochs=1)
-        except ValueError as error:
-            raise ValueError(
-                f"evaluate_every needs more held-out text: {dataset.name} has {dataset.lengths.sum():,} "
-                f"tokens ({error}). Hold out more of it, train with a shorter context, or do not evaluate"
-            ) from error
 
     def _make_loader(self, dataset: TokenDataset, rows: int, **how: Any) -> Loader:
         return Loader(
@@ -382,8 +384,7 @@ class _Run:
         return self.step_number % self.config.run.log_every == 0 or self.step_number == self.config.run.steps
 
     def _evaluates(self) -> bool:
-        every = self.config.run.evaluate_every
-        return bool(every) and self.step_number % every == 0
+        return self.heldout is not None and self.config.run.evaluates(self.step_number)
 
     def _write(self, step: int, numbers: dict[str, float], writers: list[Writer]) -> None:
         for writer in writers:
@@ -444,6 +445,8 @@ class _Run:
         if any(dropped.values()):
             counts = ", ".join(f"{tokens:,} {where}" for where, tokens in dropped.items() if tokens)
             self._say(f"tokens dropped each epoch: {counts}")
+        if self.unevaluated is not None:
+            self._say(f"no held-out loss: {self.unevaluated}")
 
     def _raise_nonfinite(self, loss: float, norm: float, update: Update) -> None:
         def repeat() -> None:
@@ -514,6 +517,16 @@ def _check_dataset(name: str, dataset: TokenDataset | None) -> None:
             f"{name} must be a dataset, such as sympow.data.open_dataset returns, or None for what the config names; "
             f"got {type(dataset).__name__}"
         )
+
+
+def _find_heldout(data: str) -> TokenDataset | None:
+    """The held-out documents of a dataset's name, if it has some; None for an address, which takes time to open."""
+    if "://" in data:
+        return None
+    try:
+        return open_dataset(data, "heldout")
+    except ValueError:
+        return None
 
 
 def _load_tokenizer(dataset: TokenDataset) -> Tokenizer:
