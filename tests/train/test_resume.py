@@ -333,6 +333,13 @@ def test_data_that_have_changed_are_said_to_have(tiny, tmp_path):
         train(tiny(data=str(tmp_path / "data")), tmp_path / "run", resume=True, device="cpu")
 
 
+def test_a_finished_run_that_is_resumed_says_so(tiny, tmp_path, capsys):
+    for resume in (False, True):
+        train(tiny(), tmp_path / "run", resume=resume, device="cpu")
+        said = "this run has finished its 6 steps; more steps would continue it\n" in capsys.readouterr().err
+        assert said == resume
+
+
 def test_a_finished_run_can_be_resumed_with_more_steps(tiny, losses, expected_here, tmp_path):
     out = train(tiny(steps=4), tmp_path / "run", device="cpu")
     train(tiny(steps=4), out, resume=True, device="cpu")

@@ -250,6 +250,13 @@ def test_data_without_held_out_documents_are_trained_on_without_evaluation(tiny,
     assert not any("heldout_loss" in line for line in read_metrics(tmp_path / "other" / "metrics.jsonl"))
 
 
+def test_the_folder_and_the_first_step_are_shown_at_once(tiny, tmp_path, capsys):
+    train(tiny(steps=4, log_every=10), tmp_path / "run", device="cpu")
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == f"run folder: {tmp_path / 'run'}"
+    assert [line.split("  loss")[0] for line in shown if line.startswith("step ")] == ["step 1 of 4", "step 4 of 4"]
+
+
 def test_a_missing_held_out_part_is_found_before_training(tiny, tmp_path):
     (tmp_path / "a.txt").write_text("a document " * 100)
     prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0, workers=1)
@@ -416,12 +423,13 @@ def test_progress_says_how_long_it_takes_from_where_it_began(capsys, monkeypatch
     now = 100.0
     monkeypatch.setattr("sympow.train.metrics.time.monotonic", lambda: now)
     with Progress(20, quiet=False) as progress:
-        now = 200.0
         progress.begin(10)
+        # The first step begins with a compilation.
+        now = 200.0
+        progress.step(11, "loss 3.2")
         now = 202.0
-        progress.step(11, None)
         progress.step(12, "loss 3.1")
-    assert capsys.readouterr().err == "step 12 of 20  loss 3.1  0:00:08 left\n"
+    assert capsys.readouterr().err == "step 11 of 20  loss 3.2\nstep 12 of 20  loss 3.1  0:00:16 left\n"
     with Progress(20, quiet=True) as progress:
         progress.begin(0)
         progress.step(1, "loss 3.1")

@@ -125,7 +125,9 @@ class TrainCommand(Command):
             name = arg.partition("=")[0]
             if name in ours and name not in flags:
                 # Its help, since it may count in other units: tokens of a batch instead of sequences.
-                raise Mistake(f"there is no {name}; use {ours[name]}: {flags[ours[name]].help}", ctx=ctx)
+                raise Mistake(
+                    f"there is no {name}; use {ours[name]}: {getattr(flags[ours[name]], 'help', '')}", ctx=ctx
+                )
         return super().parse_args(ctx, args)
 
 

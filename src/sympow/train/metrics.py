@@ -139,8 +139,9 @@ class Progress:
     """
 
     def __init__(self, steps: int, *, quiet: bool) -> None:
-        self._steps, self._first, self._quiet = steps, 0, quiet
-        self._start = time.monotonic()
+        self._steps, self._quiet = steps, quiet
+        # The first step, and when it was made.
+        self._first: tuple[int, float] | None = None
         self._bar: Any = None
         if not quiet and sys.stderr.isatty():
             rich = require("rich.progress", "cli")
@@ -167,18 +168,26 @@ class Progress:
             self._bar.stop()
 
     def begin(self, done: int) -> None:
-        """Starts the estimate of the remaining time, after `done` steps of a resumed run."""
-        self._first, self._start = done, time.monotonic()
+        """Called before the first step, after `done` steps of a resumed run."""
         if self._bar is not None:
             self._bar.reset(self._task, completed=done)
 
     def step(self, step: int, numbers: str | None) -> None:
-        """Called after each step, with a line of metrics if there is a new one."""
+        """Called after each step, with a line of metrics if there is a new one.
+
+        The remaining time is estimated from the steps after the first, which includes start-up, such as compilation.
+        """
+        if self._first is None:
+            self._first = step, time.monotonic()
         if self._bar is not None:
             self._bar.update(self._task, completed=step, **({} if numbers is None else {"numbers": numbers}))
         elif numbers is not None:
-            left = (time.monotonic() - self._start) / max(1, step - self._first) * (self._steps - step)
-            self.say(f"step {step:,} of {self._steps:,}  {numbers}  {_duration(left)} left")
+            line = f"step {step:,} of {self._steps:,}  {numbers}"
+            first, then = self._first
+            if step > first:
+                left = (time.monotonic() - then) / (step - first) * (self._steps - step)
+                line += f"  {_duration(left)} left"
+            self.say(line)
 
     def say(self, line: str) -> None:
         """Prints a line above the progress bar."""

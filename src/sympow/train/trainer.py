@@ -217,7 +217,10 @@ class _Run:
                 # Written last: a folder with this file can be resumed.
                 write_atomically(self.out / CONFIG_FILE, self.config.to_yaml().encode())
             self._describe()
-            progress.begin(self.step_number)
+            begin = self.step_number
+            progress.begin(begin)
+            if begin == run.steps:
+                progress.say(f"this run has finished its {run.steps:,} steps; more steps would continue it")
             # Excludes the modules and graphs that exist by now from garbage collection: traversing them takes longer
             # than the host is ahead of the device.
             gc.collect()
@@ -241,11 +244,16 @@ class _Run:
                 stopping = any_process(bool(stop), self.place)
                 last = stopping or self.step_number == run.steps
                 saves = run.save and (last or (run.save_every and self.step_number % run.save_every == 0))
-                if update.under_way and not (last or saves or self._logs() or self._evaluates()):
+                # Its loss is shown as soon as it is there.
+                first = self.step_number == begin + 1
+                if update.under_way and not (first or last or saves or self._logs() or self._evaluates()):
                     waiting = update
                     progress.step(self.step_number, None)
                     continue
-                progress.step(self.step_number, self._log(update, throughput, writers))
+                progress.step(self.step_number, self._log(update, throughput, writers, first))
+                if first:
+                    # Without start-up, such as compilation.
+                    throughput.restart()
                 if saves:
                     self._save(checkpoints, writers)
                 if stopping:
@@ -390,9 +398,9 @@ class _Run:
         for writer in writers:
             writer.write(step, numbers)
 
-    def _log(self, update: Update, throughput: Throughput, writers: list[Writer]) -> str | None:
+    def _log(self, update: Update, throughput: Throughput, writers: list[Writer], first: bool) -> str | None:
         numbers = self._numbers_of(update)
-        line = None
+        line = f"loss {numbers['loss']:.4f}" if first else None
         if self._logs():
             rate = throughput.read()
             numbers = numbers | {"tokens_per_second": rate}
@@ -429,6 +437,7 @@ class _Run:
     def _describe(self) -> None:
         summary, data = self.loader.summary, self.config.data
         degree = self.config.run.context_parallel
+        self._say(f"run folder: {self.out}")
         where = f"{self.place.world_size} × {self.place.device.type}"
         where += f", context parallel {degree}" if degree > 1 else ""
         self._say(
