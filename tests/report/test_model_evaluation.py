@@ -113,6 +113,9 @@ def test_a_model_without_a_record_is_known_by_its_runs_config(texts, tmp_path):
 
 
 def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_path):
+    assert f"checkpoints must be model folders, and {tmp_path / 'gone'} is not there" in said(
+        evaluate(tmp_path / "gone")
+    )
     unknown = make_model(tmp_path / "unknown")
     assert "does not say what it was trained on; name the data with --data" in said(evaluate(unknown))
     assert evaluate(unknown, "--data", texts, "--length", 8, "--device", "cpu").exit_code == 0

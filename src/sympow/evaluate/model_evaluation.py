@@ -157,6 +157,8 @@ def _common_data(records: Mapping[Path, TrainedOn | None]) -> str:
     """The dataset that all models were trained on."""
     found: dict[str, Path] = {}
     for path, record in records.items():
+        if not path.exists():
+            raise ValueError(f"checkpoints must be model folders, and {path} is not there")
         if record is None:
             raise ValueError(f"{path} does not say what it was trained on; name the data with --data")
         try:
