@@ -420,6 +420,19 @@ def test_it_fits_every_width(browser, server, tmp_path, width, scheme):
     assert (abs(picture - card).max(-1) < 0.02).mean() > 0.4
 
 
+def test_long_names_leave_the_prompt_on_a_phones_screen(browser, server):
+    for number in range(6):
+        server.add(f"{number} {LONG_NAME}")
+    with open_page(browser, server, width=390, height=844, phone=True) as page:
+        radio = page.locator("#document-list .document").nth(1).get_by_role("radio")
+        expect(radio).to_be_visible()
+        assert page.locator("#prompt").bounding_box()["y"] + 50 < 844
+        radio.check()
+        expect(page.locator("#prompt-label")).to_contain_text(LONG_NAME)
+        assert page.locator("#prompt").bounding_box()["y"] + 50 < 844
+        assert page.locator(".document .name").nth(1).get_attribute("title") == f"5 {LONG_NAME}"
+
+
 UNNAMED = """
 () => [...document.querySelectorAll("input, textarea, button, progress")].filter((element) => {
   const labels = [...(element.labels ?? [])].map((label) => label.textContent.trim()).join("");

@@ -204,7 +204,7 @@ function showContext(context) {
 
   const { row } = entry;
   const name = context.name || context.id;
-  row.querySelector(".name").textContent = name;
+  row.querySelector(".name").textContent = row.querySelector(".name").title = name;
   row.querySelector("button").setAttribute("aria-label", `Delete ${name}`);
   say(row.querySelector(".facts"), describeContext(entry));
   say(row.querySelector(".error"), context.status === "failed" ? context.error : null);
