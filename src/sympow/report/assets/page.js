@@ -95,8 +95,8 @@ const resized = new ResizeObserver((entries) => {
   }
 });
 addEventListener("beforeprint", () => stalePlots().forEach(drawNow));
-// Not every browser has requestIdleCallback.
-const whenIdle = window.requestIdleCallback ?? ((draw) => setTimeout(draw, 50));
+// Not every browser has requestIdleCallback. A busy machine draws them as well, a little later.
+const whenIdle = (draw) => (window.requestIdleCallback ? requestIdleCallback(draw, { timeout: 200 }) : setTimeout(draw, 50));
 let idle = false;
 
 /** Plots that have room and are not drawn as they should be. */
