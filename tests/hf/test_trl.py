@@ -13,11 +13,7 @@ from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, S
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassification, to_fast_tokenizer
 
-pytestmark = [
-    pytest.mark.slow,
-    # Warnings of these libraries about each other.
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = pytest.mark.slow
 OPTIONS = {
     "max_steps": 3,
     "per_device_train_batch_size": 2,

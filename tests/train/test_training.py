@@ -121,8 +121,6 @@ def graphs_only(monkeypatch):
     return calls
 
 
-# Warnings of the compiler about itself.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_give_the_same(run, graphs_only):
     compiled = run("compiled", compile=True, recompute=True, form="attention")
     assert_close(compiled, run("plain", form="attention"), 2e-5, "losses")
