@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo forms test test-slow soak resolve triton-versions gpu-targets check docs format bench clean
+.PHONY: help demo forms test test-slow soak resolve newest triton-versions gpu-targets check docs format bench clean
 
 help:
 	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-slow  run the tests that take longer: README's commands, several processes, compiled kernels"
 	@echo "make soak    kill a training run 100 times, damage its checkpoints, compare it with one left alone (CPU, minutes)"
 	@echo "make resolve resolve constraints.txt against the package index, for each platform (minutes)"
+	@echo "make newest  test with the newest version of every dependency; TORCH=2.13.0 chooses another torch (minutes)"
 	@echo "make triton-versions  compile every kernel for Hopper with each supported Triton (tens of minutes)"
 	@echo "make gpu-targets  compile every kernel for GPUs from sm_80 to gfx942, down to machine code (tens of minutes)"
 	@echo "make check   lint, formatting and types"
@@ -53,6 +54,16 @@ soak: $(INSTALLED)
 
 resolve: $(INSTALLED)
 	$(BIN)/python -m pytest -m index tests/test_constraints.py
+
+# The tests that touch other libraries, without constraints.txt. The newest torch brings gigabytes of CUDA on Linux.
+NEWEST := build/newest
+newest:
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade \
+		--upgrade-strategy eager $(if $(TORCH),torch==$(TORCH)) -e '.[dev]'
+	$(NEWEST)/bin/python -m pip freeze --exclude-editable
+	$(TESTING) $(NEWEST)/bin/python -m pytest -n 3 --dist loadgroup -m "not slow" \
+		tests/hf tests/convert tests/serving tests/data tests/test_cli.py $(ARGS)
 
 triton-versions: $(INSTALLED)
 	$(BIN)/python tests/kernels/releases.py
