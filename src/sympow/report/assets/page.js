@@ -121,10 +121,10 @@ function drawNext() {
   });
 }
 
-/** A logarithmic axis for these contexts or positions with ticks at powers of two, about seven at most. */
+/** A logarithmic axis for these contexts or positions with ticks at powers of two, about six at most. */
 function powersOfTwo(text, xs) {
   const octaves = Math.log2(Math.max(...xs) / Math.min(...xs));
-  const stride = Math.max(1, Math.ceil(octaves / 6));
+  const stride = Math.max(1, Math.ceil(octaves / 5));
   return { title: { text }, type: "log", tick0: 0, dtick: stride * Math.log10(2), tickformat: ",.0f" };
 }
 
