@@ -3,6 +3,7 @@
 So have those of docs/commands.md and docs/benchmarks.md. `test_fresh_clone` runs the commands of the first two pages.
 """
 
+import itertools
 import re
 import runpy
 import shlex
@@ -50,12 +51,13 @@ def test_every_command_has_the_flags_it_is_given(command):
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if re.match(r"python \S+\.py", c)])
 def test_scripts_that_are_named_exist_and_know_their_flags(command, monkeypatch, capsys):
-    _, script, *flags = shlex.split(command)
+    _, script, *arguments = shlex.split(command)
+    words = list(itertools.takewhile(lambda argument: not argument.startswith("--"), arguments))
     # In this process, which has imported torch. As in one of its own, modules beside the script are found.
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.setattr(sys, "argv", [script, *words, "--help"])
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(ROOT / script), run_name="__main__")
     assert not end.value.code
     shown = capsys.readouterr().out
-    assert all(flag in shown for flag in flags if flag.startswith("--"))
+    assert all(flag in shown for flag in arguments if flag.startswith("--"))
