@@ -115,7 +115,18 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["./missing", "../missing", "~/missing", "a/b/missing", "missing/", "/a/missing", "a b"]
+    "name",
+    [
+        "./missing",
+        "../missing",
+        "~/missing",
+        "a/b/missing",
+        "missing/",
+        "/a/missing",
+        "a b",
+        "missing.git",
+        "no--where",
+    ],
 )
 def test_a_folder_that_is_not_there(settings, tmp_path, monkeypatch, hub, name):
     """What can only be a path is not looked for on the Hub."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +20,6 @@ from sympow.hf.without_code import load_without_code
 from sympow.parsing import read_json
 
 CONFIG_FILE = "config.json"
-# What can be a name on the Hub rather than a path: gpt2, or one with its owner, as in openai-community/gpt2.
-HUB_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)?[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # The Hub has this long to say whether it has a model. from_pretrained would try for a minute.
 HUB_SECONDS = 10
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
@@ -45,14 +42,15 @@ def find_teacher(source: Path | str, say: Callable[[str], None]) -> None:
     if Path(source).exists():
         return
     nowhere = f"teacher must be a folder or the name of a model of transformers, got {name!r}: there is no such folder"
-    if not HUB_NAME.fullmatch(name):
-        raise ValueError(nowhere)
     hub, errors = require("huggingface_hub", "hf"), require("huggingface_hub.errors", "hf")
-    if isinstance(hub.try_to_load_from_cache(name, CONFIG_FILE), str):
-        return
-    say(f"looking for {name} on the Hugging Face Hub")
     try:
+        if isinstance(hub.try_to_load_from_cache(name, CONFIG_FILE), str):
+            return
+        say(f"looking for {name} on the Hugging Face Hub")
         hub.HfApi().model_info(name, timeout=HUB_SECONDS)
+    except errors.HFValidationError as error:
+        # It can only be a path.
+        raise ValueError(nowhere) from error
     except errors.RepositoryNotFoundError as error:
         raise ValueError(f"{nowhere}, and the Hugging Face Hub has no such model that you can read") from error
     except (OSError, errors.HTTPError) as error:
@@ -73,9 +71,9 @@ def load_model(source: Path | str, device: torch.device, dtype: torch.dtype | st
     """
     transformers = require("transformers", "hf")
     path = Path(source)
-    if path.exists() and not (path / CONFIG_FILE).is_file():
-        raise ValueError(f"teacher must be a model of transformers, and {source} has no {CONFIG_FILE}")
     if path.exists():
+        if not (path / CONFIG_FILE).is_file():
+            raise ValueError(f"teacher must be a model of transformers, and {source} has no {CONFIG_FILE}")
         config = read_json(path / CONFIG_FILE)
         if not isinstance(config, dict) or "model_type" not in config:
             raise ValueError(
