@@ -250,7 +250,11 @@ def test_an_empty_name_is_not_the_working_directory(tiny, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="out must name a folder, got ''"):
         train(tiny(steps=1), "", device="cpu")
-    refused = CliRunner().invoke(app, ["train", "--out", ""])
-    assert refused.exit_code == 2
-    assert "--out must name a folder, got ''" in refused.output
+    (tmp_path / "text.txt").write_text("words")
+    prepare = ("data", "prepare", "text.txt")
+    for words in (("train", "--out", ""), ("train", "--out="), (*prepare, "--out", ""), ("report", "runs", "-o", "")):
+        refused = CliRunner().invoke(app, list(words))
+        assert refused.exit_code == 2
+        assert "--out must name a file or folder, got ''" in refused.output
+    (tmp_path / "text.txt").unlink()
     assert list(tmp_path.iterdir()) == []

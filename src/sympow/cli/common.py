@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -75,6 +76,9 @@ class Command(TyperCommand):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # The path of an empty name, as of a shell variable that is not set, would be the working directory.
+        if not {("--out", ""), ("-o", "")}.isdisjoint(pairwise(args)) or "--out=" in args:
+            raise Mistake("--out must name a file or folder, got ''", ctx=ctx)
         flags = {flag for parameter in self.params for flag in parameter.opts}
         return super().parse_args(ctx, [_renamed(arg, flags) for arg in args])
 

@@ -19,23 +19,13 @@ from sympow.invocation import first_process, may_be_restarted
 from sympow.model.config import PRESETS as MODELS
 
 
-def _named(folder: str) -> Path:
-    """The path of a folder. An empty one, as of a shell variable that is not set, would be the working directory."""
-    if not folder:
-        raise Mistake("--out must name a folder, got ''")
-    return Path(folder)
-
-
 def train(
     preset: Annotated[str | None, typer.Option(help="Config to start from: laptop or paper. [default: laptop]")] = None,
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
     config: Annotated[
         Path | None, typer.Option(help="Config file to start from; each run writes its own as config.yaml.")
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(parser=_named, metavar="PATH", help="Folder of the run; by default a new one under runs/."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the run; by default a new one under runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, or the latest run.")] = False,
     device: Device = None,
     **changes: Any,
