@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -109,10 +110,13 @@ def read_note(file: Path) -> str:
 def _acquire(file: Path, wait: bool) -> int:
     """Takes the lock; returns the file descriptor that holds it until it is closed."""
     while True:
-        if file.exists() and not file.is_file():
-            # A pipe could be locked, but not read or written without waiting for another process.
-            found = "a folder" if file.is_dir() else "no regular file"
-            raise ValueError(f"{file} must be a file, which keeps other processes out; it is {found}: remove it")
+        # Asked once: between two questions the holder may remove the file.
+        with suppress(FileNotFoundError):
+            mode = file.lstat().st_mode
+            if not stat.S_ISREG(mode):
+                # A pipe could be locked, but not read or written without waiting for another process.
+                found = "a folder" if stat.S_ISDIR(mode) else "no regular file"
+                raise ValueError(f"{file} must be a file, which keeps other processes out; it is {found}: remove it")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)

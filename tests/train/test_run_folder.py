@@ -216,12 +216,26 @@ def test_a_run_ends_when_another_has_taken_its_folder(tiny, tmp_path, monkeypatc
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl")] == [1, 2]
 
 
-@pytest.mark.parametrize(("make", "found"), [(os.mkdir, "a folder"), (os.mkfifo, "no regular file")])
+def point_nowhere(path):
+    path.symlink_to("nowhere/run.lock")
+
+
+@pytest.mark.parametrize(
+    ("make", "found"), [(os.mkdir, "a folder"), (os.mkfifo, "no regular file"), (point_nowhere, "no regular file")]
+)
 def test_a_lock_that_is_no_file_is_named(tiny, tmp_path, make, found):
     (tmp_path / "run").mkdir()
     make(tmp_path / "run" / "run.lock")
     with pytest.raises(ValueError, match=rf"run.lock must be a file, which keeps other processes out; it is {found}"):
         train(tiny(steps=1), tmp_path / "run", device="cpu")
+
+
+def test_a_lock_that_is_released_at_any_moment_is_taken(tmp_path, monkeypatch):
+    """A process that looks whether the lock is a file may do so while the holder removes it."""
+    (tmp_path / "run.lock").touch()
+    monkeypatch.setattr("pathlib.Path.is_file", lambda path: path.unlink(missing_ok=True))
+    with locks.lock_file(tmp_path / "run.lock", wait=False):
+        assert (tmp_path / "run.lock").exists()
 
 
 def test_a_full_disk_without_room_for_the_lock_is_named(tiny, tmp_path, monkeypatch):
