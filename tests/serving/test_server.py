@@ -543,6 +543,22 @@ def test_a_damaged_context_is_an_error_and_nothing_else(served):
     assert complete(served, "still", 5).choices[0].text == alone(served.text_model, "still", 5)
 
 
+def test_a_context_that_cannot_be_opened_now_is_not_called_damaged(served):
+    """Whoever is told that it is damaged deletes it."""
+    made = ready(served, upload(served, "to be opened later " * 50)["id"])
+    for n in range(4):
+        ready(served, upload(served, f"pushes it out {n} " * 50)["id"])
+    file = served.contexts / made["id"] / "state.prefix"
+    file.rename(file.with_suffix(".kept"))
+    file.symlink_to(file)
+    with pytest.raises(openai.InternalServerError) as caught:
+        ask(served, made["id"], "x")
+    message = f"context {made['id']} cannot be read from the server's disk: Too many levels of symbolic links"
+    assert caught.value.body["message"] == message
+    file.with_suffix(".kept").replace(file)
+    assert ask(served, made["id"], "x").choices
+
+
 def test_the_openapi_description_names_the_parameters(served):
     described = json.loads(served.raw.get("/openapi.json").text)
     schema = described["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]

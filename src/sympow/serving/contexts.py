@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sympow.data.plain_text import check_text
 from sympow.generation.prefix import Prefix
-from sympow.serving.api_errors import NO_RETRY, ApiError, from_argument_error, queue_full, stopping
+from sympow.serving.api_errors import NO_RETRY, ApiError, failed, from_argument_error, queue_full, stopping
 from sympow.serving.completion import Prefilling
 from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
 from sympow.serving.engine import Engine
@@ -240,8 +240,7 @@ class ContextStore:
                 await asyncio.to_thread(self._folder.write, record, prefix)
                 self._remember(reading.id, prefix)
         except (RuntimeError, OSError) as error:
-            # The engine, the device (no memory for a copy) or the disk failed.
-            # The client gets no path of the server.
+            # The engine, the device (no memory for a copy) or the disk failed. The client gets no path of the server.
             reading.error = f"it cannot be written: {error.strerror}" if isinstance(error, OSError) else str(error)
             if not reading.deleted:
                 self._failed[reading.id] = reading
@@ -259,6 +258,9 @@ class ContextStore:
             raise _unknown(id_) from error
         except (OSError, ValueError) as error:
             logger.error("context %s cannot be read: %s", id_, error)
+            if isinstance(error, OSError):
+                # It may be read another time, such as when fewer files are open.
+                raise failed(f"context {id_} cannot be read from the server's disk: {error.strerror}") from error
             message = f"context {id_} is damaged on the server's disk: delete it, and make it again"
             raise ApiError(500, message, "server_error", code="context_damaged", headers=NO_RETRY) from error
         finally:
