@@ -240,12 +240,24 @@ def test_data_without_held_out_documents_are_trained_on_without_evaluation(tiny,
     prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0, workers=1)
     train(tiny(data=str(tmp_path / "data"), evaluate_every=None), tmp_path / "run", device="cpu")
     assert len(losses(tmp_path / "run")) == 6
+    assert f"no held-out loss: {tmp_path / 'data'} has no split 'heldout'" in capsys.readouterr().err
     for number in range(9):
         (tmp_path / f"{number}.txt").write_text("short" if number else "a document " * 100)
     prepare([*tmp_path.glob("?.txt")], tmp_path / "more", heldout=0.3, workers=1)
     train(tiny(data=str(tmp_path / "more"), evaluate_every=None, context=192), tmp_path / "other", device="cpu")
     assert "no held-out loss: " in capsys.readouterr().err
     assert not any("heldout_loss" in line for line in read_metrics(tmp_path / "other" / "metrics.jsonl"))
+
+
+def test_damaged_held_out_documents_are_not_passed_over_silently(tiny, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a document " * 100)
+    prepare([tmp_path / "a.txt"], tmp_path / "data", heldout=0.5, workers=1)
+    open_dataset(tmp_path / "data")
+    (damaged,) = (tmp_path / "data").glob("heldout-*.tokens.npy")
+    damaged.write_bytes(b"")
+    train(tiny(data=str(tmp_path / "data"), evaluate_every=None), tmp_path / "run", device="cpu")
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("no held-out loss: "))
+    assert str(damaged) in line
 
 
 def test_the_folder_and_the_first_step_are_shown_at_once(tiny, tmp_path, capsys):

@@ -129,17 +129,24 @@ def train(
         if dataset is None:
             dataset = open_dataset(config.data.data)
         check_same({"data": dataset.fingerprint}, place)
-        if heldout is None and asked:
-            heldout = open_dataset(config.data.data, "heldout")
-        elif heldout is None and named and config.run.evaluate_every is None:
-            heldout = _find_heldout(config.data.data)
+        unevaluated = None
+        # By default not for an address, which takes time to open.
+        by_default = config.run.evaluate_every is None and named and "://" not in config.data.data
+        if heldout is None and (asked or by_default):
+            try:
+                heldout = open_dataset(config.data.data, "heldout")
+            except ValueError as error:
+                if asked:
+                    raise
+                unevaluated = str(error)
         check_same({"heldout": None if heldout is None else heldout.fingerprint}, place)
         if heldout is not None:
             _check_same_tokens(dataset, heldout)
         config = replace(config, model=replace(config.model, vocab_size=dataset.vocab_size))
         stop = held.enter_context(stop_on_signals())
         with fast_float32(config.run.precision, place), Heartbeat(place, stop, config.run.hang_after) as heartbeat:
-            _Run(config, claim, place, dataset, heldout, heartbeat, named=named).run(resume, stop)
+            training = _Run(config, claim, place, dataset, heldout, heartbeat, named=named, unevaluated=unevaluated)
+            training.run(resume, stop)
     return claim.folder
 
 
@@ -154,10 +161,12 @@ class _Run:
         heartbeat: Heartbeat,
         *,
         named: bool,
+        unevaluated: str | None,
     ) -> None:
         self.config, self.claim, self.out = config, claim, claim.folder
         self.place, self.dataset, self.heartbeat = place, dataset, heartbeat
         self.named = named  # whether the dataset is what the config names
+        self.unevaluated = unevaluated  # why there are no held-out losses
         sharded = config.run.context_parallel > 1
         self.mesh = make_mesh(place, config.run.context_parallel)
         if config.batch_rows % self.mesh.data_size:
@@ -184,7 +193,7 @@ class _Run:
         groups = {"rank": self.mesh.data_rank, "world_size": self.mesh.data_size}
         self.loader = self._make_loader(dataset, config.batch_rows, **groups)
         # Made now for the same reason.
-        self.heldout, self.unevaluated = None, None
+        self.heldout = None
         if heldout is not None:
             try:
                 self.heldout = self._make_loader(heldout, 1, shuffle=False, epochs=1)
@@ -526,16 +535,6 @@ def _check_dataset(name: str, dataset: TokenDataset | None) -> None:
             f"{name} must be a dataset, such as sympow.data.open_dataset returns, or None for what the config names; "
             f"got {type(dataset).__name__}"
         )
-
-
-def _find_heldout(data: str) -> TokenDataset | None:
-    """The held-out documents of a dataset's name, if it has some; None for an address, which takes time to open."""
-    if "://" in data:
-        return None
-    try:
-        return open_dataset(data, "heldout")
-    except ValueError:
-        return None
 
 
 def _load_tokenizer(dataset: TokenDataset) -> Tokenizer:
