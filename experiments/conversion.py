@@ -243,7 +243,7 @@ class Experiment:
         config = ConvertConfig().changed(compile=self.compile, save_every=0, tensorboard=False, **scale.teacher)
         with ExitStack() as held:
             place = held.enter_context(process_group(self.device))
-            folder = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place))
+            folder = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place)).folder
             stop = held.enter_context(stop_on_signals())
             on_gpu = place.device.type == "cuda"
             held.enter_context(fast_float32("bf16" if on_gpu else "fp32", place))

@@ -212,9 +212,9 @@ class SympowModel(SympowPreTrainedModel):
                 mask = torch.ones(shape, dtype=torch.bool, device=inputs_embeds.device)
             cache.advance(after, Segment(inputs_embeds.detach(), mask))
         output = BaseModelOutputWithPast(
-            last_hidden_state=x,  # type: ignore[arg-type]
+            last_hidden_state=x,
             past_key_values=cache if use_cache else None,
-            hidden_states=hidden,  # type: ignore[arg-type]
+            hidden_states=hidden,
         )
         by_name = self.config.return_dict if return_dict is None else return_dict
         return output if by_name else output.to_tuple()
