@@ -12,6 +12,8 @@ from pathlib import Path
 
 from filelock import lock_descriptor
 
+from sympow.files import naming
+
 LOCK_ENDING = ".lock"
 # Errors of file systems without locks.
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -31,13 +33,11 @@ class HeldLock:
     def write_note(self, note: str) -> None:
         """Writes who holds the lock; `read_note` reads it in other processes."""
         self._note = note.encode()
-        try:
+        with naming(self._file):
             os.ftruncate(self._handle, 0)
             os.lseek(self._handle, 0, os.SEEK_SET)
             # On Windows other processes cannot read the first byte, which is what is locked there.
             os.write(self._handle, b"\n" + self._note)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._file)) from error
 
     def keep(self) -> None:
         """Takes the lock again if its file has been removed or replaced, since others then lock another file.
