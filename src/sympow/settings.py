@@ -7,29 +7,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from sympow.checks import check_at_least, check_at_most, check_finite, check_positive
 
 # Of a call of the operator.
-FORMS = ("auto", "attention", "chunked", "recurrent")
-BACKENDS = ("auto", "torch", "triton")
 Form = Literal["auto", "attention", "chunked", "recurrent"]
 Backend = Literal["auto", "torch", "triton"]
+FORMS, BACKENDS = get_args(Form), get_args(Backend)
 # For larger p, float32 loses a score of 3/4 of the largest when the two are added: 0.75^64 < 2^-24.
 LARGEST_POWER = 64
 # Kernels and tables count features in 32 bits.
 MOST_FEATURES = 2**31 - 1
 
 # Gates of a layer, by the names of `sympow.layers.gates`.
-GATES = ("none", "fixed", "learned", "scalar", "vector", "clamped", "half")
+Gating = Literal["none", "fixed", "learned", "scalar", "vector", "clamped", "half"]
+GATES = get_args(Gating)
 # Kinds whose γ is learned, and has a value before that.
 LEARNED_GATES = tuple(kind for kind in GATES if kind not in ("none", "fixed"))
 # The default of settings that are always a number. It is not refused for gates that do not learn γ.
 INITIAL_GATE = 0.999
 
 # Rotations of a layer, by the names of `sympow.layers.rotations`.
-ROTATIONS = ("none", "fixed", "learned", "scale", "pairs", "signed", "grid")
+Rotary = Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"]
+ROTATIONS = get_args(Rotary)
 # Kinds with a β or an angle that depends on the token.
 DATA_DEPENDENT = ("scale", "pairs", "signed", "grid")
 # Kinds that turn half of the pairs by angles of their own instead of scaling the rates of all pairs.
@@ -43,18 +44,17 @@ MAX_RATE = 2 * math.pi
 WIDEST_SHORT_CONV = 64
 
 # What to do with documents shorter than the context.
-SHORT = ("refuse", "drop", "join", "pack")
+Short = Literal["refuse", "drop", "join", "pack"]
+SHORT = get_args(Short)
 
 
 def check_power(power: int) -> None:
-    if not isinstance(power, int) or isinstance(power, bool):
-        raise TypeError(f"power must be an int, got {type(power).__name__}")
-    if power < 2 or power % 2:
+    if type(power) is int and (power < 2 or power % 2):
         raise ValueError(
             f"power must be even and at least 2, got {power}: only even powers make every score non-negative, "
             "and so the weights of a row a distribution"
         )
-    check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
+    check_degree(power)
 
 
 def check_chunk_size(chunk_size: int | None, form: str) -> None:
@@ -91,10 +91,7 @@ def check_features(dim: int, power: int) -> None:
 
 
 def check_degree(power: int) -> None:
-    if not isinstance(power, int) or isinstance(power, bool):
-        raise TypeError(f"power must be an int, got {type(power).__name__}")
-    if power < 1:
-        raise ValueError(f"power must be at least 1, got {power}")
+    check_at_least("power", power, 1)
     check_at_most("power", power, LARGEST_POWER, "beyond which only the largest score of a row has weight in float32")
 
 

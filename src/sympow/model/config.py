@@ -14,7 +14,9 @@ from sympow.settings import (
     ROTATIONS,
     Backend,
     Form,
+    Gating,
     HeadShape,
+    Rotary,
     acts_on_pairs,
     check_chunk_size,
     check_features,
@@ -72,8 +74,8 @@ class GPTConfig:
     mlp_ratio: float = 4
     mixer: Literal["sympow", "softmax"] = "sympow"
     power: int = 2
-    gating: Literal["none", "fixed", "learned", "scalar", "vector", "clamped", "half"] = "scalar"
-    rotary: Literal["none", "fixed", "learned", "scale", "pairs", "signed", "grid"] = "fixed"
+    gating: Gating = "scalar"
+    rotary: Rotary = "fixed"
     max_document: int = 65_536
     max_rate: float = MAX_RATE
     rotary_fraction: float = 1.0

@@ -25,7 +25,7 @@ from sympow.checks import (
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.parsing import LARGEST_YAML, parse_yaml
-from sympow.settings import DATA_DEPENDENT, SHORT
+from sympow.settings import DATA_DEPENDENT, SHORT, Short
 
 SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("bf16", "fp32")
@@ -53,7 +53,7 @@ class DataConfig:
 
     data: str = "stdlib"
     context: int = 1_024
-    short: Literal["refuse", "drop", "join", "pack"] = "join"
+    short: Short = "join"
 
     def __post_init__(self) -> None:
         check_str("data", self.data)
