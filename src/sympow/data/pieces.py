@@ -46,10 +46,8 @@ def pieces(name: str, text: str, cuts: re.Pattern[str] | None) -> Iterator[str]:
         found = None if cuts is None else cuts.search(text, start + PIECE)
         end = len(text) if found is None else found.start()
         if end - start > LONGEST_PIECE:
-            raise ValueError(
-                f"{name} must have a space, or another place to cut it, in every {LONGEST_PIECE:,} characters, or at "
-                f"most as many if its tokenizer knows none; found {end - start:,} characters without"
-            )
+            where = "with this tokenizer, which takes a text as a whole" if cuts is None else "without a space"
+            raise ValueError(f"{name} must have at most {LONGEST_PIECE:,} characters {where}; got {end - start:,}")
         yield text[start:end]
         start = end
 

@@ -32,8 +32,8 @@ PRECISIONS = ("bf16", "fp32")
 PARALLEL = ("ddp", "fsdp")
 # Of a batch or context.
 MOST_TOKENS = 2**31 - 1
-# By default a run is evaluated so many times, each time on so many tokens for one that is trained on, up to a limit: a
-# forward pass takes a third of a step's time, so that all of it takes 3 % of the run's at most.
+# By default a run is evaluated EVALUATIONS times, each time on a token for every EVALUATED_PART that it trains on, and
+# on MOST_EVALUATED at most. This adds 3 % to the run's time: a forward pass takes a third of a step's.
 EVALUATIONS = 4
 EVALUATED_PART = 50
 MOST_EVALUATED = 65_536
