@@ -45,17 +45,16 @@ def print_stream(
     Args:
         summary: whether to print speed and memory at the end, to standard error.
     """
-    clock = Clock(prefix, cache_policy) if summary else None
-    report = None if clock is None else clock.count
+    clock = Clock(prefix, cache_policy)
     print(prompt, end="", flush=True)
     try:
-        for text in text_model.stream(prefix, tokens, cache_policy=cache_policy, report=report, **options):
+        for text in text_model.stream(prefix, tokens, cache_policy=cache_policy, report=clock.count, **options):
             print(text, end="", flush=True)
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
     else:
         print()
-    if clock is not None:
+    if summary:
         clock.print_summary()
 
 
