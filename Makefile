@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: help demo forms test test-slow soak resolve newest triton-versions gpu-targets check docs format bench clean
 
 help:
-	@echo "make demo    train two small models, compare them on held-out text, generate, report (CPU, under five minutes)"
+	@echo "make demo    what sympow is for: costs of a token, two models trained and compared, a report (CPU, three minutes)"
 	@echo "make forms   show the three forms of the operator agreeing, and time them"
 	@echo "make test    run the tests"
 	@echo "make test-slow  run the tests that take longer: README's commands, several processes, compiled kernels"

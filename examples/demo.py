@@ -1,8 +1,8 @@
-"""The demo of `make demo`: the commands of README.md, one after the other, on a CPU within five minutes.
+"""The demo of `make demo`: what sympow is for, in a given time on a CPU.
 
-Two small models of the same size are trained on modules of Python's standard library at a context of 128 tokens: one
-with softmax attention, one with conformal symmetric power attention. Both are then evaluated on held-out modules at
-eight times the context, and the conformal one generates some Python. Every `sympow` command is printed before it runs.
+It shows that the three forms of the operator agree, what a token costs after long texts, and what two small models, one
+with softmax and one with symmetric power attention, learn from the documentation in Python's standard library. Training
+gets the time that the other steps leave.
 
 python examples/demo.py --out build/demo
 """
@@ -10,101 +10,102 @@ python examples/demo.py --out build/demo
 from __future__ import annotations
 
 import argparse
-import json
+import ast
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
+import sysconfig
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from sympow.cli.errors import Reported
-from sympow.data.standard_library import StandardLibrary
-from sympow.invocation import command_line
-from sympow.model.config import PAPER_VARIANTS
-from sympow.train.metrics import read_metrics
+import torch
 
-MODELS = {name: PAPER_VARIANTS[name] for name in ("softmax", "conformal")}
-CONTEXT = 128
-EVALUATED = 8 * CONTEXT
-MARKER = "README.txt"
+import sympow
+from sympow.bench.timing import measure
+from sympow.cli.errors import Reported
+from sympow.data.preparation import prepare
+from sympow.evaluate.model_evaluation import Setting, choose_sample, evaluate_model
+from sympow.generation.decoder import Decoder
+from sympow.generation.prefix import Prefix
+from sympow.generation.sampling import Sampling
+from sympow.generation.text import TextModel
+from sympow.invocation import command_line
+from sympow.model.config import GPTConfig
+from sympow.model.gpt import GPT
+from sympow.ops.torch.softmax import KeyValueState
+from sympow.report.evaluation_summary import save_evaluations
+from sympow.report.generated_text import print_stream
+from sympow.report.model_info import format_bytes
+from sympow.report.run_report import write_report
+from sympow.train.config import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from sympow.train.metrics import read_metrics
+from sympow.train.run_folder import METRICS_FILE
+from sympow.train.trainer import train
+
+SYMPOW = GPTConfig(vocab_size=1_024, layers=1, width=96, heads=3)
+MODELS = {"softmax": replace(SYMPOW, mixer="softmax", gating="none"), "sympow": SYMPOW}
+CONTEXT = 64
+EVALUATED = 16 * CONTEXT
+BATCH = 16 * CONTEXT
+# Steps of the runs whose speed says how many steps there is time for.
+FIRST_STEPS = 20
+# Seconds for what comes after training.
+AFTERWARDS = 20
 # Seconds between two lines of progress.
 EVERY = 15
-# The two models train at the same time, with one thread each: with more threads than cores, threads wait for each other
-# and training takes up to ten times as long. GPUs are hidden, so that the demo is the same on any machine.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of the demo.
-
-    Attributes:
-        modules: largest number of modules per split.
-        vocabulary: vocabulary size of the byte-pair encoding.
-        steps: training steps.
-        width: width of the models.
-        documents: number of held-out documents to evaluate on.
-        written: number of tokens to generate.
-    """
-
-    modules: int
-    vocabulary: int
-    steps: int
-    width: int
-    documents: int
-    written: int
-
-
-FULL = Size(modules=1_000, vocabulary=2_048, steps=800, width=128, documents=96, written=160)
-TINY = Size(modules=8, vocabulary=300, steps=6, width=16, documents=4, written=16)
+MARKER = "README.txt"
 
 
 def main() -> None:
+    start = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("build/demo"), help="folder for everything")
-    parser.add_argument("--tiny", action="store_true", help="run every command at a tiny size, as a test")
+    parser.add_argument("--seconds", type=float, default=150, help="time for everything, training included")
     arguments = parser.parse_args()
     out: Path = arguments.out
-    size = TINY if arguments.tiny else FULL
-    start = time.monotonic()
+    # With more threads than free cores, threads wait for each other.
+    torch.set_num_threads(1)
     make_folder(out)
-    data, runs = out / "data", out / "runs"
-    models = [runs / name / "model" for name in MODELS]
-    conformal = models[-1]
+    print(f"This takes about {clock(arguments.seconds)} minutes, most of them to train two models.")
 
-    heading("Text to tokens")
-    shown = write_modules(out / "text", size.modules)
-    sources = (out / "text" / "train", "--heldout-source", out / "text" / "heldout")
-    sympow("data", "prepare", *sources, "--tokenizer", "bpe", "--vocab-size", size.vocabulary, "--out", data)
+    heading("Three forms, one result")
+    print(
+        f"Outputs of the attention, chunked and recurrent form differ by at most {largest_difference():.0e} (float64)."
+    )
 
-    heading(f"Two models, {CONTEXT} tokens of context, at the same time")
-    train_all({name: training_flags(name, size, data) for name in MODELS}, runs)
+    heading("The next token costs the same after any text")
+    print("Time of a token, and memory that the text before it takes, in the models trained below:\n")
+    print_costs((1_000, 10_000, 100_000))
 
-    heading(f"Loss on held-out modules, up to {EVALUATED:,} tokens")
-    length = ("--length", EVALUATED, "--documents", size.documents)
-    sympow("evaluate", *models, "--data", data, *length, "--out", out / "evaluation")
-    print_losses(out / "evaluation" / "evaluation.json")
+    heading("Two models learn the documentation of Python's modules")
+    write_texts(out / "text")
+    sources, heldout = out / "text" / "train", out / "text" / "heldout"
+    data = out / "data"
+    prepare([sources], data, tokenizer="bpe", vocab_size=SYMPOW.vocab_size, heldout_sources=[heldout], workers=1)
+    left = arguments.seconds - AFTERWARDS - (time.monotonic() - start)
+    steps = train_all(data, out / "runs", left)
+    print(f"\nBoth saw {steps:,} batches of {CONTEXT} tokens a text. Average losses on other modules:\n")
+    models = {name: out / "runs" / name / "model" for name in MODELS}
+    print_losses(models, data, out / "evaluation")
 
-    heading("The conformal model writes some Python")
-    sampling = ("--temperature", 0.5, "--top-p", 0.9, "--seed", 1)
-    sympow("generate", conformal, "--prompt", "def read(self, size=-1):", "--tokens", size.written, *sampling)
+    heading("The sympow model writes")
+    text_model, prompt = TextModel.load(models["sympow"]), "Return the"
+    sampling = Sampling(temperature=0.5, top_p=0.9)
+    print_stream(text_model, text_model.prefill(prompt), prompt, 120, sampling=sampling, seed=1)
 
-    heading("Figures and pages")
-    sympow("report", out, "--out", out / "report", "--title", "Softmax and conformal, two small models")
-    sympow("inspect", conformal, shown, "--tokens", 2_000, "--out", out / "inspect.html")
-
-    heading(f"Done in {time.monotonic() - start:.0f} seconds")
-    print(f"The report, a page with all losses and settings:\n{address(out / 'report' / 'index.html')}\n")
-    print(f"Gates and rotations of the model at each token of {shown.stem}.py:\n{address(out / 'inspect.html')}\n")
-    print(f"Loss by position, within and beyond {CONTEXT} tokens:")
-    print(f"{address(out / 'evaluation' / 'loss_by_context.png')}\n")
-    print("Next steps:\n")
-    for command in next_commands(out, conformal, size):
-        print(f"{command_line(*command)}\n")
+    heading("The page with everything about both runs")
+    write_report([out], out / "report", title="Softmax and sympow, two small models")
+    print(address(out / "report" / "index.html"))
+    print(f"\nDone in {clock(time.monotonic() - start)} minutes. Try next:\n")
+    for command in next_commands(models["sympow"], out, steps):
+        print(command_line(*command))
 
 
 def make_folder(out: Path) -> None:
@@ -120,129 +121,165 @@ def make_folder(out: Path) -> None:
     (out / MARKER).write_text("Written by examples/demo.py, which replaces this folder when it runs again.\n")
 
 
-def write_modules(folder: Path, most: int) -> Path:
-    """Writes single-file modules of the standard library to folder/train and folder/heldout; returns a held-out one."""
-    written: dict[str, list[Path]] = {}
-    for split in ("train", "heldout"):
-        library = StandardLibrary(split)
-        files = [number for number in range(len(library.lengths)) if Path(library.document_name(number)).is_file()]
-        written[split] = []
-        for number in files[:most]:
-            text = library.load_tokenizer().decode(library.read(number, 0, int(library.lengths[number])))
-            path = folder / split / f"{Path(library.document_name(number)).stem}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            written[split].append(path)
-    print(f"{len(written['train'])} modules of Python's standard library, and {len(written['heldout'])} held out\n")
-    return min(written["heldout"], key=lambda path: abs(path.stat().st_size - 8_000))
+def largest_difference() -> float:
+    """Between the forms, over random tokens with gates and rotation."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 256, 2, 16, generator=generator, dtype=torch.float64)
+    log_gamma = -0.1 * torch.rand(1, 256, 2, generator=generator, dtype=torch.float64)
+    theta = sympow.rotary_rates(16, 65_536).double()
+    call = partial(sympow.attention, q, k, v, log_gamma=log_gamma, theta=theta)
+    first, *others = (call(form=form) for form in ("attention", "chunked", "recurrent"))
+    return max((first - other).abs().max().item() for other in others)
 
 
-def training_flags(name: str, size: Size, data: Path) -> dict[str, Any]:
-    """Flags of `sympow train`: those of the model, and those that both models share."""
-    return {
-        **MODELS[name],
-        "data": data,
-        "context": CONTEXT,
-        "layers": 4,
-        "width": size.width,
-        "heads": 2,
-        "steps": size.steps,
-        "batch-tokens": 8 * CONTEXT,
-        "learning-rate": 3e-3,
-        "beta2": 0.99,
-        "warmup-steps": size.steps // 20,
-        "schedule": "cosine",
-        "final-rate": 0.05,
-        "log-every": max(1, size.steps // 40),
-        "evaluate-every": size.steps,
-        "evaluate-tokens": 8_192,
-        "save-every": 0,
-    }
+def print_costs(lengths: tuple[int, ...]) -> None:
+    """Time of a decoded token, and memory of what is kept of the text, for models as those that are trained below."""
+    print(f"{'after':>14}" + "".join(f"{name:>24}" for name in ("softmax, KV cache", "sympow, state")))
+    models = {name: GPT(config).eval() for name, config in MODELS.items()}
+    for length in lengths:
+        cells = []
+        for model in models.values():
+            prefix = prefix_of(model, length)
+            step = partial(Decoder(model, prefix, tokens=64).step, torch.zeros(1, dtype=torch.int64))
+            cells.append(f"{1e3 * measure(step, runs=32).median:.1f} ms, {format_bytes(prefix.nbytes)}")
+        print(f"{f'{length:,} tokens':>14}" + "".join(f"{cell:>24}" for cell in cells), flush=True)
 
 
-def train_all(flags: Mapping[str, Mapping[str, Any]], runs: Path) -> None:
-    """Trains each model in its own process, and prints their losses."""
+def prefix_of(model: GPT, length: int) -> Prefix:
+    """A prefilled random text. Keys and values of softmax are random instead, since prefilling takes quadratic time."""
+    tokens = torch.randint(model.config.vocab_size, (1, length))
+    if model.config.mixer == "sympow":
+        return Prefix.prefill(model, tokens, cache_policy="state")
+    prefix = Prefix.prefill(model, tokens[:, :1])
+    layers: list[Any] = []
+    for layer in prefix.state:
+        assert isinstance(layer, KeyValueState)
+        k, v = (torch.randn(1, length, *x.shape[2:]) for x in (layer.k, layer.v))
+        layers.append(replace(layer, k=k, v=v))
+    return replace(prefix, state=tuple(layers), tokens=length)
+
+
+def write_texts(folder: Path) -> None:
+    """Writes a file with the documentation of each module of the standard library; every fifth is held out."""
+    library = Path(sysconfig.get_path("stdlib"))
+    texts = {name: "\n\n".join(docstrings(library, name)) for name in sorted(sys.stdlib_module_names)}
+    for number, (name, text) in enumerate((name, text) for name, text in texts.items() if len(text) > 200):
+        path = folder / ("train" if number % 5 else "heldout") / f"{name}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+def docstrings(library: Path, module: str) -> Iterator[str]:
+    """Those of a module, its classes and functions, without code; of a package, those of all its files."""
+    for path in (library / f"{module}.py", *sorted((library / module).rglob("*.py"))):
+        if not path.is_file() or {"test", "tests"} & set(path.parts):
+            continue
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text and ">>>" not in text:
+                    yield text
+
+
+def training_config(name: str, data: Path, steps: int) -> TrainConfig:
+    """Of one model; everything but the model is the same for both."""
+    return TrainConfig(
+        MODELS[name],
+        DataConfig(str(data), CONTEXT),
+        OptimizerConfig(1e-2, beta2=0.98, clip_norm=1, warmup_steps=20, schedule="cosine", final_rate=0.05),
+        RunConfig(steps, BATCH, BATCH, log_every=max(FIRST_STEPS // 2, steps // 40), save_every=0),
+    )
+
+
+def train_all(data: Path, runs: Path, seconds: float) -> int:
+    """Trains each model in its own process, and returns the number of steps that there was time for."""
     runs.mkdir()
-    commands = {
-        name: ("train", *(word for flag, value in its.items() for word in (f"--{flag}", value)), "--out", runs / name)
-        for name, its in flags.items()
-    }
-    for command in commands.values():
-        print(f"$ {command_line(*command)}\n", flush=True)
-    processes: dict[str, subprocess.Popen[bytes]] = {}
+    # Spawned, not forked: threads of torch do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    speeds, barrier = context.Array("d", len(MODELS)), context.Barrier(len(MODELS))
+    end = time.time() + seconds
+    shared = data, runs, end, speeds, barrier
+    processes = {name: context.Process(target=train_model, args=(name, *shared), daemon=True) for name in MODELS}
+    for process in processes.values():
+        process.start()
     try:
-        for name, command in commands.items():
-            with (runs / f"{name}.log").open("wb") as log:
-                processes[name] = subprocess.Popen(
-                    process_of(*command), env=ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT
-                )
-        follow(processes, {name: its["steps"] for name, its in flags.items()}, runs)
-        failed = {name: process.returncode for name, process in processes.items() if process.returncode}
+        steps = follow(processes, runs, end)
+        failed = [name for name, process in processes.items() if process.exitcode]
     finally:
         for process in processes.values():
             process.terminate()
-            process.wait()
-    for name, code in failed.items():
-        log_text = (runs / f"{name}.log").read_text()
-        raise SystemExit(f"the training of {name} failed with code {code}:\n{log_text}")
+    for name in failed:
+        raise SystemExit(f"the training of {name} failed:\n{log_of(runs, name).read_text()}")
+    return steps
 
 
-def follow(processes: Mapping[str, subprocess.Popen[bytes]], steps: Mapping[str, int], runs: Path) -> None:
-    """Prints steps and losses regularly until all processes have ended, or one has failed."""
-    start = time.monotonic()
-    print("time" + "".join(f"{name:>16}   loss" for name in processes), flush=True)
-    waiting = True
+def train_model(name: str, data: Path, runs: Path, end: float, speeds: Any, barrier: Any) -> None:
+    """The process of one model.
+
+    Args:
+        end: when training is to end, in seconds since 1970.
+        speeds: shared by all processes: tokens per second of each model.
+        barrier: of all processes.
+    """
+    with log_of(runs, name).open("wb") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    # Both models train at the same time now, as they will.
+    with TemporaryDirectory() as folder:
+        train(training_config(name, data, FIRST_STEPS), folder, device="cpu")
+        speeds[list(MODELS).index(name)] = read_metrics(Path(folder) / METRICS_FILE)[-1]["tokens_per_second"]
+    barrier.wait()
+    steps = max(FIRST_STEPS, int((end - time.time()) * min(speeds) / BATCH))
+    train(training_config(name, data, steps), runs / name, device="cpu")
+
+
+def follow(processes: Mapping[str, Any], runs: Path, end: float) -> int:
+    """Prints steps and losses now and then until all processes have ended, or one has failed; returns the last step."""
+    print("left" + "".join(f"{f'{name}: step':>18}   loss" for name in processes), flush=True)
+    waiting, step = True, 0
     while waiting:
         due = time.monotonic() + EVERY
         while waiting and time.monotonic() < due:
             time.sleep(0.2)
-            codes = [process.poll() for process in processes.values()]
+            codes = [process.exitcode for process in processes.values()]
             waiting = None in codes and not any(codes)
-        cells, fractions = [], []
+        cells = ""
         for name in processes:
-            metrics = runs / name / "metrics.jsonl"
-            losses = [line["loss"] for line in read_metrics(metrics)] if metrics.is_file() else []
-            # Smoothed, since the loss of one batch is noisy.
-            last = losses[-max(1, steps[name] // 20) :]
-            smoothed = f"{sum(last) / len(last):.3f}" if last else ""
-            cells.append(f"{f'{len(losses):,} of {steps[name]:,}':>16}  {smoothed:>5}")
-            fractions.append(len(losses) / steps[name])
-        seconds, slowest = time.monotonic() - start, min(fractions)
-        left = f"   about {clock(seconds / slowest - seconds)} left" if waiting and slowest else ""
-        print(clock(seconds) + "".join(cells) + left, flush=True)
+            metrics = runs / name / METRICS_FILE
+            lines = [line for line in read_metrics(metrics) if "loss" in line] if metrics.is_file() else []
+            cells += f"{lines[-1]['step']:>18,}  {lines[-1]['loss']:.3f}" if lines else f"{'starting':>25}"
+            step = int(lines[-1]["step"]) if lines else 0
+        print(clock(max(0, end - time.time()) if waiting else 0) + cells, flush=True)
+    return step
 
 
-def print_losses(evaluation: Path) -> None:
-    """Losses at positions within the training context and beyond it."""
-    models = json.loads(evaluation.read_text())["models"]
-    ranges = [(CONTEXT // 2, CONTEXT), (CONTEXT, 2 * CONTEXT), (EVALUATED // 2, EVALUATED)]
-    print(f"Loss of the tokens at these positions (both were trained on positions up to {CONTEXT}):\n")
-    print(f"{'':16}" + "".join(f"{name:>12}" for name in models))
-    for first, last in ranges:
-        losses = [sum(model["mean"][first:last]) / (last - first) for model in models.values()]
-        print(f"{f'{first:,} to {last:,}':16}" + "".join(f"{loss:12.3f}" for loss in losses))
+def print_losses(models: Mapping[str, Path], data: Path, out: Path) -> None:
+    """Prints the average held-out loss within contexts from one to 16 times that of training, and draws it."""
+    sample = choose_sample(list(models.values()), str(data), EVALUATED, documents=24)
+    setting = Setting(sample.data, sample.length, documents=24)
+    found = {name: evaluate_model(folder, setting) for name, folder in models.items()}
+    save_evaluations(found, {"data": sample.data, "device": "cpu"}, out)
+    contexts = [CONTEXT * 2**n for n in range(5)]
+    print(f"{'in the first':14}" + "".join(f"{context:>8,}" for context in contexts) + " tokens")
+    for name, one in found.items():
+        print(f"{name:14}" + "".join(f"{one.losses.average(0, context):8.3f}" for context in contexts))
+    print(f"\nThe same as a figure:\n{address(out / 'loss_by_context.png')}", flush=True)
 
 
-def next_commands(out: Path, model: Path, size: Size) -> list[tuple[object, ...]]:
+def next_commands(model: Path, out: Path, steps: int) -> list[tuple[object, ...]]:
     """Commands to try next."""
     return [
-        ("generate", model, "--prompt", "class Reader:", "--tokens", 2 * size.written, "--temperature", 0.5),
-        ("train", "--resume", "--out", model.parent, "--steps", 2 * size.steps),
-        ("evaluate", model, "--data", out / "data", "--probe", "recall", "--length", CONTEXT, "--documents", 4),
+        ("inspect", model, out / "text" / "heldout", "--out", out / "inspect.html"),
+        ("train", "--resume", "--out", model.parent, "--steps", 2 * steps),
+        ("generate", model, "--prompt", "Raise", "--tokens", 200, "--temperature", 0.5),
     ]
 
 
-def sympow(*words: object) -> None:
-    """Prints a command and runs it."""
-    print(f"$ {command_line(*words)}\n", flush=True)
-    code = subprocess.run(process_of(*words), env=ENVIRONMENT, check=False).returncode
-    if code:
-        raise SystemExit(f"sympow {words[0]} failed with code {code}")
-    print(flush=True)
-
-
-def process_of(*words: object) -> list[str]:
-    return [sys.executable, "-m", "sympow", *map(str, words)]
+def log_of(runs: Path, name: str) -> Path:
+    return runs / f"{name}.log"
 
 
 def clock(seconds: float) -> str:

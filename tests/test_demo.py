@@ -1,23 +1,18 @@
-"""The script of `make demo`: its folder, and a training that fails. `test_fresh_clone` runs all of it."""
+"""The script of `make demo`: its folder, its texts, and a training that fails. `test_fresh_clone` runs all of it."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "demo.py"
-
 
 @pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("demo_script", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    # `dataclass` looks up the module in sys.modules.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def script(monkeypatch):
+    # The processes that it starts import it by its name.
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    yield importlib.import_module("demo")
+    del sys.modules["demo"]
 
 
 def test_without_a_folder_it_writes_to_build(script, monkeypatch):
@@ -28,7 +23,7 @@ def test_without_a_folder_it_writes_to_build(script, monkeypatch):
         raise FolderMadeError(out)
 
     monkeypatch.setattr(script, "make_folder", make_folder)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--tiny"])
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
     with pytest.raises(FolderMadeError) as made:
         script.main()
     assert made.value.args == (Path("build/demo"),)
@@ -51,9 +46,16 @@ def test_the_folder_of_an_earlier_demo_is_replaced(script, tmp_path):
     assert not (out / "data").exists()
 
 
+def test_documentation_is_split_by_module_and_has_no_code(script, tmp_path):
+    script.write_texts(tmp_path)
+    train, heldout = ({path.name for path in (tmp_path / split).iterdir()} for split in ("train", "heldout"))
+    assert not train & heldout
+    assert 3 * len(heldout) < len(train) < 5 * len(heldout)
+    assert {"json.txt", "argparse.txt"} <= train | heldout
+    assert not any(">>>" in path.read_text("utf-8") for path in tmp_path.rglob("*.txt"))
+
+
 @pytest.mark.slow
 def test_a_training_that_fails_ends_the_demo_with_its_message(script, tmp_path):
-    endless = {"steps": 10**9, "data": "stdlib"}
-    wrong = {"steps": 1, "power": 3}
-    with pytest.raises(SystemExit, match=r"the training of conformal failed with code 2:\n(.|\n)*power must be even"):
-        script.train_all({"softmax": endless, "conformal": wrong}, tmp_path / "runs")
+    with pytest.raises(SystemExit, match=r"the training of \w+ failed:\n(.|\n)*there is no .*nothere"):
+        script.train_all(tmp_path / "nothere", tmp_path / "runs", seconds=1e6)

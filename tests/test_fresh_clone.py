@@ -24,7 +24,7 @@ from sympow.report.run_collection import collect
 
 pytestmark = pytest.mark.slow
 ROOT = readme.README.parent
-MODELS = ("softmax", "conformal")
+MODELS = ("softmax", "sympow")
 SMALL_RUN = "--steps 2 --layers 1 --width 16 --heads 2 --batch-tokens 512 --no-tensorboard"
 # Flags added to a command, by its first words; the longest match counts.
 SMALL = {
@@ -59,7 +59,7 @@ def demo(clone) -> tuple[Path, str]:
     """The folder of a finished demo, and its output."""
     pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
     # Without the number of threads that the tests set, as for a user.
-    output = type_in(clone, "make demo ARGS=\"--tiny --out 'a folder/demo'\"", clone / ".venv", threads=None)
+    output = type_in(clone, "make demo ARGS=\"--seconds 30 --out 'a folder/demo'\"", clone / ".venv", threads=None)
     return clone / "a folder" / "demo", output
 
 
@@ -78,13 +78,8 @@ def test_every_run_has_its_evaluation_beyond_the_training_context(demo):
         assert run.finished
         assert run.final_heldout_loss is not None
         assert run.evaluation is not None
-        assert run.evaluation.length == 8 * run.settings["context"]
+        assert run.evaluation.length == 16 * run.settings["context"]
         assert run.evaluation.by_position
-
-
-def test_no_command_starts_a_pool_of_threads(demo):
-    out, _ = demo
-    assert json.loads((out / "evaluation" / "evaluation.json").read_text())["environment"]["threads"] == 1
 
 
 def test_the_report_shows_both_models_and_their_evaluations(demo):
@@ -100,41 +95,45 @@ def test_the_report_shows_both_models_and_their_evaluations(demo):
 def test_printed_addresses_are_of_files_that_were_written(demo):
     out, output = demo
     addresses = [Path(unquote(urlsplit(line).path)) for line in output.splitlines() if line.startswith("file://")]
-    expected = ["report/index.html", "inspect.html", "evaluation/loss_by_context.png"]
+    expected = ["evaluation/loss_by_context.png", "report/index.html"]
     assert addresses == [(out / name).resolve() for name in expected]
     assert all(path.is_file() for path in addresses)
 
 
-def test_printed_losses_are_means_over_the_evaluated_positions(demo):
+def test_printed_losses_are_averages_within_contexts(demo):
     out, output = demo
     models = json.loads((out / "evaluation" / "evaluation.json").read_text())["models"]
-    assert list(models) == list(MODELS)
-    rows = re.findall(r"^([\d,]+) to ([\d,]+) +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
-    assert [row[:2] for row in rows] == [("64", "128"), ("128", "256"), ("512", "1,024")]
-    for first, last, *losses in rows:
-        start, stop = (int(number.replace(",", "")) for number in (first, last))
-        means = [sum(model["mean"][start:stop]) / (stop - start) for model in models.values()]
-        assert [float(loss) for loss in losses] == pytest.approx(means, abs=1e-3)
+    contexts = [
+        int(word.replace(",", "")) for word in re.search(r"^in the first +([\d, ]+) tokens$", output, re.M)[1].split()
+    ]
+    assert contexts == [64, 128, 256, 512, 1_024]
+    for name in MODELS:
+        losses = [float(word) for word in re.search(rf"^{name} +([\d. ]+)$", output, re.M)[1].split()]
+        means = [sum(models[name]["mean"][:context]) / context for context in contexts]
+        assert losses == pytest.approx(means, abs=1e-3)
 
 
-def test_training_prints_both_models_steps_and_losses(demo):
+def test_both_models_see_the_same_number_of_batches(demo):
+    out, output = demo
+    steps = int(re.search(r"^Both saw ([\d,]+) batches", output, re.M)[1].replace(",", ""))
+    runs = collect([out]).runs
+    assert [run.settings["steps"] for run in runs] == [steps, steps]
+    assert len({(run.settings["batch_tokens"], run.settings["learning_rate"]) for run in runs}) == 1
+
+
+def test_a_state_does_not_grow_and_a_cache_does(demo):
     _, output = demo
-    last = re.findall(r"^\d+:\d\d +(\d+) of (\d+) +([\d.]+) +(\d+) of (\d+) +([\d.]+)$", output, re.MULTILINE)[-1]
-    assert last[0] == last[1] == last[3] == last[4]
-
-
-def test_the_demo_goes_through_the_commands_of_the_readme(demo):
-    _, output = demo
-    names = [arguments[0] for _, arguments in commands_in(output)]
-    ran, suggested = names[:7], names[7:]
-    assert ran == ["data", "train", "train", "evaluate", "generate", "report", "inspect"]
-    assert suggested == ["generate", "train", "evaluate"]
+    rows = re.findall(r"^ *([\d,]+) tokens +[\d.]+ ms, (\S+ \wB) +[\d.]+ ms, (\S+ \wB)$", output, re.M)
+    lengths, caches, states = zip(*rows, strict=True)
+    assert lengths == ("1,000", "10,000", "100,000")
+    assert len(set(caches)) == 3
+    assert len(set(states)) == 1
 
 
 def test_suggested_commands_work_as_printed(demo, clone, monkeypatch):
     _, output = demo
     monkeypatch.chdir(clone)
-    for program, arguments in commands_in(output.partition("Next steps:")[2]):
+    for program, arguments in commands_in(output.partition("Try next:")[2]):
         assert type_in(clone, f"command -v {program}", clone / ".venv")
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, f"{arguments}: {result.output}"
