@@ -271,8 +271,9 @@ def print_losses(models: Mapping[str, Path], data: Path, out: Path) -> None:
 
 def next_commands(model: Path, out: Path, steps: int) -> list[tuple[object, ...]]:
     """Commands to try next."""
+    longest = max((out / "text" / "heldout").iterdir(), key=lambda path: path.stat().st_size)
     return [
-        ("inspect", model, out / "text" / "heldout", "--out", out / "inspect.html"),
+        ("inspect", model, longest, "--tokens", 2_000, "--out", out / "inspect.html"),
         ("train", "--resume", "--out", model.parent, "--steps", 2 * steps),
         ("generate", model, "--prompt", "Raise", "--tokens", 200, "--temperature", 0.5),
     ]

@@ -57,5 +57,5 @@ def test_documentation_is_split_by_module_and_has_no_code(script, tmp_path):
 
 @pytest.mark.slow
 def test_a_training_that_fails_ends_the_demo_with_its_message(script, tmp_path):
-    with pytest.raises(SystemExit, match=r"the training of \w+ failed:\n(.|\n)*there is no .*nothere"):
+    with pytest.raises(SystemExit, match=r"the training of \w+ failed:\n(.|\n)*source must be .*nothere"):
         script.train_all(tmp_path / "nothere", tmp_path / "runs", seconds=1e6)

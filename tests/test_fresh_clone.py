@@ -86,7 +86,7 @@ def test_the_report_shows_both_models_and_their_evaluations(demo):
     out, _ = demo
     page = (out / "report" / "index.html").read_text("utf-8")
     data = json.loads(re.search(r'<script [^>]*type="application/json"[^>]*>(.*?)</script>', page, re.DOTALL)[1])
-    assert [series["label"] for series in data["series"]] == list(MODELS)
+    assert [series["label"] for series in data["series"]] == ["softmax", "sympow + gating"]
     assert all(run["evaluation"]["byPosition"] for run in data["runs"])
     assert data["notes"] == []
     assert list((out / "report" / "figures").glob("loss_by_evaluation_context*.png"))
