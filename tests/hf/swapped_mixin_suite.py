@@ -103,6 +103,10 @@ class TestWhole(SwappedCase, unittest.TestCase):
     def setUp(self):
         self.model_tester = SwappedTester([0, 1])
 
+    @unittest.skip("it asks for attentions, and a model without softmax layers does not support output_attentions")
+    def test_capture_outputs_decorator(self):
+        """Of the mixin."""
+
 
 class TestHybrid(SwappedCase, unittest.TestCase):
     def setUp(self):

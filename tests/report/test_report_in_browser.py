@@ -1,6 +1,7 @@
 """The report's page in a headless Chromium, from disk."""
 
 import math
+from itertools import product
 
 import pytest
 from report.made_up import VARIANTS as VARIANT_SETTINGS
@@ -455,9 +456,11 @@ def test_it_looks_right(browser, path, tmp_path, width, scheme):
 def fast_bytes(tmp_path_factory):
     """The page of byte-level runs at hundreds of thousands of bytes per second: long tick labels."""
     folder = tmp_path_factory.mktemp("fast")
-    for place, (name, variant) in enumerate(VARIANT_SETTINGS.items()):
-        lines = {2: {"tokens_per_second": 123_456.0 * (place + 1)}}
-        write_run(folder / "runs" / name, [3.0, 2.5], lines=lines, evaluation=[2.0] * 128, vocab_size=257, **variant)
+    # At two contexts: at one, speeds are a table.
+    for place, ((name, variant), context) in enumerate(product(VARIANT_SETTINGS.items(), (64, 128))):
+        settings = {**variant, "context": context, "vocab_size": 257}
+        lines = {2: {"tokens_per_second": 61_728.0 * (place + 1)}}
+        write_run(folder / "runs" / f"{name}-{context}", [3.0, 2.5], lines=lines, evaluation=[2.0] * 128, **settings)
     groups = group_runs(collect([folder / "runs"]).runs)
     styles = assign_styles((group.series, group.variant) for group in groups)
     (folder / "index.html").write_text(build_report_page("Fast", groups, styles, []), encoding="utf-8")
