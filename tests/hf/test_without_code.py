@@ -15,7 +15,7 @@ from convert.tiny import make_llama
 
 import sympow
 from sympow.convert.models import check_tokens, load_model
-from sympow.data.dataset import open_dataset
+from sympow.data.open import open_dataset
 from sympow.data.preparation import prepare
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.hf import convert_to_native, convert_to_transformers, to_fast_tokenizer

@@ -10,8 +10,8 @@ from torch.nn.functional import logsigmoid
 
 from support import assert_close
 from sympow import GPT, GPTConfig
-from sympow.data.dataset import open_dataset
 from sympow.data.loader import Loader
+from sympow.data.open import open_dataset
 from sympow.evaluate.head_statistics import (
     HeadTable,
     capture,

@@ -46,7 +46,8 @@ from sympow.convert.objectives import Distillation, Matching, NextToken, Objecti
 from sympow.convert.report import describe, write_report
 from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, plan
 from sympow.convert.training import StageTraining, make_loader
-from sympow.data.dataset import TokenDataset, open_dataset
+from sympow.data.dataset import TokenDataset
+from sympow.data.open import open_dataset
 from sympow.extras import require
 from sympow.files import naming, write_atomically
 from sympow.hf.quiet import quiet

@@ -10,8 +10,9 @@ from sympow.extras import require
 # First, so that without NumPy the error names the extra to install.
 require("numpy", "data")
 
-from sympow.data.dataset import TokenDataset, open_dataset  # noqa: E402
+from sympow.data.dataset import TokenDataset  # noqa: E402
 from sympow.data.loader import Batch, Loader  # noqa: E402
+from sympow.data.open import open_dataset  # noqa: E402
 from sympow.data.preparation import prepare  # noqa: E402
 from sympow.data.tokenizer import Tokenizer, load_tokenizer  # noqa: E402
 

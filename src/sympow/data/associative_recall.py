@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sympow.checks import check_at_least, check_choice
-from sympow.data.dataset import RECALL as NAME
 from sympow.data.dataset import SPLITS, Tokens, check_range
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 
+# The task's name as a source of data.
+RECALL = "mqar"
 # Bytes: the lower half are keys, the upper half values.
 KEYS = np.arange(128)
 VALUES = np.arange(128, 256)
@@ -62,7 +63,7 @@ class RecallTask:
             key, _, value = option.partition("=")
             if key not in cls.__dataclass_fields__ or not value.isdecimal():
                 known = ", ".join(f"{field}=NUMBER" for field in cls.__dataclass_fields__)
-                raise ValueError(f"{NAME} takes the options {known}; got {option!r}")
+                raise ValueError(f"{RECALL} takes the options {known}; got {option!r}")
             given[key] = int(value)
         return cls(**given)
 
@@ -99,7 +100,7 @@ class AssociativeRecall:
         documents = task.documents if split == "train" else HELDOUT_DOCUMENTS
         self.lengths: NDArray[np.int64] = np.full(documents, task.length, np.int64)
         self.blocks: NDArray[np.int64] = np.array([0, documents])
-        self.fingerprint = hashlib.sha256(repr((NAME, split, asdict(task))).encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(repr((RECALL, split, asdict(task))).encode()).hexdigest()[:16]
 
     def read(self, document: int, start: int, stop: int) -> Tokens:
         check_range(self.document_name(document), start, stop, self.lengths[document])

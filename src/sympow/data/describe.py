@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from sympow.checks import check_at_least
-from sympow.data.dataset import SPLITS, TokenDataset, open_dataset
+from sympow.data.dataset import SPLITS, TokenDataset
 from sympow.data.longcrawl64 import ARRAY_ENDING, split_of_array
 from sympow.data.manifest import MANIFEST_FILE, Manifest
+from sympow.data.open import open_dataset
 from sympow.data.token_shards import ShardDataset
 from sympow.extras import require
 

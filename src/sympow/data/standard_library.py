@@ -18,6 +18,8 @@ from sympow.data.sources import split_by_hash
 from sympow.data.token_shards import id_dtype
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 
+# Its name as a source of data.
+STANDARD_LIBRARY = "stdlib"
 HELDOUT = 0.1
 # Some distributions omit the tests, and some of their files have unusual encodings on purpose.
 _TEST_FOLDERS = {"test", "tests", "idle_test", "testmock"}

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sympow.data.dataset import open_dataset
 from sympow.data.loader import Batch, Loader
+from sympow.data.open import open_dataset
 from sympow.files import write_atomically
 from sympow.layers.gates import Gate
 from sympow.layers.rotations import LearnedRotation, Rotation

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from sympow.checks import check_at_least, check_choice
 from sympow.data import TokenDataset, open_dataset
-from sympow.data.dataset import RECALL
+from sympow.data.associative_recall import RECALL
 from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
 from sympow.evaluate.held_out_loss import count_sequences, document_sequences, loss_by_position

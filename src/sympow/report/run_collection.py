@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from sympow.data.dataset import RECALL
+from sympow.data.associative_recall import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads

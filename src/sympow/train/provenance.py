@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from sympow.data.dataset import STANDARD_LIBRARY, TokenDataset, names_a_folder, open_dataset
+from sympow.data.dataset import TokenDataset
 from sympow.data.manifest import MANIFEST_FILE
+from sympow.data.open import names_a_folder, open_dataset
+from sympow.data.standard_library import STANDARD_LIBRARY
 from sympow.data.tokenizer import Tokenizer
 from sympow.files import write_atomically
 from sympow.parsing import read_json, read_yaml

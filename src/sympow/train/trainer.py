@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sympow.data.dataset import TokenDataset, open_dataset
+from sympow.data.dataset import TokenDataset
 from sympow.data.loader import Batch, Loader
+from sympow.data.open import open_dataset
 from sympow.data.tokenizer import Tokenizer
 from sympow.extras import require
 from sympow.files import write_atomically

@@ -1,0 +1,50 @@
+"""`open_dataset`: any dataset by its name, folder or address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sympow.data.associative_recall import RECALL, AssociativeRecall, RecallTask
+from sympow.data.dataset import TokenDataset
+from sympow.data.longcrawl64 import LongCrawl64
+from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
+from sympow.data.standard_library import STANDARD_LIBRARY, StandardLibrary
+from sympow.data.token_shards import ShardDataset
+
+
+def open_dataset(
+    source: Path | str = STANDARD_LIBRARY, split: str = "train", *, storage_options: dict[str, Any] | None = None
+) -> TokenDataset:
+    """Opens tokenized documents.
+
+    Args:
+        source: "stdlib" (this Python's standard library as bytes), a folder that `prepare` wrote, or LongCrawl64: the
+            folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays; or "mqar", the
+            synthetic task of associative recall, with options as in "mqar:pairs=32,length=256".
+        split: "train" or "heldout". A single array of LongCrawl64 has one of them: `heldout.zarr` documents that are
+            held out, an array of any other name training documents.
+        storage_options: for an address, what fsspec needs to open it.
+    """
+    if source == STANDARD_LIBRARY:
+        return StandardLibrary(split)
+    if str(source).partition(":")[0] == RECALL and not Path(source).exists():
+        return AssociativeRecall(RecallTask.parse(str(source)), split)
+    path = Path(source)
+    if (path / MANIFEST_FILE).is_file():
+        return ShardDataset(path, split)
+    if "://" in str(source) or path.suffix == ".zarr" or any(path.glob("*.zarr")):
+        return LongCrawl64(source, split, storage_options=storage_options)
+    if (path / WORK_FOLDER).is_dir():
+        raise ValueError(f"{source} is only partly prepared: run the same `sympow data prepare` again to finish it")
+    raise ValueError(
+        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}), {RECALL!r}, or a folder or "
+        f"address of LongCrawl64 (with a {split}.zarr); got {str(source)!r}"
+    )
+
+
+def names_a_folder(source: str) -> bool:
+    """Whether a source is a local folder, rather than a name that `open_dataset` knows or an address."""
+    if source == STANDARD_LIBRARY or "://" in source:
+        return False
+    return source.partition(":")[0] != RECALL or Path(source).exists()
