@@ -349,14 +349,6 @@ def test_help_has_the_librarys_names_and_defaults():
     assert f"Config to start from: {' or '.join(TRAIN_PRESETS)}." in text
 
 
-@pytest.mark.parametrize("flag", ["--piece", "--segment-size"])
-@pytest.mark.parametrize("join", [" ", "="])
-def test_flags_work_by_their_earlier_names(flag, join):
-    result = runner.invoke(app, ["evaluate", "model", "--data", "stdlib", *f"{flag}{join}0".split()])
-    assert "Error: --segment-size must be at least 1, got 0" in result.stderr
-    assert ("--piece is deprecated; use --segment-size\n" in result.stderr) == (flag == "--piece")
-
-
 def test_summaries_are_whole():
     result = runner.invoke(app, ["--help"], terminal_width=80)
     lines = result.output.partition("Commands:\n")[2].splitlines()

@@ -7,7 +7,6 @@ used: torch takes seconds to import, and some commands do not need it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sympow.deprecated import install_module_aliases
 from sympow.hf.registration import register_with_transformers
 
 if TYPE_CHECKING:
@@ -63,6 +62,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBPACKAGES})
 
 
-install_module_aliases()
 register_with_transformers()
-del install_module_aliases, register_with_transformers
+del register_with_transformers

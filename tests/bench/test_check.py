@@ -129,7 +129,7 @@ def test_the_extras_are_those_of_the_project():
         named = [re.match(r"[\w-]+", text)[0] for text in project["optional-dependencies"][extra]]
         assert [name for name in named if name != project["name"]] == list(packages)
     others = project["optional-dependencies"].keys() - installation.EXTRAS.keys()
-    assert others == {"all", "dev", "docs", "plot", "wandb"}
+    assert others == {"all", "dev", "docs", "wandb"}
 
 
 def test_what_is_not_installed_is_named(monkeypatch):

@@ -367,9 +367,3 @@ def test_rows_cover_documents_without_overlap(lengths, context, seed):
             assert not tokens & seen
             seen |= tokens
     assert lengths.sum() - len(seen) < context
-
-
-def test_the_earlier_name_of_slice_offsets(memory):
-    (batch,) = take(Loader(memory(LENGTHS, BLOCKS), 32, 4, short="drop"), 1)
-    with pytest.warns(DeprecationWarning, match="slice_offsets"):
-        assert batch.piece_offsets is batch.slice_offsets

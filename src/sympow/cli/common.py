@@ -19,7 +19,6 @@ from typer.core import TyperCommand
 
 from sympow.checks import check_choice, choose_device
 from sympow.cli.errors import Reported
-from sympow.deprecated import FLAGS
 
 if TYPE_CHECKING:
     from sympow.generation.text import TextModel
@@ -79,8 +78,7 @@ class Command(TyperCommand):
         # The path of an empty name, as of a shell variable that is not set, would be the working directory.
         if not {("--out", ""), ("-o", "")}.isdisjoint(pairwise(args)) or "--out=" in args:
             raise Mistake("--out must name a file or folder, got ''", ctx=ctx)
-        flags = {flag for parameter in self.params for flag in parameter.opts}
-        return super().parse_args(ctx, [_renamed(arg, flags) for arg in args])
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         def show_mistake(message: str) -> NoReturn:
@@ -108,16 +106,6 @@ def add_deferred(app: App, name: str, description: str | None, make: Callable[[]
 
     listed.__doc__ = description
     app.command(name, cls=Deferred)(listed)
-
-
-def _renamed(argument: str, flags: set[str]) -> str:
-    """A word of the command line, with a deprecated flag replaced by its present name."""
-    old, equals, value = argument.partition("=")
-    new = FLAGS.get(old)
-    if new is None or new not in flags or old in flags:
-        return argument
-    typer.echo(f"{old} is deprecated; use {new}", err=True)
-    return f"{new}{equals}{value}"
 
 
 class Mistake(typer.BadParameter):

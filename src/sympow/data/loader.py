@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -71,12 +70,6 @@ class Batch:
     @property
     def rows(self) -> int:
         return self.inputs.numel() // self.context
-
-    @property
-    def piece_offsets(self) -> Tensor:
-        """Deprecated name of `slice_offsets`."""
-        warnings.warn("Batch.piece_offsets is now slice_offsets", DeprecationWarning, stacklevel=2)
-        return self.slice_offsets
 
     def split(self, rows: int) -> list[Batch]:
         """Micro-batches of `rows` rows each, to accumulate gradients over; the last may have fewer."""

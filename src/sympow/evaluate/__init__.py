@@ -1,6 +1,5 @@
 """Evaluation of trained models: loss on held-out documents by position, probes of the state, statistics of heads."""
 
-from sympow.deprecated import module_getattr
 from sympow.evaluate.held_out_loss import PositionLosses, document_sequences, loss_by_position
 from sympow.evaluate.probes import PasskeyPoint, RecallPoint, Vocabulary, associative_recall, passkey_retrieval
 
@@ -14,5 +13,3 @@ __all__ = [
     "loss_by_position",
     "passkey_retrieval",
 ]
-
-__getattr__ = module_getattr(__name__)

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import TokenDataset
-from sympow.deprecated import accepts_old_arguments
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.model.losses import token_losses
 from sympow.parallel.shards import Shards, as_group
@@ -47,7 +46,6 @@ class PositionLosses:
         return {context: self.average(0, context) for context in contexts}
 
 
-@accepts_old_arguments
 @torch.no_grad()
 def loss_by_position(
     model: GPT,

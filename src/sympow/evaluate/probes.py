@@ -24,7 +24,6 @@ from sympow.checks import check_at_least
 from sympow.data.associative_recall import KEYS, VALUES, pairs_and_queries
 from sympow.data.dataset import TokenDataset
 from sympow.data.tokenizer import Tokenizer
-from sympow.deprecated import accepts_old_arguments
 from sympow.evaluate.held_out_loss import features_by_segment
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 
@@ -125,7 +124,6 @@ def choose_pairs(pairs: Sequence[int] | None, vocabulary: Vocabulary) -> list[in
     return list(pairs)
 
 
-@accepts_old_arguments
 def associative_recall(
     model: GPT,
     vocabulary: Vocabulary,
@@ -246,7 +244,6 @@ def check_has_ids(model: GPT, tokenizer: Tokenizer) -> None:
         )
 
 
-@accepts_old_arguments
 def passkey_retrieval(
     model: GPT,
     tokenizer: Tokenizer,

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sympow.checks import check_choice
-from sympow.deprecated import module_getattr
 from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
 from sympow.layers.rotations import NoRotation
@@ -31,8 +30,6 @@ CachePolicy = Literal["auto", "state", "keys"]
 CACHE_POLICIES = ("auto", "state", "keys")
 # Free positions of a new cache if the number of tokens to come is not known; later the capacity doubles.
 MIN_FREE_TOKENS = 256
-
-__getattr__ = module_getattr(__name__)
 
 
 class Model(Protocol):

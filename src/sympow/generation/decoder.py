@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sympow.deprecated import accepts_old_arguments
 from sympow.generation.cache import CachePolicy, DecodingCache
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT
@@ -131,7 +130,6 @@ class Decoder:
             prefix does not have it.
     """
 
-    @accepts_old_arguments
     def __init__(
         self,
         model: GPT,

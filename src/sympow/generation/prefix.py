@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from sympow import tensor_file
-from sympow.deprecated import accepts_old_arguments, deprecated_attribute, module_getattr
 from sympow.generation.cache import CachePolicy, fold, prefill_state
 from sympow.layers.mixers import LayerState
 from sympow.model.config import ADDED_FIELDS, EXECUTION_OPTIONS, GPTConfig
@@ -46,8 +45,6 @@ KINDS: dict[str, type[LayerState]] = {
 }
 KIND_NAMES = {kind: name for name, kind in KINDS.items()}
 
-__getattr__ = module_getattr(__name__)
-
 
 @dataclass(frozen=True)
 class Prefix:
@@ -67,7 +64,6 @@ class Prefix:
     seen: Tensor | None = None
 
     @classmethod
-    @accepts_old_arguments
     @torch.no_grad()
     def prefill(
         cls, model: GPT, tokens: Tensor, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
@@ -84,7 +80,6 @@ class Prefix:
         seen = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, tokens, True)
         return cls(logits, state, tokens.shape[1], seen)
 
-    @accepts_old_arguments
     @torch.no_grad()
     def extend(
         self, model: GPT, tokens: Tensor, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
@@ -94,11 +89,7 @@ class Prefix:
         seen = None if self.seen is None else self.seen.scatter(1, tokens, True)
         return Prefix(logits, state, self.tokens + tokens.shape[1], seen)
 
-    start = deprecated_attribute("prefill")
-    more = deprecated_attribute("extend")
-
     @classmethod
-    @accepts_old_arguments
     @torch.no_grad()
     def cat(cls, prefixes: Sequence[Prefix]) -> Prefix:
         """Joins prefixes of any lengths into one batch. If one holds a state, all others are folded into states."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_at_least, check_finite, check_seed
-from sympow.deprecated import accepts_old_arguments
 from sympow.generation.cache import CachePolicy
 from sympow.generation.decoder import Decoder
 from sympow.generation.prefix import Prefix
@@ -98,7 +97,6 @@ class Sampling:
         return logits
 
 
-@accepts_old_arguments
 def generate(
     model: GPT,
     tokens: int,

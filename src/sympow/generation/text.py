@@ -12,7 +12,6 @@ from torch import Tensor
 from sympow.checks import check_str
 from sympow.data.plain_text import check_text
 from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of, load_tokenizer
-from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CachePolicy
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
@@ -52,7 +51,6 @@ class TextModel:
         ids = [*beginning_of(self.tokenizer), *self.tokenizer.encode(text).tolist()]
         return torch.tensor([ids], device=self.model.embedding.weight.device)
 
-    @accepts_old_arguments
     def prefill(self, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto") -> Prefix:
         """Prefills a text from its beginning; arguments as in `Prefix.prefill`.
 
@@ -64,7 +62,6 @@ class TextModel:
             raise ValueError("the text must not be empty: this model's tokenizer puts no token before a text")
         return Prefix.prefill(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
-    @accepts_old_arguments
     def extend(
         self, prefix: Prefix, text: str, *, segment_size: int = SEGMENT_SIZE, cache_policy: CachePolicy = "auto"
     ) -> Prefix:
@@ -76,10 +73,6 @@ class TextModel:
         tokens = torch.tensor([ids], device=self.model.embedding.weight.device)
         return prefix.extend(self.model, tokens, segment_size=segment_size, cache_policy=cache_policy)
 
-    read = deprecated_attribute("prefill")
-    read_on = deprecated_attribute("extend")
-
-    @accepts_old_arguments
     def stream(
         self,
         prefix: Prefix,
@@ -114,7 +107,6 @@ class TextModel:
                 return
         yield from decoder.finish()
 
-    @accepts_old_arguments
     def continue_all(
         self,
         prefixes: Sequence[Prefix],

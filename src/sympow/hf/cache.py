@@ -12,7 +12,6 @@ from torch import Tensor
 from transformers import Cache
 
 from sympow.checks import check_choice
-from sympow.deprecated import accepts_old_arguments, deprecated_attribute
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy, DecodingCache, Model, fold, prefill_state
 from sympow.layers.mixers import LayerCache, LayerState
 from sympow.model.gpt import ModelState
@@ -76,7 +75,6 @@ class SympowCache(Cache):
             state from the first token on; "keys": keys and values only.
     """
 
-    @accepts_old_arguments
     def __init__(self, cache_policy: CachePolicy = "auto") -> None:
         # The base's __init__ is not called: it sets `layers`, which is a property here.
         check_choice("cache_policy", cache_policy, CACHE_POLICIES)
@@ -94,8 +92,6 @@ class SympowCache(Cache):
         self._before: ModelState | None = None
         self._recorded: Segment | None = None
         self.pending: Segment | None = None
-
-    memory = deprecated_attribute("cache_policy")
 
     @property
     def state(self) -> ModelState | None:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from sympow.checks import check_choice, check_positive
-from sympow.deprecated import deprecated_attribute
 from sympow.ops.compilation import DERIVED, conv_shape, register_as_pytree
 from sympow.ops.dispatch import Request, choose_backend
 from sympow.ops.interface import attention
@@ -179,10 +178,6 @@ class Window(PortableWindow):
     def break_even_tokens(self) -> int:
         """The most tokens whose keys and values take no more bytes than a state."""
         return self.state_nbytes // self.token_nbytes
-
-    bytes_of_a_token = deprecated_attribute("token_nbytes")
-    bytes_of_a_state = deprecated_attribute("state_nbytes")
-    most_tokens = deprecated_attribute("break_even_tokens")
 
     def select(self, index: slice | Tensor) -> Window:
         """Some sequences of the batch, as a window that shares no memory with this one."""
