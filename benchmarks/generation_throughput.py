@@ -72,7 +72,7 @@ def random_cache(model: GPT, options: argparse.Namespace, length: int) -> Prefix
         phase = torch.zeros(*size[::2], shape.head_dim // 2, dtype=torch.float64, device=options.device)
         layers.append(KeyValueState(k, v, None, phase))
     logits = torch.randn(options.batch, options.vocabulary, device=options.device)
-    return Prefix(logits, tuple(layers), length)
+    return Prefix(logits, tuple(layers), length, torch.zeros_like(logits, dtype=torch.bool))
 
 
 @dataclass

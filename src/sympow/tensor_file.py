@@ -81,12 +81,11 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
             file.write(_bytes_of(tensor))
 
 
-def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def load(path: str | os.PathLike[str], form: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Reads a file that `save` wrote: its tensors, on the CPU, and its words.
 
     Args:
         form: the format that the file must have.
-        older: an earlier format without checksums that is also accepted.
 
     Raises:
         ValueError: the file has another format, is truncated, or differs in any bit from what was written.
@@ -95,20 +94,21 @@ def load(path: str | os.PathLike[str], form: str, older: str | None = None) -> t
     with open(path, "rb") as file:
         header = _read_header(file, path)
         words = header.words
-        if words.get("format") not in (form, older) or "format" not in words:
+        if words.get("format") != form:
             raise ValueError(f"{path} must have the format {form!r}, got {words.get('format')!r}")
-        checksum = words.pop(CHECKSUM, "")
-        digest = None if words["format"] == older else _digest(header.length, _zeroed(header.text, checksum))
+        if CHECKSUM not in words:
+            raise ValueError(f"{path} lacks its checksum")
+        checksum = words.pop(CHECKSUM)
+        digest = _digest(header.length, _zeroed(header.text, checksum))
         tensors = {}
         for name, entry in header.tensors.items():
             content = bytearray(entry.nbytes)
             if file.readinto(content) != entry.nbytes:
                 raise ValueError(f"{path} is cut off in {name}")
-            if digest is not None:
-                digest.update(content)
+            digest.update(content)
             flat = torch.frombuffer(content, dtype=entry.dtype) if content else torch.empty(0, dtype=entry.dtype)
             tensors[name] = flat.reshape(entry.shape)
-    if digest is not None and checksum != digest.hexdigest():
+    if checksum != digest.hexdigest():
         raise ValueError(f"{path} is damaged: its content does not match its checksum")
     return tensors, words
 

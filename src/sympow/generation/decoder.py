@@ -126,8 +126,7 @@ class Decoder:
     Attributes:
         logits: of the next token, (b, vocabulary). The next step may overwrite them.
         tokens: tokens of the prefix and decoded so far; of texts of different lengths, the longest's.
-        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, updated in place by each step; None if the
-            prefix does not have it.
+        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, updated in place by each step.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class Decoder:
     ) -> None:
         self.logits = prefix.logits
         self.tokens = prefix.tokens
-        self.seen = None if prefix.seen is None else prefix.seen.clone()
+        self.seen = prefix.seen.clone()
         self._model = model
         self._capture = graphs and prefix.logits.is_cuda
         self._token = torch.zeros(prefix.batch, dtype=torch.int64, device=prefix.logits.device)
@@ -201,8 +200,7 @@ class Decoder:
     @torch.no_grad()
     def _step(self) -> None:
         self.logits = self._model.step(self._token, self._cache.layers)
-        if self.seen is not None:
-            self.seen.scatter_(1, self._token.unsqueeze(1), True)
+        self.seen.scatter_(1, self._token.unsqueeze(1), True)
 
 
 def decode(model: GPT, prefix: Prefix, tokens: Tensor, **options: object) -> tuple[Tensor, Prefix]:

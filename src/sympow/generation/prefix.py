@@ -25,17 +25,16 @@ from torch.nn.functional import linear
 from sympow import tensor_file
 from sympow.generation.cache import CachePolicy, fold, prefill_state
 from sympow.layers.mixers import LayerState
-from sympow.model.config import ADDED_FIELDS, EXECUTION_OPTIONS, GPTConfig
+from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import GPT, SEGMENT_SIZE, ModelState
 from sympow.ops.compilation import DERIVED
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState, PaddedKeyValueState
 from sympow.ops.window import Window
 
-# The formats of files keep the names that they had when a prefix was called a reading.
-FORMAT = "sympow reading 2"
-# Written before files had checksums.
-OLDER_FORMAT = "sympow reading 1"
+FORMAT = "sympow prefix 1"
+# What a file must have besides the tensors of layers.
+TENSORS, WORDS = ("logits", "seen"), ("fingerprint", "layers", "tokens")
 # A layer's "kind" in a file.
 KINDS: dict[str, type[LayerState]] = {
     "State": State,
@@ -54,14 +53,13 @@ class Prefix:
         logits: of the next token, (b, vocabulary).
         state: the model's state, one entry for each layer.
         tokens: the number of tokens; of texts of different lengths, the longest's.
-        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, for a repetition penalty; None if it is not
-            known: files of early versions do not have it.
+        seen: which tokens of the vocabulary occurred, (b, vocabulary) bool, for a repetition penalty.
     """
 
     logits: Tensor
     state: ModelState
     tokens: int
-    seen: Tensor | None = None
+    seen: Tensor
 
     @classmethod
     @torch.no_grad()
@@ -86,8 +84,7 @@ class Prefix:
     ) -> Prefix:
         """A prefix with more tokens (b, t) at its end; this one is not modified. Arguments as in `prefill`."""
         logits, state = _prefill(model, tokens, self.state, segment_size, cache_policy)
-        seen = None if self.seen is None else self.seen.scatter(1, tokens, True)
-        return Prefix(logits, state, self.tokens + tokens.shape[1], seen)
+        return Prefix(logits, state, self.tokens + tokens.shape[1], self.seen.scatter(1, tokens, True))
 
     @classmethod
     @torch.no_grad()
@@ -103,8 +100,7 @@ class Prefix:
             states = [fold(state) for state in states]
         layers = [_joined(members) for members in zip(*states, strict=True)]
         logits = torch.cat([prefix.logits for prefix in prefixes])
-        known = [prefix.seen for prefix in prefixes if prefix.seen is not None]
-        seen = torch.cat(known) if len(known) == len(prefixes) else None
+        seen = torch.cat([prefix.seen for prefix in prefixes])
         return cls(logits, tuple(layers), max(prefix.tokens for prefix in prefixes), seen)
 
     @property
@@ -115,7 +111,7 @@ class Prefix:
     @property
     def total_nbytes(self) -> int:
         """Bytes of all tensors: `nbytes`, and those of `logits` and `seen`."""
-        return self.nbytes + self.logits.nbytes + (0 if self.seen is None else self.seen.nbytes)
+        return self.nbytes + self.logits.nbytes + self.seen.nbytes
 
     @property
     def batch(self) -> int:
@@ -132,7 +128,7 @@ class Prefix:
             self,
             logits=self.logits[index],
             state=tuple(layer.select(index) for layer in self.state),
-            seen=None if self.seen is None else self.seen[index],
+            seen=self.seen[index],
         )
 
     def fork(self, count: int) -> Prefix:
@@ -149,16 +145,12 @@ class Prefix:
         Args:
             fingerprint: the model's, if the caller knows it: `fingerprint_of` reads all parameters.
         """
-        tensors = {"logits": self.logits} | ({} if self.seen is None else {"seen": self.seen})
+        tensors = {"logits": self.logits, "seen": self.seen}
         layers = []
         for number, layer in enumerate(self.state):
-            kept = [field.name for field in fields(layer) if field.metadata != DERIVED]
-            members = {name: getattr(layer, name) for name in kept}
+            members = {name: getattr(layer, name) for name in _stored(type(layer))}
             tensors |= {f"{number}.{name}": x for name, x in members.items() if isinstance(x, Tensor)}
             plain = {name: x for name, x in members.items() if not isinstance(x, Tensor)}
-            if layer.conv_state is None:
-                # So that earlier versions, which do not know it, read files of models without a short convolution.
-                del plain["conv_state"]
             layers.append({"kind": KIND_NAMES[type(layer)], **plain})
         words = {
             "tokens": str(self.tokens),
@@ -178,10 +170,13 @@ class Prefix:
             ValueError: the file is something else or damaged, or was written by another model, or in another dtype.
         """
         try:
-            tensors, words = tensor_file.load(path, FORMAT, OLDER_FORMAT)
+            tensors, words = tensor_file.load(path, FORMAT)
         except ValueError as error:
             raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
-        made_by, own = words.get("fingerprint", ""), fingerprint or fingerprint_of(model)
+        missing = [name for name in TENSORS if name not in tensors] + [name for name in WORDS if name not in words]
+        if missing:
+            raise ValueError(f"{path} is not a prefix file, or is damaged: it lacks {', '.join(missing)}")
+        made_by, own = words["fingerprint"], fingerprint or fingerprint_of(model)
         if made_by != own:
             _check_dtype(path, tensors, model)
             raise ValueError(
@@ -190,7 +185,7 @@ class Prefix:
         tensors = {name: x.to(model.embedding.weight.device) for name, x in tensors.items()}
         try:
             layers = [_layer(number, plain, tensors) for number, plain in enumerate(json.loads(words["layers"]))]
-            prefix = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors.get("seen"))
+            prefix = cls(tensors["logits"], tuple(layers), int(words["tokens"]), tensors["seen"])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{path} is not a prefix file, or is damaged: {error}") from error
         if len(layers) != len(model.blocks) or prefix.logits.shape[1:] != (model.config.vocab_size,):
@@ -203,8 +198,8 @@ class Prefix:
 
 def _check_dtype(path: str | PathLike[str], tensors: dict[str, Tensor], model: GPT) -> None:
     """Raises if the reason why a file does not fit a model is its dtype, which is that of the logits."""
-    made_in, own = tensors["logits"].dtype if "logits" in tensors else None, model.output_weight.dtype
-    if made_in is not None and made_in != own:
+    made_in, own = tensors["logits"].dtype, model.output_weight.dtype
+    if made_in != own:
         raise ValueError(
             f"{path} was made by a model in {str(made_in).removeprefix('torch.')}, and this model is in "
             f"{str(own).removeprefix('torch.')}: load the model in the dtype of the file, or prefill the text again"
@@ -214,12 +209,10 @@ def _check_dtype(path: str | PathLike[str], tensors: dict[str, Tensor], model: G
 def fingerprint_of(model: GPT) -> str:
     """A hash of a model's config and parameters: a prefix is only valid for the model that prefilled it.
 
-    Execution options (form, backend, chunk size) are left out: all of them give the same numbers. So are fields that
-    version 0.1 did not have where they have their defaults: its prefixes are still valid.
+    Execution options (form, backend, chunk size) are left out: all of them give the same numbers.
     """
     described = asdict(model.config) | dict(model.description)
-    unchanged = [name for name in ADDED_FIELDS if described[name] == GPTConfig.__dataclass_fields__[name].default]
-    for name in (*EXECUTION_OPTIONS, *unchanged):
+    for name in EXECUTION_OPTIONS:
         described.pop(name)
     digest = hashlib.blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=32)
     hashed = set()
@@ -262,4 +255,11 @@ def _layer(number: int, plain: dict[str, Any], tensors: dict[str, Tensor]) -> La
     start = f"{number}."
     members: dict[str, Any] = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
     kind: Any = KINDS[plain.pop("kind")]
+    if missing := _stored(kind) - plain.keys() - members.keys():
+        raise ValueError(f"layer {number} lacks {', '.join(sorted(missing))}")
     return kind(**plain, **members)
+
+
+def _stored(kind: type[LayerState]) -> set[str]:
+    """The fields of a layer's state that a file has."""
+    return {field.name for field in fields(kind) if field.metadata != DERIVED}

@@ -147,11 +147,6 @@ def generate(
         raise ValueError("prompt or prefix must be given: there is nothing to continue")
     device = prefix.logits.device
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-    if sampling.repetition_penalty != 1 and prefix.seen is None:
-        raise ValueError(
-            "repetition_penalty needs to know which tokens occurred, and this prefix does not have them: it was saved "
-            "by an earlier version; prefill the text again"
-        )
     decoder = Decoder(model, prefix, tokens=tokens, cache_policy=cache_policy, owned=owned, graphs=graphs)
     del prefix
     ended = torch.zeros(len(decoder.logits), dtype=torch.bool)

@@ -33,9 +33,6 @@ MOST_LAYERS = 4_096
 MOST_WEIGHTS = 10**12
 # Fields that choose how the same numbers are computed. They may change from run to run of one model.
 EXECUTION_OPTIONS = ("form", "backend", "chunk_size")
-# Fields that version 0.1 did not have. A hash of a config leaves them out where they have their defaults, so that a
-# model of that version has the hash that it had.
-ADDED_FIELDS = ("max_rate", "rotary_fraction", "short_conv")
 
 
 @dataclass(frozen=True)

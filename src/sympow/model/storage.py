@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sympow.extras import require
 from sympow.files import write_atomically
-from sympow.model.config import ADDED_FIELDS, EXECUTION_OPTIONS, GPTConfig
+from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json
 
@@ -77,17 +77,16 @@ def _read_config(path: Path) -> GPTConfig:
     content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} must map fields to values, got {type(content).__name__}")
-    unknown = set(content) - {field.name for field in fields(GPTConfig)}
-    if unknown:
+    known = [field.name for field in fields(GPTConfig)]
+    if unknown := content.keys() - set(known):
         raise ValueError(f"{path} has fields that this version does not know: {', '.join(sorted(unknown))}")
     try:
         config = GPTConfig(**content)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
     # A default could be another model than that of the weights: shapes do not tell power or rotation.
-    described = [field.name for field in fields(GPTConfig) if field.name not in (*EXECUTION_OPTIONS, *ADDED_FIELDS)]
-    if missing := [name for name in described if name not in content]:
-        raise ValueError(f"{path} must have all fields that describe the model, and lacks {', '.join(missing)}")
+    if missing := [name for name in known if name not in content]:
+        raise ValueError(f"{path} must have all fields of a model's config, and lacks {', '.join(missing)}")
     return config
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-import struct
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,20 +16,7 @@ from sympow.ops.compilation import TensorRecord, check_tensor_member, conv_shape
 from sympow.settings import check_features, symmetric_dim
 
 FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_FORMAT = "sympow state 2"
-_ZIP_FORMAT = "sympow-state-1"
-# What zipfile and torch.load raise on damaged files.
-_ZIP_DAMAGE = (
-    zipfile.BadZipFile,
-    pickle.UnpicklingError,
-    EOFError,
-    KeyError,
-    NotImplementedError,
-    OSError,
-    OverflowError,
-    RuntimeError,
-    struct.error,
-)
+FORMAT = "sympow state 2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +145,7 @@ class State(TensorRecord):
     def save(self, path: str | PathLike[str]) -> None:
         """Writes a file that `State.load` reads. An existing file is replaced once the new one is complete."""
         words = {"power": str(self.power), "key_dim": str(self.key_dim)}
-        tensor_file.save(path, _FORMAT, self._tensors(), words)
+        tensor_file.save(path, FORMAT, self._tensors(), words)
 
     @classmethod
     def load(cls, path: str | PathLike[str], device: torch.device | str | None = None) -> State:
@@ -175,10 +158,10 @@ class State(TensorRecord):
             ValueError: the file is something else, or is damaged: its checksum covers every bit.
         """
         try:
-            members = _read_zip(path) if _is_zip(path) else _read(path)
+            members = _read(path)
             # Before the features are counted, which takes long for absurd numbers.
             for name in ("power", "key_dim"):
-                check_at_least(name, members.get(name, 0), 1)
+                check_at_least(name, members[name], 1)
             check_features(members["key_dim"], members["power"])
             state = cls(**members)
         except (TypeError, ValueError) as error:
@@ -186,33 +169,11 @@ class State(TensorRecord):
         return state.to(device)
 
 
-def _is_zip(path: str | PathLike[str]) -> bool:
-    if not Path(path).is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _read_zip(path: str | PathLike[str]) -> dict[str, Any]:
-    """The fields of a state that an earlier version wrote by torch.save: a zip file with a checksum for each."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            # torch writes no compressed members and no folders; for those its reader returns uninitialized memory.
-            plain = all(m.compress_type == zipfile.ZIP_STORED and not m.external_attr for m in archive.infolist())
-            # torch.load does not compare the checksums.
-            if not plain or archive.testzip() is not None:
-                raise ValueError(f"{path} is damaged")
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except _ZIP_DAMAGE as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict) or content.pop("format", None) != _ZIP_FORMAT:
-        raise ValueError(f"{path} is something else")
-    return {"phase": None, **content}
-
-
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
-    tensors, words = tensor_file.load(path, _FORMAT)
-    return {"phase": None, **tensors, **{name: int(words.get(name, "0")) for name in ("power", "key_dim")}}
+    tensors, words = tensor_file.load(path, FORMAT)
+    if missing := {"kv", "normalizer", "power", "key_dim"} - tensors.keys() - words.keys():
+        raise ValueError(f"{path} lacks {', '.join(sorted(missing))}")
+    return {"phase": None, **tensors, **{name: int(words[name]) for name in ("power", "key_dim")}}
 
 
 register_as_pytree(State, "power", "key_dim")

@@ -261,11 +261,6 @@ class Engine:
         elif prefix is not None:
             _check_prefix(prefix, self.text_model)
         tokens = prompt.tokens
-        if prefix is not None and prefix.seen is None and sampling.repetition_penalty != 1:
-            raise ValueError(
-                "prefix does not know which tokens occurred, which repetition_penalty needs: it was saved by an "
-                "earlier version; prefill the text again"
-            )
         self._check_room("prompt", len(tokens), prefix, max_tokens)
         echoed = None
         if echo:

@@ -111,12 +111,9 @@ class Reading:
         logits = linear(features[:, -1], weight)
         if self.scored is not None:
             self._score(features[0], weight)
-        seen: Tensor | None = torch.zeros_like(logits, dtype=torch.bool)
-        if before is not None:
-            seen = before.seen
-        seen = None if seen is None else seen.scatter(1, tokens, True)
+        seen = torch.zeros_like(logits, dtype=torch.bool) if before is None else before.seen
         read = (0 if before is None else before.tokens) + segment
-        self.prefix = Prefix(logits, after, read, seen)
+        self.prefix = Prefix(logits, after, read, seen.scatter(1, tokens, True))
         self.position += segment
         # A cached state at a segment boundary must be rounded as if the text was prefilled from its beginning. A text
         # that started from the end of another prompt, inside a segment, was not: its states at segment boundaries are

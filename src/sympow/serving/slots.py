@@ -188,8 +188,7 @@ class Slots:
             for layer, entry in zip(self._layers, state, strict=True):
                 layer.put(row, entry)  # type: ignore[arg-type]
         self.logits[row] = prefix.logits[0]
-        if prefix.seen is not None:
-            self.seen[row] = prefix.seen[0]
+        self.seen[row] = prefix.seen[0]
         self._held[row] = 0
 
     def move(self, source: int, target: int) -> None:
