@@ -299,14 +299,12 @@ def test_a_folder_with_another_conversion(teacher, settings, tmp_path):
     # What does not change the result may differ.
     free = {"log_every": 5, "recompute": True, "micro_batch_tokens": 16}
     assert convert(teacher, settings(**short, **free), tmp_path / "out", device="cpu")
-    # Nor does a setting that an earlier version did not have, at its default.
     path = tmp_path / "out" / "conversion.json"
     saved = json.loads(path.read_text("utf-8"))
-    assert saved.pop("beta2") == 0.95
+    del saved["beta2"]
     path.write_text(json.dumps(saved), "utf-8")
-    message = f"beta2 must be that of the conversion in {tmp_path}/out, 0.95; got 0.9"
-    refused(teacher, settings(**short, beta2=0.9), tmp_path / "out", message)
-    assert convert(teacher, settings(**short), tmp_path / "out", device="cpu")
+    message = f"{path} must hold the settings of a conversion, and lacks beta2"
+    refused(teacher, settings(**short), tmp_path / "out", message)
 
 
 def test_a_teacher_that_was_replaced(teacher, settings, tmp_path):

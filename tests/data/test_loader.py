@@ -176,7 +176,7 @@ def test_the_order_follows_the_seed_and_changes_every_epoch(memory):
 
 
 def test_the_order_does_not_change_with_versions(memory):
-    """A resumed run relies on the order of earlier versions."""
+    """A resumed run relies on the order that it began with."""
     loader = Loader(memory([64] * 8), 64, 1, epochs=1, seed=5)
     assert [batch.document_ids.item() for batch in loader] == [3, 7, 4, 2, 1, 0, 6, 5]
 

@@ -36,7 +36,9 @@ def runs(tmp_path_factory):
 
 def trained_on(data, **changes):
     folder = None if data == "stdlib" else str(Path(data).resolve())
-    return TrainedOn(**{"data": str(data), "folder": folder, "context": 8, "short": "join", **changes})
+    fingerprint = open_dataset(data).fingerprint
+    made = {"context": 8, "short": "join", "tokenizer": "file", "fingerprint": fingerprint, "name": str(data)}
+    return TrainedOn(**{"data": str(data), "folder": folder, **made, **changes})
 
 
 def make_model(folder, data=None, **changes):
@@ -104,14 +106,6 @@ def test_a_copied_model_knows_its_data_from_anywhere(texts, tmp_path, monkeypatc
     assert "of data, 32 tokens" in said(result)
 
 
-def test_a_model_without_a_record_is_known_by_its_runs_config(texts, tmp_path):
-    model = make_model(tmp_path / "run" / "model")
-    (tmp_path / "run" / "config.yaml").write_text(f"data: {{data: {texts}, context: 8}}\n")
-    result = evaluate(model, "--device", "cpu")
-    assert result.exit_code == 0, result.output
-    assert f"of {texts}, 32 tokens" in said(result)
-
-
 def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_path):
     assert f"checkpoints must be model folders, and {tmp_path / 'gone'} is not there" in said(
         evaluate(tmp_path / "gone")
@@ -131,7 +125,7 @@ def test_data_that_is_unknown_gone_or_different_is_to_be_named(runs, texts, tmp_
     assert "trained on different data" in said(result)
     assert "name what to compare them on with --data" in said(result)
     given = make_model(tmp_path / "given" / "model")
-    TrainedOn(None, None, 8, "join", name="random tokens").save(given)
+    TrainedOn(None, None, 8, "join", "file", "random", "random tokens").save(given)
     assert "trained on random tokens, a dataset object that cannot be opened" in said(evaluate(given))
 
 

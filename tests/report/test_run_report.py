@@ -21,6 +21,7 @@ from sympow.report.grouping import group_runs
 from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
 from sympow.report.run_report import measure_missing_heads, report_data, write_report
+from sympow.train.provenance import TrainedOn
 
 pytestmark = pytest.mark.slow  # reports of several runs
 plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
@@ -28,6 +29,10 @@ plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with th
 
 def report(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def trained_on(data):
+    return TrainedOn(data, None, 32, "join", "bytes", "a fingerprint", data)
 
 
 def data_of(folder):
@@ -63,6 +68,7 @@ def small(tmp_path_factory):
     config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder / "conformal-32" / "seed0" / "model", config, GPT(config).state_dict())
     ByteTokenizer().save(folder / "conformal-32" / "seed0" / "model")
+    trained_on("stdlib").save(folder / "conformal-32" / "seed0" / "model")
     return folder
 
 
@@ -149,6 +155,7 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     folder = write_run(tmp_path / "run", [3.0], data="gone", layers=1, width=16, heads=2)
     config = GPTConfig(vocab_size=256, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder / "model", config, GPT(config).state_dict())
+    trained_on("gone").save(folder / "model")
     result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.output
     (note,) = embedded((tmp_path / "out" / "index.html").read_text())["notes"]
@@ -159,6 +166,7 @@ def test_heads_that_cannot_be_saved_are_shown_and_noted(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", [3.0], data="stdlib", layers=1, width=16, heads=2, vocab_size=257)
     config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2, rotary="scale")
     save_model(folder / "model", config, GPT(config).state_dict())
+    trained_on("stdlib").save(folder / "model")
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

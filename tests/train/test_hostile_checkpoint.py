@@ -1,6 +1,5 @@
 """Checkpoints that were tampered with, with checksums recomputed to match."""
 
-import copy
 import json
 import pickle
 import shutil
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from sympow.train import checkpoint as checkpoint_module
 from sympow.train import train
 from sympow.train.checkpoint import SEAL, DamagedCheckpointError, seal
 
@@ -87,7 +85,7 @@ def test_a_payload_beside_a_good_list_runs_nothing(tiny, losses, out, changed, t
     assert not ran.exists()
 
 
-def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tiny, out, changed, tmp_path):
+def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tiny, losses, out, changed, tmp_path, capfd):
     ran = tmp_path / "ran"
 
     def replace(path):
@@ -103,8 +101,8 @@ def test_an_object_in_the_place_of_a_tensor_is_not_unpickled(tiny, out, changed,
         change_metadata(path, refer)
 
     changed(replace)
-    with pytest.raises(DamagedCheckpointError, match=rf"{LAST} cannot be loaded: rng is not a tensor"):
-        train(tiny(steps=5), out, resume=True, device="cpu")
+    named = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
+    assert_the_one_before_is_used(tiny, losses, out, capfd, f".metadata names {named}, which does not belong")
     assert not ran.exists()
 
 
@@ -154,16 +152,3 @@ def test_a_checkpoint_holds_tensors_alone(out):
     kinds = {type(entry).__name__ for entry in metadata.state_dict_metadata.values()}
     assert kinds == {"TensorStorageMetadata"}
     assert any(name.startswith("optimizer.state.") for name in metadata.state_dict_metadata)
-
-
-def test_a_checkpoint_with_settings_of_the_optimizer_still_loads(tiny, losses, tmp_path):
-    """Earlier versions pickled them beside the tensors."""
-    whole = losses(train(tiny(), tmp_path / "whole", device="cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint_module, "_tensors", lambda state: state)
-        patch.setattr(checkpoint_module, "_copied", copy.deepcopy)
-        out = train(tiny(steps=4), tmp_path / "run", device="cpu")
-    metadata = pickle.loads((out / "checkpoints" / LAST / ".metadata").read_bytes())
-    assert any("param_groups" in name for name in metadata.state_dict_metadata)
-    train(tiny(), out, resume=True, device="cpu")
-    assert losses(out) == whole

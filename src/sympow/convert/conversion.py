@@ -272,12 +272,13 @@ class _Conversion:
         saved = read_json(path)
         if not isinstance(saved, dict):
             raise ValueError(f"{path} must hold the settings of a conversion")
-        # A conversion that an earlier version began has no value for settings that came later.
-        saved = {**ConvertConfig().settings(), **saved}
-        for name, value in self._facts().items():
-            if name not in FREE and saved.get(name) != value:
+        facts = self._facts()
+        if missing := [name for name in facts if name not in saved]:
+            raise ValueError(f"{path} must hold the settings of a conversion, and lacks {', '.join(missing)}")
+        for name, value in facts.items():
+            if name not in FREE and saved[name] != value:
                 raise ValueError(
-                    f"{name} must be that of the conversion in {self.out}, {saved.get(name)!r}; got {value!r}. "
+                    f"{name} must be that of the conversion in {self.out}, {saved[name]!r}; got {value!r}. "
                     "Choose another folder for another conversion"
                 )
 

@@ -233,15 +233,17 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Sets the position of the next iteration; the number of processes may differ."""
+        if missing := self.state_dict().keys() - state.keys():
+            raise ValueError(f"the saved position lacks {', '.join(sorted(missing))}")
         for name, expected in self._identity().items():
-            if state.get(name) != expected:
+            if state[name] != expected:
                 if name == "fingerprint":
                     raise ValueError(
                         f"the data have changed since the position was saved: the fingerprint of {self.dataset.name} "
-                        f"was {state.get(name)!r}, and is now {expected!r}"
+                        f"was {state[name]!r}, and is now {expected!r}"
                     )
                 raise ValueError(
-                    f"the saved position is for another order of batches: {name} was {state.get(name)!r}, "
+                    f"the saved position is for another order of batches: {name} was {state[name]!r}, "
                     f"here it is {expected!r} ({self.dataset.name})"
                 )
         check_at_least("epoch", state["epoch"], 0)

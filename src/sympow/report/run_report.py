@@ -32,6 +32,7 @@ from sympow.report.paper_figures import draw_figures
 from sympow.report.plotting import Style, assign_styles
 from sympow.report.run_collection import Collection, Run, collect, settings_help
 from sympow.settings import TURNING
+from sympow.train.provenance import FILE as TRAINED_ON_FILE
 from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CONFIG_FILE, EXPORT
 
@@ -99,7 +100,8 @@ def measure_missing_heads(collection: Collection, device: str) -> Collection:
         for run in waiting:
             try:
                 trained_on = TrainedOn.find(run.folder / EXPORT)
-                assert trained_on is not None, "a run has a config"
+                if trained_on is None:
+                    raise ValueError(f"its model lacks {TRAINED_ON_FILE}")
                 batches = held_out_rows(run.settings | {"data": trained_on.source})
                 table = measure_heads(load_model(run.folder / EXPORT, device), batches, run.settings["data"])
             except ValueError as error:

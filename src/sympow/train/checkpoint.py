@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -43,7 +42,6 @@ from sympow.train.distributed import Place
 SEAL = "sealed.json"
 PREFIX = "step-"
 UNFINISHED = ".unfinished"
-DAMAGED = ".damaged"
 # Bytes written to find out why a folder cannot be written to.
 PROBE = 1 << 16
 # Of torch.distributed.checkpoint.
@@ -58,7 +56,6 @@ _ADMITTED = {
     *(
         (_METADATA_MODULE, name)
         for name in (
-            "BytesStorageMetadata",
             "ChunkStorageMetadata",
             "Metadata",
             "MetadataIndex",
@@ -93,6 +90,8 @@ class Checkpoints:
         self.folder = folder
         self._keep, self._place, self._report = keep, place, report
         self._pending: tuple[Future[Any], Path, dict[str, Any]] | None = None
+        # Found by `newest`, in the first process. They stay until the next checkpoint is in place.
+        self._damaged: list[Path] = []
         # A separate process group: background collectives must not interleave with those of training.
         self._group = dist.new_group(backend="gloo")
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,18 +150,20 @@ class Checkpoints:
             if self._place.first:
                 # Its files may be what fills the disk.
                 shutil.rmtree(unfinished, ignore_errors=True)
-            whole = self._found()
+            whole = [path for path in self._found() if path not in self._damaged]
             last = f"the last one is {whole[-1]}" if whole else "there is none before it"
             raise UnwrittenCheckpointError(f"{target} could not be written: {reason}; {last}") from error
         if self._place.first:
+            # Their steps may be higher than this one's, so that they would count among those to keep.
+            for path in self._damaged:
+                if path != target:
+                    shutil.rmtree(path)
+            self._damaged.clear()
             for old in self._found()[: -self._keep]:
                 shutil.rmtree(old)
 
     def newest(self) -> tuple[Path, dict[str, Any]] | None:
-        """The newest intact checkpoint and the content of its `sealed.json`; the same for all processes.
-
-        Damaged ones are renamed, so that they do not count among those to keep.
-        """
+        """The newest intact checkpoint and the content of its `sealed.json`; the same for all processes."""
         chosen: list[tuple[Path, dict[str, Any]] | None] = [None]
         if self._place.first:
             for path in reversed(self._found()):
@@ -170,10 +171,8 @@ class Checkpoints:
                     chosen[0] = path, check(path)
                     break
                 except DamagedCheckpointError as error:
-                    aside = path.with_name(path.name + DAMAGED)
-                    shutil.rmtree(aside, ignore_errors=True)
-                    path.rename(aside)
-                    self._report(f"{error}. It is now {aside.name}; trying the checkpoint before it")
+                    self._damaged.append(path)
+                    self._report(f"{error}; trying the checkpoint before it")
         dist.broadcast_object_list(chosen)
         return chosen[0]
 
@@ -182,7 +181,7 @@ class Checkpoints:
         settings = [{name: x for name, x in group.items() if name != "params"} for group in optimizer.param_groups]
         state = _state(model, optimizer)
         try:
-            load(_tensors(state), storage_reader=TensorReader(path), planner=TensorPlanner())
+            load(_tensors(state), storage_reader=TensorReader(path))
         except CheckpointException as error:
             raise DamagedCheckpointError(f"{path} cannot be loaded: {_cause(error, None)}") from error
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -315,13 +314,6 @@ class TensorReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_metadata(Path(self.path))
-
-
-class TensorPlanner(DefaultLoadPlanner):
-    """Refuses a checkpoint that has a pickled object in place of a tensor."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        raise UnreadableMetadataError(f"{read_item.dest_index.fqn} is not a tensor")
 
 
 def read_metadata(folder: Path) -> Metadata:

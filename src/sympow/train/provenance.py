@@ -13,9 +13,8 @@ from sympow.data.open import names_a_folder, open_dataset
 from sympow.data.standard_library import STANDARD_LIBRARY
 from sympow.data.tokenizer import Tokenizer
 from sympow.files import write_atomically
-from sympow.parsing import read_json, read_yaml
+from sympow.parsing import read_json
 from sympow.train.config import DataConfig
-from sympow.train.run_folder import CONFIG_FILE, EXPORT
 
 FILE = "training_data.json"
 
@@ -38,9 +37,9 @@ class TrainedOn:
     folder: str | None
     context: int
     short: str
-    tokenizer: str | None = None
-    fingerprint: str | None = None
-    name: str | None = None
+    tokenizer: str
+    fingerprint: str
+    name: str
 
     @classmethod
     def of_run(cls, config: DataConfig, dataset: TokenDataset, tokenizer: Tokenizer, *, named: bool) -> TrainedOn:
@@ -62,24 +61,9 @@ class TrainedOn:
 
     @classmethod
     def find(cls, model: Path | str) -> TrainedOn | None:
-        """Of a model folder: from its file, or from the config.yaml of the run folder around it; None: unknown."""
-        model = Path(model)
-        if (model / FILE).is_file():
-            return cls._read(model / FILE)
-        config = model.resolve().parent / CONFIG_FILE
-        if model.resolve().name != EXPORT or not config.is_file():
-            return None
-        content = read_yaml(config)
-        section = content.get("data") if isinstance(content, dict) else None
-        if not isinstance(section, dict | None):
-            raise ValueError(f"{config}: data must map fields to values, got {type(section).__name__}")
-        known = {field.name for field in fields(DataConfig)}
-        try:
-            data = DataConfig(**{name: value for name, value in (section or {}).items() if name in known})
-        except TypeError as error:
-            raise ValueError(f"{config}: {error}") from error
-        # The working directory of a relative path is not in a config.yaml.
-        return cls(data.data, None, data.context, data.short)
+        """Of a model folder; None: it does not say, as after a conversion of formats."""
+        path = Path(model) / FILE
+        return cls._read(path) if path.is_file() else None
 
     def save(self, model: Path) -> None:
         write_atomically(model / FILE, (json.dumps(asdict(self), indent=2) + "\n").encode())
@@ -111,14 +95,16 @@ class TrainedOn:
         Checked only where that is quick, for the standard library and prepared folders.
         """
         prepared = (Path(self.source) / MANIFEST_FILE).is_file()
-        if self.fingerprint is None or not (prepared or self.source == STANDARD_LIBRARY):
+        if not (prepared or self.source == STANDARD_LIBRARY):
             return False
         return open_dataset(self.source).fingerprint != self.fingerprint
 
     @classmethod
     def _read(cls, path: Path) -> TrainedOn:
         content: Any = read_json(path)
-        try:
-            return cls(**content)
-        except TypeError as error:
-            raise ValueError(f"{path} does not say what a model was trained on: {error}") from error
+        names = [field.name for field in fields(cls)]
+        if not isinstance(content, dict) or content.keys() - set(names):
+            raise ValueError(f"{path} must say what a model was trained on, by {', '.join(names)}")
+        if missing := [name for name in names if name not in content]:
+            raise ValueError(f"{path} lacks {', '.join(missing)}")
+        return cls(**content)

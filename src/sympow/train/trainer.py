@@ -24,7 +24,7 @@ from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.invocation import command_line
 from sympow.model.accounting import check_fits
-from sympow.model.config import EXECUTION_OPTIONS, GPTConfig
+from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import GPT
 from sympow.model.storage import save_model
 from sympow.train.checkpoint import Checkpoints
@@ -558,11 +558,11 @@ def _check_same_tokens(dataset: TokenDataset, heldout: TokenDataset) -> None:
 
 
 def _check_same_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    if missing := [name for name in wanted if name not in saved]:
+        raise ValueError(f"{path} lacks {', '.join(missing)} of its model's config")
     for name, value in wanted.items():
-        # A checkpoint of an earlier version lacks fields, which then had no other value than their default now.
-        there = saved.get(name, GPTConfig.__dataclass_fields__[name].default)
-        if name not in EXECUTION_OPTIONS and there != value:
-            raise ValueError(f"{name} must be that of {path}, {there!r}; got {value!r}")
+        if name not in EXECUTION_OPTIONS and saved[name] != value:
+            raise ValueError(f"{name} must be that of {path}, {saved[name]!r}; got {value!r}")
 
 
 def _first_tokens(batch: Batch, tokens: int) -> Batch:
