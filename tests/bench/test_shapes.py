@@ -6,6 +6,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
@@ -80,10 +81,16 @@ def test_a_shape_is_timed_and_recorded(tmp_path):
     assert (setting.shape, setting.kv_heads, len(rows)) == ("smollm2-135m", 3, 3)
 
 
-def test_earlier_results_have_as_many_key_heads():
-    _, setting = load_rows(ROOT / "benchmarks" / "results" / "h200_p2.json")
+def test_results_in_the_repository_have_a_whole_setting(tmp_path):
+    path = ROOT / "benchmarks" / "results" / "h200_p2.json"
+    _, setting = load_rows(path)
     assert (setting.heads, setting.kv_heads, setting.shape) == (12, 12, None)
     assert describe(setting).startswith("65,536 tokens a call, 12 heads of 64")
+    content = json.loads(path.read_text("utf-8"))
+    del content["setting"]["kv_heads"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"results\.json lacks kv_heads in its setting$"):
+        load_rows(tmp_path / "results.json")
 
 
 def test_a_method_that_has_no_kernels_for_the_heads_says_so(tmp_path):

@@ -211,47 +211,11 @@ def test_a_run_that_diverges_is_a_result(scale, tmp_path):
     assert [stored.evaluation for stored in read_table(table)] == [None]
 
 
-def made_up(run, **changes):
-    """A result as version 0.1 stored it, with separate files for each run."""
-    row = {"run": run.name, "status": "done", "final_loss": 2.5, "by_context": {"1": 3.0}, "by_position": {"8.7": 2.0}}
-    evaluation = {"documents": 2, "trained_at": 32, "by_context": {"1": 3.0}, "by_position": {"8.7": 2.0}}
-    facts = {"command": "a command", "data": "stdlib", "device": "cpu", "dtype": "float32", "environment": {}}
-    heads = {"tokens": 64, "data": "stdlib", "quantities": {"half_life": [[3.0, None]]}}
-    return {
-        "config.yaml": run.config.to_yaml(),
-        "metrics.jsonl": '{"step": 2, "loss": 3.0}\n{"step": 4, "loss": 2.5, "half_life/layer_0": 7}\n',
-        "evaluation.json": json.dumps({**facts, "models": {run.name: evaluation}}),
-        "heads.json": json.dumps(heads),
-        "result.json": json.dumps({**row, **changes}),
-    }
-
-
-def test_results_of_version_0_1_are_read_and_become_a_table(scale, tmp_path):
-    run = scale.run("gating", context=32)
-    for name, content in made_up(run).items():
-        path = tmp_path / "results" / "runs" / run.name / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    (before,) = collect([tmp_path / "results"]).runs
-    store = Store(tmp_path / "results", tmp_path / "out")
-    assert store.state(run) == "done"
-    store.write("one", [run])
-    shutil.rmtree(tmp_path / "results" / "runs")
-    (after,) = collect([tmp_path / "results"]).runs
-    for name in ("name", "settings", "metrics", "evaluation", "heads", "final_loss"):
-        assert getattr(after, name) == getattr(before, name), name
-    assert after.metrics == [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.5, "half_life/layer_0": 7}]
-    assert Store(tmp_path / "results", tmp_path / "out").row(run)["final_loss"] == 2.5
-
-
 def test_a_table_keeps_runs_that_the_grid_does_not_have_now(scale, tmp_path):
     """A grid that grows has no runs that depend on a result which is missing; their folders may be gone."""
     runs = [scale.run("gating", context=32, seed=seed) for seed in range(3)]
     for run in runs:
-        for name, content in made_up(run).items():
-            path = tmp_path / "out" / run.name / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+        put(run, tmp_path / "out")
     Store(tmp_path, tmp_path / "out").write("one", runs)
     shutil.rmtree(tmp_path / "out")
     Store(tmp_path, tmp_path / "out").write("one", runs[1:2])
@@ -316,10 +280,7 @@ def runs_of_pair(folder, settings):
 def test_tables_that_disagree_are_refused(scale, tmp_path):
     run = scale.run("gating", context=32)
     for table, loss in (("one", 2.5), ("another", 2.25)):
-        for name, content in made_up(run, final_loss=loss).items():
-            path = tmp_path / table / run.name / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+        put(run, tmp_path / table, loss)
         Store(tmp_path / table, tmp_path / table).write(table, [run])
         for path in (tmp_path / table).glob("*.jsonl"):
             path.rename(tmp_path / path.name)

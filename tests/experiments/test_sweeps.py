@@ -130,14 +130,6 @@ def test_results_of_a_model_that_diverged_are_json(tmp_path, found, monkeypatch)
         assert line["loss"]["value"] == [[of_seed[0], None, None] for of_seed in first]
 
 
-def test_losses_that_earlier_versions_wrote_as_nan_are_read(tmp_path):
-    (tmp_path / "mine.accuracy.jsonl").write_text('{"run": "a", "loss": {"step": [1, 2], "value": [[2.5, NaN]]}}\n')
-    results = SweepResults.read(tmp_path, "mine")
-    assert results.curves["a"]["loss"]["value"] == [[2.5, None]]
-    results.write()
-    assert "NaN" not in results.accuracies.read_text()
-
-
 def test_a_sweep_is_the_same_again(found):
     again = run_sweep(TINY, "cpu", "a command")
     assert [row["accuracy"] for row in again.rows.values()] == [row["accuracy"] for row in found.rows.values()]

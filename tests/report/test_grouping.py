@@ -56,7 +56,7 @@ def test_what_differs_is_in_the_name_at_every_context(tmp_path):
     }
 
 
-def test_a_setting_that_one_config_lacks_has_its_default_there(tmp_path):
+def test_a_setting_of_a_removed_feature_has_its_default_elsewhere(tmp_path):
     for name, momentum in {"without": None, "with": "0.5", "with null": "null"}.items():
         config = write_run(tmp_path / name, [3.0]) / "config.yaml"
         if momentum is not None:

@@ -215,7 +215,7 @@ def test_the_page_reads_what_the_runs_hold(experiment):
     assert differing == {"mixer", "power", "gating", "rotary", "context", "seed"}
 
 
-def test_runs_of_two_versions_with_equal_losses_are_reported(tmp_path):
+def test_runs_of_two_kinds_with_equal_losses_are_reported(tmp_path):
     for seed in range(3):
         # The mean of three such losses rounds to more than each of them.
         write_run(tmp_path / "runs" / f"seed{seed}", [0.1], seed=seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -315,7 +315,9 @@ def load_rows(path: Path) -> tuple[list[Row], Setting]:
     content = read_json(path)
     try:
         described = content["setting"]
-        others = [getattr(torch, name) for name in described.get("other_dtypes", ())]
+        if missing := [field.name for field in fields(Setting) if field.name not in described]:
+            raise ValueError(f"{path} lacks {', '.join(missing)} in its setting")
+        others = [getattr(torch, name) for name in described["other_dtypes"]]
         setting = Setting(**{**described, "dtype": getattr(torch, described["dtype"]), "other_dtypes": others})
         rows = [Row(**{**row, **{name: _timing(row[name]) for name in TIMED}}) for row in content["rows"]]
     except (KeyError, TypeError, AttributeError) as error:

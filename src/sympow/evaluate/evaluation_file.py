@@ -107,9 +107,8 @@ class Evaluation:
             dict(sorted(by_context.items())),
             dict(sorted(by_position.items())),
             str(facts.get("data", "")),
-            # Earlier versions wrote NaN, which is not JSON.
-            [rounded(point) for point in content.get("recall") or []],
-            [rounded(point) for point in content.get("passkey") or []],
+            [dict(point) for point in content.get("recall") or []],
+            [dict(point) for point in content.get("passkey") or []],
         )
 
 

@@ -19,24 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_regular_file
-from sympow.evaluate.evaluation_file import FILE as EVALUATION_FILE
 from sympow.evaluate.evaluation_file import Evaluation
-from sympow.evaluate.head_statistics import FILE as HEADS_FILE
 from sympow.evaluate.head_statistics import HeadTable
 from sympow.experiments.grid import Evaluation as EvaluationSettings
 from sympow.experiments.grid import Run, differences
 from sympow.files import write_atomically
 from sympow.locks import locked
-from sympow.parsing import read_json, read_yaml
+from sympow.parsing import read_json
 from sympow.train.config import TrainConfig
-from sympow.train.metrics import read_metrics
-from sympow.train.run_folder import CONFIG_FILE, METRICS_FILE
+from sympow.train.run_folder import CONFIG_FILE
 
 TABLE_ENDING = ".jsonl"
 CURVES_ENDING = ".curves.jsonl"
 RESULT_FILE = "result.json"
-# Folder of all runs, below a folder of results of version 0.1.
-RUNS = "runs"
 # Most points of a training curve that are stored.
 POINTS = 128
 
@@ -213,7 +208,7 @@ class Store:
 
 
 def read_results(results: Path) -> dict[str, StoredRun]:
-    """All runs of a folder of results by name: those of its tables, and of the run folders of earlier versions.
+    """All runs of the tables in a folder of results, by name.
 
     Raises:
         ValueError: a file is damaged, or two tables differ in a run.
@@ -225,7 +220,7 @@ def read_results(results: Path) -> dict[str, StoredRun]:
             # Compared as text: NaN is not equal to itself.
             if json.dumps([known.row, known.curves]) != json.dumps([run.row, run.curves]):
                 raise ValueError(f"{known.source} and {run.source} have different results of {run.name}: remove one")
-    return {**_read_folders(results / RUNS), **found}
+    return found
 
 
 def write_result(folder: Path, row: dict[str, Any], curves: dict[str, Any]) -> None:
@@ -289,25 +284,12 @@ def _read_folders(folder: Path) -> dict[str, StoredRun]:
 def _read_folder(folder: Path) -> StoredRun:
     path = folder / RESULT_FILE
     row = read_json(path)
-    if not isinstance(row, dict) or "run" not in row:
+    if not isinstance(row, dict):
         raise ValueError(f"{path} is not the result of a run")
-    curves = row.pop("curves", None)
-    return StoredRun(row, curves, path) if curves is not None else _read_earlier_layout(folder, row)
-
-
-def _read_earlier_layout(folder: Path, row: dict[str, Any]) -> StoredRun:
-    """A result of version 0.1 or before: the row in result.json, and everything else in files beside it."""
-    curves: dict[str, Any] = {"metrics": curves_of_metrics(read_metrics(folder / METRICS_FILE))}
-    if "by_position" in row:
-        curves["by_position"] = row.pop("by_position")
-    if (folder / EVALUATION_FILE).is_file():
-        content = read_json(folder / EVALUATION_FILE)
-        model = content["models"][row["run"]]
-        facts = {name: content[name] for name in ("data", "device", "dtype")}
-        row["evaluation"] = {**facts, **{name: model[name] for name in ("documents", "unit") if name in model}}
-    if (folder / HEADS_FILE).is_file():
-        curves["heads"] = read_json(folder / HEADS_FILE)
-    return StoredRun({**row, "config": read_yaml(folder / CONFIG_FILE)}, curves, folder / RESULT_FILE)
+    if missing := [name for name in ("run", "config", "curves") if name not in row]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    curves = row.pop("curves")
+    return StoredRun(row, curves, path)
 
 
 def _significant(number: float, digits: int = 6) -> float:

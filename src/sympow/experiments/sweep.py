@@ -188,8 +188,7 @@ class SweepResults:
             if path.is_file():
                 for number, text in enumerate(path.read_text("utf-8").splitlines(), start=1):
                     try:
-                        # Earlier versions wrote losses that are not finite as NaN, which is not JSON.
-                        line = json.loads(text, parse_constant=lambda _: None)
+                        line = json.loads(text)
                         lines[line["run"]] = line
                         if needed not in line:
                             raise KeyError(needed)

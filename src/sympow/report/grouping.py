@@ -188,7 +188,7 @@ def plain_words(name: str) -> str:
 
 
 def _key(run: Run) -> str:
-    # None means the default, as does a setting that the config of another version lacks.
+    # None means the default, as does a setting that only other configs have: results keep those of removed features.
     kept = {name: value for name, value in run.settings.items() if name not in APART and value is not None}
     return json.dumps(kept, sort_keys=True)
 

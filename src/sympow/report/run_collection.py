@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from sympow.data.associative_recall import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads
-from sympow.experiments.store import RESULT_FILE, RUNS, StoredRun, is_table, read_table, tables_in
+from sympow.experiments.store import RESULT_FILE, StoredRun, is_table, read_table, tables_in
 from sympow.parsing import read_json, read_yaml
 from sympow.train.config import SECTIONS, field_help
 from sympow.train.metrics import read_metrics
@@ -134,7 +134,7 @@ def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
         here = list(_runs_in(path))
         if not here:
             raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
-        # A table takes precedence over a folder of the same run from an earlier version.
+        # A table takes precedence over the folder of the same run.
         for folder, stored in here:
             found.setdefault(folder.resolve(), (folder, stored))
     return dict(found[key] for key in sorted(found))
@@ -156,7 +156,7 @@ def _runs_in(path: Path) -> Iterator[tuple[Path, StoredRun | None]]:
 
 def _runs_of_table(table: Path) -> Iterator[tuple[Path, StoredRun]]:
     for run in read_table(table):
-        yield table.parent / RUNS / run.name, run
+        yield table.parent / "runs" / run.name, run
 
 
 def _read_folder(folder: Path, name: str) -> Run:
@@ -190,13 +190,12 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _settings(content: Any, source: object) -> dict[str, Any]:
-    """All fields of a config. Fields that an older config lacks get their defaults; unknown fields are kept."""
-    if not isinstance(content, dict) or not all(isinstance(content.get(part, {}), dict) for part in SECTIONS):
+    """All fields of a config. Those that this version does not know, of results, are kept."""
+    if not isinstance(content, dict) or not all(isinstance(content.get(part), dict) for part in SECTIONS):
         raise ValueError(f"{source} must map the sections {', '.join(SECTIONS)} to fields")
-    settings: dict[str, Any] = {}
-    for part, kind in SECTIONS.items():
-        settings |= {f.name: f.default for f in fields(kind) if f.default is not MISSING} | content.get(part, {})
-    return settings
+    if missing := [f.name for part, kind in SECTIONS.items() for f in fields(kind) if f.name not in content[part]]:
+        raise ValueError(f"{source} lacks {', '.join(missing)}")
+    return {name: value for part in SECTIONS for name, value in content[part].items()}
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
