@@ -177,4 +177,4 @@ def float32_tests():
 
 def test_the_table_has_every_test_that_names_a_tolerance_for_float32():
     missing = set(float32_tests()) - {row["test"] for row in margins.read_table()}
-    assert not missing, "measure them with tests/margins.py, as docs/testing.md says"
+    assert not missing, "measure them with tools/margins.py, as docs/testing.md says"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ def mistakes_in(places: Counter[str]) -> Iterator[Mistake]:
 
 def _line() -> str:
     """The line of the package that is being executed. Gradients of PyTorch's own operators have none."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.startswith(SOURCE):
             return f"{frame.f_code.co_filename.removeprefix(SOURCE)}:{frame.f_lineno}"

@@ -1,8 +1,8 @@
 """Measures the float32 tolerances of the suite: how far errors stay below them, and that deliberate mistakes do not.
 
-    python tests/margins.py sweep --seeds 50 --jobs 14 --minutes 8 --out build/sweep
-    python tests/margins.py mistakes --jobs 14 --minutes 8 --out build/mistakes
-    python tests/margins.py table build/sweep build/mistakes --out tests/margins.tsv
+    python tools/margins.py sweep --seeds 50 --jobs 14 --minutes 8 --out build/sweep
+    python tools/margins.py mistakes --jobs 14 --minutes 8 --out build/mistakes
+    python tools/margins.py table build/sweep build/mistakes --out tools/margins.tsv
 
 Every such comparison calls `support.within`, which reports its error and tolerance to this script. `sweep` runs the
 tests with other seeds and with sums in either order (see arithmetic.py). Half of its processes run with
@@ -32,8 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
-TABLE = TESTS / "margins.tsv"
+TOOLS = Path(__file__).resolve().parent
+TESTS = TOOLS.parent / "tests"
+TABLE = TOOLS / "margins.tsv"
 # A tolerance is at least four times the worst error over at least 50 seeds, half of them in either order of summation.
 LARGEST_RATIO = 0.25
 FEWEST_SEEDS = 50
@@ -147,13 +148,15 @@ def shifted_seeds(shift: int, *, here: bool = True) -> Iterator[None]:
             return super().manual_seed(seed + 1000 * shift)
 
     if here:
-        torch.Generator, torch.manual_seed = Shifted, lambda seed: manual_seed(seed + 1000 * shift)
+        torch.Generator = Shifted  # type: ignore[misc]
+        torch.manual_seed = lambda seed: manual_seed(seed + 1000 * shift)
     support.seed_shift = 1000 * shift
     try:
         yield
     finally:
         support.seed_shift = 0
-        torch.Generator, torch.manual_seed = generator, manual_seed
+        torch.Generator = generator  # type: ignore[misc]
+        torch.manual_seed = manual_seed
 
 
 @contextmanager
