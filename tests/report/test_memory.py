@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="needs transformers")
+from convert.tiny import make_llama
 
 from sympow import State
-from sympow.hf.memory import KNOWN_SHAPES, AttentionShape, memory_table
+from sympow.report.memory import KNOWN_SHAPES, AttentionShape, memory_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "swap.md"
 
@@ -19,15 +19,17 @@ def test_the_page_has_the_table_of_the_function():
 
 
 @pytest.mark.parametrize("power", [2, 4])
-def test_bytes_are_those_of_states_and_caches(swapped, pretrained, tokens, power):
+def test_bytes_are_those_of_states_and_caches(power):
+    pytest.importorskip("transformers", reason="needs transformers")
+    from sympow.hf import swap_attention
+
     shape = AttentionShape(layers=3, key_value_heads=2, head_dim=8)
     state = State.zeros(1, 2, 8, 8, power, rotated=False)
     assert shape.state_bytes(power) == 3 * state.nbytes
-    ids = tokens(1, 12)
+    ids, model = torch.arange(12).unsqueeze(0), make_llama(num_hidden_layers=3)
     with torch.no_grad():
-        kept = pretrained(dtype=torch.float32)(ids, use_cache=True).past_key_values
-        states = swapped(power=power, cache_policy="state", model=pretrained(dtype=torch.float32))
-        cache = states(ids, use_cache=True).past_key_values
+        kept = model(ids, use_cache=True).past_key_values
+        cache = swap_attention(model, power=power, cache_policy="state")(ids, use_cache=True).past_key_values
     assert shape.cache_bytes(12, itemsize=4) == sum(
         x.nbytes for layer in kept.layers for x in (layer.keys, layer.values)
     )

@@ -1,6 +1,6 @@
 """Bytes of states against bytes of keys and values for the shapes of known models: the table in docs/swap.md.
 
-python -c "from sympow.hf.memory import memory_table; print(memory_table())"
+python -c "from sympow.report.memory import memory_table; print(memory_table())"
 """
 
 from __future__ import annotations
