@@ -283,7 +283,7 @@ def test_a_teacher_with_learned_positions(settings, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_activation_checkpointing_runs_layers_again_and_changes_nothing(teacher, settings, tmp_path, monkeypatch):
-    from sympow.hf.swapped_attention import SwappedAttention
+    from sympow.hf.swap.swapped_attention import SwappedAttention
 
     forward = SwappedAttention.forward
     calls = []

@@ -25,7 +25,7 @@ from sympow.hf import (
     to_native,
 )
 from sympow.hf.__main__ import main
-from sympow.hf.conversion import from_fast_tokenizer
+from sympow.hf.model.conversion import from_fast_tokenizer
 from sympow.model.storage import load_model, save_model
 
 TEXTS = ["", "def f(x):\n\treturn x", "héllo  wörld 日本 🎉", "<|endoftext|> means its letters", "\x00\x7f don't  "]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from support import assert_close, assert_same_model
 from sympow import GPTConfig, hf, rotary_rates
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowModel, registration
-from sympow.hf.config import check_version
+from sympow.hf.model.config import check_version
 
 
 @pytest.fixture

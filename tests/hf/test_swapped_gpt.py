@@ -22,7 +22,7 @@ from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.hf import swap_attention, to_fast_tokenizer
-from sympow.hf.swapped_gpt import SwappedGPT
+from sympow.hf.swap.swapped_gpt import SwappedGPT
 from sympow.hf.text_model import load_text_model
 from sympow.report.inspection import inspect_text
 from sympow.serving import Engine

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GPT2Config
 
 from support import assert_close
 from sympow.hf import attention_modules, swap_attention, swapped_layers
-from sympow.hf.swapped_attention import SwappedAttention
+from sympow.hf.swap.swapped_attention import SwappedAttention
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
 VARIANTS = (*MODELS, "llama-biases", "llama3", "linear", "yarn", "mistral-window")

@@ -10,7 +10,8 @@ from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArgum
 
 from support import assert_close, assert_same_model
 from sympow.data.tokenizer import ByteTokenizer
-from sympow.hf import SympowConfig, SympowForCausalLM, modeling, to_fast_tokenizer
+from sympow.hf import SympowConfig, SympowForCausalLM, to_fast_tokenizer
+from sympow.hf.model import modeling
 
 
 def gradients(model, **inputs):

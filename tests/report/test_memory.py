@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from convert.tiny import make_llama
 
 from sympow import State

@@ -264,7 +264,7 @@ def test_without_a_tokenizer_there_is_nothing_to_compare(bpe, tmp_path):
 def converted(bpe):
     """The model in Hugging Face format."""
     pytest.importorskip("transformers", reason="needs transformers, which comes with the extra hf")
-    from sympow.hf.conversion import convert_to_transformers
+    from sympow.hf.model.conversion import convert_to_transformers
 
     convert_to_transformers(bpe / "model", bpe / "converted")
     return bpe / "converted"
@@ -283,7 +283,7 @@ def test_a_model_of_transformers_is_evaluated_on_data_of_its_own_tokenizer(bpe, 
 
 def test_bytes_of_transformers_are_bytes(texts, tmp_path):
     pytest.importorskip("transformers", reason="needs transformers, which comes with the extra hf")
-    from sympow.hf.conversion import convert_to_transformers
+    from sympow.hf.model.conversion import convert_to_transformers
 
     convert_to_transformers(make_model(tmp_path / "native"), tmp_path / "converted")
     prepare([tmp_path / "texts"], tmp_path / "again", tokenizer=str(tmp_path / "converted/tokenizer.json"), workers=1)

@@ -189,7 +189,7 @@ def check_teacher(model: Any, source: Path | str) -> None:
 
 def check_swap(teacher: Any, swap: SwapConfig) -> None:
     """Refuses what `swap_attention` would refuse, without a second copy of the model."""
-    from sympow.hf import swapping
+    from sympow.hf.swap import swapping
 
     with warnings.catch_warnings():
         # The swap itself will warn of dropout.
@@ -200,7 +200,7 @@ def check_swap(teacher: Any, swap: SwapConfig) -> None:
 def most_positions(model: Any) -> int | None:
     """The most tokens of a sequence that a model can take; None: any number, since it has a rotary embedding."""
     from sympow.hf import attention_modules
-    from sympow.hf.attention_parts import read_attention
+    from sympow.hf.swap.attention_parts import read_attention
 
     number, attention = next(iter(attention_modules(model).items()))
     if read_attention(model, number, attention).rates is not None:

@@ -10,37 +10,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sympow.hf.attention_parts import attention_modules
-    from sympow.hf.cache import SympowCache
-    from sympow.hf.config import SympowConfig
-    from sympow.hf.conversion import (
+    from sympow.hf.model.cache import SympowCache
+    from sympow.hf.model.config import SympowConfig
+    from sympow.hf.model.conversion import (
         convert_to_native,
         convert_to_transformers,
         from_native,
         to_fast_tokenizer,
         to_native,
     )
-    from sympow.hf.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
-    from sympow.hf.state_layer import StateLayer
-    from sympow.hf.swapped_gpt import SwappedGPT
-    from sympow.hf.swapping import swap_attention, swapped_layers
+    from sympow.hf.model.modeling import SympowForCausalLM, SympowForSequenceClassification, SympowModel
+    from sympow.hf.swap.attention_parts import attention_modules
+    from sympow.hf.swap.state_layer import StateLayer
+    from sympow.hf.swap.swapped_gpt import SwappedGPT
+    from sympow.hf.swap.swapping import swap_attention, swapped_layers
 
 _HOMES = {
-    "StateLayer": "state_layer",
-    "SwappedGPT": "swapped_gpt",
-    "SympowCache": "cache",
-    "SympowConfig": "config",
-    "SympowForCausalLM": "modeling",
-    "SympowForSequenceClassification": "modeling",
-    "SympowModel": "modeling",
-    "attention_modules": "attention_parts",
-    "convert_to_native": "conversion",
-    "convert_to_transformers": "conversion",
-    "from_native": "conversion",
-    "swap_attention": "swapping",
-    "swapped_layers": "swapping",
-    "to_fast_tokenizer": "conversion",
-    "to_native": "conversion",
+    "StateLayer": "swap.state_layer",
+    "SwappedGPT": "swap.swapped_gpt",
+    "SympowCache": "model.cache",
+    "SympowConfig": "model.config",
+    "SympowForCausalLM": "model.modeling",
+    "SympowForSequenceClassification": "model.modeling",
+    "SympowModel": "model.modeling",
+    "attention_modules": "swap.attention_parts",
+    "convert_to_native": "model.conversion",
+    "convert_to_transformers": "model.conversion",
+    "from_native": "model.conversion",
+    "swap_attention": "swap.swapping",
+    "swapped_layers": "swap.swapping",
+    "to_fast_tokenizer": "model.conversion",
+    "to_native": "model.conversion",
 }
 
 __all__ = [

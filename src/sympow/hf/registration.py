@@ -20,10 +20,10 @@ MODELS, LAYERS = "transformers.models.auto.modeling_auto", "transformers.modelin
 # Module of transformers → the modules here that register something with it. Our models need both MODELS and LAYERS. If
 # a model of transformers is imported by its own name, transformers imports MODELS while it executes LAYERS.
 REGISTRARS = {
-    "transformers.models.auto.configuration_auto": ("sympow.hf.config", "sympow.hf.swapped_config"),
-    MODELS: ("sympow.hf.modeling",),
-    LAYERS: ("sympow.hf.modeling",),
-    "transformers.modeling_utils": ("sympow.hf.attention_function",),
+    "transformers.models.auto.configuration_auto": ("sympow.hf.model.config", "sympow.hf.swap.swapped_config"),
+    MODELS: ("sympow.hf.model.modeling",),
+    LAYERS: ("sympow.hf.model.modeling",),
+    "transformers.modeling_utils": ("sympow.hf.swap.attention_function",),
 }
 
 

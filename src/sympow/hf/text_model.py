@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sympow.data.tokenizer import Tokenizer
 from sympow.extras import require
 from sympow.generation.text import TextModel
-from sympow.hf.config import SympowConfig
-from sympow.hf.conversion import (
+from sympow.hf.model.config import SympowConfig
+from sympow.hf.model.conversion import (
     TOKENIZER_CONFIG_FILE,
     TRANSFORMERS_CONFIG_FILE,
     check_whole,
     from_fast_tokenizer,
     to_native,
 )
-from sympow.hf.swapped_config import MODEL_TYPE
-from sympow.hf.swapped_gpt import SwappedGPT
+from sympow.hf.swap.swapped_config import MODEL_TYPE
+from sympow.hf.swap.swapped_gpt import SwappedGPT
 from sympow.hf.without_code import load_without_code
 from sympow.model.gpt import GPT
 from sympow.parsing import read_json

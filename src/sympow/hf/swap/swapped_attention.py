@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sympow.generation.cache import CachePolicy
-from sympow.hf.cache import uncompiled
-from sympow.hf.packing import check_continuation, packed_offsets
-from sympow.hf.state_layer import StateLayer, prefetch_next, state_layer
+from sympow.hf.model.cache import uncompiled
+from sympow.hf.model.packing import check_continuation, packed_offsets
+from sympow.hf.swap.state_layer import StateLayer, prefetch_next, state_layer
 from sympow.layers.mixers import ConformalAttention
 from sympow.ops.state import State
 from sympow.ops.window import Window

@@ -27,9 +27,9 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils import logging
 
-from sympow.hf.cache import Segment, SympowCache, uncompiled
-from sympow.hf.config import SympowConfig
-from sympow.hf.packing import check_continuation, packed_offsets
+from sympow.hf.model.cache import Segment, SympowCache, uncompiled
+from sympow.hf.model.config import SympowConfig
+from sympow.hf.model.packing import check_continuation, packed_offsets
 from sympow.hf.registration import publish
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState

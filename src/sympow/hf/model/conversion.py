@@ -22,9 +22,9 @@ from sympow.data.tokenizer import (
 )
 from sympow.extras import require
 from sympow.files import check_can_write
-from sympow.hf.config import SympowConfig
-from sympow.hf.modeling import SympowForCausalLM
-from sympow.hf.swapped_config import MODEL_TYPE
+from sympow.hf.model.config import SympowConfig
+from sympow.hf.model.modeling import SympowForCausalLM
+from sympow.hf.swap.swapped_config import MODEL_TYPE
 from sympow.hf.without_code import load_without_code
 from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE, load_model, save_model

@@ -33,12 +33,12 @@ from transformers import (
 
 from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
-from sympow.hf.attention_parts import AttentionParts, attention_modules, read_attention
-from sympow.hf.modeling import initialize_own_module
+from sympow.hf.model.modeling import initialize_own_module
 from sympow.hf.registration import publish
-from sympow.hf.state_layer import state_layer
-from sympow.hf.swapped_attention import SwappedAttention, install_hooks
-from sympow.hf.swapped_config import MODEL_TYPE
+from sympow.hf.swap.attention_parts import AttentionParts, attention_modules, read_attention
+from sympow.hf.swap.state_layer import state_layer
+from sympow.hf.swap.swapped_attention import SwappedAttention, install_hooks
+from sympow.hf.swap.swapped_config import MODEL_TYPE
 from sympow.settings import GATES, INITIAL_GATE, LEARNED_GATES, Backend, Form, check_initial_gate
 
 AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from sympow.hf.attention_function import UNSUPPORTED
+from sympow.hf.swap.attention_function import UNSUPPORTED
 from sympow.layers.projections import FusedProjections, Projections, SeparateProjections
 from sympow.ops.rotary import rotate, wrap_angle
 
@@ -68,7 +68,7 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     Raises:
         ValueError: there are none, or a layer has several; the message says what was found.
     """
-    from sympow.hf.swapped_attention import SwappedAttention
+    from sympow.hf.swap.swapped_attention import SwappedAttention
 
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():

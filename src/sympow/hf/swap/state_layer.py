@@ -11,7 +11,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from sympow.generation.cache import CachePolicy, Room, closed, empty_window
-from sympow.hf.cache import Segment, uncompiled
+from sympow.hf.model.cache import Segment, uncompiled
 from sympow.layers.gates import VectorGate
 from sympow.layers.mixers import ConformalAttention, LayerCache
 from sympow.ops.state import State

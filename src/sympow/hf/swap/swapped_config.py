@@ -26,7 +26,7 @@ class SwappedConfig(PreTrainedConfig):
         Raises:
             ValueError: `sympow_attention` is missing or does not name the type of the original model.
         """
-        from sympow.hf.swapping import swapped_config_class
+        from sympow.hf.swap.swapping import swapped_config_class
 
         record = config_dict.get("sympow_attention")
         kind = record.get("base_model_type") if isinstance(record, dict) else None
