@@ -9,7 +9,7 @@ import types
 import unittest
 
 import sympow  # noqa: F401 - makes the Auto classes know the models
-from sympow.hf.swap.swapping import (
+from sympow.hf.swap.classes import (
     SympowLlamaConfig,
     SympowLlamaForCausalLM,
     SympowLlamaForSequenceClassification,

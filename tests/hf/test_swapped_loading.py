@@ -157,7 +157,7 @@ def test_a_swapped_model_is_pickled(swapped, tokens):
 def test_transformers_finds_the_class_by_its_name(swapped):
     kind = type(swapped())
     assert transformers.SympowLlamaForCausalLM is kind
-    from sympow.hf.swap.swapping import SympowLlamaConfig, SympowLlamaForCausalLM
+    from sympow.hf.swap.classes import SympowLlamaConfig, SympowLlamaForCausalLM
 
     assert SympowLlamaForCausalLM is kind
     assert kind.config_class is SympowLlamaConfig

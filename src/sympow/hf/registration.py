@@ -16,11 +16,14 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+# The model type in configs of pretrained models with swapped attention; that of our own is in `SympowConfig`.
+SWAPPED_TYPE = "sympow_swapped"
+
 MODELS, LAYERS = "transformers.models.auto.modeling_auto", "transformers.modeling_layers"
 # Module of transformers → the modules here that register something with it. Our models need both MODELS and LAYERS. If
 # a model of transformers is imported by its own name, transformers imports MODELS while it executes LAYERS.
 REGISTRARS = {
-    "transformers.models.auto.configuration_auto": ("sympow.hf.model.config", "sympow.hf.swap.swapped_config"),
+    "transformers.models.auto.configuration_auto": ("sympow.hf.model.config", "sympow.hf.swap.classes"),
     MODELS: ("sympow.hf.model.modeling",),
     LAYERS: ("sympow.hf.model.modeling",),
     "transformers.modeling_utils": ("sympow.hf.swap.attention_function",),

@@ -20,7 +20,7 @@ from sympow.hf.model.conversion import (
     from_fast_tokenizer,
     to_native,
 )
-from sympow.hf.swap.swapped_config import MODEL_TYPE
+from sympow.hf.registration import SWAPPED_TYPE
 from sympow.hf.swap.swapped_gpt import SwappedGPT
 from sympow.hf.without_code import load_without_code
 from sympow.model.gpt import GPT
@@ -55,7 +55,7 @@ def load_gpt(folder: Path | str, device: torch.device | str = "cpu", dtype: torc
         ValueError: the model is of another kind, or damaged.
     """
     folder = Path(folder)
-    if _check_kind(folder) == MODEL_TYPE:
+    if _check_kind(folder) == SWAPPED_TYPE:
         return _load_swapped(folder, device, dtype)
     model = to_native(folder)
     return model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
@@ -69,14 +69,14 @@ def load_tokenizer_of_folder(folder: Path | str, ends: Iterable[int] = ()) -> tu
     """
     kind = _check_kind(Path(folder))
     fast = load_without_code(AutoTokenizer, folder)
-    return from_fast_tokenizer(fast, own_beginning=kind == MODEL_TYPE, ends=ends), fast
+    return from_fast_tokenizer(fast, own_beginning=kind == SWAPPED_TYPE, ends=ends), fast
 
 
 def _check_kind(folder: Path) -> str:
     """The type of a folder's model, if it has symmetric power attention."""
     config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in (MODEL_TYPE, SympowConfig.model_type):
+    if kind not in (SWAPPED_TYPE, SympowConfig.model_type):
         raise ValueError(
             f"{folder} holds a model of type {kind!r}, which has no symmetric power attention: convert it first, by "
             f"sympow convert {folder} --data … --out …"

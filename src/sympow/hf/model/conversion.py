@@ -24,7 +24,7 @@ from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.modeling import SympowForCausalLM
-from sympow.hf.swap.swapped_config import MODEL_TYPE
+from sympow.hf.registration import SWAPPED_TYPE
 from sympow.hf.without_code import load_without_code
 from sympow.model.gpt import GPT
 from sympow.model.storage import CONFIG_FILE, load_model, save_model
@@ -221,7 +221,7 @@ def _existing(folder: Path | str) -> Path:
         raise ValueError(f"{folder} holds no model of transformers{hint}: {TRANSFORMERS_CONFIG_FILE} is missing")
     config = read_json(folder / TRANSFORMERS_CONFIG_FILE)
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind == MODEL_TYPE:
+    if kind == SWAPPED_TYPE:
         raise ValueError(
             f"{folder} holds a model with swapped attention, which has no native counterpart: `sympow generate` and "
             "`sympow serve` take it as it is, as does AutoModelForCausalLM of transformers after `import sympow`"

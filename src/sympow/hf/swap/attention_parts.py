@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from sympow.hf.swap.attention_function import UNSUPPORTED
+from sympow.hf.swap.swapped_attention import SwappedAttention
 from sympow.layers.projections import FusedProjections, Projections, SeparateProjections
 from sympow.ops.rotary import rotate, wrap_angle
 
@@ -68,8 +69,6 @@ def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
     Raises:
         ValueError: there are none, or a layer has several; the message says what was found.
     """
-    from sympow.hf.swap.swapped_attention import SwappedAttention
-
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         children = dict(module.named_children())

@@ -17,9 +17,9 @@ from torch.nn.functional import linear
 from transformers import DynamicCache, PreTrainedModel
 
 from sympow.hf.swap.attention_parts import attention_modules
+from sympow.hf.swap.record import SwapRecord
 from sympow.hf.swap.state_layer import StateLayer
 from sympow.hf.swap.swapped_attention import MASK, SwappedAttention
-from sympow.hf.swap.swapping import SwapRecord
 from sympow.layers.mixers import ConformalAttention, LayerCache, LayerState
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT, ModelState, project_features

@@ -1,12 +1,4 @@
-"""`swap_attention`: symmetric power attention in a pretrained softmax transformer, and how such a model is saved.
-
-A swapped model is of a class of its own, made from the model's class, with a config class made from its config's:
-`SympowLlamaForCausalLM` with `SympowLlamaConfig`. All these configs have one model type, "sympow_swapped", and a field
-`sympow_attention` that says which layers were swapped and with what. So transformers without sympow refuses a saved
-folder, instead of loading a softmax model with the same weights. One model type and not one for each architecture,
-because it can then be registered without importing any of them: the stand-in `SwappedConfig` makes the classes when a
-folder is loaded.
-"""
+"""`swap_attention`: symmetric power attention in a pretrained softmax transformer."""
 
 from __future__ import annotations
 
@@ -14,71 +6,22 @@ import copy
 import gc
 import inspect
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from typing import Any, Literal
 
-import torch
-import transformers
 from torch import nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-    modeling_utils,
-)
+from transformers import PreTrainedModel
 
 from sympow.checks import check_choice
 from sympow.generation.cache import CACHE_POLICIES, CachePolicy
-from sympow.hf.model.modeling import initialize_own_module
-from sympow.hf.registration import publish
-from sympow.hf.swap.attention_parts import AttentionParts, attention_modules, read_attention
-from sympow.hf.swap.state_layer import state_layer
-from sympow.hf.swap.swapped_attention import SwappedAttention, install_hooks
-from sympow.hf.swap.swapped_config import MODEL_TYPE
-from sympow.settings import GATES, INITIAL_GATE, LEARNED_GATES, Backend, Form, check_initial_gate
-
-AUTO_CLASSES = (AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification)
+from sympow.hf.swap.attention_parts import attention_modules, read_attention
+from sympow.hf.swap.classes import change_classes, swapped_config_class
+from sympow.hf.swap.placement import make_layer, put_layers
+from sympow.hf.swap.record import SwapRecord
+from sympow.hf.swap.swapped_attention import SwappedAttention
+from sympow.settings import GATES, INITIAL_GATE, Backend, Form, check_initial_gate
 
 Layers = Literal["all", "every-other"] | list[int] | tuple[int, ...] | range
-
-
-@dataclass(frozen=True)
-class SwapRecord:
-    """What a config says about a swap, as its field `sympow_attention`.
-
-    Attributes:
-        base_model_type: the model type of the softmax model.
-        layers: indices of the layers that were swapped.
-        others: as in `swap_attention`.
-    """
-
-    base_model_type: str
-    layers: tuple[int, ...]
-    power: int
-    gating: str
-    rotary: str
-    initial_gate: float
-    form: Form
-    backend: Backend
-    chunk_size: int | None
-    cache_policy: CachePolicy
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> SwapRecord:
-        """The record in a config.
-
-        Raises:
-            ValueError: there is none, or it is damaged.
-        """
-        values = getattr(config, "sympow_attention", None)
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != names:
-            raise ValueError(f"sympow_attention in the config must have {', '.join(sorted(names))}; got {values!r}")
-        return cls(**{**values, "layers": tuple(values["layers"])})
 
 
 def swap_attention(
@@ -142,14 +85,14 @@ def swap_attention(
         chunk_size=chunk_size,
         cache_policy=cache_policy,
     )
-    _put(model, made)
+    put_layers(model, made)
     before, after = model.config, copy.deepcopy(model.config)
     after.__class__ = swapped_config_class(type(before))
     after.sympow_attention = {**asdict(record), "layers": list(record.layers)}
     holders: list[Any] = [module for module in model.modules() if getattr(module, "config", None) is before]
     for module in holders:
         module.config = after
-    _change_classes(model)
+    change_classes(model)
     return model
 
 
@@ -203,7 +146,7 @@ def _prepare(
         **others,
     )
     # All are made before any is put in place, so that an error leaves the model as it was.
-    return record, {index: _make_layer(part, index, record) for index, part in parts.items()}
+    return record, {index: make_layer(part, index, record) for index, part in parts.items()}
 
 
 def swapped_layers(model: nn.Module) -> list[int]:
@@ -213,171 +156,6 @@ def swapped_layers(model: nn.Module) -> list[int]:
         model: a model of transformers, or one that wraps it, such as peft's.
     """
     return sorted(module.layer_idx for module in model.modules() if isinstance(module, SwappedAttention))
-
-
-def __getattr__(name: str) -> Any:
-    """Classes of swapped models by their names, for `pickle` and for imports: SympowLlamaForCausalLM and others."""
-    base = getattr(transformers, name.removeprefix("Sympow"), None) if name.startswith("Sympow") else None
-    if isinstance(base, type) and issubclass(base, PreTrainedModel) and base.config_class is not None:
-        return swapped_model_class(base)
-    if isinstance(base, type) and issubclass(base, PreTrainedConfig):
-        return swapped_config_class(base)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-# Classes made so far, by those that they were made from.
-_MADE: dict[type, type[Any]] = {}
-
-
-def swapped_config_class(base: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
-    """The config class of swapped models with configs of class `base`, registered with the Auto classes."""
-    if base in _MADE:
-        return _MADE[base]
-    _MADE[base] = made = type(f"Sympow{base.__name__}", (base,), {"model_type": MODEL_TYPE, "__module__": __name__})
-    for auto in AUTO_CLASSES:
-        kind: Any = auto._model_mapping.get(base, None)
-        # Where an architecture has several classes for a task, the first is the usual one.
-        kind = kind[0] if isinstance(kind, tuple | list) else kind
-        if kind is not None:
-            auto.register(made, swapped_model_class(kind), exist_ok=True)
-    return made
-
-
-def swapped_model_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class of swapped models of class `base`."""
-    assert base.config_class is not None
-    config_class = swapped_config_class(base.config_class)
-    if base in _MADE:
-        return _MADE[base]
-
-    def initialize(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, config, *args, **kwargs)
-        _swap_by_record(self, SwapRecord.of(config))
-
-    def initialize_weights(self: PreTrainedModel, module: nn.Module) -> None:
-        if not initialize_own_module(module):
-            base._init_weights(self, module)
-
-    def prepare_cache(
-        self: Any, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **named: Any
-    ) -> Any:
-        """What `generate` calls to make a cache."""
-        result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *others, **named)  # type: ignore[attr-defined]
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            # Before the first token, since assisted generation asks the layers of a cache to record then.
-            record = SwapRecord.of(self.config)
-            # With `assistant_early_exit`, the config has for a while only the layers up to the exit.
-            layers = self.config.get_text_config().num_hidden_layers
-            for index in (index for index in record.layers if index < layers):
-                layer = state_layer(cache, index, record.cache_policy)
-                if generation_config.is_assistant:
-                    layer.activate_past_recording()
-        return result
-
-    # transformers answers these from the source of a class's module, which is that of the base.
-    asked = ("_can_set_attn_implementation", "_can_set_experts_implementation")
-    answers = {name: classmethod(lambda cls, ask=ask: ask()) for name in asked if (ask := getattr(base, name, None))}
-    _MADE[base] = made = type(
-        f"Sympow{base.__name__}",
-        (base,),
-        {
-            "__init__": initialize,
-            "_init_weights": torch.no_grad()(initialize_weights),
-            "__module__": __name__,
-            "__doc__": f"`{base.__name__}` with symmetric power attention in some or all layers (`swap_attention`).",
-            "config_class": config_class,
-            **answers,
-            **({"_prepare_cache_for_generation": prepare_cache} if issubclass(base, GenerationMixin) else {}),
-            # transformers would copy this package's source into every saved folder.
-            "register_for_auto_class": classmethod(lambda cls, auto_class=None: None),
-        },
-    )
-    # Where `__init__` registers what a class of model records (hidden states, and attentions of the layers that keep
-    # softmax), which it does not do for a model whose class is changed. The key is the name of the class; an assignment
-    # takes that name in some versions of transformers and a model in others.
-    dict.__setitem__(getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {}), str(made), base._can_record_outputs)
-    publish(made)
-    return made
-
-
-def _swap_by_record(model: PreTrainedModel, record: SwapRecord) -> None:
-    """Swaps the layers of a new model that is to be loaded or initialized, usually on the meta device."""
-    found = attention_modules(model)
-    missing = [index for index in record.layers if index not in found]
-    if missing:
-        raise ValueError(
-            f"sympow_attention in the config must name layers of the model, 0 to {len(found) - 1}; got {missing}"
-        )
-    # The base model of some classes is made by an Auto class, which has swapped its layers.
-    chosen = [index for index in record.layers if not isinstance(found[index], SwappedAttention)]
-    made = {index: _make_layer(read_attention(model, index, found[index]), index, record) for index in chosen}
-    _put(model, made)
-    _change_classes(model)
-
-
-def _make_layer(parts: AttentionParts, index: int, record: SwapRecord) -> SwappedAttention:
-    how = parts.projections
-    if record.rotary != "none" and parts.rates is None:
-        raise ValueError(f"rotary must be 'none' for a model without a rotary embedding, got {record.rotary!r}")
-    return SwappedAttention.from_projections(
-        parts.modules["q"],
-        parts.modules.get("k"),
-        parts.modules.get("v"),
-        parts.modules["o"],
-        width=parts.width,
-        heads=how.heads,
-        key_value_heads=how.key_value_heads,
-        head_dim=how.head_dim,
-        rates=None if record.rotary == "none" else parts.rates,
-        rotary=record.rotary,
-        pairs="half",
-        q_norm=parts.modules.get("q_norm"),
-        k_norm=parts.modules.get("k_norm"),
-        out_dropout=parts.modules.get("out_dropout"),
-        names=parts.names,
-        power=record.power,
-        gating=record.gating,
-        initial_gate=record.initial_gate if record.gating in LEARNED_GATES else None,
-        form=record.form,
-        backend=record.backend,
-        chunk_size=record.chunk_size,
-        layer_idx=index,
-        cache_policy=record.cache_policy,
-    )
-
-
-def _put(model: PreTrainedModel, made: dict[int, SwappedAttention]) -> None:
-    """Puts layers in the place of those that they take over from."""
-    found = attention_modules(model)
-    places = {id(module): name for name, module in model.named_modules()}
-    for index, layer in made.items():
-        before = found[index]
-        parent, _, name = places[id(before)].rpartition(".")
-        setattr(model.get_submodule(parent), name, layer.train(before.training))
-    whole = all(isinstance(module, SwappedAttention) for module in attention_modules(model).values())
-    install_hooks(model, model.base_model, whole=whole)
-
-
-def _change_classes(model: PreTrainedModel) -> None:
-    """Gives a model and its base model the classes of swapped models, and says which modules stay in float32.
-
-    Errors of gates and rotations accumulate over a sequence; in float32 these small modules cost nothing. They are
-    named with their parent, since transformers also finds a name inside of others, such as gate in gate_proj.
-    """
-    for module in list(model.modules()):
-        layers = [layer for layer in module.modules() if isinstance(layer, SwappedAttention)]
-        if not isinstance(module, PreTrainedModel) or not layers:
-            continue
-        if type(module) not in _MADE.values():
-            module.__class__ = swapped_model_class(type(module))
-        parameters = [
-            f"{part}.{name.partition('.')[0]}"
-            for layer in layers
-            for part in ("gate", "rotation")
-            for name, _ in layer.get_submodule(part).named_parameters()
-        ]
-        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), *parameters}
 
 
 def _models_around(model: PreTrainedModel) -> set[str]:
