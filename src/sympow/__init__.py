@@ -7,7 +7,6 @@ used: torch takes seconds to import, and some commands do not need it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sympow.hf.registration import register_with_transformers
 
 if TYPE_CHECKING:
     from sympow.layers import ConformalAttention
@@ -60,7 +59,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBPACKAGES})
-
-
-register_with_transformers()
-del register_with_transformers

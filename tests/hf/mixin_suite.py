@@ -8,7 +8,6 @@ import sys
 import types
 import unittest
 
-import sympow  # noqa: F401 - makes the Auto classes know the models
 from sympow.hf import SympowConfig, SympowForCausalLM, SympowForSequenceClassification, SympowModel
 
 for name, mixin in (("exporters.test_export", "ExportTesterMixin"), ("generation.test_utils", "GenerationTesterMixin")):

@@ -204,7 +204,7 @@ def test_in_another_process_a_swapped_model_is_loaded(swapped, tokens, tmp_path)
     model = swapped("qwen3")
     model.save_pretrained(tmp_path)
     code = (
-        "import sympow, torch, transformers; "
+        "import sympow.hf, torch, transformers; "
         f"model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}); "
         "print(type(model).__name__, model(torch.arange(8)[None]).logits.sum().item())"
     )

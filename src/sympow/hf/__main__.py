@@ -12,8 +12,9 @@ import runpy
 import sys
 
 from sympow.cli.errors import Reported
+from sympow.hf import convert_to_native, convert_to_transformers
 
-CONVERSIONS = {"to-transformers": "convert_to_transformers", "to-native": "convert_to_native"}
+CONVERSIONS = {"to-transformers": convert_to_transformers, "to-native": convert_to_native}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,15 +29,12 @@ def main(arguments: list[str] | None = None) -> None:
     run.add_argument("arguments", nargs=argparse.REMAINDER)
     chosen = parser.parse_args(arguments)
     if chosen.command == "run":
-        # Importing sympow, which happened above, registers its models.
+        # The models are registered: importing this module has imported the package.
         sys.argv = [chosen.module, *chosen.arguments]
         runpy.run_module(chosen.module, run_name="__main__", alter_sys=True)
         return
     with Reported(parser.prog, parser.error):
-        from sympow import hf
-
-        # Looked up this late because it imports transformers.
-        getattr(hf, CONVERSIONS[chosen.command])(chosen.folder, chosen.out)
+        CONVERSIONS[chosen.command](chosen.folder, chosen.out)
 
 
 if __name__ == "__main__":

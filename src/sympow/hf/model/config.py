@@ -8,34 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-import transformers
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import logging
+from transformers import PreTrainedConfig
 
 from sympow.checks import check_at_least
 from sympow.model.config import GPTConfig
 from sympow.settings import MAX_RATE
-
-logger = logging.get_logger(__name__)
-
-
-def check_version(version: str) -> None:
-    """Refuses transformers before 5, and logs a warning about releases of 5 that the extra `hf` excludes.
-
-    Those are not refused: they load models and generate, but without an assistant model in some of them.
-    """
-    # A release candidate has a suffix, as in 5.17rc1.
-    release = [int(number) for number in re.findall(r"\d+", version)[:2]]
-    if release < [5]:
-        raise ImportError(f"sympow.hf needs transformers 5 or newer, found {version}", name="transformers")
-    if release < [5, 17]:
-        logger.warning(
-            "sympow.hf needs transformers 5.17 or newer for assisted generation and for removing tokens from a cache, "
-            f"found {version}"
-        )
-
-
-check_version(transformers.__version__)
 
 # Fields of `GPTConfig` → those of `SympowConfig`. The size of the MLP is missing: `GPTConfig` has a ratio.
 TRANSFORMERS_NAMES = {
@@ -200,6 +177,3 @@ class SympowConfig(PreTrainedConfig):
             words = "|".join(map(re.escape, TRANSFORMERS_NAMES))
             message = re.sub(rf"\b({words})\b", lambda match: TRANSFORMERS_NAMES[match[1]], str(error))
             raise type(error)(message) from error
-
-
-AutoConfig.register(SympowConfig.model_type, SympowConfig, exist_ok=True)

@@ -224,7 +224,7 @@ def _existing(folder: Path | str) -> Path:
     if kind == SWAPPED_TYPE:
         raise ValueError(
             f"{folder} holds a model with swapped attention, which has no native counterpart: `sympow generate` and "
-            "`sympow serve` take it as it is, as does AutoModelForCausalLM of transformers after `import sympow`"
+            "`sympow serve` take it as it is, as does AutoModelForCausalLM of transformers after `import sympow.hf`"
         )
     if kind != SympowConfig.model_type:
         raise ValueError(f"{folder} must hold a model of type {SympowConfig.model_type!r}, got {kind!r}")

@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GenerationMixin,
-    PreTrainedModel,
-)
+from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -30,7 +24,6 @@ from transformers.utils import logging
 from sympow.hf.model.cache import Segment, SympowCache, uncompiled
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.packing import check_continuation, packed_offsets
-from sympow.hf.registration import publish
 from sympow.layers.gates import LearnedGate
 from sympow.layers.mixers import LayerState
 from sympow.layers.precision import FloatLinear
@@ -467,9 +460,3 @@ def _real_tokens(attention_mask: Tensor | None, shape: torch.Size, past_length: 
     if not torch.compiler.is_compiling() and not mask.is_meta and bool(mask.all()):
         return None
     return mask
-
-
-AutoModel.register(SympowConfig, SympowModel, exist_ok=True)
-AutoModelForCausalLM.register(SympowConfig, SympowForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(SympowConfig, SympowForSequenceClassification, exist_ok=True)
-publish(SympowConfig, SympowModel, SympowForCausalLM, SympowForSequenceClassification)

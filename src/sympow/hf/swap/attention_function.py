@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from sympow.ops.interface import attention
@@ -155,7 +154,3 @@ def _check_attends_to_all(
         torch._assert_async(attends, message)
     elif not attends:
         raise ValueError(message)
-
-
-AttentionInterface.register(NAME, power_attention)
-AttentionMaskInterface.register(NAME, power_attention_mask)

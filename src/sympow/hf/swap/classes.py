@@ -15,7 +15,6 @@ import torch
 import transformers
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -183,6 +182,3 @@ def change_classes(model: PreTrainedModel) -> None:
             for name, _ in layer.get_submodule(part).named_parameters()
         ]
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), *parameters}
-
-
-AutoConfig.register(SWAPPED_TYPE, SwappedConfig, exist_ok=True)
