@@ -7,7 +7,6 @@ used: torch takes seconds to import, and some commands do not need it.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-
 if TYPE_CHECKING:
     from sympow.layers import ConformalAttention
     from sympow.model import GPT, GPTConfig

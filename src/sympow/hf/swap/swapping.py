@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import warnings
 from dataclasses import asdict
@@ -45,9 +44,10 @@ def swap_attention(
     in the new layers, which attend to all earlier tokens.
 
     Args:
-        model: a causal language model such as those of Llama, Mistral, Qwen2, Qwen3 and GPT-2, or a base model that is
-            not inside of one. Its attention is recognized by its submodules, whatever the architecture is called. Its
-            weights must not be offloaded: swap it first, save it, and load it with a device_map.
+        model: a causal language model such as those of Llama, Mistral, Qwen2, Qwen3 and GPT-2, or a base model. Give
+            the outermost one: around a base model, such as `model.model`, another would keep the config of a softmax
+            model. Attention is recognized by its submodules, whatever the architecture is called. Weights must not be
+            offloaded: swap the model first, save it, and load it with a device_map.
         power: p, even.
         layers: "all"; "every-other": layers 1, 3, 5, …; or indices. The others keep softmax, and the keys and values of
             all tokens in their cache.
@@ -115,11 +115,6 @@ def _prepare(
     check_choice("gating", gating, GATES)
     if initial_gate != INITIAL_GATE:
         check_initial_gate(initial_gate, gating)
-    if around := _models_around(model):
-        raise ValueError(
-            f"model is inside of a {' and a '.join(sorted(around))}, which would be saved with the config of a softmax "
-            "model: swap the outermost model"
-        )
     found = attention_modules(model)
     chosen = _chosen(layers, sorted(found))
     for index in chosen:
@@ -156,20 +151,6 @@ def swapped_layers(model: nn.Module) -> list[int]:
         model: a model of transformers, or one that wraps it, such as peft's.
     """
     return sorted(module.layer_idx for module in model.modules() if isinstance(module, SwappedAttention))
-
-
-def _models_around(model: PreTrainedModel) -> set[str]:
-    """Names of the classes of models that hold a base model.
-
-    A module does not know its parents, so they are looked up among all objects. Only base models are held by others.
-    """
-    if model.base_model is not model:
-        return set()
-    # Without those that are about to be freed, such as the rest of a model of which only the base model was kept.
-    gc.collect()
-    # By type and not by isinstance, which some objects answer by importing a library.
-    others = [x for x in gc.get_objects() if issubclass(type(x), PreTrainedModel) and x is not model]
-    return {type(x).__name__ for x in others if any(module is model for module in x.modules())}
 
 
 def _chosen(layers: Layers, present: list[int]) -> list[int]:
