@@ -407,8 +407,7 @@ def test_documents_too_short_for_any_passkey_are_refused_before_a_model_is_loade
 
 
 def test_the_length_is_four_times_the_training_context(tmp_path):
-    model = make_model(tmp_path / "first" / "model")
-    (tmp_path / "first" / "config.yaml").write_text("data: {context: 8}\n")
+    model = make_model(tmp_path / "first" / "model", "stdlib", context=8)
     evaluate(model, "--documents", 1, "--device", "cpu", "--out", tmp_path)
     found = json.loads((tmp_path / "evaluation.json").read_text())["models"]["first"]
     assert found["trained_at"] == 8
