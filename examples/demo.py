@@ -172,7 +172,7 @@ def write_texts(folder: Path) -> None:
 def docstrings(library: Path, module: str) -> Iterator[str]:
     """Those of a module, its classes and functions, without code; of a package, those of all its files."""
     for path in (library / f"{module}.py", *sorted((library / module).rglob("*.py"))):
-        if not path.is_file() or {"test", "tests"} & set(path.parts):
+        if not path.is_file() or {"test", "tests"} & set(path.relative_to(library).parts):
             continue
         with tokenize.open(path) as file:
             tree = ast.parse(file.read())

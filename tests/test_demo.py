@@ -55,6 +55,14 @@ def test_documentation_is_split_by_module_and_has_no_code(script, tmp_path):
     assert not any(">>>" in path.read_text("utf-8") for path in tmp_path.rglob("*.txt"))
 
 
+def test_a_python_below_a_folder_named_test_has_documentation(script, tmp_path):
+    library = tmp_path / "test" / "lib"
+    (library / "package" / "tests").mkdir(parents=True)
+    (library / "package" / "__init__.py").write_text('"""Kept."""')
+    (library / "package" / "tests" / "case.py").write_text('"""Left out."""')
+    assert list(script.docstrings(library, "package")) == ["Kept."]
+
+
 @pytest.mark.slow
 def test_a_training_that_fails_ends_the_demo_with_its_message(script, tmp_path):
     with pytest.raises(SystemExit, match=r"the training of \w+ failed:\n(.|\n)*source must be .*nothere"):
