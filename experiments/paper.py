@@ -47,7 +47,8 @@ def full_size(scale: Scale) -> list[Run]:
 
     At scale `small` this is the paper's model (12 layers, 12 heads of 64) with its learning rate, trained and evaluated
     at the paper's longest context for p = 2. Batches are four times those of the scale. Conformal is trained once more
-    with a hundredth of the gradient through β.
+    with a hundredth of the gradient through β, and gating with RoPE in the faster half of the pairs alone. Softmax and
+    gating, with RoPE in all pairs and in half of them, have a second seed.
     """
     model, run = scale.base.model, scale.base.run
     changes: dict[str, Any] = {
@@ -63,8 +64,17 @@ def full_size(scale: Scale) -> list[Run]:
     runs = [
         scale.run(variant, context=context, title=title, **changes) for variant in ("softmax", "gating", "conformal")
     ]
-    changes["rotation_gradient"] = 0.01
-    return [*runs, scale.run("conformal", context=context, title=f"{title}_gradient-0.01", **changes)]
+    runs.append(
+        scale.run("conformal", context=context, title=f"{title}_gradient-0.01", rotation_gradient=0.01, **changes)
+    )
+    for seed in scale.seeds[:2]:
+        half = {"title": f"{title}_half", "rotary_fraction": 0.5, **changes}
+        runs.append(scale.run("gating", context=context, seed=seed, **half))
+    return runs + [
+        scale.run(variant, context=context, seed=seed, title=title, **changes)
+        for seed in scale.seeds[1:2]
+        for variant in ("gating", "softmax")
+    ]
 
 
 def _panel(scale: Scale, power: int) -> list[Run]:
