@@ -15,7 +15,8 @@ from sympow.checks import check_choice, check_positive
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree
 from sympow.ops.dispatch import softmax_step_backend
 from sympow.ops.numerics import without_autocast
-from sympow.ops.sequence import Sequence, rotate_sequence
+from sympow.ops.rotation import rotate_sequence
+from sympow.ops.sequence import Sequence
 from sympow.ops.torch.softmax import CLOSED_GATE, KeyValueState, PaddedKeyValueState
 from sympow.ops.validation import check_tensors
 from sympow.settings import BACKENDS

@@ -35,7 +35,8 @@ from sympow.checks import check_bool
 from sympow.ops import interface as operator
 from sympow.ops.numerics import without_autocast
 from sympow.ops.rotary import unwrapped_phase_after, wrap_angle
-from sympow.ops.sequence import Sequence, rotate_sequence
+from sympow.ops.rotation import rotate_sequence
+from sympow.ops.sequence import Sequence
 from sympow.ops.state import State
 from sympow.ops.torch import softmax
 from sympow.ops.torch.forms import fold

@@ -17,15 +17,13 @@ import torch
 import triton
 from torch import Tensor
 
-from sympow.kernels.device_limits import is_hopper
+from sympow.kernels.device_limits import HOPPER_WIDTHS, is_hopper
 from sympow.kernels.float16_range import KeyRange, RowGradients
 from sympow.kernels.running_sums import Gates
 
 if TYPE_CHECKING:
     from sympow.kernels.hopper.common import SplitSums
 
-# Larger heads than the first of these are padded to the second with zeros; smaller ones run on the portable kernels.
-WIDTHS = (64, 128)
 # With heads of 64 the warp-specialized kernels are faster from this length on. At 4,096 tokens they take 12 % longer
 # forward and backward, at 16,384 3 % less, on an H200.
 LONG = 16_384
@@ -41,7 +39,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
         is_hopper(q.device)
         and q.dtype == k.dtype == v.dtype
         and q.dtype in (torch.bfloat16, torch.float16)
-        and all(WIDTHS[0] <= x.shape[-1] <= WIDTHS[-1] for x in (q, v))
+        and all(HOPPER_WIDTHS[0] <= x.shape[-1] <= HOPPER_WIDTHS[-1] for x in (q, v))
         and _compiled_by_this_release()
     )
 
@@ -49,7 +47,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def supports_chunks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether `chunked` supports the queries, keys and values of a chunked call, p = 2, which are not padded: bfloat16,
     since it knows no scales of states."""
-    return q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == WIDTHS[-1] and supports(q, k, v)
+    return q.dtype == torch.bfloat16 and q.shape[-1] == v.shape[-1] == HOPPER_WIDTHS[-1] and supports(q, k, v)
 
 
 def supports_key_gradient(k: Tensor, v: Tensor, block_terms: Tensor | None) -> bool:
@@ -102,7 +100,7 @@ def key_gradient(
 
 
 def _is_short(k: Tensor, v: Tensor) -> bool:
-    return k.shape[-1] == v.shape[-1] == WIDTHS[0] and k.shape[1] < LONG
+    return k.shape[-1] == v.shape[-1] == HOPPER_WIDTHS[0] and k.shape[1] < LONG
 
 
 @cache

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sympow.kernels.common import LOG2_E, aligned, flat_grid, split_program_id
+from sympow.kernels.device_limits import HOPPER_WIDTHS
 from sympow.kernels.float16_range import WEIGHT_LIMIT, exponent_to_limit, power_of_two
-from sympow.kernels.hopper import WIDTHS
 from sympow.kernels.running_sums import SCAN_BLOCK, Gates
 
 # Gluon renamed the barrier in Triton 3.7 and the copies in 3.8; the old names are gone in 3.7 and 3.9.
@@ -35,7 +35,7 @@ def head_major(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
 
 def padded_width(q: Tensor, v: Tensor) -> int:
     """Entries of a head in shared memory: TMA pads smaller heads with zeros, and does not write them back."""
-    return next(width for width in WIDTHS if width >= max(q.shape[-1], v.shape[-1]))
+    return next(width for width in HOPPER_WIDTHS if width >= max(q.shape[-1], v.shape[-1]))
 
 
 def blocks_of(x: Tensor, block: list[int]) -> TensorDescriptor:

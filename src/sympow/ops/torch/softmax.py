@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from sympow.ops.compilation import TensorRecord, conv_shape, register_as_pytree, slices
-from sympow.ops.sequence import Sequence, rotate_sequence, run_documents
+from sympow.ops.rotation import rotate_sequence
+from sympow.ops.sequence import Sequence, run_documents
 from sympow.ops.torch.products import recompute
 from sympow.ops.validation import check_documents, check_tensors, document_offsets
 
