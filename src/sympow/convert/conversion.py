@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from sympow.convert.config import FREE, ConvertConfig
 from sympow.convert.evaluation import Evaluation, LossAtContext, evaluate, held_out_sequences
@@ -84,7 +85,7 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
     """
     if under_torchrun():
         raise ValueError("convert runs in one process, on one device; it was started by torchrun")
-    needed = {"transformers": "hf", "safetensors": "hf", "matplotlib": "report"}
+    needed = {"transformers": "hf", "matplotlib": "report"}
     if config.execution.tensorboard:
         needed["tensorboard"] = "train"
     if config.recipe.lora:
@@ -308,7 +309,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
     try:
         with naming(folder):
             yield unfinished
-    except require("safetensors", "hf").SafetensorError as error:
+    except SafetensorError as error:
         raise OSError(f"{folder} could not be written: {error}") from error
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.data.tokenizer import Tokenizer
-from sympow.extras import require
 from sympow.generation.text import TextModel
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.conversion import (
@@ -91,12 +91,11 @@ def _ends(model: SwappedGPT) -> list[int]:
 
 
 def _load_swapped(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
-    damage = require("safetensors", "hf").SafetensorError
     try:
         # Missing tensors, which transformers would initialize at random, are reported rather than ignored.
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, told = load_without_code(AutoModelForCausalLM, folder, dtype=dtype or "auto", **options)
-    except damage as error:
+    except SafetensorError as error:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
     check_whole(folder, told)
     return SwappedGPT(model.to(device)).eval()

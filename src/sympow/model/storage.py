@@ -8,9 +8,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sympow.extras import require
 from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
@@ -31,8 +32,8 @@ def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tens
     contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
     unfinished = folder / f"{WEIGHTS_FILE}.unfinished"
     try:
-        require("safetensors.torch", "train").save_file(contiguous, str(unfinished))
-    except require("safetensors", "train").SafetensorError as error:
+        save_file(contiguous, str(unfinished))
+    except SafetensorError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}") from error
     unfinished.replace(folder / WEIGHTS_FILE)
@@ -91,12 +92,10 @@ def _read_config(path: Path) -> GPTConfig:
 
 
 def _read_weights(path: Path, device: torch.device | str) -> dict[str, Tensor]:
-    damage = require("safetensors", "train").SafetensorError
     try:
-        weights: dict[str, Tensor] = require("safetensors.torch", "train").load_file(str(path), device=str(device))
-    except damage as error:
+        return load_file(str(path), device=str(device))
+    except SafetensorError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    return weights
 
 
 def _check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

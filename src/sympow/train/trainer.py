@@ -519,8 +519,6 @@ def fast_float32(precision: str, place: Place) -> Iterator[None]:
 def _check_extras(config: TrainConfig) -> None:
     """Requires the optional packages of a run before it starts."""
     needed = {"yaml": "train"}
-    if config.run.save:
-        needed["safetensors"] = "train"
     if config.run.tensorboard:
         needed["tensorboard"] = "train"
     if config.run.wandb:

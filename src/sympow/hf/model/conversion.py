@@ -9,6 +9,7 @@ from typing import Any
 
 import tokenizers
 import torch
+from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from sympow.data.tokenizer import (
@@ -20,7 +21,6 @@ from sympow.data.tokenizer import (
     Tokenizer,
     load_tokenizer,
 )
-from sympow.extras import require
 from sympow.files import check_can_write
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.modeling import SympowForCausalLM
@@ -179,12 +179,11 @@ def _load_whole(folder: Path) -> SympowForCausalLM:
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape.
     """
-    damage = require("safetensors", "hf").SafetensorError
     try:
         # Wrong shapes are then reported with the missing and unknown tensors, rather than raised.
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, told = load_without_code(SympowForCausalLM, folder, **options)
-    except damage as error:
+    except SafetensorError as error:
         raise ValueError(f"{folder} has weights that cannot be read: {error}") from error
     check_whole(folder, told)
     assert isinstance(model, SympowForCausalLM)
