@@ -73,9 +73,9 @@ def test_a_figure_that_did_not_fit_on_the_disk_is_named(tmp_path):
     assert caught.value.filename == str(tmp_path / "figure.png")
 
 
-def test_a_config_of_a_model_that_did_not_fit_is_named(tmp_path, monkeypatch):
+def test_a_model_that_did_not_fit_is_named(tmp_path, monkeypatch):
     config = GPTConfig(vocab_size=257, layers=1, width=16, heads=2)
     monkeypatch.setattr("os.fsync", no_space)
     with pytest.raises(OSError, match="No space left on device") as caught:
         save_model(tmp_path, config, GPT(config).state_dict())
-    assert caught.value.filename == str(tmp_path / "model.json")
+    assert caught.value.filename == str(tmp_path / "model.safetensors")

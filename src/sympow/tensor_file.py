@@ -50,23 +50,36 @@ def save(path: str | os.PathLike[str], form: str, tensors: Mapping[str, Tensor],
         tensors: by name.
         words: strings by name, stored as metadata.
     """
+    contents = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    words = {**words, FORM: form}
+    write(path, contents, {**words, CHECKSUM: _checksum(contents, words)})
+
+
+def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> None:
+    """Writes a file of safetensors, which replaces an existing one once it is complete.
+
+    Of the package's own writers serialize holds the tensors in memory twice more, serialize_file puts a file that only
+    its owner can read in place of whatever is there, a device or a link, and those of safetensors.torch need NumPy.
+
+    Args:
+        tensors: by name.
+        words: strings by name, stored as metadata.
+    """
     # The widest dtypes first, so that each tensor is aligned to its element size.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    contents = {name: tensors[name].detach().cpu().contiguous() for name in order}
-    words = {**words, FORM: form}
-    header: dict[str, Any] = {"__metadata__": {**words, CHECKSUM: _checksum(contents, words)}}
+    header: dict[str, Any] = {"__metadata__": dict(words)}
     end = 0
-    for name, tensor in contents.items():
-        begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name in order:
+        begin, end = end, end + tensors[name].nbytes
+        dtype, shape = DTYPES[tensors[name].dtype], list(tensors[name].shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    # Not by safetensors.serialize, which holds the contents in memory twice more, nor by serialize_file, which puts a
-    # file that only its owner can read in place of whatever is there, a device or a link.
     with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in contents.values():
-            file.write(_bytes_of(tensor))
+        for name in order:
+            contiguous = tensors[name].detach().cpu().contiguous()
+            file.write(_bytes_of(contiguous))
 
 
 def load(path: str | os.PathLike[str], form: str) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from sympow import tensor_file
 from sympow.files import write_atomically
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
@@ -29,14 +30,7 @@ def save_model(folder: Path | str, config: GPTConfig, weights: Mapping[str, Tens
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-    unfinished = folder / f"{WEIGHTS_FILE}.unfinished"
-    try:
-        save_file(contiguous, str(unfinished))
-    except SafetensorError as error:
-        unfinished.unlink(missing_ok=True)
-        raise OSError(f"{folder / WEIGHTS_FILE} could not be written: {error}") from error
-    unfinished.replace(folder / WEIGHTS_FILE)
+    tensor_file.write(folder / WEIGHTS_FILE, weights, {})
     write_atomically(folder / CONFIG_FILE, (json.dumps(asdict(config), indent=2) + "\n").encode())
 
 
