@@ -1,18 +1,20 @@
-"""Time until a run of two processes ends after one fails: with the heartbeat, and with torch.distributed alone.
+"""Time until a run of two processes ends after one fails: with the heartbeat, and with what torch offers for it.
 
     python benchmarks/failure_detection.py --timeout 60
 
 For each case the script starts torchrun on the CPU (Gloo), makes rank 1 fail at step 5, and prints how long rank 0 and
-torchrun kept running after that and what they reported. `--timeout` is both `--hang-after` of the heartbeat and the
-timeout of torch.distributed, whose default is 1,800 s for Gloo and 600 s for NCCL. Failures: "killed" (SIGKILL),
-"stopped" (SIGSTOP, which looks like a lost machine), "sleeps" (the main thread hangs), "none" (the cost of the
-heartbeat) and "restarts" (two torchrun agents, one of which restarts a killed process; with and without sympow's
-rendezvous).
+torchrun kept running after that and what they reported. Failures: "killed" (SIGKILL), "stopped" (SIGSTOP, which looks
+like a lost machine), "sleeps" (the main thread hangs), "none" (the cost of the detection) and "restarts" (two torchrun
+agents, one of which restarts a killed process; with and without sympow's rendezvous). Detections: "heartbeat";
+"timeout", that of torch.distributed, by default 1,800 s for Gloo and 600 s for NCCL; "barrier", a monitored barrier
+before every step, with a traceback of each process that makes no progress. `--timeout` is that of the detection, for
+the heartbeat `--hang-after`.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import re
 import signal
@@ -29,13 +31,15 @@ from typing import Any
 
 FAILING_STEP = 5
 RUN = "--layers 1 --width 32 --heads 2 --context 64 --batch-tokens 256 --no-tensorboard --device cpu"
+DETECTIONS = ("heartbeat", "timeout", "barrier")
 FAILURES = ("killed", "stopped", "sleeps", "none", "restarts")
 
 
 class NoHeartbeat:
     """Replaces the heartbeat."""
 
-    def __init__(self, *_: object) -> None: ...
+    def __init__(self, place: object, stop: object, hang_after: float) -> None:
+        self.timeout = hang_after
 
     def __enter__(self) -> NoHeartbeat:
         return self
@@ -45,6 +49,16 @@ class NoHeartbeat:
     def report_progress(self, **_: object) -> None: ...
 
 
+class Barrier(NoHeartbeat):
+    """Replaces the heartbeat by what torch and Python have."""
+
+    def report_progress(self, **_: object) -> None:
+        faulthandler.dump_traceback_later(self.timeout)
+
+    def __exit__(self, *_: object) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def worker(failure: str, detection: str, timeout: float, notes: Path, arguments: list[str]) -> None:
     """One process of the run; rank 1 fails."""
     import torch.distributed as dist
@@ -52,10 +66,11 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
     import sympow.cli.train
     from sympow.train import distributed, heartbeat, trainer
 
-    if detection == "timeout":
-        trainer.Heartbeat = NoHeartbeat  # type: ignore[attr-defined,assignment]
+    if detection != "heartbeat":
+        trainer.Heartbeat = NoHeartbeat if detection == "timeout" else Barrier  # type: ignore[attr-defined,assignment]
         distributed.torchrun_hosts_store = lambda: False
         dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=timeout))
+    barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
     rank, step, thread = int(os.environ["RANK"]), trainer._Run.step, heartbeat.Heartbeat._run
     (notes / f"pid{rank}").write_text(str(os.getpid()))
 
@@ -65,6 +80,8 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
             if failure == "sleeps":
                 time.sleep(1e6)
             os.kill(os.getpid(), signal.SIGSTOP if failure == "stopped" else signal.SIGKILL)
+        if detection == "barrier":
+            barrier()
         return step(self, batch)
 
     def timed(self: Any) -> None:
@@ -74,8 +91,12 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
         print(f"cost: rank {rank}, thread {time.thread_time() / (time.monotonic() - began):.2%} of a core, "
               f"{report * 1e6:.2f} µs a progress report")  # fmt: skip
 
+    def timed_barrier(self: Any, *_: object) -> None:
+        print(f"cost: rank {rank}, {timeit.timeit(barrier, number=1_000) * 1e3:.0f} µs a monitored barrier")
+
     if failure == "none":
         heartbeat.Heartbeat._run = timed  # type: ignore[method-assign]
+        Barrier.__exit__ = timed_barrier  # type: ignore[method-assign]
     else:
         trainer._Run.step = failing  # type: ignore[method-assign]
     sys.argv = ["sympow.train", *arguments]
@@ -114,7 +135,8 @@ def run(failure: str, detection: str, timeout: float) -> str:
         said = (notes / "log").read_text()
         steps = (notes / "run" / "metrics.jsonl").read_text().count("\n")
     codes = [process.returncode for process in started]
-    reported = re.compile(r"cost: |stopped: |Root Cause|RuntimeError|Timed out|rank *:|exitcode *:|resumed from")
+    marks = r"cost: |stopped: |monitoredBarrier|Timeout \(|RuntimeError|Timed out|rank *:|exitcode *:|resumed from"
+    reported = re.compile(marks + "|Root Cause|File .*failure_detection")
     lines = "\n".join(f"    {line.strip()[:200]}" for line in said.splitlines() if reported.search(line))
     times = f"rank 0 after {survived or ended:.1f} s, torchrun {codes} after {ended:.1f} s, {steps} steps"
     return f"{failure}, {detection}, {timeout:.0f} s: {times}\n{lines.replace(folder, '')}"
@@ -134,9 +156,7 @@ if __name__ == "__main__":
         parser = argparse.ArgumentParser()
         parser.add_argument("--timeout", type=float, default=60.0)
         parser.add_argument("--failures", nargs="+", choices=FAILURES, default=FAILURES)
-        parser.add_argument(
-            "--detections", nargs="+", choices=("heartbeat", "timeout"), default=("heartbeat", "timeout")
-        )
+        parser.add_argument("--detections", nargs="+", choices=DETECTIONS, default=DETECTIONS)
         given = parser.parse_args()
         for failure in given.failures:
             for detection in given.detections:

@@ -1,48 +1,43 @@
 """A heartbeat between the processes of a run: when one dies or hangs, the others end and name it.
 
 torch.distributed alone ends a run when a collective times out (after 30 minutes with Gloo, 10 with NCCL), and its error
-names the processes that waited, not the one they waited for. Here each process has a thread that increments a counter
-in the TCPStore once a second. Rank 0 monitors the counters of all ranks, and all ranks that of rank 0. A counter that
-stands still means a dead process. Whoever notices writes a verdict to the store, and all processes that read it end.
+names the processes that waited, not the one they waited for. Its timeout cannot be short, since a step or a save may
+take longer than a lost machine should be waited for. So here each process has a thread, which runs on while the main
+thread works, waits or hangs. Once a second it writes a report to the TCPStore: how far the main thread is, and where.
+Rank 0 reads all reports, the others read that of rank 0.
 
-The thread of a process keeps running while its main thread hangs. So the main thread also counts its own progress. All
-processes report progress at the same places in the code; the one that hangs has reported less than those that wait for
-it.
+A report that stays the same means a dead process. If no process makes progress, one of them hangs and the others wait
+for it: it has made less progress, since all report progress at the same places in the code. Rank 0 writes its verdict
+into its own report, and all processes that read it end.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-
-from sympow.train.distributed import Place, connect_store, torchrun_hosts_store
+from sympow.train.distributed import Place, connect_store, from_all_processes, torchrun_hosts_store
 from sympow.train.signals import StopRequest
 
 INTERVAL = 1.0
-# A process without a heartbeat for this many seconds counts as dead.
+# A process without a new report for this many seconds counts as dead.
 DEAD_AFTER = 30.0
-# The same once a process has reported an error that a dead process may have caused.
+# The same once a process has had an error that a dead process may have caused.
 DEAD_AFTER_ERROR = 5.0
 # Seconds that the main thread has to end by itself once a verdict is known.
 EXIT_GRACE = 5.0
 # Seconds that the main thread has to reach its next progress report after a stop signal; longer if a step takes longer.
 # torchrun sends SIGKILL 30 s after SIGTERM.
 STOP_GRACE = 20.0
-# Seconds within which all ranks report their progress when rank 0 asks.
-REPORT_WITHIN = 4 * INTERVAL
-VERDICT = "verdict"
-PROGRESS_REQUEST = "progress_request"
-ERROR_REPORTED = "error_reported"
 
 
 class LostProcessError(RuntimeError):
@@ -50,7 +45,7 @@ class LostProcessError(RuntimeError):
 
 
 class Heartbeat:
-    """While the block runs, this process sends its heartbeat and monitors those of others.
+    """While the block runs, this process reports how far it is, and reads the reports of others.
 
     Args:
         place: of this process. A run of one process has no heartbeat.
@@ -60,49 +55,46 @@ class Heartbeat:
 
     def __init__(self, place: Place, stop: StopRequest, hang_after: float) -> None:
         self._place, self._stop, self._hang_after = place, stop, hang_after
-        self._name = f"rank {place.rank} (process {os.getpid()} on {socket.gethostname()})"
-        self._all_started, self._closed = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
         self._main_thread = threading.get_ident()
         self._progress, self._progress_at, self._longest, self._saving = 0, time.monotonic(), 0.0, False
-        self._requested_at_progress: int | None = None
-        self._requested_at = 0.0
+        self._stopped_at: float | None = None
+        # What the report says besides. Trouble: what ends the run, as a predicate of this process.
+        self._beats, self._done, self._suspects, self._trouble = 0, False, False, ""
+        # Each process's last report, and the progress of all, with the time since which they have been the same.
+        self._seen: dict[int | str, tuple[object, float]] = {}
+        # Why the run ends; empty: all processes are done.
         self._verdict: str | None = None
+        # Set by the main thread as it begins to leave the block and as it has left it, by the other one for a verdict.
+        self._leaving, self._left, self._decided = threading.Event(), threading.Event(), threading.Event()
 
     def __enter__(self) -> Self:
         if self._place.world_size > 1:
-            # One connection for each thread: a request blocks its connection until the store answers.
-            timeout = timedelta(seconds=DEAD_AFTER)
-            self._store, self._main_store = (connect_store(self._place.attempt, "heartbeat", timeout) for _ in range(2))
-            self._store.set(_name_key(self._place.rank), self._name)
-            self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
-            self._thread.start()
-            # Monitoring starts when all ranks have stored their names.
-            dist.barrier()
-            self._all_started.set()
+            self._store = connect_store(self._place.attempt, "heartbeat", timedelta(seconds=DEAD_AFTER))
+            self._write_report()
+            # Also waits until all reports are there.
+            self._names = from_all_processes(
+                f"rank {self._place.rank} (process {os.getpid()} on {socket.gethostname()})", self._place
+            )
+            threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
             self.report_progress()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._thread is None:
+        if self._place.world_size == 1:
             return
+        # Errors of torch.distributed are RuntimeErrors. Any such may be caused by the death of another process.
+        self._done, self._suspects = error is None, isinstance(error, RuntimeError)
+        self._leaving.set()
         if error is None:
-            self._main_store.set(_finished_key(self._place.rank), "")
-            # Rank 0 may host the store, so it leaves last.
-            while self._place.first and not all(self._main_store.check([_finished_key(r)]) for r in self._others):
-                time.sleep(INTERVAL / 50)
-            self._close()
-            return
-        # Errors of these types originate in this process. Any other may be caused by the death of another one.
-        kinds = ValueError | TypeError | ArithmeticError | OSError | KeyboardInterrupt | SystemExit
-        own = isinstance(error, kinds) and not isinstance(error, ConnectionError | TimeoutError)
-        verdict = None if own else self._wait_for_verdict()
-        self._close()
-        if verdict is not None:
-            raise LostProcessError(verdict) from error
-        _set_first(self._main_store, VERDICT, f"{self._name} failed: {error!r}")
+            self._decided.wait()
+        elif not self._suspects or not self._decided.wait(DEAD_AFTER_ERROR + 5 * INTERVAL):
+            self._trouble = f"failed: {error!r}"
+            self._decided.wait(3 * INTERVAL)
+        self._left.set()
+        if self._verdict and not self._trouble:
+            raise LostProcessError(self._verdict) from error
 
     def report_progress(self, *, saving: bool = False) -> None:
         """Called by the main thread at the same places in all processes.
@@ -116,112 +108,91 @@ class Heartbeat:
             self._longest = max(self._longest, now - self._progress_at)
         self._progress, self._progress_at, self._saving = self._progress + 1, now, saving
 
-    @property
-    def _others(self) -> range:
-        return range(1, self._place.world_size)
-
-    def _close(self) -> None:
-        self._closed.set()
-        assert self._thread is not None
-        self._thread.join()
-
-    def _wait_for_verdict(self) -> str | None:
-        """Waits until a process is known to be dead; None if all turn out to be alive."""
-        if self._verdict is not None:
-            # The process that hosts the store may have ended by now.
-            return self._verdict
-        _set_first(self._main_store, ERROR_REPORTED, "yes")
-        end = time.monotonic() + DEAD_AFTER_ERROR + 5 * INTERVAL
-        while time.monotonic() < end:
-            try:
-                if self._main_store.check([VERDICT]):
-                    return self._main_store.get(VERDICT).decode()
-            except RuntimeError:
-                return _store_is_lost()
-            time.sleep(INTERVAL / 4)
-        return None
-
     def _run(self) -> None:
-        """The thread: sends heartbeats, monitors others, and ends the process after a verdict."""
-        seen: dict[int, tuple[int, float]] = {}
-        stopped_at = None
-        while self._verdict is None and not self._closed.wait(INTERVAL):
+        """The thread: exchanges reports until there is a verdict, and then ends the process."""
+        while self._verdict is None:
+            if self._leaving.wait(INTERVAL):
+                time.sleep(INTERVAL / 50)
             try:
-                stop_signal = self._stop.arrived()
-                if stop_signal is not None:
-                    stopped_at = stopped_at or time.monotonic()
-                    if self._ignores_stop(stopped_at):
-                        blocked = f"received {stop_signal} but stays blocked in {self._location()}"
-                        _set_first(self._store, VERDICT, f"{self._name} {blocked}; ended without a checkpoint")
-                self._store.add(_beat_key(self._place.rank), 1)
-                if self._all_started.is_set():
-                    self._find_dead(seen)
-                    self._find_hanging()
-                if self._store.check([VERDICT]):
-                    self._verdict = self._store.get(VERDICT).decode()
+                self._verdict = self._read_reports()
+                self._write_report()
             except RuntimeError:
-                self._verdict = _store_is_lost()
-        # The main thread may have failed for the same reason and be about to raise. Rank 0, which may host the store,
-        # ends last.
-        grace = EXIT_GRACE + 3 * INTERVAL if self._place.first else EXIT_GRACE
-        if self._verdict is not None and not self._closed.wait(grace):
+                host = "torchrun" if torchrun_hosts_store() else "rank 0"
+                gone = f"{host}, which hosts the store of the process group, is gone: it cannot be reached"
+                self._verdict = "" if self._done else gone
+        if self._verdict and self._place.first:
+            # It may host the store, in which the others read the verdict.
+            time.sleep(2 * INTERVAL)
+        self._decided.set()
+        # The main thread may have failed for the same reason and be about to raise.
+        if self._verdict and not self._left.wait(EXIT_GRACE):
             # In one write: other processes write their lines to the same log at the same time.
             sys.stderr.write(f"stopped: {self._verdict}\n")
             sys.stderr.flush()
             # The main thread may be blocked in a collective that will never complete.
             os._exit(1)
 
-    def _find_dead(self, seen: dict[int, tuple[int, float]]) -> None:
-        """Writes a verdict about a process whose counter stands still."""
-        dead_after = DEAD_AFTER_ERROR if self._store.check([ERROR_REPORTED]) else DEAD_AFTER
-        for other in self._others if self._place.first else range(1):
-            now = self._store.add(_beat_key(other), 0)
-            count, since = seen.get(other, (-1, 0.0))
-            if now != count:
-                seen[other] = now, time.monotonic()
-            elif time.monotonic() - since > dead_after and not self._store.check([_finished_key(other)]):
-                name = self._store.get(_name_key(other)).decode()
-                _set_first(self._store, VERDICT, f"{name} is gone: no heartbeat for {dead_after:.0f} s")
+    def _write_report(self) -> None:
+        self._beats += 1
+        report = {
+            "beats": self._beats,
+            "progress": self._progress,
+            "location": self._location(),
+            "done": self._done,
+            "suspects": self._suspects,
+            "trouble": self._trouble or self._ignored_stop(),
+            "verdict": self._verdict,
+        }
+        self._store.set(str(self._place.rank), json.dumps(report))
 
-    def _find_hanging(self) -> None:
-        """Rank 0 requests a progress report once it makes no progress itself; every rank answers.
+    def _read_reports(self) -> str | None:
+        """The verdict, if there is one: that of rank 0, unless rank 0 is gone."""
+        ranks = range(self._place.world_size if self._place.first else 1)
+        reports = dict(zip(ranks, map(json.loads, self._store.multi_get([str(rank) for rank in ranks])), strict=True))
+        suspicion = self._suspects or any(report["suspects"] for report in reports.values())
+        dead_after = DEAD_AFTER_ERROR if suspicion else DEAD_AFTER
+        for rank, report in reports.items():
+            if self._seconds_unchanged(rank, report) > dead_after:
+                return f"{self._names[rank]} is gone: no heartbeat for {dead_after:.0f} s"
+        return self._judge(reports) if self._place.first else reports[0]["verdict"]
 
-        When one process hangs, all others soon wait for it, rank 0 included. A process may have begun to wait before
-        the other reached the place where it hangs, so the count of progress reports decides, not the time of the last.
-        """
-        if self._place.first:
-            if not 0 < self._hang_after <= time.monotonic() - self._progress_at:
-                if self._requested_at_progress is not None:
-                    self._requested_at_progress = None
-                    self._store.set(PROGRESS_REQUEST, "")
-                return
-            if self._requested_at_progress != self._progress:
-                self._requested_at_progress, self._requested_at = self._progress, time.monotonic()
-                self._store.set(PROGRESS_REQUEST, str(self._progress))
-        # A request has a number, so that answers to an earlier one are not mistaken for answers to this one.
-        request = self._store.get(PROGRESS_REQUEST).decode() if self._store.check([PROGRESS_REQUEST]) else ""
-        if not request:
-            return
-        self._store.set(_report_key(self._place.rank, request), f"{self._progress} {self._location()}")
-        if not self._place.first or time.monotonic() - self._requested_at < REPORT_WITHIN:
-            return
-        reports = {}
-        for rank in range(self._place.world_size):
-            if self._store.check([_report_key(rank, request)]) and not self._store.check([_finished_key(rank)]):
-                progress, _, location = self._store.get(_report_key(rank, request)).decode().partition(" ")
-                reports[rank] = int(progress), location
-        least = min(progress for progress, _ in reports.values())
-        hanging = [
-            f"{self._store.get(_name_key(rank)).decode()} hangs in {location}"
-            for rank, (progress, location) in reports.items()
-            if progress == least
-        ]
-        _set_first(self._store, VERDICT, f"{', '.join(hanging)}: no progress for {self._hang_after:.0f} s")
+    def _judge(self, reports: Mapping[int, Mapping[str, Any]]) -> str | None:
+        for rank, report in reports.items():
+            if report["trouble"]:
+                return f"{self._names[rank]} {report['trouble']}"
+        at_work = {rank: report for rank, report in reports.items() if not report["done"]}
+        if not at_work:
+            return ""
+        # A process may have begun to wait before the other reached the place where it hangs, so the count of progress
+        # reports decides, not the time of the last.
+        progress = {rank: report["progress"] for rank, report in at_work.items()}
+        if 0 < self._hang_after <= self._seconds_unchanged("progress", progress):
+            least = min(progress.values())
+            hanging = [
+                f"{self._names[rank]} hangs in {report['location']}"
+                for rank, report in at_work.items()
+                if report["progress"] == least
+            ]
+            return f"{', '.join(hanging)}: no progress for {self._hang_after:.0f} s"
+        return None
 
-    def _ignores_stop(self, stopped_at: float) -> bool:
-        """Whether the main thread has not reached the place where it would stop."""
+    def _seconds_unchanged(self, key: int | str, value: object) -> float:
+        before, since = self._seen.get(key, (None, 0.0))
+        if value != before:
+            since = time.monotonic()
+            self._seen[key] = value, since
+        return time.monotonic() - since
+
+    def _ignored_stop(self) -> str:
+        """The stop signal, if the main thread has not reached the place where it would stop; otherwise empty."""
+        signal = self._stop.arrived()
+        if signal is None:
+            return ""
+        self._stopped_at = self._stopped_at or time.monotonic()
         grace = self._hang_after if self._saving else max(STOP_GRACE, 2 * self._longest)
-        return bool(grace) and time.monotonic() - max(stopped_at, self._progress_at) > grace
+        if not 0 < grace < time.monotonic() - max(self._stopped_at, self._progress_at):
+            return ""
+        return f"received {signal} but stays blocked in {self._location()}; ended without a checkpoint"
 
     def _location(self) -> str:
         """The innermost line of sympow that the main thread is executing."""
@@ -231,32 +202,3 @@ class Heartbeat:
         if frame is None:
             return "an unknown place"
         return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-
-
-def _set_first(store: Store, key: str, value: str) -> None:
-    """Sets a key that is not set yet; does nothing when the store is gone."""
-    try:
-        store.compare_set(key, "", value)
-    except RuntimeError:
-        return
-
-
-def _store_is_lost() -> str:
-    host = "torchrun" if torchrun_hosts_store() else "rank 0"
-    return f"{host}, which hosts the store of the process group, is gone: it cannot be reached"
-
-
-def _name_key(rank: int) -> str:
-    return f"name/{rank}"
-
-
-def _beat_key(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _finished_key(rank: int) -> str:
-    return f"finished/{rank}"
-
-
-def _report_key(rank: int, request: str) -> str:
-    return f"report/{request}/{rank}"
