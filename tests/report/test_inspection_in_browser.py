@@ -51,9 +51,9 @@ def lost(gamma):
 
 def test_it_shows_the_text_and_says_what_is_left_out(page):
     assert page.locator("h1").text_content() == "Made up"
-    shown = page.locator(".block").first.text_content().replace("⏎", "").removeprefix("start of document")
+    shown = page.locator("#text").text_content().replace("⏎", "").removeprefix("start of document")
     assert TEXT.startswith(shown)
-    assert len(shown) > 100
+    assert len(shown.encode()) == 5000
     left_out = len(TEXT.encode()) - 5000
     assert f"continues for {left_out:,} bytes that are not shown" in page.locator("#notes").text_content()
 
@@ -75,13 +75,11 @@ FIND_BROKEN_WORDS = """
 
 @pytest.mark.slow
 def test_no_line_breaks_inside_a_word(browser, text_model, tmp_path):
-    # One long line, so that blocks of tokens begin within it, with letters of two bytes.
+    # With letters of two bytes.
     text = "Naïve café owners repeated señor Müller's incomprehensible circumlocutions about coöperation. " * 40
     path = tmp_path / "page.html"
     path.write_text(build_inspection_page(inspect_text(text_model, text), "Prose"), encoding="utf-8")
     with open_page(browser, path) as page:
-        page.evaluate("blocks.forEach(paint)")
-        assert page.locator(".block").count() > 3
         for width in (1280, 700, 390):
             page.set_viewport_size({"width": width, "height": 900})
             assert page.evaluate(FIND_BROKEN_WORDS) == []
@@ -182,21 +180,18 @@ def test_a_head_can_be_chosen_on_the_map(page):
 
 
 @pytest.mark.slow
-def test_a_long_text_is_made_as_it_comes_into_view(page):
-    there = page.locator(".token").count()
-    assert 400 <= there < 3000
-    assert page.locator('[data-token="5000"]').count() == 0
+def test_a_click_on_the_curve_leads_to_that_place(page):
     profile = drawn(page.locator("#profile")).locator(".nsewdrag")
     box = profile.bounding_box()
-    # A click on the end of the curve leads to the end of the text.
     profile.click(position={"x": box["width"] - 2, "y": 40})
     page.locator(".token.here").wait_for()
     assert int(page.locator(".token.here").get_attribute("data-token")) > 4900
-    assert page.locator(".token.here").is_visible()
-    # Tokens that come into view have the colors of the head chosen meanwhile.
-    page.locator("#head").select_option("1")
-    page.evaluate("scrollTo(0, document.body.scrollHeight / 2)")
-    page.wait_for_function("document.querySelectorAll('.token').length > 2000")
+    page.wait_for_function(
+        """() => {
+             const box = document.querySelector(".here").getBoundingClientRect();
+             return box.top > 0 && box.bottom < innerHeight;
+           }"""
+    )
 
 
 @pytest.mark.slow
@@ -206,7 +201,7 @@ def test_a_model_that_only_forgets_offers_no_turning(browser, tmp_path):
     path.write_text(build_inspection_page(inspect_text(model, LINE), "Gated"), encoding="utf-8")
     with open_page(browser, path) as page:
         assert page.locator("#quantity").input_value() == "forgetting"
-        assert page.locator("#quantity option:disabled").count() == 2
+        assert page.locator("#quantity option").count() == 1
         page.locator('[data-token="3"]').hover()
         assert "β" not in page.locator("#tooltip").text_content()
 

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import sys
+from html import unescape
 
 import pytest
 from report.made_up import VARIANTS, write_run
@@ -20,7 +21,8 @@ from sympow.model.storage import save_model
 from sympow.report.grouping import group_runs
 from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
-from sympow.report.run_report import measure_missing_heads, report_data, write_report
+from sympow.report.run_page import build_report_page, report_data
+from sympow.report.run_report import measure_missing_heads, write_report
 from sympow.train.provenance import TrainedOn
 
 pytestmark = pytest.mark.slow  # reports of several runs
@@ -38,11 +40,23 @@ def trained_on(data):
 def data_of(folder):
     groups = group_runs(collect([folder]).runs)
     styles = assign_styles((group.series, group.variant) for group in groups)
-    return report_data("title", groups, styles, ["a note"])
+    return report_data(groups, styles)
 
 
 def embedded(page):
     return json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def notes_of(page):
+    return [unescape(note) for note in re.findall("<li>(.*?)</li>", page)]
+
+
+def curves(data, section, choice, name):
+    """The curves of a run in a section, as [[x, y], …]."""
+    panels = data["views"][section][choice]["panels"]
+    seeds = [seed for panel in panels for line in panel["lines"] for config in line["configs"] for seed in config]
+    found = [seed for seed in seeds if data["runs"][seed["run"]]["name"] == name]
+    return [list(map(list, zip(data["grids"][seed["grid"]], seed["y"], strict=True))) for seed in found]
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +139,12 @@ def test_the_page_stands_alone(written):
     assert page.count(library) == page.count("* plotly.js v") == 1
     assert "</script" not in library
     ours = page.replace(library, "")
-    assert "A &lt;title&gt;" in ours
     assert not re.findall(r"""<(?:script|link|img)[^>]*(?:src|href)=""", ours)
     assert "://" not in ours
     # The policy forbids what plotly.js could load for maps.
     assert "default-src &#x27;none&#x27;" in ours
     assert "connect-src" not in ours
-    assert embedded(page)["title"] == "A <title>"
+    assert "<h1>A &lt;title&gt;</h1>" in ours
 
 
 def test_figures_and_numbers_are_written_without_plotly(small, tmp_path, monkeypatch):
@@ -146,9 +159,10 @@ def test_heads_are_measured_once_and_kept(small, written):
     # As every gate and rotation starts: γ = σ(6.906768) and β = 1.
     assert kept["quantities"]["half_life"] == [pytest.approx([692.8, 692.8], rel=1e-3)]
     assert kept["quantities"]["beta_mean"] == [[1.0, 1.0]]
-    runs = {run["name"]: run for run in embedded((written / "index.html").read_text())["runs"]}
-    assert runs["conformal-32/seed0"]["heads"]["quantities"]["beta_mean"] == [[1.0, 1.0]]
-    assert runs["softmax-32/seed0"]["heads"] is None
+    data = embedded((written / "index.html").read_text())
+    (heads,) = data["heads"]
+    assert data["runs"][heads["run"]]["name"] == "conformal-32/seed0"
+    assert heads["maps"]["beta_mean"]["panels"][0]["plot"]["traces"][0]["z"] == [[1.0, 1.0]]
 
 
 def test_a_run_whose_data_is_gone_is_noted(tmp_path):
@@ -158,7 +172,7 @@ def test_a_run_whose_data_is_gone_is_noted(tmp_path):
     trained_on("gone").save(folder / "model")
     result = report(tmp_path, "-o", tmp_path / "out", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    (note,) = embedded((tmp_path / "out" / "index.html").read_text())["notes"]
+    (note,) = notes_of((tmp_path / "out" / "index.html").read_text())
     assert note.startswith("The heads of run were not measured: the model was trained on gone, and there is no")
 
 
@@ -183,36 +197,49 @@ def test_a_rotation_without_a_scale_is_noted_and_not_measured(tmp_path):
     config = GPTConfig(vocab_size=257, **changes)
     save_model(folder / "model", config, GPT(config).state_dict())
     write_report([tmp_path], tmp_path / "out", device="cpu")
-    data = embedded((tmp_path / "out" / "index.html").read_text())
-    assert data["notes"] == [
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert notes_of(page) == [
         "Rotations of run turn half of the pairs by angles of their own and have no scale β to show."
     ]
-    assert data["runs"][0]["heads"] is None
+    assert embedded(page)["heads"] == []
     assert not (folder / "heads.json").exists()
 
 
 def test_the_page_reads_what_the_runs_hold(experiment):
     data = data_of(experiment)
-    assert data["notes"] == ["a note"]
     assert [style["label"] for style in data["series"]] == ["softmax", "sympow", "sympow + gating", "conformal"]
-    assert [panel["title"] for panel in data["panels"]] == ["p = 4", "p = 2"]
-    run = next(run for run in data["runs"] if run["name"] == "conformal-p2-256/seed1")
+    assert [panel["title"] for panel in data["views"]["final"]["final_loss"]["panels"]] == ["p = 4", "p = 2"]
+    name = "conformal-p2-256/seed1"
     base = 3 - 0.3 - 0.1 + 0.02
     last = [base + 3 / step + 0.05 * (-1) ** step for step in range(37, 41)]
-    assert run["finalLoss"] == pytest.approx(sum(last) / 4, rel=1e-5)
-    assert run["finalHeldoutLoss"] == pytest.approx(base + 0.5, rel=1e-5)
-    assert run["speed"] == 4000
-    assert data["grids"][run["curves"]["loss"]["grid"]] == list(range(1, 41))
-    assert run["curves"]["loss"]["values"][0] == pytest.approx(base + 3 - 0.05, rel=1e-5)
+    assert curves(data, "final", "final_loss", name) == [[[256, pytest.approx(sum(last) / 4, rel=1e-5)]]]
+    assert curves(data, "final", "final_heldout_loss", name) == [[[256, pytest.approx(base + 0.5, rel=1e-5)]]]
+    assert curves(data, "speed", "", name) == [[[256, 4000]]]
+    (losses,) = curves(data, "curves", "loss", name)
+    assert [step for step, _ in losses] == list(range(1, 41))
+    assert losses[0][1] == pytest.approx(base + 3 - 0.05, rel=1e-5)
+    panels = data["views"]["curves"]["loss"]["panels"]
+    seed = panels[0]["lines"][-1]["configs"][0][0]
     # 40 steps of 1,024 tokens at 4,000 a second.
-    assert run["seconds"]["values"][-1] == pytest.approx(40 * 1024 / 4000, rel=1e-5)
-    assert run["layers"]["half_life"] == {"steps": [10, 20, 30, 40], "values": [[500.0] * 4, [20.0] * 4]}
-    assert run["heads"]["quantities"]["half_life"] == [[700.0, 30.0], [None, 2.5]]
-    by_context = dict(map(tuple, run["evaluation"]["byContext"]))
-    assert by_context[2] == pytest.approx(base + (1 + 1 / 2) / 2, rel=1e-5)
-    assert run["settings"]["power"] == "2"
-    differing = {setting["name"] for setting in data["settings"] if setting["differs"]}
-    assert differing == {"mixer", "power", "gating", "rotary", "context", "seed"}
+    assert data["grids"][seed["time"]][-1] == pytest.approx(40 * 1024 / 4000, rel=1e-5)
+    (heads,) = (run for run in data["heads"] if data["runs"][run["run"]]["name"] == name)
+    learned, over_training = (panel["plot"]["traces"][0] for panel in heads["maps"]["half_life"]["panels"])
+    assert over_training["x"] == ["10", "20", "30", "40"]
+    assert over_training["text"] == [["500"] * 4, ["20"] * 4]
+    assert learned["text"] == [["700", "30"], ["–", "2.5"]]
+    (by_context,) = curves(data, "beyond", "by_context", name)
+    # From 1/16 of the training context on.
+    assert by_context[0] == [16, pytest.approx(base + sum(1 / n for n in range(1, 17)) / 16, rel=1e-5)]
+
+
+def test_the_table_of_runs_has_the_settings_that_differ(experiment):
+    groups = group_runs(collect([experiment]).runs)
+    page = build_report_page("title", groups, assign_styles((group.series, group.variant) for group in groups), [])
+    head = re.search("<thead>(.*?)</thead>", page, re.DOTALL)[1]
+    shown = [
+        name for mark, name in re.findall(r'<th([^>]*)><button type="button">([^<]*)<', head) if "same" not in mark
+    ]
+    assert shown[-6:] == ["mixer", "power", "gating", "rotary", "context", "seed"]
 
 
 def test_runs_of_two_kinds_with_equal_losses_are_reported(tmp_path):
@@ -244,7 +271,10 @@ def test_losses_that_are_not_numbers_are_left_out(tmp_path):
     result = report(tmp_path / "runs", "-o", tmp_path / "report", "--no-heads")
     assert result.exit_code == 0, result.output
     assert any((tmp_path / "report" / "figures").glob("loss_by_evaluation_context*.png"))
-    _, first, second = embedded((tmp_path / "report" / "index.html").read_text())["runs"]
-    assert first["evaluation"]["byContext"][:2] == [[1, 2], [2, 2]]
-    assert first["evaluation"]["byContext"][-1] == [40, None]
-    assert all(y is None for _, y in second["evaluation"]["byPosition"])
+    data = embedded((tmp_path / "report" / "index.html").read_text())
+    (first,) = curves(data, "beyond", "by_context", "seed0")
+    # From 1/16 of the training context on.
+    assert first[:2] == [[4, 2], [8, 2]]
+    assert first[-1] == [40, None]
+    (second,) = curves(data, "beyond", "by_position", "seed1")
+    assert all(y is None for _, y in second)
