@@ -57,6 +57,8 @@ TEMPLATE = {
         "yaxis": _AXIS,
     }
 }
+# Of Plotly's buttons, those that stay within the page: some versions also offer to upload the plot.
+CONFIG = {"displaylogo": False, "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]]}
 # A scale that diverges from 1, purple to green, whose lightness alone tells how far.
 AROUND_ONE = ("#40004b", "#762a83", "#9970ab", "#c2a5cf", "#f7f7f7", "#a6dba0", "#5aae61", "#1b7837", "#00441b")
 # Cells show their values in heat maps of at most so many columns.
@@ -76,7 +78,8 @@ def build_page(name: str, title: str, data: dict[str, Any], style: str = "", **c
         ModuleNotFoundError: plotly is not installed.
     """
     # "<" could end the script element.
-    text = json.dumps(data | {"template": TEMPLATE}, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
+    everything = {**data, "template": TEMPLATE, "config": CONFIG}
+    text = json.dumps(everything, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         policy=escape(POLICY),

@@ -115,18 +115,30 @@ def report_data(groups: Sequence[Group], styles: Mapping[str, Style]) -> dict[st
         ],
         "views": panels.views(),
         "grids": [list(grid) for grid in panels.grids],
+        "layout": {"hovermode": "x unified", "hoversort": "value descending", "showlegend": True},
         "heads": _heads(groups),
     }
 
 
 def _look(place: int, label: str, style: Style) -> dict[str, Any]:
+    """Traces of a series, without points: the mean over seeds, their range, and a seed."""
     color = f"var(--series-{place})"
-    dash = ",".join(f"{length}px" for length in style.dash) or "solid"
+    line = {"color": color, "width": 2, "dash": ",".join(f"{length}px" for length in style.dash) or "solid"}
+    trace = {"type": "scatter", "name": plain(label), "legendgroup": str(place)}
+    silent = {**trace, "mode": "lines", "showlegend": False, "hoverinfo": "skip"}
+    marker = {"color": color, "size": 8, "symbol": MARKERS[style.marker]}
     return {
         "label": label,
-        "name": plain(label),
-        "line": {"color": color, "width": 2, "dash": dash},
-        "marker": {"color": color, "size": 8, "symbol": MARKERS[style.marker]},
+        "mean": {**trace, "kind": "mean", "line": line, "marker": marker, "hovertemplate": "%{customdata}"},
+        "range": {
+            **silent,
+            "kind": "range",
+            "line": {"width": 0},
+            "fill": "toself",
+            "fillcolor": color,
+            "opacity": 0.18,
+        },
+        "seed": {**silent, "kind": "seed", "line": {**line, "width": 1}, "opacity": 0.55},
     }
 
 

@@ -4,8 +4,6 @@ const BLOCK_TOKENS = 400;
 const layers = data.layers.map((layer) => ({ ...layer, forgetting: unpack(layer.forgetting), beta: unpack(layer.beta) }));
 const tokens = data.texts.map(makeToken);
 
-// --- numbers -------------------------------------------------------------------------------------------------------
-
 /** 16-bit codes of every head and token. */
 function unpack(text) {
   return text && new Uint16Array(Uint8Array.from(atob(text), (byte) => byte.charCodeAt(0)).buffer);
@@ -17,13 +15,9 @@ function decayOf({ layer, head }, token) {
   return code && data.slowest * (data.fastest / data.slowest) ** ((code - 1) / 65534);
 }
 
-function betaOf({ layer, head }, token) {
-  return (layers[layer].beta[head * data.ids.length + token] / 65535) * 2;
-}
+const betaOf = ({ layer, head }, token) => (layers[layer].beta[head * data.ids.length + token] / 65535) * 2;
 
-function formatHalfLife(rate) {
-  return rate === 0 ? "never forgets" : `${formatNumber(Math.LN2 / rate)} ${data.unit}s`;
-}
+const formatHalfLife = (rate) => (rate === 0 ? "never forgets" : `${formatNumber(Math.LN2 / rate)} ${data.unit}s`);
 
 /** Close to 1, as 1 − (1 − γ), whose digits are the ones that matter. */
 function formatGamma(rate) {
@@ -32,11 +26,7 @@ function formatGamma(rate) {
   return lost < 1e-3 ? `1 − ${lost.toExponential(2)}` : String(Number(Math.exp(-rate).toPrecision(5)));
 }
 
-// --- the chosen head -----------------------------------------------------------------------------------------------
-
-function chosen() {
-  return { layer: Number(byId("layer").value), head: Number(byId("head").value) };
-}
+const chosen = () => ({ layer: Number(byId("layer").value), head: Number(byId("head").value) });
 
 /** Which of the two is shown, of those that the chosen layer has; both only as colors of the text. */
 function shown() {
@@ -55,8 +45,6 @@ function choose(layer, head) {
   byId("head").value = head;
   draw();
 }
-
-// --- the text ------------------------------------------------------------------------------------------------------
 
 function makeToken(text, n) {
   const kind = n === 0 ? "token boundary" : text === "" ? "token part" : "token";
@@ -110,10 +98,8 @@ function showLabel({ target }) {
 function goTo(token) {
   document.querySelector(".here")?.classList.remove("here");
   tokens[token].classList.add("here");
-  tokens[token].scrollIntoView({ block: "center" });
+  tokens[token].scrollIntoView({ block: "center", behavior: "instant" });
 }
-
-// --- the overview --------------------------------------------------------------------------------------------------
 
 /** What the colors show, of all heads and of the chosen one over the whole text; forgetting, if it is both. */
 function drawOverview() {

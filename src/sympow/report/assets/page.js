@@ -1,4 +1,5 @@
-// Shared by both pages: elements, numbers, the theme, and plots, which Plotly draws as Python described them.
+// Shared by both pages: elements, numbers, the theme, and plots, which Plotly draws as Python describes them: {label: what it
+// shows, for screen readers, height: in pixels, if not that of all plots, traces, layout: as Plotly takes them}.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 
@@ -30,8 +31,6 @@ function formatNumber(x) {
   return Number.isFinite(x) ? NUMBER.format(x) : "–";
 }
 
-// --- theme ---------------------------------------------------------------------------------------------------------
-
 const probe = document.body.appendChild(make("span", { hidden: "" }));
 
 /** A plot in which every color "var(--name)" of the stylesheet is the one of the current theme, as Plotly reads no CSS. */
@@ -50,10 +49,6 @@ byId("theme").addEventListener("input", ({ target }) => {
 // The system switches, or the page is printed.
 for (const query of ["(prefers-color-scheme: dark)", "print"]) matchMedia(query).addEventListener("change", redrawPlots);
 
-// --- plots ---------------------------------------------------------------------------------------------------------
-
-// Of Plotly's buttons, those that stay within the page: some versions also offer to upload the plot.
-const CONFIG = { displaylogo: false, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
 const resized = new ResizeObserver((entries) => {
   for (const { target: host } of entries) host.stale ||= host.clientWidth !== host.drawnWidth;
   drawStale();
@@ -61,16 +56,8 @@ const resized = new ResizeObserver((entries) => {
 addEventListener("beforeprint", () => stalePlots().forEach(drawNow));
 let drawing = false;
 
-/**
- * Shows a plot in `host`. A zoom is kept while `layout.uirevision` stays the same.
- *
- * plot: {
- *   label: what it shows, for screen readers,
- *   height: in pixels, if not that of all plots,
- *   traces, layout: as Plotly takes them, with colors of the stylesheet as "var(--name)",
- * }
- * listeners: {event name: listener}, in which a listener that returns false prevents Plotly's own reaction.
- */
+/** Shows a plot in `host`; a zoom is kept while its `layout.uirevision` is the same. listeners: functions by Plotly's events,
+    which prevent its own reaction by returning false. */
 function drawPlot(host, plot, listeners = {}) {
   if (!host.plot) {
     host.classList.add("plot");
@@ -113,7 +100,7 @@ function drawNow(host) {
   const { traces, layout } = colored({ ...host.plot, layout: { template: data.template, width, height, ...host.plot.layout } });
   if (width < 500) layout.template.layout.xaxis.nticks = 4;
   Object.assign(host, { stale: false, drawnWidth: width });
-  Plotly.react(host, traces, layout, CONFIG);
+  Plotly.react(host, traces, layout, data.config);
   if (!first) return;
   for (const name of ["click", "legendclick", "legenddoubleclick"]) host.on(`plotly_${name}`, (event) => host.listeners[name]?.(event));
 }

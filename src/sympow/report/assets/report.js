@@ -12,17 +12,13 @@ function matches(run) {
   return state.words.every((word) => (word.includes("=") ? ` ${run.words} `.includes(` ${word} `) : run.words.includes(word)));
 }
 
-function isShown(run) {
-  return matches(run) && !state.hidden.has(run.series);
-}
+const isShown = (run) => matches(run) && !state.hidden.has(run.series);
 
 /** What the reader chose in the controls of a section, by their names. */
 function optionsOf(section) {
   return Object.fromEntries([...section.querySelectorAll("[name]")].map((control) =>
     [control.name, control.type === "checkbox" ? control.checked : control.value]));
 }
-
-// --- curves and seeds ------------------------------------------------------------------------------------------------
 
 const mean = (numbers) => numbers.reduce((a, b) => a + b, 0) / numbers.length;
 
@@ -75,38 +71,33 @@ function panelsOf(view, options) {
   })).filter((panel) => panel.lines.length);
 }
 
-// --- panels of lines -------------------------------------------------------------------------------------------------
-
 function drawLines(section) {
   const options = optionsOf(section);
   const view = data.views[section.id][options.choice ?? ""] ?? { panels: [] };
   const panels = panelsOf(view, options);
-  const table = numbersTable(view, panels);
+  const every = panels.flatMap((panel) => panel.lines);
   // One training context is no axis.
-  const single = view.contexts && new Set(panels.flatMap((panel) => xsOf(panel.lines))).size === 1;
+  const single = view.contexts && xsOf(every).length === 1;
   const numbers = section.querySelector(".numbers");
-  if (numbers) {
-    numbers.parentElement.hidden = single;
-    if (!single) numbers.replaceChildren(table);
-  }
-  if (single) return showPanels(section, [], make("div", { class: "scroll" }, table));
-  // The same range in all panels, to compare them, or one of each panel.
-  const ranges = view.range === "shared" ? panels.map(() => rangeOf(panels.flatMap((panel) => panel.lines), options, view)) : panels.map(({ lines }) => rangeOf(lines, options, view));
+  if (numbers) numbers.parentElement.hidden = single;
+  if (numbers && !single) numbers.replaceChildren(numbersTable(view, panels));
+  // What a zoom does not outlast.
+  const { smoothing, seeds, ...kept } = options;
   const x = options.across ? view.x[options.across] : view.x;
-  showPanels(section, panels.map((panel, n) => ({
-    title: panel.title || "All runs",
+  showPanels(section, single ? [] : panels.map(({ title, lines, shapes }) => ({
+    title: title || "All runs",
     plot: {
-      label: `${view.y.title.text} against ${x.title.text}, ${panel.title}`,
-      traces: panel.lines.flatMap((line) => traces(line, view.look, options.seeds)),
+      label: `${view.y.title.text} against ${x.title.text}, ${title}`,
+      traces: lines.flatMap((line) => traces(line, view.look, seeds)),
       layout: {
-        xaxis: { ...x, type: x.type ?? (options.logX ? "log" : "linear") },
-        yaxis: { ...view.y, type: options.logY ? "log" : "linear", ...(view.range && ranges[n]) },
-        hovermode: "x unified", hoversort: "value descending", showlegend: true, uirevision: JSON.stringify([options, panel.title]), shapes: panel.shapes,
+        ...data.layout, shapes, uirevision: JSON.stringify([kept, title]),
+        xaxis: { type: options.logX ? "log" : "linear", ...x },
+        // The same range in all panels, to compare them, or one of each panel.
+        yaxis: { ...view.y, type: options.logY ? "log" : "linear", ...(view.range && rangeOf(view.range === "shared" ? every : lines, options, view)) },
       },
     },
     listeners: { legendclick: toggleSeries, legenddoubleclick: showAlone },
-  })));
-  return null;
+  })), single && make("div", { class: "scroll" }, numbersTable(view, panels)));
 }
 
 /** Shows panels {title, plot, listeners} in a section, or what stands in their place. Hosts are reused, so that a zoom is kept. */
@@ -115,7 +106,7 @@ function showPanels(section, panels, instead) {
   const figures = [...host.querySelectorAll("figure")];
   figures.slice(panels.length).forEach((figure) => Plotly.purge(figure.lastElementChild));
   while (figures.length < panels.length) figures.push(make("figure", {}, make("figcaption"), make("div")));
-  const empty = instead ?? make("p", { class: "empty" }, section.dataset.empty || NOTHING);
+  const empty = instead || make("p", { class: "empty" }, section.dataset.empty || NOTHING);
   const shown = panels.length ? figures.slice(0, panels.length) : [empty];
   // Nodes that stay where they are keep the focus.
   if (shown.length !== host.children.length || shown[0] !== host.firstElementChild) host.replaceChildren(...shown);
@@ -125,27 +116,19 @@ function showPanels(section, panels, instead) {
   });
 }
 
+/** Traces of a line, which Python described but for their points: each seed or the range over seeds, and the mean. */
 function traces({ series, points, seeds }, { markers, whiskers }, eachSeed) {
-  const style = data.series[series];
-  const shared = {
-    name: style.name, legendgroup: String(series), visible: state.hidden.has(series) ? "legendonly" : true, type: "scatter",
-    x: points.map((point) => point.x),
-  };
-  const silent = { ...shared, mode: "lines", showlegend: false, hoverinfo: "skip" };
+  const look = data.series[series];
+  const visible = state.hidden.has(series) ? "legendonly" : true;
+  const through = (ends) => ({ visible, x: ends.map((point) => point.x), y: ends.map((point) => point.y) });
   const ranged = points.some((point) => point.high > point.low);
-  const found = !eachSeed ? [] : seeds.map((seed) => ({
-    ...silent, kind: "seed", x: seed.map((point) => point.x), y: seed.map((point) => point.y), line: { ...style.line, width: 1 }, opacity: 0.55,
-  }));
+  const found = eachSeed ? seeds.map((seed) => ({ ...look.seed, ...through(seed) })) : [];
   if (ranged && !whiskers && !eachSeed) {
-    const back = points.toReversed();
-    found.push({
-      ...silent, kind: "range", x: [...points, ...back].map((point) => point.x), line: { width: 0 }, fill: "toself",
-      y: [...points.map((point) => point.high), ...back.map((point) => point.low)], fillcolor: style.line.color, opacity: 0.18,
-    });
+    const [tops, bottoms] = [points.map(({ x, high }) => ({ x, y: high })), points.map(({ x, low }) => ({ x, y: low }))];
+    found.push({ ...look.range, ...through([...tops, ...bottoms.reverse()]) });
   }
   found.push({
-    ...shared, kind: "mean", y: points.map((point) => point.y), line: style.line, marker: style.marker,
-    mode: markers || points.length === 1 ? "lines+markers" : "lines", customdata: points.map(describePoint), hovertemplate: "%{customdata}",
+    ...look.mean, ...through(points), mode: markers || points.length === 1 ? "lines+markers" : "lines", customdata: points.map(describePoint),
     error_y: {
       visible: Boolean(ranged && whiskers), type: "data", symmetric: false, thickness: 1.5, width: 4,
       array: points.map((point) => point.high - point.y), arrayminus: points.map((point) => point.y - point.low),
@@ -173,9 +156,7 @@ function showAlone(event) {
   return drawSoon();
 }
 
-function shownLines(lines) {
-  return lines.filter((line) => !state.hidden.has(line.series));
-}
+const shownLines = (lines) => lines.filter((line) => !state.hidden.has(line.series));
 
 /** A vertical axis that spans what is shown of these lines, without the first steps. Plotly applies it until a zoom. */
 function rangeOf(lines, { logY }, { fromZero }) {
@@ -189,9 +170,7 @@ function rangeOf(lines, { logY }, { fromZero }) {
 }
 
 /** Every x of these lines, from the lowest to the highest. */
-function xsOf(lines) {
-  return [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
-}
+const xsOf = (lines) => [...new Set(lines.flatMap((line) => line.points.map((point) => point.x)))].sort((a, b) => a - b);
 
 function numbersTable(view, panels) {
   const shown = panels.flatMap((panel) => shownLines(panel.lines).map((line) => ({ ...line, title: panel.title })));
@@ -202,11 +181,9 @@ function numbersTable(view, panels) {
     const text = !point ? "" : columns.length === 1 ? describePoint(point) : formatNumber(point.y);
     return make("td", { class: "number", title: point?.count > 1 && describePoint(point) }, text);
   })));
-  const head = make("tr", {}, make("th"), make("th", {}, view.across ?? ""), columns.map((column) => make("th", { class: "number" }, formatNumber(column))));
+  const head = make("tr", {}, make("th"), make("th", {}, view.across), columns.map((column) => make("th", { class: "number" }, formatNumber(column))));
   return make("table", { class: "data" }, make("thead", {}, head), make("tbody", {}, body));
 }
-
-// --- gates and rotations, and the table of runs ----------------------------------------------------------------------
 
 function drawHeads(section) {
   fill(byId("head-run"), data.heads.flatMap(({ run, label }, n) => (matches(data.runs[run]) ? [[n, label]] : [])));
@@ -239,12 +216,7 @@ byId("run-table").tHead.addEventListener("click", ({ target }) => {
   drawTable();
 });
 
-// --- the whole page --------------------------------------------------------------------------------------------------
-
-function draw(section) {
-  const drawSection = { heads: drawHeads, runs: drawTable }[section.id] ?? drawLines;
-  drawSection(section);
-}
+const draw = (section) => ({ heads: drawHeads, runs: drawTable }[section.id] ?? drawLines)(section);
 
 function drawAll() {
   const shown = data.runs.filter(isShown).length;

@@ -3,40 +3,22 @@
 // Milliseconds between two looks at documents that are being read, and at a server that cannot be reached.
 const LOOK_EVERY = 400;
 const RETRY_EVERY = 3000;
-// Milliseconds between two updates of the numbers of a text that is being generated.
-const COUNT_EVERY = 200;
 const KEY = "sympow-api-key";
 // Characters of a document's name that the server accepts.
 const LONGEST_NAME = 200;
 
-// Said of models whose states do not grow.
-const ABOUT_STATES = "A document is read once, into a state whose size does not depend on the document's length. Every prompt then starts from that state.";
-
 const byId = (id) => document.getElementById(id);
-const sleep = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+/** A copy of the element in a <template>. */
+const copyOf = (id) => byId(id).content.firstElementChild.cloneNode(true);
 
-/** An HTML element. Attributes that start with "on" are event listeners; strings among the children become text. */
-function make(tag, attributes, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes ?? {})) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
+/** Shows a text in an element, which the style sheet hides if it is empty. Screen readers say what changes. */
+function say(element, text = "") {
+  if (element.textContent !== text) element.textContent = text;
 }
 
-/** Shows a text in an element, or hides the element if there is none. */
-function say(element, text) {
-  if (element.textContent !== (text ?? "")) element.textContent = text ?? "";
-  element.hidden = !text;
-}
-
-// --- numbers -------------------------------------------------------------------------------------------------------
-
-function formatCount(count, unit) {
-  return `${count.toLocaleString("en")} ${unit}${count === 1 ? "" : "s"}`;
-}
+const formatCount = (count, unit) => `${count.toLocaleString("en")} ${unit}${count === 1 ? "" : "s"}`;
+/** A whole number from 10 on. */
+const formatRate = (rate) => `${rate >= 10 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(2)} tokens/s`;
 
 function formatBytes(bytes) {
   const place = Math.min(4, Math.max(0, Math.floor(Math.log10(Math.max(1, bytes)) / 3)));
@@ -44,122 +26,59 @@ function formatBytes(bytes) {
 }
 
 function formatSeconds(seconds) {
-  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
-  if (seconds < 60) return `${Number(seconds.toPrecision(2))} s`;
-  return seconds < 3600 ? `${Math.round(seconds / 60)} min` : `${Number((seconds / 3600).toPrecision(2))} h`;
-}
-
-/** Tokens a second: a whole number from 10 on. */
-function formatRate(rate) {
-  return `${rate >= 10 ? Math.round(rate).toLocaleString("en") : rate.toPrecision(2)} tokens/s`;
+  return seconds < 1 ? `${Math.round(seconds * 1000)} ms` : `${seconds < 10 ? seconds.toPrecision(2) : Math.round(seconds)} s`;
 }
 
 // --- requests ------------------------------------------------------------------------------------------------------
 
-/** The server refused, or failed; `message` says so in words for the reader. */
-class ServerError extends Error {
-  constructor(message, status) {
-    super(message);
-    this.status = status;
-  }
-}
+/** The server refused, or failed: the message says so in words for the reader. */
+const serverError = (message, status = 0) => Object.assign(new Error(message), { status });
 
 async function explain(response) {
   const said = await response.json().then((body) => body?.error?.message, () => null);
   const after = response.headers.get("Retry-After");
-  // A number of seconds or a date.
-  const seconds = after === null ? NaN : Number.isNaN(Number(after)) ? (Date.parse(after) - Date.now()) / 1000 : Number(after);
   const first = {
     413: "This is more than the server accepts.",
-    429: `The server is busy. Try again ${seconds > 0 ? `in ${formatCount(Math.ceil(seconds), "second")}` : "later"}.`,
+    429: `The server is busy. Try again ${after > 0 ? `in ${formatCount(Number(after), "second")}` : "later"}.`,
     503: "The server is not ready, or it is shutting down.",
   }[response.status] ?? (response.status >= 500 || !said ? `The server answered with ${`${response.status} ${response.statusText}`.trim()}.` : null);
-  return new ServerError([first, said].filter(Boolean).join("\n"), response.status);
+  return serverError([first, said].filter(Boolean).join("\n"), response.status);
 }
 
 /** What to tell the reader about an error that `send` raised. */
-function wordsFor(error) {
-  return error instanceof ServerError ? error.message : "The server cannot be reached. Is sympow serve still running?";
+function wordsFor(error, otherwise = "The server cannot be reached. Is sympow serve still running?") {
+  return error.status === undefined ? otherwise : error.message;
 }
 
-/**
- * Sends a request with the API key, asking for one if need be, and raises what is not a success.
- *
- * options: those of `fetch`, and
- *   onsend(): called when the request leaves, again if it is repeated with another key,
- *   deliver(path, options): instead of `fetch`.
- */
-async function send(path, { onsend, deliver = fetch, ...options } = {}) {
+/** Sends a request with the API key, asking for one if need be, and raises what is not a success. */
+async function send(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem(KEY);
-    onsend?.();
-    const response = await deliver(path, { ...options, headers: { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) } });
+    const response = await fetch(path, { ...options, headers: { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) } });
     if (response.ok) return response;
     if (response.status !== 401) throw await explain(response);
-    await anotherKey(key, options.signal);
+    await anotherKey(key);
   }
 }
 
-async function fetchJson(path, options) {
-  return (await send(path, options)).json();
-}
-
-function postJson(path, body, options) {
-  return send(path, { ...options, method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
-}
-
-/** As `fetch`, but tells the share of the body that has left. */
-function deliverWithProgress(onprogress) {
-  return (path, { method, headers, body, signal }) => new Promise((resolve, reject) => {
-    const request = new XMLHttpRequest();
-    request.open(method, path);
-    for (const [name, value] of Object.entries(headers)) request.setRequestHeader(name, value);
-    request.upload.addEventListener("progress", (event) => event.lengthComputable && onprogress(event.loaded / event.total));
-    request.addEventListener("load", () => {
-      const kept = ["Content-Type", "Retry-After"].flatMap((name) => {
-        const value = request.getResponseHeader(name);
-        return value === null ? [] : [[name, value]];
-      });
-      resolve(new Response(request.responseText, { status: request.status, statusText: request.statusText, headers: kept }));
-    });
-    // A server may close the connection instead of taking all of what it refuses.
-    request.addEventListener("error", () => reject(new ServerError("The upload was cut off: the file is more than the server accepts, or the server is gone.", 0)));
-    request.addEventListener("abort", () => reject(new DOMException("cancelled", "AbortError")));
-    signal?.addEventListener("abort", () => request.abort());
-    request.send(body);
-  });
-}
-
-// --- the API key ---------------------------------------------------------------------------------------------------
-
-let keyEntered = [];
+const fetchJson = async (path, options) => (await send(path, options)).json();
 
 /** Waits until the reader has entered another key than this one, which was refused. */
-function anotherKey(refused, signal) {
-  if (sessionStorage.getItem(KEY) !== refused) return null;
-  say(byId("key-error"), refused ? "The server does not accept this key." : null);
-  if (byId("key-form").hidden) {
-    byId("key-form").hidden = false;
-    byId("key").focus();
-  }
-  if (!model) say(byId("model"), "Waiting for the API key");
-  return new Promise((resolve, reject) => {
-    keyEntered.push(resolve);
-    signal?.addEventListener("abort", () => reject(new DOMException("cancelled", "AbortError")));
-  });
+async function anotherKey(refused) {
+  if (sessionStorage.getItem(KEY) !== refused) return;
+  const dialog = byId("key-dialog");
+  say(byId("key-error"), refused ? "The server does not accept this key." : "");
+  if (!dialog.open) dialog.showModal();
+  await new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true }));
 }
 
-byId("key-form").addEventListener("submit", (event) => {
-  event.preventDefault();
+byId("key-form").addEventListener("submit", () => {
   sessionStorage.setItem(KEY, byId("key").value);
   byId("key").value = "";
-  byId("key-form").hidden = true;
   byId("forget-key").hidden = false;
-  const waiting = keyEntered;
-  keyEntered = [];
-  for (const go of waiting) go();
 });
 
+byId("forget-key").hidden = !sessionStorage.getItem(KEY);
 byId("forget-key").addEventListener("click", () => {
   sessionStorage.removeItem(KEY);
   location.reload();
@@ -167,231 +86,184 @@ byId("forget-key").addEventListener("click", () => {
 
 // --- documents -----------------------------------------------------------------------------------------------------
 
-// By id: {context: as the server describes it, row, since: when and where it was first seen being read}.
+// As the server describes it.
+let model = null;
+// By id: {context: as the server describes it, row}.
 const known = new Map();
 // Ids of those that were deleted here.
 const deleted = new Set();
 // The document to choose once it is read: the last one uploaded here, unless the reader chose another since.
 let awaited = null;
 
-const chosenId = () => document.querySelector('[name="document"]:checked').value;
-const pathOf = (id) => `v1/contexts/${encodeURIComponent(id)}`;
+const chosenContext = () => known.get(document.querySelector('[name="document"]:checked').value)?.context;
+const nameOf = (context) => context.name || context.id;
 
-function describeContext({ context, since }) {
+function describeContext(context) {
   // Its own size is known when it is ready. Until then it is that of any state of the model, unless those grow.
   const bytes = context.nbytes ?? model?.state_bytes;
   const state = bytes && `state ${formatBytes(bytes)}`;
   if (context.status === "ready") return [formatCount(context.tokens ?? 0, "token"), state].filter(Boolean).join(" · ");
   if (context.status !== "reading") return "could not be read";
   if (!context.tokens) return "reading…";
-  const read = context.tokens_read ?? 0;
-  const elapsed = since ? (performance.now() - since.time) / 1000 : 0;
-  const rate = elapsed > 0.9 && read > since.read ? (read - since.read) / elapsed : null;
-  return [
-    `${read.toLocaleString("en")} of ${formatCount(context.tokens, "token")}`,
-    state && `${state}, and stays so`,
-    rate && `${formatRate(rate)}, ${formatSeconds((context.tokens - read) / rate)} left`,
-  ].filter(Boolean).join(" · ");
+  const read = `${(context.tokens_read ?? 0).toLocaleString("en")} of ${formatCount(context.tokens, "token")}`;
+  return [read, state && `${state}, and stays so`].filter(Boolean).join(" · ");
 }
 
-/** Adds a document, or shows what has changed about it. */
-function showContext(context) {
-  const entry = known.get(context.id) ?? { row: makeRow(context.id) };
-  const before = entry.context?.status;
-  entry.context = context;
-  if (context.status === "reading") entry.since ??= { time: performance.now(), read: context.tokens_read ?? 0 };
-  known.set(context.id, entry);
-
-  const { row } = entry;
-  const name = context.name || context.id;
-  row.querySelector(".name").textContent = row.querySelector(".name").title = name;
-  row.querySelector("button").setAttribute("aria-label", `Delete ${name}`);
-  say(row.querySelector(".facts"), describeContext(entry));
-  say(row.querySelector(".error"), context.status === "failed" ? context.error : null);
-  const bar = row.querySelector("progress");
-  bar.hidden = context.status !== "reading";
-  if (context.tokens) [bar.max, bar.value] = [context.tokens, context.tokens_read ?? 0];
-  const radio = row.querySelector("input");
-  radio.disabled = context.status !== "ready";
-  if (context.status === "ready" && awaited === context.id) {
-    radio.checked = true;
-    awaited = null;
-    chosen();
-  }
-  if (before === "reading" && context.status !== "reading") byId("status").textContent = `${name}: ${context.status === "ready" ? "read" : "could not be read"}`;
-}
-
-function makeRow(id) {
-  const row = make("li", { class: "document" },
-    make("label", { class: "choice" }, make("input", { type: "radio", name: "document", value: id }), " ", make("span", { class: "name" })),
-    make("button", { type: "button", class: "quiet", onclick: () => remove(id) }, "Delete"),
-    make("progress", { "aria-label": "Share that is read" }),
-    make("p", { class: "facts" }),
-    make("p", { class: "error" }),
-  );
-  // Below "No document", the newest first.
+/** A row for a document: below "No document", the newest first. */
+function makeRow() {
+  const row = copyOf("document-row");
   byId("document-list").firstElementChild.after(row);
   return row;
 }
 
+function labelRow(row, name, action, onclick) {
+  Object.assign(row.querySelector(".name"), { textContent: name, title: name });
+  Object.assign(row.querySelector("button"), { textContent: action, ariaLabel: `${action} ${name}`, onclick });
+}
+
+/** Adds a document, or shows what has changed about it. */
+function showContext(context, uploaded) {
+  const entry = known.get(context.id) ?? { row: uploaded ?? makeRow() };
+  const { row, context: before } = entry;
+  known.set(context.id, Object.assign(entry, { context }));
+  labelRow(row, nameOf(context), "Delete", () => removeDocument(context));
+  say(row.querySelector(".facts"), describeContext(context));
+  say(row.querySelector(".error"), context.error ?? "");
+  const [radio, bar] = [row.querySelector("input"), row.querySelector("progress")];
+  bar.hidden = context.status !== "reading";
+  if (context.tokens) Object.assign(bar, { max: context.tokens, value: context.tokens_read ?? 0 });
+  Object.assign(radio, { value: context.id, disabled: context.status !== "ready" });
+  if (!radio.disabled && awaited === context.id) {
+    radio.checked = true;
+    awaited = null;
+    showChosen();
+  }
+  if (before?.status === "reading" && bar.hidden) byId("status").textContent = `${nameOf(context)}: ${radio.disabled ? "could not be read" : "read"}`;
+}
+
 function forget(id) {
   const { row } = known.get(id);
-  const [wasChosen, hadFocus] = [row.querySelector("input").checked, row.contains(document.activeElement)];
+  const [none, focused] = [document.querySelector('[name="document"][value=""]'), row.contains(document.activeElement)];
+  if (row.querySelector("input").checked) none.checked = true;
   row.remove();
   known.delete(id);
-  const none = document.querySelector('[name="document"][value=""]');
-  if (wasChosen) none.checked = true;
-  if (hadFocus) document.querySelector('[name="document"]:checked').focus();
-  chosen();
+  if (focused) document.querySelector('[name="document"]:checked').focus();
+  showChosen();
 }
 
-async function remove(id) {
-  const { context } = known.get(id);
-  if (!confirm(`Delete “${context.name || id}” from the server?`)) return;
-  say(byId("document-error"), null);
+async function removeDocument(context) {
+  if (!confirm(`Delete “${nameOf(context)}” from the server?`)) return;
+  say(byId("document-error"));
+  const error = await send(`v1/contexts/${encodeURIComponent(context.id)}`, { method: "DELETE" }).then(() => null, (refused) => refused);
+  if (error && error.status !== 404) return say(byId("document-error"), wordsFor(error));
+  deleted.add(context.id);
+  if (known.has(context.id)) forget(context.id);
+}
+
+let looking = false, nextLook;
+
+/** Asks the server for its model and its documents: once, or for as long as it cannot be reached or reads a document. */
+async function look() {
+  if (looking) return;
+  looking = true;
+  clearTimeout(nextLook);
+  let pause = LOOK_EVERY;
   try {
-    await send(pathOf(id), { method: "DELETE" });
+    if (!model) showModel((await fetchJson("v1/models")).data[0]);
+    const before = [...known.keys()];
+    const { data } = await fetchJson("v1/contexts");
+    // Documents that were uploaded or deleted here meanwhile need not be in the answer, or may still be.
+    for (const id of before) if (known.has(id) && !data.some((context) => context.id === id)) forget(id);
+    // The newest comes first there, and rows are added above others.
+    for (const context of data.reverse()) if (!deleted.has(context.id)) showContext(context);
+    say(byId("trouble"));
   } catch (error) {
-    if (error.status !== 404) {
-      say(byId("document-error"), wordsFor(error));
-      return;
-    }
+    say(byId("trouble"), wordsFor(error));
+    pause = RETRY_EVERY;
   }
-  deleted.add(id);
-  if (known.has(id)) forget(id);
+  looking = false;
+  const reading = [...known.values()].some(({ context }) => context.status === "reading");
+  if (reading || pause === RETRY_EVERY) nextLook = setTimeout(look, pause);
 }
 
-/** Asks the server which documents it has. */
-async function refresh() {
-  const before = [...known.keys()];
-  const { data } = await fetchJson("v1/contexts");
-  const ids = new Set(data.map((context) => context.id));
-  // Documents that were uploaded or deleted here meanwhile need not be in the answer, or may still be.
-  for (const id of before) if (!ids.has(id) && known.has(id)) forget(id);
-  // The newest comes first there, and rows are added above others.
-  for (const context of data.reverse()) if (!deleted.has(context.id)) showContext(context);
-  watch();
+function showModel(served) {
+  model = served;
+  say(byId("model"), model.id);
+  document.title = `${model.id} · sympow`;
+  byId("generate").disabled = false;
+  // Of other models, states grow.
+  if (model.state_bytes) say(byId("about-documents"), byId("about-documents").dataset.states);
 }
 
-let watching = false;
-
-/** Looks at documents that are being read until none is left. */
-async function watch() {
-  if (watching) return;
-  watching = true;
-  for (;;) {
-    const reading = [...known.values()].filter(({ context }) => context.status === "reading");
-    if (!reading.length) break;
-    let pause = LOOK_EVERY;
-    for (const { context: { id } } of reading) {
-      try {
-        const context = await fetchJson(pathOf(id));
-        if (known.has(id)) showContext(context);
-        say(byId("trouble"), null);
-      } catch (error) {
-        if (error.status === 404 && known.has(id)) forget(id);
-        else {
-          say(byId("trouble"), wordsFor(error));
-          pause = RETRY_EVERY;
-        }
-      }
-    }
-    await sleep(pause);
-  }
-  watching = false;
-}
-
-/** Sends a document: `body` is a form with a file, or {text, name}. */
-async function upload(name, body) {
+/** Sends a document, and tells whether the server took it. */
+async function upload(file) {
   const cancel = new AbortController();
-  const facts = make("p", { class: "facts" }, "uploading…");
-  const bar = make("progress", { "aria-label": "Share that is uploaded", max: 1 });
-  const row = make("li", { class: "document" },
-    make("span", { class: "choice" }, make("span", { class: "name" }, name)),
-    make("button", { type: "button", class: "quiet", "aria-label": `Cancel the upload of ${name}`, onclick: () => cancel.abort() }, "Cancel"),
-    bar, facts,
-  );
-  byId("document-list").firstElementChild.after(row);
-  const deliver = deliverWithProgress((share) => {
-    bar.value = share;
-    facts.textContent = share < 1 ? `uploading, ${Math.floor(share * 100)} %` : "uploaded";
-  });
+  const name = file.name.slice(0, LONGEST_NAME);
+  const row = makeRow();
+  labelRow(row, name, "Cancel", () => cancel.abort());
+  const body = new FormData();
+  body.append("name", name);
+  body.append("file", file);
   try {
-    const options = { signal: cancel.signal, deliver };
-    const response = body instanceof FormData ? await send("v1/contexts", { ...options, method: "POST", body }) : await postJson("v1/contexts", body, options);
-    const context = await response.json();
+    const context = await fetchJson("v1/contexts", { method: "POST", body, signal: cancel.signal });
     awaited = context.id;
-    showContext(context);
-    watch();
+    // A look at the server may have found it first.
+    if (known.has(context.id)) row.remove();
+    showContext(context, row);
+    look();
     return true;
   } catch (error) {
-    if (error.name !== "AbortError") say(byId("document-error"), `${name}: ${wordsFor(error)}`);
-    return false;
-  } finally {
     row.remove();
+    // A server may close the connection instead of taking all of what it refuses.
+    const cut = "The upload was cut off: the file is more than the server accepts, or the server is gone.";
+    if (!cancel.signal.aborted) say(byId("document-error"), `${name}: ${wordsFor(error, cut)}`);
+    return false;
   }
 }
 
-async function uploadFiles(files) {
-  say(byId("document-error"), null);
-  for (const file of files) {
-    const form = new FormData();
-    const name = file.name.slice(0, LONGEST_NAME);
-    form.append("name", name);
-    form.append("file", file);
-    await upload(name, form);
-  }
+async function uploadAll(files) {
+  say(byId("document-error"));
+  for (const file of files) await upload(file);
 }
 
-function startDocuments() {
-  byId("upload").addEventListener("click", () => byId("file").click());
-  byId("file").addEventListener("change", ({ target }) => {
-    const files = [...target.files];
-    // So that the same file can be chosen again.
-    target.value = "";
-    uploadFiles(files);
-  });
-  byId("paste-form").addEventListener("submit", async (event) => {
+byId("upload").addEventListener("click", () => byId("file").click());
+byId("file").addEventListener("change", ({ target }) => {
+  const files = [...target.files];
+  // So that the same file can be chosen again.
+  target.value = "";
+  uploadAll(files);
+});
+byId("paste-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const name = byId("paste-name").value.trim() || byId("paste-name").placeholder;
+  say(byId("document-error"));
+  if (!await upload(new File([byId("paste-text").value], name))) return;
+  event.target.reset();
+  byId("paste").open = false;
+});
+byId("document-list").addEventListener("change", () => {
+  awaited = null;
+  showChosen();
+});
+for (const kind of ["dragover", "dragleave", "drop"]) {
+  addEventListener(kind, (event) => {
+    if (!event.dataTransfer?.types.includes("Files")) return;
     event.preventDefault();
-    say(byId("document-error"), null);
-    const name = byId("paste-name").value.trim() || byId("paste-name").placeholder;
-    if (!await upload(name, { text: byId("paste-text").value, name })) return;
-    byId("paste-form").reset();
-    byId("paste").open = false;
-  });
-  byId("document-list").addEventListener("change", () => {
-    awaited = null;
-    chosen();
-  });
-  const carriesFiles = (event) => event.dataTransfer?.types.includes("Files");
-  addEventListener("dragover", (event) => {
-    if (!carriesFiles(event)) return;
-    event.preventDefault();
-    document.body.classList.add("dropping");
-  });
-  addEventListener("dragleave", (event) => {
     // Without a related target the pointer has left the window.
-    if (!event.relatedTarget) document.body.classList.remove("dropping");
-  });
-  addEventListener("drop", (event) => {
-    if (!carriesFiles(event)) return;
-    event.preventDefault();
-    document.body.classList.remove("dropping");
-    uploadFiles([...event.dataTransfer.files]);
+    document.body.classList.toggle("dropping", kind === "dragover" || (kind === "dragleave" && event.relatedTarget !== null));
+    if (kind === "drop") uploadAll([...event.dataTransfer.files]);
   });
 }
 
 // --- prompts and answers -------------------------------------------------------------------------------------------
 
-// As the server describes it.
-let model = null;
 // The generation at hand: an AbortController.
 let running = null;
 
 /** Tells what the prompt continues. */
-function chosen() {
-  const context = known.get(chosenId())?.context;
-  byId("prompt-label").textContent = context ? `The model continues “${context.name || context.id}” followed by this text` : "The model continues this text";
+function showChosen() {
+  const context = chosenContext();
+  byId("prompt-label").textContent = context ? `The model continues “${nameOf(context)}” followed by this text` : "The model continues this text";
 }
 
 function readSettings() {
@@ -411,26 +283,19 @@ function describeSettings({ temperature, top_p, max_tokens, seed, stop }) {
   ].filter(Boolean).join(", ");
 }
 
-/** The objects of a stream of server-sent events, up to [DONE]. Raises a ServerError if it ends before. */
+/** The objects of a stream of server-sent events, up to [DONE]. Raises an error if it ends before. */
 async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  try {
-    for (;;) {
-      const { done, value } = await reader.read();
-      if (done) throw new ServerError("The connection ended before the text did.", 0);
-      const lines = (rest + value).split("\n");
-      rest = lines.pop();
-      for (const line of lines) {
-        // Each event is one line of data; others are empty or comments that keep the connection alive.
-        if (!line.startsWith("data:")) continue;
-        const said = line.slice(5).trim();
-        if (said === "[DONE]") return;
-        yield JSON.parse(said);
-      }
+  for (let rest = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) throw serverError("The connection ended before the text did.");
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    // Each event is one line of data; others are empty or comments that keep the connection alive.
+    for (const said of lines.filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim())) {
+      if (said === "[DONE]") return;
+      yield JSON.parse(said);
     }
-  } finally {
-    reader.cancel().catch(() => null);
   }
 }
 
@@ -438,102 +303,79 @@ const ENDINGS = { stop: "ended by itself", length: "cut at max tokens", cancelle
 
 /** The numbers of a generation so far; times in milliseconds. */
 function describeProgress({ sent, first, last, tokens, usage, ending }) {
-  const rate = first !== null && tokens > 1 && last > first ? ((tokens - 1) / (last - first)) * 1000 : null;
-  const prompt = usage && formatCount(usage.prompt_tokens, "token");
+  if (first === null) return ending ?? "waiting for the first token…";
   const cached = usage?.prompt_tokens_details?.cached_tokens;
   return [
-    first === null ? ending ?? "waiting for the first token…" : `first token after ${formatSeconds((first - sent) / 1000)}`,
-    rate && formatRate(rate),
-    first !== null && `${usage ? "" : "about "}${formatCount(tokens, "token")}`,
-    prompt && `prompt ${prompt}${cached ? `, ${cached.toLocaleString("en")} of them cached` : ""}`,
-    first !== null && ending,
+    `first token after ${formatSeconds((first - sent) / 1000)}`,
+    last > first && formatRate(((tokens - 1) / (last - first)) * 1000),
+    `${usage ? "" : "about "}${formatCount(tokens, "token")}`,
+    usage && `prompt ${formatCount(usage.prompt_tokens, "token")}${cached ? `, ${cached.toLocaleString("en")} of them cached` : ""}`,
+    ending,
   ].filter(Boolean).join(" · ");
 }
 
-/** A text to which strings are added once a frame, while the window follows its end if that is in view. */
-class GrowingText {
-  constructor(card, node) {
-    Object.assign(this, { card, node, waiting: "", frame: 0 });
-  }
-
-  add(text) {
-    this.waiting += text;
-    this.frame ||= requestAnimationFrame(() => this.flush());
-  }
-
-  flush() {
-    cancelAnimationFrame(this.frame);
-    this.frame = 0;
-    const followed = this.card.getBoundingClientRect().bottom < innerHeight + 60;
-    this.node.appendData(this.waiting);
-    this.waiting = "";
-    if (followed) this.card.scrollIntoView({ block: "nearest", behavior: "instant" });
-  }
-}
-
 function makeCard(prompt, context, settings) {
-  const start = context ? `After ${formatCount(context.tokens ?? 0, "token")} of ` : "";
-  const text = document.createTextNode("");
-  const parts = {
-    text, facts: make("p", { class: "facts" }), error: make("p", { class: "error", role: "alert", hidden: "" }),
-    stop: make("button", { type: "button", title: "Esc" }, "Stop"),
-  };
-  const title = make("h3", {}, start, ...(context ? [make("b", {}, context.name || context.id), " · "] : []), describeSettings(settings));
-  parts.card = make("article", { class: "answer card", "aria-busy": "true" }, title,
-    make("p", { class: "text" }, make("span", { class: "given" }, prompt), make("span", { class: "continuation" }, text)),
-    parts.error, make("footer", {}, parts.facts, parts.stop));
-  return parts;
+  const card = copyOf("answer-card");
+  const parts = { ".given": prompt, ".settings-used": describeSettings(settings) };
+  if (context) Object.assign(parts, { ".after": `After ${formatCount(context.tokens ?? 0, "token")} of `, b: nameOf(context) });
+  for (const [place, text] of Object.entries(parts)) card.querySelector(place).textContent = text;
+  byId("answers").prepend(card);
+  card.scrollIntoView({ block: "nearest", behavior: "instant" });
+  return card;
 }
 
 async function generate() {
-  const context = known.get(chosenId())?.context;
-  const [prompt, settings] = [byId("prompt").value, readSettings()];
-  const { card, text, facts, error: problem, stop } = makeCard(prompt, context, settings);
-  const growing = new GrowingText(card, text);
+  const [context, prompt, settings] = [chosenContext(), byId("prompt").value, readSettings()];
+  const card = makeCard(prompt, context, settings);
+  const [text, stop] = [card.querySelector(".continuation"), card.querySelector("button")];
   const progress = { sent: performance.now(), first: null, last: null, tokens: 0, usage: null, ending: null };
-  const count = () => (facts.textContent = describeProgress(progress));
+  let waiting = "", frame = 0;
+  /** Shows what has come, once a frame, while the window follows the end of the text if that is in view. */
+  const show = () => {
+    frame = 0;
+    const followed = card.getBoundingClientRect().bottom < innerHeight + 60;
+    text.append(waiting);
+    waiting = "";
+    card.querySelector(".facts").textContent = describeProgress(progress);
+    if (followed) card.scrollIntoView({ block: "nearest", behavior: "instant" });
+  };
+  const count = ({ usage, choices: [choice] = [] }) => {
+    progress.usage = usage ?? progress.usage;
+    if (!choice) return;
+    progress.ending = ENDINGS[choice.finish_reason] ?? progress.ending;
+    waiting += choice.text;
+    if (choice.finish_reason && !choice.text) return;
+    progress.last = performance.now();
+    progress.first ??= progress.last;
+    // About one for each token; the usage at the end has their number.
+    progress.tokens += 1;
+  };
 
   running = new AbortController();
   const { signal } = running;
   stop.addEventListener("click", () => running?.abort());
-  byId("answers").prepend(card);
-  count();
-  const counting = setInterval(count, COUNT_EVERY);
+  show();
   byId("status").textContent = "Generating";
   if (document.activeElement === byId("generate")) stop.focus({ preventScroll: true });
   byId("generate").disabled = true;
-  card.scrollIntoView({ block: "nearest", behavior: "instant" });
   try {
     const body = { model: model.id, prompt, context: context?.id, ...settings, stream: true, stream_options: { include_usage: true } };
-    const response = await postJson("v1/completions", body, { signal, onsend: () => (progress.sent = performance.now()) });
+    const headers = { "Content-Type": "application/json" };
+    const response = await send("v1/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
     for await (const event of eventsOf(response)) {
-      if (event.error) throw new ServerError(event.error.message ?? "The server failed.", 0);
-      progress.usage = event.usage ?? progress.usage;
-      const choice = event.choices?.[0];
-      if (choice) {
-        progress.ending = ENDINGS[choice.finish_reason] ?? progress.ending;
-        if (choice.text || !choice.finish_reason) {
-          progress.last = performance.now();
-          progress.first ??= progress.last;
-          // About one for each token; the usage at the end has their number.
-          progress.tokens += 1;
-        }
-        if (choice.text) growing.add(choice.text);
-      }
+      if (event.error) throw serverError(event.error.message ?? "The server failed.");
+      count(event);
+      frame ||= requestAnimationFrame(show);
     }
     progress.tokens = progress.usage?.completion_tokens ?? progress.tokens;
   } catch (error) {
-    if (signal.aborted) progress.ending = "stopped";
-    else {
-      progress.ending = "failed";
-      say(problem, wordsFor(error));
-      // The document may be gone.
-      if (error.status === 404) refresh().catch(() => null);
-    }
+    progress.ending = signal.aborted ? "stopped" : "failed";
+    if (!signal.aborted) say(card.querySelector(".error"), wordsFor(error));
+    // The document may be gone.
+    if (error.status === 404) look();
   } finally {
-    clearInterval(counting);
-    growing.flush();
-    count();
+    cancelAnimationFrame(frame);
+    show();
     card.removeAttribute("aria-busy");
     byId("generate").disabled = false;
     if (document.activeElement === stop) byId("generate").focus({ preventScroll: true });
@@ -543,47 +385,16 @@ async function generate() {
   }
 }
 
-function startPrompts() {
-  const settings = byId("settings");
-  const showSettings = () => (byId("settings-now").textContent = settings.open ? "" : describeSettings(readSettings()));
-  settings.open = matchMedia("(min-width: 56rem)").matches;
-  settings.addEventListener("toggle", showSettings);
-  settings.addEventListener("input", showSettings);
-  // A field that does not pass its check must be in view to say so.
-  settings.addEventListener("invalid", () => (settings.open = true), { capture: true });
-  showSettings();
-  byId("ask-form").addEventListener("submit", (event) => {
-    event.preventDefault();
-    if (model && !running) generate();
-  });
-  byId("prompt").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask-form").requestSubmit();
-  });
-  addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
-}
-
-// --- start ---------------------------------------------------------------------------------------------------------
-
-async function connect() {
-  for (;;) {
-    try {
-      [model] = (await fetchJson("v1/models")).data;
-      say(byId("model"), model.id);
-      document.title = `${model.id} · sympow`;
-      byId("generate").disabled = false;
-      if (model.state_bytes) say(byId("about-documents"), ABOUT_STATES);
-      await refresh();
-      say(byId("trouble"), null);
-      return;
-    } catch (error) {
-      say(byId("trouble"), wordsFor(error));
-      await sleep(RETRY_EVERY);
-    }
-  }
-}
-
-byId("forget-key").hidden = !sessionStorage.getItem(KEY);
-startDocuments();
-startPrompts();
-await connect();
-addEventListener("visibilitychange", () => document.hidden || refresh().catch((error) => say(byId("trouble"), wordsFor(error))));
+byId("settings").open = matchMedia("(min-width: 56rem)").matches;
+// A field that does not pass its check must be in view to say so.
+byId("settings").addEventListener("invalid", () => (byId("settings").open = true), { capture: true });
+byId("ask-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (model && !running) generate();
+});
+byId("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("ask-form").requestSubmit();
+});
+addEventListener("keydown", (event) => event.key === "Escape" && running?.abort());
+addEventListener("visibilitychange", () => document.hidden || look());
+look();
