@@ -76,9 +76,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The variable silences an advertisement that would end every build.
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	$(BIN)/python docs/assemble.py
+	$(BIN)/zensical build --strict $(ARGS)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
