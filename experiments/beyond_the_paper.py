@@ -4,31 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympow.experiments import Run, Scale
+from experiments.grid import Scale
+from experiments.run import PlannedRun
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 # Variants, and the settings that they change.
 Grid = list[tuple[tuple[str, ...], dict[str, Any]]]
 
 
-def learning_rate(scale: Scale) -> list[Run]:
+def learning_rate(scale: Scale) -> list[PlannedRun]:
     """The learning rate of a scale, chosen once on the softmax baseline; `SMALL_LEARNING_RATE` is the best."""
     return [scale.run("softmax", context=scale.contexts[2][1], learning_rate=rate) for rate in RATES]
 
 
-def gates(scale: Scale) -> list[Run]:
+def gates(scale: Scale) -> list[PlannedRun]:
     """Gates: none, fixed, learned, data-dependent (the paper's), and one per rotated pair, p = 2."""
     variants = ("sympow", "fixed-gate", "learned-gate", "gating", "vector-gate")
     return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
 
 
-def rotations(scale: Scale) -> list[Run]:
+def rotations(scale: Scale) -> list[PlannedRun]:
     """Rotations beside the paper's gate: none, fixed, learned rates, data-dependent (the paper's), per pair, p = 2."""
     variants = ("unrotated", "gating", "learned-rates", "conformal", "pair-rotation")
     return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
 
 
-def rotation(scale: Scale) -> list[Run]:
+def rotation(scale: Scale) -> list[PlannedRun]:
     """Whether and when data-dependent rotation pays: conformal against gating, one setting changed at a time, p = 2.
 
     At the learning rate of all other parameters, W_β drives β to 0 or 2 for nearly every token within some sixty steps.

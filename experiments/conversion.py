@@ -1,6 +1,6 @@
 """A real conversion: a Llama-shaped teacher is trained on books, and becomes symmetric power transformers.
 
-    python experiments/conversion.py --corpus books-tokens.tar.xz --out build/conversion --results RESULTS
+    python -m experiments.conversion --corpus books-tokens.tar.xz --out build/conversion --results RESULTS
 
 The steps: `data` unpacks the corpus (an archive of `prepare_corpus.py`, or a folder that it prepared), `teacher` trains
 the teacher, `all-0` to `all-2` convert every layer with three seeds (the first also without stage 1), `hybrid-0` to
@@ -8,8 +8,7 @@ the teacher, `all-0` to `all-2` convert every layer with three seeds (the first 
 matched best, `extended` spends a part of its tokens on longer contexts, and `results` writes tables and figures of what
 there is. They run in this order, but for `hybrid-0`, which comes before `all-1`: students with all layers converted and
 with half of them are there early. Each step is skipped if it is done and continues where it was interrupted, so the
-same command may be called again. --only chooses steps; --minutes stops in good order when the time is over, and writes
-results.
+same command may be called again. --only chooses steps.
 
 Each student sees at most a fifth of the teacher's tokens, in all its stages together.
 """
@@ -18,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -33,6 +29,8 @@ from typing import Any
 
 import torch
 
+from experiments.prepare_corpus import unpack_shards
+from experiments.run import condense
 from sympow.checks import choose_device
 from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import Evaluation, difference
@@ -42,7 +40,6 @@ from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_M
 from sympow.convert.training import StageTraining
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
-from sympow.experiments.store import condense
 from sympow.files import write_atomically
 from sympow.parsing import read_json
 from sympow.train.distributed import process_group
@@ -71,7 +68,7 @@ TRAINED_FILE = "trained.json"
 
 
 @dataclass(frozen=True)
-class Scale:
+class ConversionScale:
     """Sizes of the experiment.
 
     Attributes:
@@ -93,7 +90,7 @@ class Scale:
 
 SCALES = {
     # 30.2M parameters with the embedding of 4,096 tokens; 10 layers, 8 query and 2 key heads of 64.
-    "small": Scale(
+    "small": ConversionScale(
         shape={
             "hidden_size": 512,
             "intermediate_size": 1_408,
@@ -120,7 +117,7 @@ SCALES = {
         extend_tokens=8_000_000,
     ),
     # Minutes on a CPU: checks that everything runs, and nothing about quality.
-    "smoke": Scale(
+    "smoke": ConversionScale(
         shape={
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -147,7 +144,7 @@ SCALES = {
 }
 
 
-class Experiment:
+class Conversions:
     """The steps of one scale in a folder.
 
     Args:
@@ -162,7 +159,7 @@ class Experiment:
 
     def __init__(
         self,
-        scale: Scale,
+        scale: ConversionScale,
         corpus: Path,
         out: Path,
         device: str | None,
@@ -178,9 +175,6 @@ class Experiment:
     def run(self, step: str) -> bool:
         """Whether the step is complete."""
         if step == "data":
-            # Here, since `sympow experiment` loads this file from elsewhere.
-            from prepare_corpus import unpack_shards
-
             prepared = self.corpus.is_dir() or (self.data / MANIFEST_FILE).is_file()
             if not prepared and not unpack_shards(self.corpus, self.data):
                 raise SystemExit(f"{self.corpus} holds no token shards: pack them with prepare_corpus.py --archive")
@@ -413,7 +407,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for models and evaluations")
     parser.add_argument("--results", type=Path, required=True, help="folder for tables and figures")
     parser.add_argument("--only", default=",".join(STEPS), help="steps, separated by commas")
-    parser.add_argument("--minutes", type=float, help="stop after so long; the same command continues")
     parser.add_argument("--device", help="cuda or cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--teacher-tokens", type=int, help="instead of the scale's")
@@ -430,22 +423,10 @@ def main() -> None:
     changed = {"teacher_tokens": arguments.teacher_tokens, "teacher_rate": arguments.teacher_rate}
     scale = replace(scale, **{name: value for name, value in changed.items() if value is not None})
     changes = dict(map(read_change, arguments.change))
-    experiment = Experiment(
+    experiment = Conversions(
         scale, arguments.corpus, arguments.out, arguments.device, arguments.compile, arguments.label, changes
     )
     begin = time.monotonic()
-    over = threading.Event()
-    if arguments.minutes is not None:
-
-        def end() -> None:
-            over.set()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        timer = threading.Timer(60 * arguments.minutes, end)
-        timer.daemon = True
-        timer.start()
-        # Between two steps nothing else handles the signal.
-        signal.signal(signal.SIGTERM, lambda *_: over.set())
     facts = {
         "scale": arguments.scale,
         "teacher_tokens": scale.teacher_tokens,
@@ -455,8 +436,6 @@ def main() -> None:
         "device": "cpu" if choose_device(arguments.device) == "cpu" else torch.cuda.get_device_name(),
     }
     for step in steps:
-        if over.is_set():
-            break
         complete = step == "results" or experiment.run(step)
         state = "done" if complete else "interrupted"
         print(f"== {step}: {state} after {time.monotonic() - begin:.0f} s in all", file=sys.stderr, flush=True)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sympow.experiments import Run, Scale
+from experiments.grid import Scale
+from experiments.run import PlannedRun
 
 CURVES = ("softmax", "sympow", "gating", "conformal")
 
 
-def figure1(scale: Scale) -> list[Run]:
+def figure1(scale: Scale) -> list[PlannedRun]:
     """Fig. 1: final training loss against training context, p = 2 and p = 4."""
     return _in_order_of_seeds([run for power in scale.contexts for run in _panel(scale, power)])
 
 
-def figure2(scale: Scale) -> list[Run]:
+def figure2(scale: Scale) -> list[PlannedRun]:
     """Fig. 2: held-out loss by evaluation context, beyond the training context. A subset of Fig. 1's runs."""
     return _in_order_of_seeds(
         [
@@ -26,23 +27,23 @@ def figure2(scale: Scale) -> list[Run]:
     )
 
 
-def figure3(scale: Scale) -> list[Run]:
+def figure3(scale: Scale) -> list[PlannedRun]:
     """Fig. 3: training curves, p = 4. A subset of Fig. 1's runs."""
     return _in_order_of_seeds(_panel(scale, 4))
 
 
-def figure4(scale: Scale) -> list[Run]:
+def figure4(scale: Scale) -> list[PlannedRun]:
     """Fig. 4: training curves, p = 2. A subset of Fig. 1's runs."""
     return _in_order_of_seeds(_panel(scale, 2))
 
 
-def ablation(scale: Scale) -> list[Run]:
+def ablation(scale: Scale) -> list[PlannedRun]:
     """§4.2.1: data-dependent rotation alone, gating alone, both, and neither, p = 2."""
     variants = ("sympow", "rotation", "gating", "conformal")
     return [scale.run(variant, context=scale.ablation, seed=seed) for seed in scale.seeds for variant in variants]
 
 
-def full_size(scale: Scale) -> list[Run]:
+def full_size(scale: Scale) -> list[PlannedRun]:
     """Softmax, gating and conformal at twice the layers, width and heads and eight times the tokens, p = 2.
 
     At scale `small` this is the paper's model (12 layers, 12 heads of 64) with its learning rate, trained and evaluated
@@ -77,7 +78,7 @@ def full_size(scale: Scale) -> list[Run]:
     ]
 
 
-def _panel(scale: Scale, power: int) -> list[Run]:
+def _panel(scale: Scale, power: int) -> list[PlannedRun]:
     """Every variant at every context of a power.
 
     At p = 2 there are several seeds where differences are small: gating and conformal, and all variants at the two
@@ -93,6 +94,6 @@ def _panel(scale: Scale, power: int) -> list[Run]:
     return runs
 
 
-def _in_order_of_seeds(runs: list[Run]) -> list[Run]:
+def _in_order_of_seeds(runs: list[PlannedRun]) -> list[PlannedRun]:
     """All points with the first seed come first, so that a grid that is cut short has as many points as possible."""
     return sorted(runs, key=lambda run: run.config.run.seed)

@@ -1,7 +1,7 @@
 """Prepares the corpus of scale `small`: tokenizes an archive of books into shards, and packs these for other machines.
 
-    python experiments/prepare_corpus.py books.tar.xz --out build/data/books --archive build/data/books-tokens.tar.xz
-    python experiments/prepare_corpus.py build/data/books-tokens.tar.xz --out build/data/books
+    python -m experiments.prepare_corpus books.tar.xz --out build/data/books --archive build/data/books-tokens.tar.xz
+    python -m experiments.prepare_corpus build/data/books-tokens.tar.xz --out build/data/books
 
 The first command unpacks `train/*.txt` and `heldout/*.txt`, trains a byte-pair encoding on the training documents and
 writes token shards (minutes on two cores); with --archive it also packs the shards, at about seven bits a token. The

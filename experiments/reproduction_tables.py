@@ -1,6 +1,6 @@
 """Writes the tables of docs/reproduction_tables.md, between its two marks: our results beside the authors'.
 
-    python experiments/reproduction_tables.py --results experiments/results/small
+    python -m experiments.reproduction_tables --results experiments/results/small
 
 Numbers are final training losses unless a table says otherwise. A difference is between two runs with the same seed,
 which see the same batches, averaged over the seeds that both have, ± the standard error of that mean. An authors'
@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sympow.experiments.grid import SCALES, heldout_loss
-from sympow.experiments.store import is_table, read_results, read_rows
-from sympow.experiments.sweep import SweepResults
+from experiments.figures import accuracy_table, recall_table
+from experiments.grid import SCALES
+from experiments.run import heldout_loss
+from experiments.store import Store
 from sympow.files import write_atomically
-from sympow.report.recall_report import recall_table
-from sympow.report.sweep_report import accuracy_table
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 CURVES = ("softmax", "sympow", "gating", "conformal")
@@ -129,7 +128,7 @@ def within(context: int) -> Callable[[Row], float]:
     return lambda row: float(row["by_context"][str(context)])
 
 
-def difference(
+def paired_difference(
     one: dict[int, Row], other: dict[int, Row], number: Callable[[Row], float] = final_loss
 ) -> Difference | None:
     """Over the seeds that both have; None: there are none."""
@@ -194,11 +193,11 @@ def _switch_table(found: dict[str, dict[int, Row]]) -> Iterator[str]:
     ahead, compared = [], 0
     for switch, reference in _comparisons(found):
         one, other = found[switch], found[reference]
-        difference_of_text = difference(one, other, heldout_loss)
+        difference_of_text = paired_difference(one, other, heldout_loss)
         if difference_of_text is None:
             continue
         rates = [f"{next(iter(of.values()))['changes']['learning_rate']:g}" for of in (one, other)]
-        numbers = [str(difference(one, other)), str(difference_of_text), difference_of_text.verdict()]
+        numbers = [str(paired_difference(one, other)), str(difference_of_text), difference_of_text.verdict()]
         yield _table_row([switch, rates[0], reference, rates[1], *numbers])
         if switch.startswith("conformal"):
             compared += 1
@@ -263,7 +262,7 @@ CURRICULUM = """\
 """
 
 
-def tracking_tables(folder: Path) -> Iterator[str]:
+def tracking_tables(store: Store) -> Iterator[str]:
     """The tables of sweeps, of those experiments that have results."""
     titles = {
         "state_tracking": "State tracking: accuracy in % at 1, 4 and 16 times the training length, mean over seeds",
@@ -272,7 +271,7 @@ def tracking_tables(folder: Path) -> Iterator[str]:
         "tracking_curriculum": "State tracking with rows that grow to 128 tokens in training: likewise",
     }
     for experiment, title in titles.items():
-        rows = list(SweepResults.read(folder, experiment).rows.values())
+        rows = [result.row for result in store.tables.get(experiment, {}).values()]
         if not rows:
             continue
         yield f"### {title}\n"
@@ -286,9 +285,9 @@ def tracking_tables(folder: Path) -> Iterator[str]:
         yield ""
 
 
-def recall_tables(folder: Path) -> Iterator[str]:
+def recall_tables(store: Store) -> Iterator[str]:
     """The table of recall, if there are results."""
-    recalled = list(SweepResults.read(folder, "recall").rows.values())
+    recalled = [result.row for result in store.tables.get("recall", {}).values()]
     if recalled:
         yield "### Associative recall: right answers in % against the size of the state, by length / pairs\n"
         yield from recall_table(recalled)
@@ -314,7 +313,7 @@ def _claims(results: Results) -> Iterator[str]:
         contexts = results.contexts(power)
         for context in sorted({*contexts[:1], *contexts[-1:]}):
             for one, other in (("sympow", "softmax"), ("gating", "sympow"), ("conformal", "gating")):
-                found = difference(results.of(one, power, context), results.of(other, power, context))
+                found = paired_difference(results.of(one, power, context), results.of(other, power, context))
                 if found is not None:
                     theirs = _authors_difference(one, other, power, context)
                     words = (f"{one} is better", f"{one} is worse")
@@ -327,7 +326,7 @@ def _claims(results: Results) -> Iterator[str]:
 def _growth(results: Results, power: int, shortest: int, longest: int) -> Iterator[str]:
     """How much further behind softmax sympow is at the longest context than at the shortest."""
     gaps = [
-        difference(results.of("sympow", power, context), results.of("softmax", power, context))
+        paired_difference(results.of("sympow", power, context), results.of("softmax", power, context))
         for context in (shortest, longest)
     ]
     if gaps[0] is None or gaps[1] is None:
@@ -387,7 +386,7 @@ def _variants(results: Results) -> Iterator[str]:
             rows = results.of(name, 2, context)
             if rows:
                 held_out = mean(rows, heldout_loss)
-                against = difference(rows, gated) if name != "gating" else None
+                against = paired_difference(rows, gated) if name != "gating" else None
                 yield _table_row([f"{context:,}", name, mean(rows), held_out, str(against or "")])
     yield ""
 
@@ -415,7 +414,7 @@ def _rotation_lines(results: Results) -> Iterator[str]:
     for (variant, context, _), changes in sorted(kinds.items()):
         shared = {name: value for name, value in changes.items() if name not in only_of_rotations}
         one, other = results.of(variant, 2, context, changes), results.of("gating", 2, context, shared)
-        found, held_out = difference(one, other), difference(one, other, heldout_loss)
+        found, held_out = paired_difference(one, other), paired_difference(one, other, heldout_loss)
         if found is not None and held_out is not None:
             what = ", ".join(f"{name} {_shown(value)}" for name, value in changes.items()) or "–"
             yield _table_row([variant, f"{context:,}", what, str(found), str(held_out), found.holds(-1)])
@@ -474,12 +473,11 @@ def main() -> None:
         raise SystemExit(f"{arguments.page} must have the marks {BEGIN} and {END}")
     if not any(arguments.results.glob("*.jsonl")):
         raise SystemExit(f"--results must be a folder with the tables of experiments, and {arguments.results} has none")
-    runs = read_results(arguments.results)
-    table = arguments.results / f"{TEXT_ROTATION}.jsonl"
-    of_text = read_rows(table) if is_table(table) else []
+    store = Store(arguments.results)
+    runs, of_text = store.rows(), [result.row for result in store.tables.get(TEXT_ROTATION, {}).values()]
     others = runs.keys() - {row["run"] for row in of_text}
-    of_runs = [*tables(Results([runs[name].row for name in sorted(others)])), *text_rotation_tables(of_text)]
-    written = "\n".join([*of_runs, *tracking_tables(arguments.results), *recall_tables(arguments.results)])
+    of_runs = [*tables(Results([runs[name] for name in sorted(others)])), *text_rotation_tables(of_text)]
+    written = "\n".join([*of_runs, *tracking_tables(store), *recall_tables(store)])
     write_atomically(arguments.page, f"{before}{BEGIN}\n\n{written}\n{END}{after}".encode())
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sympow.experiments import Evaluation, Run, Scale
-from sympow.experiments.grid import heldout_loss
+from experiments.grid import Scale
+from experiments.run import EvaluationPlan, PlannedRun, heldout_loss
 
 # Tokens of a batch and steps by scale: all switches, then some of them in larger batches. At scale small these are one
 # pass over the books' 47.6 million training tokens, and four. Half as many steps of the larger batches are too few: the
@@ -22,10 +22,11 @@ SIZES = {
 # Learning rates that every switch is trained with; while the best is at an end of these, the next beyond it, too.
 RATES = (1e-3, 2e-3, 4e-3)
 LOWEST, HIGHEST = 5e-4, 8e-3
+Runs = list[PlannedRun]
 Settings = dict[str, Any]
 Switches = dict[str, tuple[str, Settings]]
 # Of a switch's name, a learning rate and a seed.
-Maker = Callable[[str, float, int], Run]
+Maker = Callable[[str, float, int], PlannedRun]
 # Variants and the settings that they change, by name: gating, which is the reference, then rotations. Gating has rates
 # up to 1 rad as well, since a rotation with such rates is to be compared with that.
 SWITCHES: Switches = {
@@ -47,7 +48,7 @@ POSITIONS: Switches = {
 }
 
 
-def text_rotation(scale: Scale) -> list[Run]:
+def text_rotation(scale: Scale) -> Runs:
     """The paper's rotation, also with slower rates or a small gradient, against gating in large batches, on text.
 
     The grid grows with its results. Each switch is trained with three learning rates or more, on one seed; at the rate
@@ -72,7 +73,7 @@ def text_rotation(scale: Scale) -> list[Run]:
     return runs
 
 
-def positions(scale: Scale) -> list[Run]:
+def positions(scale: Scale) -> Runs:
     """RoPE in all pairs, in a part of them, or in none, with gates, in large batches, on text.
 
     The grid grows as that of `text_rotation` does. RoPE, and the part of the pairs with the lowest loss, are trained on
@@ -89,11 +90,11 @@ def positions(scale: Scale) -> list[Run]:
     return runs
 
 
-def _maker(scale: Scale, switches: Switches, evaluation: Evaluation, batch: int, steps: int) -> Maker:
+def _maker(scale: Scale, switches: Switches, evaluation: EvaluationPlan, batch: int, steps: int) -> Maker:
     """Makes the run of a switch with a learning rate and a seed."""
     size = {"batch_tokens": batch, "steps": steps, "micro_batch_tokens": min(batch, 65_536)}
 
-    def make(name: str, rate: float, seed: int) -> Run:
+    def make(name: str, rate: float, seed: int) -> PlannedRun:
         variant, changes = switches[name]
         title = f"{name}_b{batch}_lr{rate:g}"
         what: Settings = {**changes, **size, "learning_rate": rate}
@@ -102,10 +103,10 @@ def _maker(scale: Scale, switches: Switches, evaluation: Evaluation, batch: int,
     return make
 
 
-def _repeated_at_best_rate(scale: Scale, switches: Switches, make: Maker) -> tuple[list[Run], dict[str, list[Run]]]:
+def _repeated_at_best_rate(scale: Scale, switches: Switches, make: Maker) -> tuple[Runs, dict[str, Runs]]:
     """All runs of switches so far, and of each that is finished those with the best rate, one for each seed."""
-    runs: list[Run] = []
-    done: dict[str, list[Run]] = {}
+    runs: Runs = []
+    done: dict[str, Runs] = {}
     for name in switches:
         some, final = _at_best_rate(scale, partial(make, name))
         runs += some
@@ -114,17 +115,17 @@ def _repeated_at_best_rate(scale: Scale, switches: Switches, make: Maker) -> tup
     return runs, done
 
 
-def _on_fresh_seeds(scale: Scale, make: Maker, done: Mapping[str, list[Run]], names: Iterable[str]) -> list[Run]:
+def _on_fresh_seeds(scale: Scale, make: Maker, done: Mapping[str, Runs], names: Iterable[str]) -> Runs:
     """Runs on seeds on which nothing was chosen."""
     return [make(name, _rate_of(done[name]), seed) for name in names for seed in scale.fresh_seeds]
 
 
-def _losses(scale: Scale, done: Mapping[str, list[Run]]) -> dict[str, float]:
+def _losses(scale: Scale, done: Mapping[str, Runs]) -> dict[str, float]:
     """Held-out losses by switch, summed over seeds."""
     return {name: sum(heldout_loss(scale.finished[run.name]) for run in final) for name, final in done.items()}
 
 
-def _at_best_rate(scale: Scale, make: Callable[[float, int], Run]) -> tuple[list[Run], list[Run] | None]:
+def _at_best_rate(scale: Scale, make: Callable[[float, int], PlannedRun]) -> tuple[Runs, Runs | None]:
     """All runs of a switch so far, and those with the best rate, one for each seed; None: it is not known yet."""
     first = scale.seeds[0]
     tried = {rate: make(rate, first) for rate in RATES}
@@ -139,7 +140,7 @@ def _at_best_rate(scale: Scale, make: Callable[[float, int], Run]) -> tuple[list
     return list(tried.values()), None
 
 
-def _rate_of(runs: list[Run]) -> float:
+def _rate_of(runs: Runs) -> float:
     return runs[0].config.optimizer.learning_rate
 
 

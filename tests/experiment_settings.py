@@ -1,6 +1,6 @@
 """Settings of tiny runs and sweeps for the tests of experiments."""
 
-from sympow.experiments import RecallSweep
+from experiments.recall import RecallSweep
 
 TINY = {
     "layers": 1,

@@ -31,7 +31,6 @@ COMMANDS = (
         "info",
         "bench",
         "check",
-        "experiment",
     ),
 )
 
@@ -260,15 +259,11 @@ def test_bench_reports_progress():
         ("bench",),
         ("train",),
         ("convert", "model", "--out", "converted"),
-        ("experiment", "figure1"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monkeypatch, arguments):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sympow.experiments.runner.run_all", None)
     (tmp_path / "text.txt").write_text("text")
-    if arguments[0] == "experiment":
-        arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, [*arguments, "--device", "cuda"])
     assert result.exit_code == 2, result.output
@@ -287,7 +282,6 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_else(tmp_path, monke
         ("bench",),
         ("train",),
         ("convert", "model"),
-        ("experiment", "figure1"),
         ("data", "prepare", "text.txt"),
     ],
 )
@@ -296,8 +290,6 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path, m
     if where.startswith("/proc") and not Path("/proc/self").exists():
         pytest.skip("this system has no /proc, the folder that nobody can write to")
     (tmp_path / "text.txt").write_text("text")
-    if arguments[0] == "experiment":
-        arguments = (*arguments, "--folder", str(Path(__file__).parents[1] / "experiments"))
     monkeypatch.chdir(tmp_path)
     result = runner.invoke(app, [*arguments, "--out", where])
     assert result.exit_code == 2, result.output

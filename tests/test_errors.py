@@ -88,7 +88,6 @@ def test_a_mistake_comes_with_where_to_find_help():
         "data info nothere",
         "train --config nothere",
         "train --data nothere --out run",
-        "experiment --folder nothere",
     ],
 )
 def test_a_file_that_is_not_there_is_a_mistake_in_the_arguments(tmp_path, monkeypatch, command):

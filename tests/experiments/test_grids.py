@@ -6,18 +6,28 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from experiment_settings import TINY
 
-from sympow.experiments import SCALES, VARIANTS, Evaluation
-from sympow.experiments.grid import describe, differences, find_experiments, find_sweeps, runs_of, settings_of
-from sympow.train.config import TrainConfig, paper
+from experiments import __main__ as laboratory
+from experiments import beyond_the_paper, paper, text_rotation
+from experiments.grid import SCALES
+from experiments.run import EvaluationPlan, differences, settings_of
+from experiments.store import Store
+from sympow.model.config import VARIANTS
+from sympow.train.config import TrainConfig
+from sympow.train.config import paper as paper_config
 
-EXPERIMENTS = find_experiments(Path(__file__).parents[2] / "experiments")
+EXPERIMENTS = {
+    name: experiment
+    for name, experiment in laboratory.EXPERIMENTS.items()
+    if experiment.__module__ in {module.__name__ for module in (paper, beyond_the_paper, text_rotation)}
+}
 CURVES = {"softmax", "sympow", "gating", "conformal"}
 ALL = [(scale, name) for scale in SCALES for name in EXPERIMENTS]
 
 
 def runs(name, scale):
-    return runs_of(EXPERIMENTS[name], SCALES[scale]())
+    return laboratory.works_of(name, SCALES[scale](), Store(Path("nowhere")))
 
 
 @pytest.mark.parametrize(("scale", "name"), ALL)
@@ -29,7 +39,7 @@ def test_a_name_is_of_one_config(scale, name):
             assert named.setdefault(run.name, asdict(run.config)) == asdict(run.config)
     configs = [settings_of(run.config) for run in runs(name, scale)]
     assert all(configs.count(config) == 1 for config in configs)
-    assert describe(EXPERIMENTS[name])
+    assert EXPERIMENTS[name].__doc__
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -97,7 +107,7 @@ def test_the_papers_scale_is_the_papers():
     assert size.contexts == {2: (256, 1_024, 4_096, 8_192), 4: (1_024, 4_096, 16_384, 65_536)}
     assert size.processes == 8
     run = size.run("conformal", context=4_096, power=4)
-    recipe = paper().changed(power=4)
+    recipe = paper_config().changed(power=4)
     assert settings_of(run.config) == settings_of(recipe)
     assert run.config.run.batch_tokens == 524_288
 
@@ -108,34 +118,7 @@ def test_variants_are_models():
         assert {key: found[key] for key in fields} == fields, name
 
 
-def test_an_experiment_is_a_function_of_a_scale(folder):
-    found = find_experiments(folder)
-    assert list(found) == ["pair"]
-    assert describe(found["pair"]) == "Two runs."
-    (folder / "more.py").write_text("def pair(scale): return []\n")
-    with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
-        find_experiments(folder)
-    (folder / "more.py").write_text("def pair(size): return []\n")
-    for find in (find_experiments, find_sweeps):
-        with pytest.raises(ValueError, match=r"'pair' is defined twice in .*more.py"):
-            find(folder)
-    (folder / "more.py").write_text("def pair(scale): return []\n")
-    (folder / "mine.py").unlink()
-    with pytest.raises(ValueError, match="pair has no runs at scale 'cpu'"):
-        runs_of(find_experiments(folder)["pair"], SCALES["cpu"]())
-    (folder / "more.py").unlink()
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(folder))} has no experiment: a function"):
-        find_experiments(folder)
-
-
-def test_a_default_folder_without_experiments_is_named(tmp_path, monkeypatch):
-    (tmp_path / "experiments").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"^experiments has no experiment: a function"):
-        find_experiments()
-
-
-def test_two_runs_of_one_name_are_refused_unless_they_are_the_same(scale):
+def test_two_runs_of_one_name_are_refused_unless_they_are_the_same(scale, define, tmp_path):
     def same(scale):
         return [scale.run("gating", context=32, title="x"), scale.run("gating", context=32, title="x")]
 
@@ -143,28 +126,32 @@ def test_two_runs_of_one_name_are_refused_unless_they_are_the_same(scale):
         return [scale.run("gating", context=32, title="x", learning_rate=rate) for rate in (1e-3, 2e-3)]
 
     def evaluations(scale):
-        return [scale.run("gating", context=32, evaluation=Evaluation(documents=count)) for count in (2, 3)]
+        return [scale.run("gating", context=32, evaluation=EvaluationPlan(documents=count)) for count in (2, 3)]
 
-    assert len(runs_of(same, scale)) == 1
-    name = "gating_p2_c32_x_s0"
-    with pytest.raises(ValueError, match=f"^rates has two runs of the name {name}: learning_rate 0.001 and 0.002"):
-        runs_of(rates, scale)
-    with pytest.raises(ValueError, match=r"evaluations has two runs of the name gating_p2_c32_s0: .*documents=3"):
-        runs_of(evaluations, scale)
+    for experiment in (same, rates, evaluations):
+        define(experiment)
+    store = Store(tmp_path)
+    assert len(laboratory.works_of("same", scale, store)) == 1
+    for name, run in (("rates", "gating_p2_c32_x_s0"), ("evaluations", "gating_p2_c32_s0")):
+        with pytest.raises(ValueError, match=f"^{name} has two of the name {run} that differ"):
+            laboratory.works_of(name, scale, store)
 
 
 def test_tokens_are_counted_in_the_batches_of_the_run(scale):
+    scale = replace(scale, start=scale.base, changes={})
     run = scale.run("gating", context=32, tokens=6_400, batch_tokens=128)
     assert (run.tokens, run.config.run.steps) == (6_400, 50)
     assert scale.run("gating", context=32, tokens=6_400).config.run.steps == 100
-    with pytest.raises(ValueError, match="tokens and steps exclude each other, got tokens=6400 and steps=3"):
-        scale.run("gating", context=32, tokens=6_400, steps=3)
-    with pytest.raises(ValueError, match="tokens must be at least 64, got 63"):
-        scale.run("gating", context=32, tokens=63)
+
+
+def test_what_the_experiment_chooses_cannot_be_set(scale):
+    message = "^--set cannot change steps: the experiment chooses it for gating_p2_c32_tokens-6400_s0$"
+    with pytest.raises(ValueError, match=message):
+        scale.run("gating", context=32, tokens=6_400)
 
 
 def test_what_a_run_learns_does_not_depend_on_when_it_counts_as_hanging(scale):
-    runs = [scale.changed(hang_after=seconds).run("gating", context=32) for seconds in (0, 600)]
+    runs = [replace(scale, changes={**TINY, "hang_after": seconds}).run("gating", context=32) for seconds in (0, 600)]
     assert differences(runs[0].config, runs[1].config) == []
 
 
@@ -172,7 +159,7 @@ def grown(scale, loss):
     """All runs of `text_rotation` and their rows, with a made-up loss of the switch, batch, rate and seed."""
     rows, runs = {}, []
     while True:
-        found = runs_of(EXPERIMENTS["text_rotation"], replace(scale, finished=rows))
+        found = text_rotation.text_rotation(replace(scale, finished=rows))
         assert {run.name for run in runs} <= {run.name for run in found}
         runs = found
         new = [run for run in found if run.name not in rows]

@@ -1,31 +1,18 @@
-"""The scripts in experiments/: preparing the corpus, and writing tables from results."""
+"""The programs of experiments/: preparing the corpus, converting a teacher, and writing tables from results."""
 
-import importlib.util
 import json
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 
+from experiments import conversion, prepare_corpus, reproduction_tables
+from experiments.store import Store, StoredResult
 from sympow.convert.evaluation import Evaluation, LossAtContext
 from sympow.data import open_dataset, prepare
-from sympow.experiments.store import StoredRun, write_table
-from sympow.experiments.sweep import SweepResults
-
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXPERIMENTS / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, monkeypatch):
-    script = load("prepare_corpus")
     for split, words in (("train", ["state", "gate"]), ("heldout", ["rotation"])):
         (tmp_path / "texts" / split).mkdir(parents=True)
         for word in words:
@@ -36,7 +23,7 @@ def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, mo
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["prepare_corpus.py", *map(str, arguments)])
-        script.main()
+        prepare_corpus.main()
 
     run(texts, "--out", tmp_path / "here", "--archive", tokens, "--vocab-size", 270, "--workers", 1)
     run(tokens, "--out", tmp_path / "there")
@@ -53,16 +40,14 @@ def test_a_corpus_is_prepared_packed_and_unpacked_elsewhere(tmp_path, capsys, mo
     # Shards that were damaged on the way are refused, and the folder does not count as prepared.
     (damaged,) = (tmp_path / "here").glob("train-*.tokens.npy")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    script.pack_shards(tmp_path / "here", tmp_path / "damaged.tar.xz")
+    prepare_corpus.pack_shards(tmp_path / "here", tmp_path / "damaged.tar.xz")
     with pytest.raises(ValueError, match=damaged.name):
         run(tmp_path / "damaged.tar.xz", "--out", tmp_path / "elsewhere")
     assert not (tmp_path / "elsewhere" / "manifest.json").exists()
     # Texts that were not tokenized are no corpus of a conversion.
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    conversion = load("conversion")
     smoke = conversion.SCALES["smoke"]
     with pytest.raises(SystemExit, match=r"texts.tar.xz holds no token shards"):
-        conversion.Experiment(smoke, texts, tmp_path / "out", "cpu", False, "students", {}).run("data")
+        conversion.Conversions(smoke, texts, tmp_path / "out", "cpu", False, "students", {}).run("data")
 
 
 def row(variant, power, context, seed, loss, **others):
@@ -83,6 +68,10 @@ def row(variant, power, context, seed, loss, **others):
     }
 
 
+def tables_of(rows):
+    return "\n".join(reproduction_tables.tables(reproduction_tables.Results(rows)))
+
+
 def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     rows = []
     for seed, noise in enumerate((0.0, 0.01, -0.01)):
@@ -99,13 +88,12 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
     rows.append(row("gating", 2, 128, 0, 4.321, changes={"data": "mqar:pairs=16"}))
     rows.append(row("conformal", 2, 8192, 7, 9.0, status="diverged"))
     rows = [{**one, "run": f"{one['run']}{len(one['changes'])}"} for one in rows]
-    table = tmp_path / "results" / "some.jsonl"
-    write_table(table, [StoredRun(one, {"metrics": {}}, table) for one in rows])
+    Store(tmp_path / "results").add("some", [StoredResult(one, {"metrics": {}}) for one in rows])
     page = tmp_path / "page.md"
     page.write_text("Before.\n<!-- results: begin -->\nyesterday\n<!-- results: end -->\nAfter.\n")
     arguments = ["--results", str(tmp_path / "results"), "--page", str(page)]
     monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", *arguments])
-    load("reproduction_tables").main()
+    reproduction_tables.main()
     text = page.read_text()
     assert text.startswith("Before.\n")
     assert text.endswith("After.\n")
@@ -129,11 +117,10 @@ def test_tables_say_what_holds_and_what_does_not(tmp_path, monkeypatch):
 
 
 def test_a_rotation_is_compared_with_gating_on_fresh_seeds_apart_from_the_others():
-    script = load("reproduction_tables")
     # Behind on the first three seeds, ahead on the others.
     rows = [row("gating", 2, 4_096, seed, 2.0) for seed in range(5)]
     rows += [row("conformal", 2, 4_096, seed, 2.1 if seed < 3 else 1.8) for seed in range(5)]
-    chosen, mark, fresh = "\n".join(script.tables(script.Results(rows))).partition("On fresh seeds")
+    chosen, mark, fresh = tables_of(rows).partition("On fresh seeds")
     assert mark
     assert "| conformal | 4,096 | – | +0.100 (± 0.000, 3 seeds) | +0.100 (± 0.000, 3 seeds) | no |" in chosen
     assert "| conformal | 4,096 | – | -0.200 (± 0.000, 2 seeds) | -0.200 (± 0.000, 2 seeds) | yes |" in fresh
@@ -145,11 +132,10 @@ def test_learning_rates_are_compared_for_runs_of_equal_length():
         config = {"optimizer": {"learning_rate": rate}}
         return row("gating", 2, 4_096, seed, loss, tokens=tokens, changes=changes, config=config)
 
-    script = load("reproduction_tables")
     rows = [at_rate(1_000, rate, seed, 2.0 + 100 * rate + seed / 10) for rate in (2e-3, 1e-3) for seed in (0, 1)]
     # Seeds on which nothing was chosen, and a length with one rate alone.
     rows += [at_rate(1_000, 2e-3, 3, 9.0), at_rate(2_000, 2e-3, 0, 9.0)]
-    table = "\n".join(script.tables(script.Results(rows))).partition("### Learning rates\n\n")[2].splitlines()
+    table = tables_of(rows).partition("### Learning rates\n\n")[2].splitlines()
     assert table[2:] == [
         "| gating | 2 | 4,096 | 1,000 | 0.001 | 2.150 ± 0.071 | 3.150 ± 0.071 |",
         "| gating | 2 | 4,096 | 1,000 | 0.002 | 2.250 ± 0.071 | 3.250 ± 0.071 |",
@@ -157,12 +143,11 @@ def test_learning_rates_are_compared_for_runs_of_equal_length():
 
 
 def test_an_ordering_holds_only_if_it_is_the_authors():
-    script = load("reproduction_tables")
     rows = []
     for context, softmax, sympow in ((1_024, 3.9, 4.0), (16_384, 4.4, 4.7)):
         rows += [row("softmax", None, context, seed, softmax) for seed in (0, 1)]
         rows += [row("sympow", 4, context, seed, sympow + seed / 1000) for seed in (0, 1)]
-    lines = "\n".join(script.tables(script.Results(rows))).splitlines()
+    lines = tables_of(rows).splitlines()
     # The authors saw sympow ahead of softmax at 16,384 tokens with p = 4, and the gap shrink; here it is behind.
     ordering = next(line for line in lines if line.startswith("| sympow − softmax | p = 4, 16,384 | -0.044 |"))
     assert ordering.endswith("| sympow is better | no |")
@@ -175,33 +160,29 @@ def test_an_ordering_holds_only_if_it_is_the_authors():
 
 
 def test_tables_of_sweeps_follow_if_there_are_results(tmp_path):
-    script = load("reproduction_tables")
-    assert list(script.tracking_tables(tmp_path)) == []
-    results = SweepResults(tmp_path, "state_tracking")
+    assert list(reproduction_tables.tracking_tables(Store(tmp_path))) == []
+    results = []
     for name, accuracies in (("gating", [0.5, 0.5]), ("conformal", [1.0, 0.99])):
         run = f"parity_{name}"
         numbers = {"learning_rates": [0.1], "best_rate": 0.1, "accuracy": {"64": [accuracies], "256": [[0.5, 0.5]]}}
         about = {"run": run, "task": "parity", "sweep": name, "chance": 0.5, "settings": {}}
-        results.rows[run] = {**about, **numbers}
-        results.curves[run] = {"run": run}
-    results.write()
-    lines = list(script.tracking_tables(tmp_path))
+        results.append(StoredResult({**about, **numbers}, {}))
+    Store(tmp_path).add("state_tracking", results)
+    lines = list(reproduction_tables.tracking_tables(Store(tmp_path)))
     assert lines[0].startswith("### State tracking: accuracy in %")
     assert "| | parity (chance 50) |" in lines
     assert "| conformal | 99.5, 50.0 |" in lines
     assert "| gating | 50.0, 50.0 |" in lines
     assert lines.index("| gating | 50.0, 50.0 |") < lines.index("| conformal | 99.5, 50.0 |")
     # Remedies follow by name, so that a model with noise stands beside the one without.
-    SweepResults(tmp_path, "tracking_remedies", rows=results.rows, curves=results.curves).write()
-    lines = list(script.tracking_tables(tmp_path))[len(lines) :]
+    Store(tmp_path).add("tracking_remedies", results)
+    lines = list(reproduction_tables.tracking_tables(Store(tmp_path)))[len(lines) :]
     assert lines[0].startswith("### State tracking beyond the training length")
     assert lines.index("| conformal | 99.5, 50.0 |") < lines.index("| gating | 50.0, 50.0 |")
 
 
 def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
-    script = load("reproduction_tables")
-    assert list(script.recall_tables(tmp_path)) == []
-    results = SweepResults(tmp_path, "recall")
+    assert list(reproduction_tables.recall_tables(Store(tmp_path))) == []
     numbers = {
         "learning_rates": [0.1, 0.2],
         "best_rate": 0.2,
@@ -210,16 +191,14 @@ def test_the_table_of_recall_follows_if_there_are_results(tmp_path):
         "state_bytes": 20_000,
     }
     found = {"overall": [[0.1, 0.1], [0.5, 0.7]], "by_shape": {"64/4": [[0.1, 0.1], [1.0, 1.0]]}}
-    results.rows["recall_mine"] = {"run": "recall_mine", "sweep": "mine", "settings": {}, **numbers, **found}
-    results.curves["recall_mine"] = {"run": "recall_mine"}
-    results.write()
-    lines = list(script.recall_tables(tmp_path))
+    row = {"run": "recall_mine", "sweep": "mine", "settings": {}, **numbers, **found}
+    Store(tmp_path).add("recall", [StoredResult(row, {})])
+    lines = list(reproduction_tables.recall_tables(Store(tmp_path)))
     assert "| mine | 5,000 | 20,000 | 0.2 | 9 | 60.0 ± 14.1 | 100.0 ± 0.0 |" in lines
     assert "| GLA (published) | | about 67,000 | | | 95 | |" in lines
 
 
 def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
-    script = load("conversion")
 
     def measured(name, tokens, losses):
         entry = LossAtContext(sum(losses) / 2, losses, losses[1], {"9.5": losses[0]})
@@ -233,9 +212,9 @@ def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
     (tmp_path / "teacher" / "metrics.jsonl").write_text('{"step": 1, "loss": 4.0}\n')
     # The teacher was trained by an earlier call, with --teacher-tokens, which this one does not repeat.
     (tmp_path / "teacher" / "model").mkdir()
-    (tmp_path / "teacher" / "model" / script.TRAINED_FILE).write_text('{"teacher_tokens": 640}')
+    (tmp_path / "teacher" / "model" / conversion.TRAINED_FILE).write_text('{"teacher_tokens": 640}')
     facts = {"scale": "smoke", "teacher_tokens": 51_200}
-    script.write_results(tmp_path, "students", tmp_path / "results", facts)
+    conversion.write_results(tmp_path, "students", tmp_path / "results", facts)
     tables = (tmp_path / "results" / "conversion.md").read_text()
     assert "| teacher | | | 3.000 | 3.000 |" in tables
     assert "| all layers, after stage 2 | 3 | 40 | 3.200 (+0.200 ± 0.100) | 3.200 (+0.200 ± 0.100) |" in tables
@@ -248,22 +227,20 @@ def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
 
 
 def test_no_student_may_see_more_than_a_fifth_of_the_teachers_tokens(tmp_path):
-    script = load("conversion")
-    for scale in script.SCALES.values():
-        conversions = script.Experiment(scale, tmp_path, tmp_path, "cpu", False, "students", {})
-        for step in script.STEPS[2:-1]:
+    for scale in conversion.SCALES.values():
+        conversions = conversion.Conversions(scale, tmp_path, tmp_path, "cpu", False, "students", {})
+        for step in conversion.STEPS[2:-1]:
             if step.startswith("chosen"):
                 continue
             recipe = conversions.conversion(step).recipe
             assert 5 * (recipe.match_tokens + recipe.distill_tokens + recipe.extend_tokens) <= scale.teacher_tokens
         more = {"distill_tokens": scale.teacher_tokens // 5}
         with pytest.raises(SystemExit, match="more than a fifth of"):
-            script.Experiment(scale, tmp_path, tmp_path, "cpu", False, "students", more).conversion("all-1")
+            conversion.Conversions(scale, tmp_path, tmp_path, "cpu", False, "students", more).conversion("all-1")
 
 
 def test_layers_are_chosen_by_how_well_stage_1_matched_them(tmp_path):
-    script = load("conversion")
-    experiment = script.Experiment(script.SCALES["small"], tmp_path, tmp_path, "cpu", False, "students", {})
+    experiment = conversion.Conversions(conversion.SCALES["small"], tmp_path, tmp_path, "cpu", False, "students", {})
     with pytest.raises(SystemExit, match="need all-0"):
         experiment.conversion("chosen-0")
     folder = tmp_path / "students" / "all-0"
@@ -280,22 +257,19 @@ def test_layers_are_chosen_by_how_well_stage_1_matched_them(tmp_path):
         chosen = experiment.conversion(f"chosen-{seed}")
         assert chosen.swap.chosen_layers() == [1, 3]
         recipe = chosen.recipe
-        assert 5 * (recipe.match_tokens + recipe.distill_tokens) <= script.SCALES["small"].teacher_tokens
+        assert 5 * (recipe.match_tokens + recipe.distill_tokens) <= conversion.SCALES["small"].teacher_tokens
 
 
 def test_changes_of_a_conversion_are_checked_before_the_teacher_is_trained():
-    script = load("conversion")
-    assert script.read_change("gating=vector") == ("gating", "vector")
-    assert script.read_change("distill_rate=6e-4") == ("distill_rate", 6e-4)
+    assert conversion.read_change("gating=vector") == ("gating", "vector")
+    assert conversion.read_change("distill_rate=6e-4") == ("distill_rate", 6e-4)
     for change in ("nonsense=3", "nonsense", "power=two", "beta2=3"):
         with pytest.raises(SystemExit, match=f"--change takes settings as in distill_rate=6e-4; got '{change}'"):
-            script.read_change(change)
+            conversion.read_change(change)
 
 
 @pytest.mark.slow
 def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(EXPERIMENTS))
-    script = load("conversion")
     (tmp_path / "texts").mkdir()
     for number in range(8):
         words = " ".join(f"{(number * 7 + place) % 97} and {place % 13}" for place in range(400))
@@ -304,16 +278,16 @@ def test_a_teacher_is_trained_and_converted(tmp_path, monkeypatch):
     words = ["--scale", "smoke", "--corpus", tmp_path / "data", "--out", tmp_path / "out", "--device", "cpu"]
     words += ["--results", tmp_path / "results", "--no-compile", "--only", "data,teacher,hybrid-0,results"]
     monkeypatch.setattr(sys, "argv", ["conversion.py", *map(str, words)])
-    script.main()
+    conversion.main()
     assert "| every other layer, after stage 2 | 1 | 10,240 |" in (tmp_path / "results" / "conversion.md").read_text()
     assert (tmp_path / "out" / "students" / "hybrid-0" / "model" / "model.safetensors").is_file()
-    trained = json.loads((tmp_path / "out" / "teacher" / "model" / script.TRAINED_FILE).read_text())
+    trained = json.loads((tmp_path / "out" / "teacher" / "model" / conversion.TRAINED_FILE).read_text())
     assert trained == {"teacher_tokens": 51_200, "teacher_rate": 3e-3}
     # A teacher that was interrupted continues with the settings that it was begun with.
     (tmp_path / "out" / "teacher" / "model").rename(tmp_path / "elsewhere")
     monkeypatch.setattr(sys, "argv", ["conversion.py", *map(str, words), "--teacher-rate", "1e-3"])
     with pytest.raises(SystemExit, match="holds a teacher that was begun with"):
-        script.main()
+        conversion.main()
 
 
 def of_text(variant, batch, rate, seed, loss, **changes):
@@ -342,8 +316,7 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
     for seed, (one, other) in enumerate(((2.0, 2.1), (3.0, 2.2), (3.0, 2.3))):
         rows += [of_text("gating", 16_384, 4e-3, seed, one), of_text("gating", 16_384, 2e-3, seed, other)]
         rows.append(of_text("conformal", 16_384, 1e-3, seed, other - 0.05))
-    script = load("reproduction_tables")
-    lines = "\n".join(script.text_rotation_tables(rows)).splitlines()
+    lines = "\n".join(reproduction_tables.text_rotation_tables(rows)).splitlines()
     titles = [line for line in lines if line.startswith("###")]
     assert [title.split("tokens")[0] for title in titles] == [
         "### Rotation on text: batches of 4,096 ",
@@ -367,12 +340,12 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
     assert said[1] == "Of 1 comparisons of rotations, ahead by more than two standard errors is none."
     # A switch of which every rate has diverged on some seed is not compared.
     diverged = of_text("gating", 4_096, 2e-3, 0, 0.0) | {"status": "diverged"}
-    assert list(script.text_rotation_tables([diverged, *rows[2:5]])) == []
+    assert list(reproduction_tables.text_rotation_tables([diverged, *rows[2:5]])) == []
     # Seeds beyond those of the scale: nothing was chosen on them, and they have a table of their own.
     for seed in (3, 4):
         rows.append(of_text("gating", 4_096, 2e-3, seed, 2.0))
         rows.append(of_text("conformal", 4_096, 1e-3, seed, 2.05, rotary="pairs"))
-    with_fresh = "\n".join(script.text_rotation_tables(rows))
+    with_fresh = "\n".join(reproduction_tables.text_rotation_tables(rows))
     chosen, _, fresh = with_fresh.partition("On fresh seeds")
     assert step in chosen
     both = "+0.050 (± 0.000, 2 seeds)"
@@ -385,11 +358,10 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
         row(kind, 2, 1_024, 0, 2.2, run=kind, changes={"schedule": "cosine"}) for kind in ("gating", "conformal")
     ]
     for name, of in (("rotation", others), ("text_rotation", rows)):
-        table = results / f"{name}.jsonl"
-        write_table(table, [StoredRun(one, {"metrics": {}}, table) for one in of])
-    page.write_text(f"{script.BEGIN}{script.END}")
+        Store(results).add(name, [StoredResult(one, {"metrics": {}}) for one in of])
+    page.write_text(f"{reproduction_tables.BEGIN}{reproduction_tables.END}")
     monkeypatch.setattr(sys, "argv", ["reproduction_tables.py", "--results", str(results), "--page", str(page)])
-    script.main()
+    reproduction_tables.main()
     pays = page.read_text().partition("### Does rotation pay?")[2].partition("###")[0]
     assert pays.count("| conformal |") == 2
     assert "| conformal | 1,024 | schedule cosine | +0.000 (one seed) |" in pays
@@ -400,5 +372,5 @@ def test_rotations_on_text_are_compared_with_gating_at_the_best_rate_of_each(tmp
     with pytest.raises(
         SystemExit, match=f"--results must be a folder with the tables of experiments, and {tmp_path} has"
     ):
-        script.main()
+        reproduction_tables.main()
     assert page.read_text() == written

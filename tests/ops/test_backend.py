@@ -159,7 +159,6 @@ ABOUT_CUDA = {
     "serving/engine.py",  # sizes of segments and steps
     "serving/prefill_graphs.py",  # CUDA graphs
     "serving/row_sampling.py",  # CUDA graphs and events
-    "train/ensemble.py",  # autocast and random numbers
     "train/optimizer.py",  # PyTorch's fused optimizers
 }
 

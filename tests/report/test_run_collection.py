@@ -2,8 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from report.made_up import write_evaluation, write_run
 
 from sympow.evaluate import PasskeyPoint, PositionLosses
 from sympow.evaluate.evaluation_file import ModelEvaluation, averages_over_ranges, write_evaluations
-from sympow.experiments.store import StoredRun, write_table
-from sympow.report.run_collection import collect
-from sympow.train.config import TrainConfig
+from sympow.report.run_collection import collect, collection_of
 
 
 def test_folders_of_runs_are_searched_and_named_by_what_tells_them_apart(tmp_path):
@@ -24,45 +21,6 @@ def test_folders_of_runs_are_searched_and_named_by_what_tells_them_apart(tmp_pat
     found = collect([tmp_path, tmp_path / "a" / "b"])
     assert [run.name for run in found.runs] == ["b", "deep/seed0"]
     assert found.notes == []
-
-
-def stored(name, **row):
-    metrics = {"loss": {"step": [1, 2], "value": [3.0, 2.0]}, "half_life/layer_0": {"step": [2], "value": [9.0]}}
-    config = asdict(TrainConfig().changed(layers=7, steps=2))
-    return StoredRun({"run": name, "config": config, **row}, {"metrics": metrics}, Path("somewhere"))
-
-
-def test_an_experiment_has_the_runs_of_its_table(tmp_path):
-    evaluation = {"evaluation": {"documents": 5, "data": "books"}, "by_context": {"1": 3.0, "2": 2.5}}
-    write_table(tmp_path / "figure.jsonl", [stored("second", **evaluation), stored("first", heldout_loss=2.25)])
-    write_table(tmp_path / "other.jsonl", [stored("first", heldout_loss=2.25), stored("third")])
-    # No table: it has no curves beside it.
-    (tmp_path / "notes.jsonl").write_text("{}\n")
-    write_run(tmp_path / "deeper" / "run", [3.0])
-    first, second = collect([tmp_path / "figure.jsonl"]).runs
-    assert [first.name, second.name] == ["first", "second"]
-    assert first.metrics == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "half_life/layer_0": 9.0}]
-    assert (first.settings["layers"], first.final_heldout_loss, first.finished) == (7, 2.25, True)
-    assert first.evaluation is None
-    assert (second.evaluation.documents, second.evaluation.by_context) == (5, {1: 3.0, 2: 2.5})
-    found = [run.name for run in collect([tmp_path, tmp_path / "other.jsonl"]).runs]
-    assert found == ["deeper/run", "runs/first", "runs/second", "runs/third"]
-
-
-@pytest.mark.parametrize(
-    ("table", "curves", "message"),
-    [
-        ("[", '{"run": "a"}', r"one.jsonl: line 1 is not JSON"),
-        ('{"run": "a"}', '{"run": "a"}\n{}', r"one.curves.jsonl: line 2 names no run"),
-        ('{"run": "a"}\n{"run": "b"}', '{"run": "a"}', r"one.jsonl has the run b, and one.curves.jsonl has no curves"),
-        ('{"run": "a"}', '{"run": "a", "metrics": {}}', r"config of a in .*one.jsonl must map the sections"),
-    ],
-)
-def test_a_damaged_table_is_named(tmp_path, table, curves, message):
-    (tmp_path / "one.jsonl").write_text(table + "\n")
-    (tmp_path / "one.curves.jsonl").write_text(curves + "\n")
-    with pytest.raises(ValueError, match=message):
-        collect([tmp_path])
 
 
 def test_the_final_loss_is_the_mean_of_the_last_tenth(tmp_path):
@@ -109,7 +67,7 @@ def test_damage_is_named(tmp_path, file, content, message):
 
 
 def test_paths_without_runs_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="nowhere is neither"):
+    with pytest.raises(ValueError, match=r"runs must be folders, and .*nowhere is none"):
         collect([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="there is no run in"):
         collect([tmp_path])
@@ -180,15 +138,12 @@ def test_losses_that_are_not_numbers_are_written_and_read(tmp_path, positions):
     assert run.evaluation.passkey[0]["control"] is None
 
 
-def test_what_an_experiment_noted_is_read(tmp_path):
-    folder = write_run(tmp_path / "run", [3.0, 2.0], lines={2: {"heldout_loss": 9.0}}, steps=5)
-    (folder / "result.json").write_text(json.dumps({"run": "run", "status": "diverged", "heldout_loss": 2.5}))
-    found = collect([tmp_path])
-    assert found.runs[0].final_heldout_loss == 2.5
+def test_what_else_is_known_of_a_run_counts(tmp_path):
+    write_run(tmp_path / "run", [3.0, 2.0], lines={2: {"heldout_loss": 9.0}}, steps=5)
+    (run,) = collect([tmp_path]).runs
+    found = collection_of([replace(run, result={"status": "diverged", "heldout_loss": 2.5})])
+    assert (run.final_heldout_loss, found.runs[0].final_heldout_loss) == (9.0, 2.5)
     assert found.notes == ["Diverged (the loss was not finite), and omitted from final losses: run."]
-    (folder / "result.json").write_text("{")
-    with pytest.raises(ValueError, match="is not JSON"):
-        collect([tmp_path])
 
 
 @pytest.mark.parametrize(

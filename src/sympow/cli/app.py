@@ -16,7 +16,6 @@ from sympow.cli.common import App
 from sympow.cli.convert import add_convert
 from sympow.cli.data import app as data
 from sympow.cli.evaluate import evaluate
-from sympow.cli.experiment import experiment
 from sympow.cli.generate import generate
 from sympow.cli.info import info
 from sympow.cli.inspect import inspect
@@ -36,7 +35,7 @@ app = App(help=HELP, no_args_is_help=True)
 add_train(app)
 add_convert(app)
 app.add_typer(data, name="data")
-for command in (generate, state, serve, evaluate, report, inspect, info, bench, check, experiment):
+for command in (generate, state, serve, evaluate, report, inspect, info, bench, check):
     app.command()(command)
 
 

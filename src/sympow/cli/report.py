@@ -15,7 +15,7 @@ from sympow.files import check_can_write
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Run folders, folders that contain runs at any depth, or results of experiments."),
+        typer.Argument(help="Run folders, or folders that contain runs at any depth."),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")],
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Training runs",
@@ -31,16 +31,10 @@ def report(
     It shows loss curves, throughput and settings, and what gates and rotations learned.
     """
     from sympow.report.run_report import write_report
-    from sympow.report.sweep_report import is_sweep_table, write_sweep_report
 
     device = choose_device(device)
     check_can_write("out", out, "folder")
     require("matplotlib", "report")
-    if any(map(is_sweep_table, runs)):
-        if len(runs) > 1:
-            raise ValueError(f"runs must be one table of sweeps, or no such table; got {', '.join(map(str, runs))}")
-        typer.echo(f"wrote {', '.join(map(str, write_sweep_report(runs[0], out)))}", err=True)
-        return
     require("plotly", "report")
     written = write_report(runs, out, title=title, heads=heads, device=device)
     typer.echo(f"wrote {written[0]}, {written[1].name} and {len(written) - 2} figures", err=True)

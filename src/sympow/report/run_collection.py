@@ -1,4 +1,4 @@
-"""Training runs as a report reads them, from run folders and from tables of experiments."""
+"""Training runs as a report reads them from their folders."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from sympow.data.associative_recall import RECALL
 from sympow.data.tokenizer import ByteTokenizer, token_unit
 from sympow.evaluate.evaluation_file import Evaluation, find_evaluations
 from sympow.evaluate.head_statistics import HeadTable, read_heads
-from sympow.experiments.store import RESULT_FILE, StoredRun, is_table, read_table, tables_in
-from sympow.parsing import read_json, read_yaml
+from sympow.parsing import read_yaml
 from sympow.train.config import SECTIONS, field_help
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, METRICS_FILE
@@ -27,13 +26,13 @@ class Run:
     """One training run.
 
     Attributes:
-        folder: the run folder; for a run of a table, a path that does not exist and identifies the run.
+        folder: the run folder, or a path that identifies a run that has none.
         name: the folder's path without what all runs of the report have in common.
         settings: every field of the config by name; no name occurs in two sections.
         metrics: one record per logged step, in order.
         evaluation: on held-out documents; None if there is none.
         heads: statistics of gates and rotations per layer and head; None if they were not measured.
-        result: what an experiment recorded about the run, such as its command and device; empty otherwise.
+        result: what else is known about the run: its command, device, heldout_loss, and a status of "diverged".
     """
 
     folder: Path
@@ -92,32 +91,37 @@ class Collection:
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Reads run folders, tables of experiments, and folders that contain these at any depth.
+    """Reads run folders, and folders that contain these at any depth.
 
     Raises:
         ValueError: a path does not exist, contains no run, or a file in it is damaged.
     """
-    found = _find_runs(paths)
+    folders = _find_runs(paths)
     notes: list[str] = []
     runs = []
-    for (folder, stored), name in zip(found.items(), _short_names(list(found)), strict=True):
-        run = _read_folder(folder, name) if stored is None else _read_stored(stored, folder, name)
+    for folder, name in zip(folders, _short_names(folders), strict=True):
+        run = _read_folder(folder, name)
         if run.metrics:
             runs.append(run)
         else:
             notes.append(f"{name} has no logged step yet and is omitted.")
     if not runs:
         raise ValueError(f"no run in {_listed(paths)} has a logged step yet")
-    folders = [path for path in (*paths, *found) if path.is_dir()]
-    evaluations, more_notes = find_evaluations(folders, {run.folder: run.name for run in runs})
-    runs = [replace(run, evaluation=_longest(run.evaluation, evaluations.get(run.folder))) for run in runs]
+    evaluations, more_notes = find_evaluations([*paths, *folders], {run.folder: run.name for run in runs})
+    runs = [replace(run, evaluation=evaluations.get(run.folder)) for run in runs]
+    return collection_of(runs, notes, more_notes)
+
+
+def collection_of(runs: list[Run], before: Sequence[str] = (), after: Sequence[str] = ()) -> Collection:
+    """Runs, with notes on those that are not in final losses between other notes."""
+    notes = list(before)
     diverged = [run.name for run in runs if run.result.get("status") == "diverged"]
     if diverged:
         notes.append(f"Diverged (the loss was not finite), and omitted from final losses: {', '.join(diverged)}.")
     unfinished = [run.name for run in runs if not run.finished and run.name not in diverged]
     if unfinished:
         notes.append(f"Unfinished, and omitted from final losses: {', '.join(unfinished)}.")
-    return Collection(runs, notes + more_notes)
+    return Collection(runs, [*notes, *after])
 
 
 def settings_help() -> dict[str, str]:
@@ -125,59 +129,33 @@ def settings_help() -> dict[str, str]:
     return {name: text for kind in SECTIONS.values() for name, text in field_help(kind).items()}
 
 
-def _find_runs(paths: Sequence[Path]) -> dict[Path, StoredRun | None]:
-    """Runs by folder, sorted; runs of a table with their rows."""
-    found: dict[Path, tuple[Path, StoredRun | None]] = {}
+def _find_runs(paths: Sequence[Path]) -> list[Path]:
+    """Folders of runs, sorted."""
+    found: dict[Path, Path] = {}
     for path in paths:
-        if not path.is_dir() and not is_table(path):
-            raise ValueError(f"runs must be folders or tables of experiments, and {path} is neither")
+        if not path.is_dir():
+            raise ValueError(f"runs must be folders, and {path} is none")
         here = list(_runs_in(path))
         if not here:
             raise ValueError(f"there is no run in {path}: a run's folder has a {CONFIG_FILE}")
-        # A table takes precedence over the folder of the same run.
-        for folder, stored in here:
-            found.setdefault(folder.resolve(), (folder, stored))
-    return dict(found[key] for key in sorted(found))
+        for folder in here:
+            found.setdefault(folder.resolve(), folder)
+    return [found[key] for key in sorted(found)]
 
 
-def _runs_in(path: Path) -> Iterator[tuple[Path, StoredRun | None]]:
-    """The folder itself, or the runs and tables below it. Folders inside a run are not searched."""
-    if path.is_file():
-        yield from _runs_of_table(path)
-        return
+def _runs_in(path: Path) -> Iterator[Path]:
+    """The folder itself, or the runs below it. Folders inside a run are not searched."""
     for folder, subfolders, files in os.walk(path):
         if CONFIG_FILE in files:
             subfolders.clear()
-            yield Path(folder), None
-        else:
-            for table in tables_in(Path(folder)):
-                yield from _runs_of_table(table)
-
-
-def _runs_of_table(table: Path) -> Iterator[tuple[Path, StoredRun]]:
-    for run in read_table(table):
-        yield table.parent / "runs" / run.name, run
+            yield Path(folder)
 
 
 def _read_folder(folder: Path, name: str) -> Run:
     metrics = read_metrics(folder / METRICS_FILE) if (folder / METRICS_FILE).is_file() else []
     metrics = [line for line in metrics if "loss" in line]
-    settings, result = (
-        _settings(read_yaml(folder / CONFIG_FILE), folder / CONFIG_FILE),
-        _read_fields(folder / RESULT_FILE),
-    )
-    return Run(folder, name, settings, metrics, heads=read_heads(folder), result=result)
-
-
-def _read_stored(stored: StoredRun, folder: Path, name: str) -> Run:
-    metrics = [line for line in stored.metrics if "loss" in line]
-    settings = _settings(stored.row.get("config"), f"the config of {stored.name} in {stored.source}")
-    return Run(folder, name, settings, metrics, stored.evaluation, stored.heads, stored.row)
-
-
-def _longest(one: Evaluation | None, other: Evaluation | None) -> Evaluation | None:
-    known = [evaluation for evaluation in (one, other) if evaluation is not None]
-    return max(known, key=lambda evaluation: evaluation.length, default=None)
+    settings = _settings(read_yaml(folder / CONFIG_FILE), folder / CONFIG_FILE)
+    return Run(folder, name, settings, metrics, heads=read_heads(folder))
 
 
 def _short_names(folders: Sequence[Path]) -> list[str]:
@@ -196,12 +174,6 @@ def _settings(content: Any, source: object) -> dict[str, Any]:
     if missing := [f.name for part, kind in SECTIONS.items() for f in fields(kind) if f.name not in content[part]]:
         raise ValueError(f"{source} lacks {', '.join(missing)}")
     return {name: value for part in SECTIONS for name, value in content[part].items()}
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty if there is no file or it contains something else."""
-    content = read_json(path) if path.is_file() else {}
-    return content if isinstance(content, dict) else {}
 
 
 def _listed(paths: Iterable[Path]) -> str:

@@ -28,17 +28,17 @@ NUMBERS = "final_losses.csv"
 
 
 def write_report(
-    paths: Sequence[Path],
+    runs: Collection | Sequence[Path],
     out: Path,
     *,
     title: str = "Training runs",
     heads: bool = True,
     device: str = "cpu",
 ) -> list[Path]:
-    """Reads runs and writes index.html, final_losses.csv and figures/.
+    """Writes index.html, final_losses.csv and figures/.
 
     Args:
-        paths: run folders, or folders that contain runs at any depth.
+        runs: runs, or run folders and folders that contain runs at any depth.
         out: folder to write into; it is created.
         heads: whether to measure what heads learned for runs that have a model and were not measured yet. The result is
             saved in the run folder.
@@ -51,7 +51,7 @@ def write_report(
         ValueError: there is no run, or a file of a run is damaged.
         ModuleNotFoundError: plotly is not installed; figures and the table are written before this is raised.
     """
-    collection = collect(paths)
+    collection = runs if isinstance(runs, Collection) else collect(runs)
     if heads:
         collection = measure_missing_heads(collection, device)
     groups = group_runs(collection.runs)

@@ -269,10 +269,6 @@ class StackedAdam:
         parameters: dict[str, Tensor] = dict(named)
         self._parameters = list(parameters.values())
         members = len(self._parameters[0])
-        if rates.shape != (members,):
-            raise ValueError(f"rates must be ({members},), a rate for each model; got {tuple(rates.shape)}")
-        if not clip_norm >= 0:
-            raise ValueError(f"clip_norm must be at least 0, which is no clipping; got {clip_norm}")
         self._decayed = [x for name, x in parameters.items() if is_decayed(name, x.ndim - 1)] if weight_decay else []
         self._rates, self._clip_norm, self._weight_decay, self._step = rates, clip_norm, weight_decay, 0
         self._sizes = [x[0].numel() for x in self._parameters]

@@ -5,12 +5,12 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from sympow.data.state_tracking import BOUNDARY, FIRST_LABEL, FIRST_SYMBOL, MASKED, TASKS, VOCABULARY, find_task
+from experiments.tasks import BOUNDARY, FIRST_LABEL, FIRST_SYMBOL, MASKED, POWER, TASKS, VOCABULARY, draw_recall
 
 
 def rows_of(name: str, length: int = 40, rows: int = 24) -> list[tuple[list[int], list[int | None]]]:
     """Symbols after the boundary with their labels, both from 0, a label None where it is masked."""
-    inputs, labels = find_task(name).batch([3, 1], rows, length)
+    inputs, labels = TASKS[name].batch([3, 1], rows, length)
     assert inputs.shape == labels.shape == (rows, length)
     assert (inputs[:, 0] == BOUNDARY).all()
     assert (labels[:, 0] == MASKED).all()
@@ -25,7 +25,7 @@ def rows_of(name: str, length: int = 40, rows: int = 24) -> list[tuple[list[int]
 
 @pytest.mark.parametrize("name", TASKS)
 def test_ids_are_in_their_ranges_and_every_class_occurs(name):
-    task = find_task(name)
+    task = TASKS[name]
     inputs, labels = task.batch([0], 256, 64)
     symbols, told = inputs[:, 1:], labels[labels != MASKED]
     assert set(np.unique(symbols)) == set(range(FIRST_SYMBOL, FIRST_SYMBOL + task.symbols))
@@ -36,7 +36,7 @@ def test_ids_are_in_their_ranges_and_every_class_occurs(name):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_batch_depends_on_its_arguments_alone(name):
-    task = find_task(name)
+    task = TASKS[name]
     first = task.batch([1, 2], 8, 32)
     task.batch([5], 8, 32)
     again, other = task.batch([1, 2], 8, 32), task.batch([1, 3], 8, 32)
@@ -108,7 +108,7 @@ def test_copying_answers_with_the_symbols_in_order(length):
 
 
 def test_copied_symbols_may_be_anywhere_before_the_markers():
-    inputs, _ = find_task("copy").batch([0], 512, 32)
+    inputs, _ = TASKS["copy"].batch([0], 512, 32)
     told = (inputs >= FIRST_SYMBOL) & (inputs < FIRST_SYMBOL + 8)
     assert told[:, 1:-8].any(0).all()
 
@@ -120,10 +120,51 @@ def test_induction_answers_with_what_followed_last():
             assert label == (symbols[earlier[-1] + 1] if earlier else None)
 
 
-def test_mistakes_are_named():
-    with pytest.raises(ValueError, match="task must be one of 'parity'"):
-        find_task("party")
+def test_rows_that_are_too_short_are_refused():
     with pytest.raises(ValueError, match="length must be at least 17, got 16"):
-        find_task("copy").batch([0], 1, 16)
-    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
-        find_task("parity").batch([0], 0, 16)
+        TASKS["copy"].batch([0], 1, 16)
+
+
+@pytest.mark.parametrize(("length", "pairs", "vocabulary"), [(16, 2, 64), (64, 16, 8192), (64, 16, 40), (8, 2, 6)])
+def test_rows_have_pairs_then_every_key_once_more(length, pairs, vocabulary):
+    tokens, positions, answers = draw_recall([0, 1], 50, length, pairs, vocabulary)
+    assert tokens.shape == (50, length)
+    assert positions.shape == answers.shape == (50, pairs)
+    assert tokens.min() >= 0
+    assert tokens.max() < vocabulary
+    keys, values = tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2]
+    assert keys.min() >= 1
+    assert keys.max() < vocabulary // 2 <= values.min()
+    for row in range(50):
+        assert len(set(keys[row])) == len(set(values[row])) == len(set(positions[row])) == pairs
+        told = dict(zip(keys[row], values[row], strict=True))
+        assert [told[key] for key in tokens[row, positions[row]]] == answers[row].tolist()
+    assert positions.min() >= 2 * pairs
+    assert positions.max() < length
+    assert not (positions % 2).any()
+
+
+def test_distances_follow_the_power_law():
+    _, positions, _ = draw_recall([3], 20_000, 64, 1)
+    gaps = (positions[:, 0] - 2) // 2
+    weights = np.arange(1, 32) ** (POWER - 1)
+    expected = weights / weights.sum()
+    found = np.bincount(gaps, minlength=31) / 20_000
+    # Five standard errors of each share.
+    assert (abs(found - expected) < 5 * np.sqrt(expected / 20_000)).all()
+
+
+def test_rows_of_recall_are_the_same_again_and_others_with_another_seed():
+    one, again, other = (draw_recall([seed, 5], 4, 32, 4)[0] for seed in (0, 0, 1))
+    assert (one == again).all()
+    assert (one != other).any()
+
+
+def test_mistakes_in_rows_of_recall_are_named():
+    for arguments, message in (
+        ((4, 30, 8), "length must be even and at least 4 · pairs = 32, got 30"),
+        ((4, 33, 8), "length must be even"),
+        ((4, 32, 8, 16), "vocabulary must be even and its half above pairs, 8; got 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            draw_recall([0], *arguments)

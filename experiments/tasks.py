@@ -1,9 +1,9 @@
-"""Generated tasks with a label at every position: running parity, counting, walks on groups, copying, induction.
+"""Generated tasks: those of state tracking, with a label at every position, and associative recall.
 
-A row begins with the boundary token, and a position has a label or is masked. In the tasks that track a state the label
-of a position is the state after its symbol: a model has to carry the state over the whole row, and any length can be
-generated. Inputs and labels have their own ids in one vocabulary, the same for all tasks, so that models of different
-tasks have the same shape.
+State tracking is running parity, counting, walks on groups, copying and induction. A row begins with the boundary
+token, and a position has a label or is masked. In the tasks that track a state the label of a position is the state
+after its symbol: a model has to carry the state over the whole row, and any length can be generated. Inputs and labels
+have their own ids in one vocabulary, the same for all tasks, so that models of different tasks have the same shape.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from itertools import permutations
 import numpy as np
 from numpy.typing import NDArray
 
-from sympow.checks import check_at_least, check_choice
-
 # Ids: the boundary, up to 63 input symbols, then labels.
 BOUNDARY = 0
 FIRST_SYMBOL = 1
@@ -27,6 +25,9 @@ MASKED = -100
 # Selective copying: tokens to copy, and their kinds. Induction: its symbols.
 COPIED, COPIED_KINDS = 8, 8
 INDUCTION_SYMBOLS = 32
+# Associative recall: its ids, and the weights of distances i, i^(POWER − 1); 1 would be a uniform distribution.
+RECALL_VOCABULARY = 8_192
+POWER = 0.01
 
 Ids = NDArray[np.int64]
 # (generator, rows, length) → symbols and labels, both (rows, length) from 0, labels −1 where masked.
@@ -38,7 +39,7 @@ class Task:
     """One task.
 
     Attributes:
-        name: what `find_task` knows it by.
+        name: what TASKS knows it by.
         symbols: number of input symbols.
         classes: number of labels; a guess is right with probability 1 / classes.
         shortest: least length of a row.
@@ -59,8 +60,8 @@ class Task:
             rows: of the batch.
             length: of a row, the boundary included.
         """
-        check_at_least("rows", rows, 1)
-        check_at_least("length", length, self.shortest)
+        if length < self.shortest:
+            raise ValueError(f"length must be at least {self.shortest}, got {length}")
         # The name keeps tasks that draw alike from drawing the same rows.
         symbols, labels = self.draw(np.random.default_rng([*seed, *self.name.encode()]), rows, length - 1)
         inputs = np.pad(FIRST_SYMBOL + symbols, ((0, 0), (1, 0)), constant_values=BOUNDARY)
@@ -152,7 +153,55 @@ TASKS: dict[str, Task] = {
 }
 
 
-def find_task(name: str) -> Task:
-    """The task called `name`: one of TASKS."""
-    check_choice("task", name, TASKS)
-    return TASKS[name]
+def draw_recall(
+    seed: Sequence[int], rows: int, length: int, pairs: int, vocabulary: int = RECALL_VOCABULARY
+) -> tuple[Ids, Ids, Ids]:
+    """Rows of multi-query associative recall (MQAR) as zoology draws them (Arora et al. 2023).
+
+        k₁ v₁ k₂ v₂ … | x k₂ x x x k₁ x …        labels only at the keys after the bar: v₂, v₁
+
+    The pairs come first: distinct keys of the lower half of the vocabulary, distinct values of the upper half. Then
+    every key occurs once more, at even distances that follow a power law, so that most queries come early; random
+    tokens lie between them. What follows a query is no part of the row: a model cannot copy an answer from an earlier
+    query.
+
+    Returns:
+        tokens (rows, length), positions of the queries and their answers, (rows, pairs) each, in the order of the
+        pairs; the same for the same arguments on every machine.
+
+    Args:
+        seed: numbers of at least 0, such as a seed and the number of a step.
+        length: of a row: even, at least 4 · pairs.
+        vocabulary: number of ids; id 0 is no key.
+    """
+    if length % 2 or length < 4 * pairs:
+        raise ValueError(f"length must be even and at least 4 · pairs = {4 * pairs}, got {length}")
+    if vocabulary % 2 or vocabulary // 2 <= pairs:
+        raise ValueError(f"vocabulary must be even and its half above pairs, {pairs}; got {vocabulary}")
+    choose = np.random.default_rng([*seed, length, pairs])
+    half, told = vocabulary // 2, 2 * pairs
+    keys = 1 + _distinct(choose, half - 1, rows, pairs)
+    values = half + _distinct(choose, half, rows, pairs)
+    places = np.arange(1, (length - told) // 2 + 1)
+    # The largest of weights with Gumbel noise are a sample without replacement, the first drawn first.
+    scores = (POWER - 1) * np.log(places) + choose.gumbel(size=(rows, len(places)))
+    gaps = np.argsort(-scores, axis=1)[:, :pairs]
+    tokens = choose.integers(vocabulary, size=(rows, length))
+    tokens[:, 0:told:2], tokens[:, 1:told:2] = keys, values
+    positions = told + 2 * gaps
+    np.put_along_axis(tokens, positions, keys, axis=1)
+    return tokens, positions, values
+
+
+def _distinct(choose: np.random.Generator, below: int, rows: int, count: int) -> Ids:
+    """`count` distinct numbers below a limit in each row, in random order: rows with repeated ones are drawn again."""
+    drawn = choose.integers(below, size=(rows, count))
+    if count * count > 2 * below:
+        # Few rows would be without repetition.
+        return choose.random((rows, below)).argsort(1)[:, :count]
+    while True:
+        ordered = np.sort(drawn, axis=1)
+        repeated = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+        if not repeated.any():
+            return drawn
+        drawn[repeated] = choose.integers(below, size=(int(repeated.sum()), count))
