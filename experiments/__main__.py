@@ -102,7 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--only must match some of {', '.join(work.name for work in works_of(given.name, scale, store))}; those "
             "that depend on the results of others can be chosen once these are there"
         )
-    print(f"{given.name} at scale {given.scale}: {len(left)} of {len(known)} left", file=sys.stderr)
+    if first_process():
+        print(f"{given.name} at scale {given.scale}: {len(left)} of {len(known)} left", file=sys.stderr)
     if given.plan:
         for work in left:
             print(command(work.name))
