@@ -55,7 +55,7 @@ def memory_of():
 
 @pytest.fixture
 def corpus(tmp_path):
-    """A folder with documents of all kinds but .parquet, and a file that is not a document."""
+    """A folder with texts, a table, and a file that is not a document."""
     folder = tmp_path / "corpus"
     (folder / "more").mkdir(parents=True)
     (folder / "a.txt").write_text("first document\n")

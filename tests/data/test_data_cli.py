@@ -166,5 +166,5 @@ def test_a_bad_line_is_explained_alike_by_any_number_of_processes(tmp_path, monk
     (tmp_path / "x.jsonl").write_text(f'{line}\n{{"text": 3}}\n{line}\n')
     result = invoke("prepare", "x.jsonl", "--out", "out", "--heldout", "0", "--workers", workers)
     assert result.exit_code == 2, result.output
-    message = "Error: x.jsonl, line at byte 9,000,013: field 'text' must be text, got int"
+    message = "Error: x.jsonl, row 1: column 'text' must be text, got int"
     assert result.stderr.splitlines()[-1] == message

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from sympow.data import Loader, open_dataset
-from sympow.data.longcrawl64 import LongCrawl64
+from sympow.data.formats.longcrawl64 import LongCrawl64
 
 zarr = pytest.importorskip("zarr")
 numcodecs = pytest.importorskip("numcodecs")

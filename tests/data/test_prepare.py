@@ -1,9 +1,11 @@
 """`prepare`: shards, the same files after any interruption, and error messages."""
 
+import gzip
 import json
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,8 @@ import sympow.data.preparation as module
 from sympow.data import load_tokenizer, open_dataset, prepare
 from sympow.data.describe import describe
 from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
-from sympow.data.preparation import LOCK_FILE, write_shards
-from sympow.data.sources import file_ranges, read_documents
+from sympow.data.preparation import LOCK_FILE, write_portion
+from sympow.data.sources import Place, Reader, Source
 
 
 def texts_of(dataset):
@@ -39,13 +41,13 @@ def test_every_document_comes_back_from_the_shards(corpus, tmp_path):
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert texts[str(corpus / "a.txt")] == "first document\n"
     assert texts[str(corpus / "more" / "b.txt")] == "zweites Dokument: größer\n"
-    assert texts[f"{corpus / 'c.jsonl'}, line at byte 0"] == "line 0 "
+    assert texts[f"{corpus / 'c.jsonl'}, row 0"] == "line 0 "
     assert [text for name, text in texts.items() if "jsonl" in name] == jsonl_texts(corpus / "c.jsonl")
     assert manifest.counts["documents"] == len(texts) == 42
     assert manifest.counts["files"] == 3
     assert manifest.counts["files_ignored"] == [str(corpus / "picture.png")]
     assert manifest.counts["tokens"] == sum(len(text.encode()) + 1 for text in texts.values())
-    assert manifest.counts["source_bytes"] == sum(p.stat().st_size for p in corpus.rglob("*.[tj]*"))
+    assert manifest.counts["source_bytes"] == sum(len(text.encode()) for text in texts.values())
 
 
 def test_documents_end_in_the_boundary(corpus, tmp_path):
@@ -57,13 +59,21 @@ def test_documents_end_in_the_boundary(corpus, tmp_path):
         dataset.read(0, 10, 17)
 
 
-def test_lines_are_neither_lost_nor_doubled_wherever_a_file_is_cut(tmp_path):
-    path = tmp_path / "c.jsonl"
-    path.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 12)))
-    for shard_bytes in range(1, path.stat().st_size + 1):
-        ranges = file_ranges(path, "train", shard_bytes)
-        documents = [document for file_range in ranges for document in read_documents(file_range, "text")]
-        assert [document.text for document in documents] == jsonl_texts(path), shard_bytes
+@pytest.mark.parametrize("saved_rows", [1, 3, 1000])
+def test_reading_goes_on_from_any_document(corpus, tmp_path, monkeypatch, saved_rows):
+    monkeypatch.setattr("sympow.data.sources.SAVED_ROWS", saved_rows)
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pq.write_table(pa.table({"text": [f"row {n}" for n in range(9)]}), tmp_path / "t.parquet", row_group_size=2)
+    names = [corpus / "a.txt", corpus / "c.jsonl", corpus / "more" / "b.txt", tmp_path / "t.parquet"]
+    sources = [Source(str(name), "train") for name in names]
+    reader = Reader(sources, "text")
+    documents, places = zip(*((document, reader.place) for document in reader), strict=True)
+    assert [document.text for document in documents if ".jsonl" in document.source] == jsonl_texts(names[1])
+    assert len(documents) == 51
+    for number, place in enumerate((*places, reader.place)):
+        # As the record of a shard has it.
+        again = Place(**json.loads(json.dumps(asdict(place))))
+        assert list(Reader(sources, "text", again)) == list(documents[number:])
 
 
 def test_a_large_file_becomes_several_shards(corpus, tmp_path):
@@ -75,7 +85,7 @@ def test_a_large_file_becomes_several_shards(corpus, tmp_path):
 
 
 def test_blocks_are_whole_shards(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("sympow.data.token_shards.BLOCK_TOKENS", 2500)
+    monkeypatch.setattr("sympow.data.formats.shards.BLOCK_TOKENS", 2500)
     prepare([corpus / "c.jsonl"], tmp_path / "out", heldout=0, workers=1, shard_bytes=1000)
     dataset = open_dataset(tmp_path / "out")
     ends = np.cumsum([shard.documents for shard in dataset.shards]).tolist()
@@ -95,8 +105,49 @@ def test_parquet_rows_are_documents(tmp_path):
     texts = texts_of(open_dataset(tmp_path / "out"))
     assert list(texts.values()) == rows
     assert texts[f"{tmp_path / 't.parquet'}, row 29"] == rows[29]
+    assert len(open_dataset(tmp_path / "out").shards) > 4
     with pytest.raises(ValueError, match=r"t\.parquet: no column 'text'; it has 'id', 'body'"):
         prepare([tmp_path / "t.parquet"], tmp_path / "other", workers=1)
+
+
+def test_tables_of_other_kinds_are_read(tmp_path):
+    pytest.importorskip("datasets")
+    rows = ["one, and more", "zweite Zeile: größer"]
+    (tmp_path / "a.csv").write_text(f'id,text\n1,"{rows[0]}"\n2,{rows[1]}\n')
+    (tmp_path / "b.tsv").write_text(f"text\tid\n{rows[0]}\t1\n{rows[1]}\t2\n")
+    (tmp_path / "c.json").write_text(json.dumps([{"text": text} for text in rows]))
+    lines = "\n".join(json.dumps({"text": text}) for text in rows).encode()
+    (tmp_path / "d [1].jsonl").write_bytes(lines)
+    (tmp_path / "e.jsonl.gz").write_bytes(gzip.compress(lines))
+    sources = sorted(tmp_path.iterdir())
+    prepare(sources, tmp_path / "out", heldout=0, workers=1)
+    texts = texts_of(open_dataset(tmp_path / "out"))
+    assert list(texts) == [f"{source}, row {row}" for source in sources for row in range(2)]
+    assert list(texts.values()) == rows * 5
+
+
+def test_tables_name_the_extra_that_reads_them(corpus, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert prepare([corpus / "a.txt"], tmp_path / "text", heldout=0, workers=1).counts["documents"] == 1
+    with pytest.raises(ModuleNotFoundError, match=r"datasets is not installed; .*'conformal-sympow\[datasets\]'"):
+        prepare([corpus / "c.jsonl"], tmp_path / "table", heldout=0, workers=1)
+
+
+def test_a_dataset_is_found_by_name(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "mine").mkdir()
+    for split, text in (("train", "to learn from"), ("validation", "to hold out")):
+        (tmp_path / "mine" / f"{split}.jsonl").write_text(json.dumps({"body": text}))
+    name, options = f"hf:{tmp_path / 'mine'}", {"field": "body", "workers": 1}
+    first = prepare([name], tmp_path / "out", heldout_sources=[f"{name},split=validation"], **options)
+    assert texts_of(open_dataset(tmp_path / "out")) == {f"{name}, row 0": "to learn from"}
+    assert splits_of(tmp_path / "out") == [["to learn from"], ["to hold out"]]
+    assert prepare([name], tmp_path / "out", heldout_sources=[f"{name},split=validation"], **options) == first
+    (tmp_path / "mine" / "train.jsonl").write_text(json.dumps({"body": "to learn from instead"}))
+    with pytest.raises(ValueError, match="prepared from something else: sources differ"):
+        prepare([name], tmp_path / "out", heldout_sources=[f"{name},split=validation"], **options)
+    with pytest.raises(ValueError, match=r"mine,split=test cannot be read by datasets: Bad split: test"):
+        prepare([f"{name},split=test"], tmp_path / "other", **options)
 
 
 @pytest.mark.slow
@@ -139,8 +190,10 @@ def test_workers_end_when_their_parent_is_killed(corpus, tmp_path, ending):
         for child in children:
             if child.is_running():
                 child.kill()
-    # What they left is no obstacle.
-    assert prepare([corpus], tmp_path / "out", workers=1, shard_bytes=1000, heldout=0).counts["documents"] == 42
+    # What they left is no obstacle, and makes no difference.
+    for folder in ("out", "undisturbed"):
+        prepare([corpus], tmp_path / folder, workers=1, shard_bytes=1000, heldout=0)
+    assert files_in(tmp_path / "out") == files_in(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -151,20 +204,20 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_files(corpus, tmp_path, m
     prepare([corpus], tmp_path / "whole", **options)
     done = []
 
-    def stop_at_the_third(group, number, *rest):
+    def stop_at_the_third(portion, *rest):
         if len(done) == 3:
             raise KeyboardInterrupt
-        done.append(number)
-        return write_shards(group, number, *rest)
+        done.append(portion.number)
+        return write_portion(portion, *rest)
 
     out = tmp_path / "out"
-    monkeypatch.setattr(module, "write_shards", stop_at_the_third)
+    monkeypatch.setattr(module, "write_portion", stop_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         prepare([corpus], out, **options)
     with pytest.raises(ValueError, match=r"partly prepared: run the same `sympow data prepare` again"):
         open_dataset(out)
     again = []
-    monkeypatch.setattr(module, "write_shards", lambda *a: again.append(a[1]) or write_shards(*a))
+    monkeypatch.setattr(module, "write_portion", lambda *a: again.append(a[0].number) or write_portion(*a))
     prepare([corpus], out, **options)
     assert done == [0, 1, 2]
     assert again[0] == 3
@@ -173,7 +226,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_files(corpus, tmp_path, m
 
 def test_a_finished_run_is_not_repeated(corpus, tmp_path, monkeypatch):
     first = prepare([corpus], tmp_path / "out", heldout=0, workers=1)
-    monkeypatch.setattr(module, "write_shards", lambda *a: pytest.fail("did the work again"))
+    monkeypatch.setattr(module, "write_portion", lambda *a: pytest.fail("did the work again"))
     assert prepare([corpus], tmp_path / "out", heldout=0, workers=1) == first
 
 
@@ -202,7 +255,7 @@ def test_a_folder_prepared_otherwise_is_refused_until_overwritten(corpus, tmp_pa
         (["a.txt"], {"tokenizer": "a.txt"}, r"not a readable tokenizer\.json"),
         (["a.txt"], {"tokenizer": "bpe", "vocab_size": 3}, "vocab_size must be at least 257"),
         (["a.txt"], {"tokenizer": "gpt2", "boundary_token": "</s>"}, "boundary_token is for"),
-        (["a.txt", "c.jsonl"], {"field": "body", "heldout": 0}, r"c\.jsonl, line at byte 0: no field 'body'"),
+        (["a.txt", "c.jsonl"], {"field": "body", "heldout": 0}, r"c\.jsonl: no column 'body'; it has 'text', 'id'"),
         (["a.txt", "t.parquet"], {"field": "text", "heldout": 0}, r"t\.parquet: no column 'text'"),
         (["a.txt"], {"heldout_sources": ["nowhere"]}, "neither a file nor a folder"),
         (["a.txt"], {"workers": 0}, "workers must be at least 1"),
@@ -442,7 +495,7 @@ def test_text_files_of_a_folder_are_documents(tmp_path, name):
     assert manifest.counts["files_ignored"] == [str(tmp_path / "texts" / "data.bin")]
 
 
-@pytest.mark.parametrize("name", ["README", "notes.md", "table.csv", "old.TXT", "page.xyz"])
+@pytest.mark.parametrize("name", ["README", "notes.md", "old.TXT", "page.xyz"])
 def test_a_file_that_is_named_is_text_whatever_its_name(tmp_path, name):
     (tmp_path / name).write_text("größer")
     prepare([tmp_path / name], tmp_path / "out", heldout=0, workers=1)
@@ -490,15 +543,26 @@ def test_an_id_beyond_the_tokenizers_vocabulary_names_the_file(corpus, tmp_path,
         ("x.txt", b"caf\xe9", r"x\.txt is not UTF-8 text: byte 0xe9 at offset 3; convert it first.*iconv -f ENCODING"),
         ("x.txt", "text".encode("utf-16"), r"x\.txt is not UTF-8 text: byte 0xff at offset 0; .*iconv -f UTF-16"),
         ("x.zip", b"PK\x03\x04\xff", r"x\.zip is not UTF-8 text: byte 0xff at offset 4"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": "\xe9"}\n', r"x\.jsonl, line at byte 14 is not UTF-8 text: byte 0xe9 at"),
-        ("x.jsonl", b'{"text": "a"}\n{"text": ""}\n', r"x\.jsonl, line at byte 14: the document is empty"),
-        ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl, line at byte 14: not JSON"),
-        ("x.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, r"x\.jsonl, line at byte 14: not JSON.* nested too deeply"),
-        ("x.jsonl", b'{"body": "a"}', r"x\.jsonl, line at byte 0: no field 'text'; it has 'body'"),
-        ("x.jsonl", b'{"text": 3}', r"field 'text' must be text, got int"),
-        ("x.jsonl", b"[1]", r"must be an object with a field 'text', got list"),
-        ("x.jsonl", b'{"text": "\\ud800"}', r"x\.jsonl, line at byte 0 is not UTF-8 text"),
-        ("x.parquet", b"PAR0", r"x\.parquet is not a readable \.parquet"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n{"text": "\xe9"}\n',
+            r"x\.jsonl cannot be read by datasets: .*can't decode byte 0xe9",
+        ),
+        ("x.jsonl", b'{"text": "a"}\n{"text": ""}\n', r"x\.jsonl, row 1: the document is empty"),
+        ("x.jsonl", b'{"text": "a"}\n{"text"\n', r"x\.jsonl cannot be read by datasets: JSON parse error.* in row 1"),
+        ("x.jsonl", b'{"text": "a"}\n' + b"[" * 200_000, r"x\.jsonl cannot be read by datasets: JSON parse error"),
+        ("x.jsonl", b'{"body": "a"}', r"x\.jsonl: no column 'text'; it has 'body'"),
+        ("x.jsonl", b'{"text": 3}', r"x\.jsonl, row 0: column 'text' must be text, got int"),
+        ("x.json", b"[1]", r"x\.json, row 0: column 'text' must be text, got int"),
+        ("x.json", b'[{"body": "a"}]', r"x\.json: no column 'text'; it has 'body'"),
+        (
+            "x.jsonl",
+            b'{"text": "\\ud800"}',
+            r"x\.jsonl cannot be read by datasets: JSON parse error: The surrogate pair",
+        ),
+        ("x.csv", b"text\na\nNA\n", r"x\.csv, row 1: the document is empty"),
+        ("x.parquet", b"PAR0", r"x\.parquet cannot be read by datasets: Parquet file size is 4 bytes"),
+        ("x.jsonl.gz", gzip.compress(b'{"text": "a"}', mtime=0)[:-9], r"x\.jsonl\.gz cannot be read by datasets: "),
     ],
 )
 def test_a_bad_source_is_named(tmp_path, name, content, message):
@@ -519,7 +583,9 @@ def test_empty_documents_are_left_out_and_counted_when_asked(tmp_path):
 @pytest.mark.parametrize(
     ("sources", "options", "message"),
     [
-        (["nowhere"], {}, "nowhere is neither a file nor a folder"),
+        (["nowhere"], {}, "nowhere is neither a file nor a folder, nor hf:NAME of a dataset"),
+        (["hf:"], {}, "a dataset must be named as hf:NAME or hf:NAME,split=train,OPTION=VALUE; got 'hf:'"),
+        (["hf:a/b,split"], {}, "a dataset must be named as hf:NAME"),
         (["empty"], {}, r"empty has no document in it: text \(\.txt"),
         (["a.txt", "a.txt"], {}, "twice"),
         ([], {}, "at least one file or folder"),
@@ -600,6 +666,6 @@ def test_a_request_that_failed_before_its_first_shard_can_be_corrected(corpus, t
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="tokenizer must be"):
         prepare([corpus], out, tokenizer="gpt5", workers=1)
-    with pytest.raises(ValueError, match="no field 'body'"):
+    with pytest.raises(ValueError, match="no column 'body'"):
         prepare([corpus / "c.jsonl"], out, field="body", workers=1)
     assert prepare([corpus], out, workers=1).counts["documents"] == 42

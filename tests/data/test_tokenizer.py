@@ -141,7 +141,7 @@ def test_saved_bytes_need_numpy_alone(tmp_path):
     code = f"""
 import sys
 from pathlib import Path
-for name in ("tokenizers", "zarr", "pyarrow", "fsspec"):
+for name in ("tokenizers", "zarr", "datasets", "fsspec"):
     sys.modules[name] = None
 from sympow.data import Loader, load_tokenizer, open_dataset
 assert load_tokenizer({str(tmp_path)!r}).kind == "bytes"

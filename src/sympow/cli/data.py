@@ -15,8 +15,12 @@ app = App(help="Tokenize text for training, and describe datasets.", no_args_is_
 @app.command()
 def prepare(
     sources: Annotated[
-        list[Path],
-        typer.Argument(help="Text files, .jsonl and .parquet files, and folders of such files.", metavar="SOURCE"),
+        list[str],
+        typer.Argument(
+            help="Text files, tables (.jsonl, .json, .csv, .tsv, .parquet, .arrow), folders of such files, and what "
+            "the library datasets finds by name, as hf:NAME or hf:NAME,name=CONFIG,split=train.",
+            metavar="SOURCE",
+        ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write; if it holds an interrupted run, that is resumed.")],
     tokenizer: Annotated[
@@ -26,24 +30,24 @@ def prepare(
     boundary_token: Annotated[
         str | None, typer.Option(help="For a tokenizer.json: its token between documents.")
     ] = None,
-    field: Annotated[str, typer.Option(help="Key (.jsonl) or column (.parquet) with the text.")] = "text",
+    field: Annotated[str, typer.Option(help="Column of a table, or key of a line, with the text.")] = "text",
     heldout: Annotated[
         float | None,
         typer.Option(help="Share of the documents to hold out, chosen by hash; by default 0.02; 0: none."),
     ] = None,
     heldout_source: Annotated[
-        list[Path] | None,
-        typer.Option(help="File or folder to hold out instead of a share, also from inside a SOURCE; repeatable."),
+        list[str] | None,
+        typer.Option(help="Source to hold out instead of a share, also a file or folder in a SOURCE; repeatable."),
     ] = None,
     skip_empty: Annotated[bool, typer.Option("--skip-empty", help="Skip empty documents, and count them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier dataset in the folder.")] = False,
     workers: Annotated[int | None, typer.Option(help="Number of processes; by default one per core.")] = None,
 ) -> None:
-    """Tokenize text files into shards to train on.
+    """Tokenize text into shards to train on.
 
     If the command is interrupted, running it again resumes it.
     """
-    from sympow.data.preparation import Progress
+    from sympow.data.preparation import PreparationProgress
     from sympow.data.preparation import prepare as run
     from sympow.extras import require
 
@@ -59,14 +63,19 @@ def prepare(
     )
     tasks: dict[str, Any] = {}
 
-    def show(progress: Progress) -> None:
+    def show(progress: PreparationProgress) -> None:
         if progress.stage not in tasks:
             # Until a part of it is done, the bar only moves.
             tasks[progress.stage] = bar.add_task(progress.stage, start=False, total=progress.total_bytes, written="")
         task, done = tasks[progress.stage], progress.source_bytes
         if done:
             bar.start_task(task)
-        bar.update(task, completed=done, written=f"{progress.tokens:,} tokens" if progress.tokens else "")
+        bar.update(
+            task,
+            completed=done,
+            total=progress.total_bytes,
+            written=f"{progress.tokens:,} tokens" if progress.tokens else "",
+        )
 
     try:
         with bar:

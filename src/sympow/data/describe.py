@@ -9,10 +9,10 @@ import numpy as np
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS, TokenDataset
-from sympow.data.longcrawl64 import ARRAY_ENDING, split_of_array
+from sympow.data.formats.longcrawl64 import ARRAY_ENDING, split_of_array
+from sympow.data.formats.shards import ShardDataset
 from sympow.data.manifest import MANIFEST_FILE, Manifest
 from sympow.data.open import open_dataset
-from sympow.data.token_shards import ShardDataset
 from sympow.extras import require
 
 SHOWN_DOCUMENTS = 3

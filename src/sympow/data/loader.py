@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sympow.checks import check_at_least, check_choice
 from sympow.data.dataset import TokenDataset
-from sympow.data.rows import RowOrder, Rows
+from sympow.data.rows import RowOrder, RowSlices
 from sympow.settings import SHORT
 
 T = TypeVar("T")
@@ -295,7 +295,11 @@ class Loader:
         )
 
     def _fill(
-        self, rows: Rows, offsets: np.ndarray[Any, Any], inputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]
+        self,
+        rows: RowSlices,
+        offsets: np.ndarray[Any, Any],
+        inputs: np.ndarray[Any, Any],
+        targets: np.ndarray[Any, Any],
     ) -> None:
         read, boundary = self.dataset.read, self.dataset.boundary
         slices = zip(rows.documents.tolist(), rows.starts.tolist(), rows.stops.tolist(), offsets.tolist(), strict=False)
@@ -323,7 +327,11 @@ class Loader:
         raise ValueError(f"{asked} {stop - start} tokens, got an array of shape {tokens.shape}")
 
     def _refuse_token(
-        self, rows: Rows, offsets: np.ndarray[Any, Any], inputs: np.ndarray[Any, Any], targets: np.ndarray[Any, Any]
+        self,
+        rows: RowSlices,
+        offsets: np.ndarray[Any, Any],
+        inputs: np.ndarray[Any, Any],
+        targets: np.ndarray[Any, Any],
     ) -> None:
         wrong = [x.view(np.uint64) >= self.dataset.vocab_size for x in (inputs, targets)]
         place = int(np.argmax(wrong[0] | wrong[1]))

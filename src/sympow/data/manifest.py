@@ -3,8 +3,8 @@
 Beside it are, for every shard, two arrays in NumPy's format:
 
 - `NAME.tokens.npy`, uint16 or uint32, (tokens,): the documents one after the other, each ending in the boundary token;
-- `NAME.index.npy`, int64, (documents, 3): a document's length, the number of its file among the shard's sources, and
-  its position in that file (byte of the line, number of the row, or 0).
+- `NAME.index.npy`, int64, (documents, 3): a document's length, the number of its source among the shard's, and its
+  row there, 0 for a text.
 
 `verified.json` lists the files whose hashes were verified, with size and modification times, so that hashing is done
 once and not at every opening. A copy of the data has other times and is verified again: copying is when files are
@@ -45,7 +45,7 @@ HASHING_THREADS = 4
 
 
 @dataclass(frozen=True)
-class Shard:
+class TokenShard:
     """A shard of the data, in two files.
 
     Attributes:
@@ -86,7 +86,7 @@ class Shard:
         return self.name + INDEX_ENDING
 
     @classmethod
-    def from_dict(cls, content: Any) -> Shard:
+    def from_dict(cls, content: Any) -> TokenShard:
         if not isinstance(content, dict) or content.keys() != {field.name for field in fields(cls)}:
             raise ValueError(f"a shard must have {', '.join(field.name for field in fields(cls))}; got {content!r:.80}")
         if not isinstance(content["sources"], list | tuple):
@@ -111,7 +111,7 @@ class Manifest:
     dtype: str
     counts: dict[str, Any]
     request: dict[str, Any]
-    splits: dict[str, tuple[Shard, ...]]
+    splits: dict[str, tuple[TokenShard, ...]]
 
     def __post_init__(self) -> None:
         for name in ("tokenizer", "counts", "request", "splits"):
@@ -153,10 +153,10 @@ class Manifest:
             raise ValueError(f"{path} is a damaged manifest: {error}") from error
 
 
-def _shards(splits: Any) -> dict[str, tuple[Shard, ...]]:
+def _shards(splits: Any) -> dict[str, tuple[TokenShard, ...]]:
     if not isinstance(splits, dict) or not all(isinstance(shards, list) for shards in splits.values()):
         raise TypeError("splits must map names to lists of shards")
-    return {name: tuple(map(Shard.from_dict, shards)) for name, shards in splits.items()}
+    return {name: tuple(map(TokenShard.from_dict, shards)) for name, shards in splits.items()}
 
 
 def verify_once(folder: Path, expected: Mapping[str, str]) -> None:

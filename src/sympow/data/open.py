@@ -7,10 +7,10 @@ from typing import Any
 
 from sympow.data.associative_recall import RECALL, AssociativeRecall, RecallTask
 from sympow.data.dataset import TokenDataset
-from sympow.data.longcrawl64 import LongCrawl64
+from sympow.data.formats.longcrawl64 import LongCrawl64
+from sympow.data.formats.shards import ShardDataset
 from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
 from sympow.data.standard_library import STANDARD_LIBRARY, StandardLibrary
-from sympow.data.token_shards import ShardDataset
 
 
 def open_dataset(

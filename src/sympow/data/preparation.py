@@ -1,29 +1,31 @@
-"""`prepare`: text files to token shards, in parallel, resuming where an interrupted run stopped.
+"""`prepare`: documents to token shards, in parallel, resuming where an interrupted run stopped.
 
-Source files are cut into ranges and these are grouped (`sympow.data.sources`), depending only on the files; each group
-becomes at most one shard per split. A finished group leaves a record beside its shards, so a second run does only what
-is missing and ends with the same files. The manifest is written last: a folder that has one is complete.
+One process reads the documents, in order, and cuts them into portions of about equal size, which depend only on the
+sources; others tokenize the portions. A portion becomes at most one shard per split, and a record beside them, which
+also says where reading goes on. So a second run does only what is missing and ends with the same files. The manifest is
+written last: a folder that has one is complete.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import wait
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, count, islice
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 from sympow.checks import check_at_least
 from sympow.data.dataset import SPLITS, check_fraction
+from sympow.data.formats.shards import ShardWriter, id_dtype
 from sympow.data.manifest import (
     INDEX_ENDING,
     MANIFEST_FILE,
@@ -31,23 +33,21 @@ from sympow.data.manifest import (
     VERIFIED_FILE,
     WORK_FOLDER,
     Manifest,
-    Shard,
+    TokenShard,
 )
-from sympow.data.plain_text import check_text
 from sympow.data.rows import permutation
 from sympow.data.sources import (
     BY_HASH,
     Document,
-    FileRange,
     HeldoutRule,
+    Place,
+    Reader,
+    SourceList,
     check_field,
-    describe_position,
-    file_ranges,
-    find_files,
-    group_ranges,
-    read_documents,
+    fingerprint_of,
+    list_sources,
+    size_of,
 )
-from sympow.data.token_shards import ShardWriter, id_dtype
 from sympow.data.tokenizer import (
     MODEL_FILE,
     SETTINGS_FILE,
@@ -57,7 +57,6 @@ from sympow.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from sympow.exceptions import raised_by_sympow
 from sympow.files import (
     PARTIAL_ENDING,
     check_can_write,
@@ -82,20 +81,20 @@ LOCK_FILE = f"{WORK_FOLDER}{LOCK_ENDING}"
 
 
 @dataclass(frozen=True)
-class Progress:
+class PreparationProgress:
     """Progress of a preparation.
 
     Attributes:
         stage: "counting words" and "merging pairs", which learn the tokenizer, or "writing shards".
-        source_bytes: of the sources, done so far. Pairs are merged in all of them at once.
-        total_bytes: of the sources in all.
+        source_bytes: of text, done so far. Pairs are merged in all of it at once.
+        total_bytes: of text in all; None: not known before it has been read, as in tables.
         documents: written so far.
         tokens: written so far.
     """
 
     stage: str
     source_bytes: int
-    total_bytes: int
+    total_bytes: int | None
     documents: int = 0
     tokens: int = 0
 
@@ -114,21 +113,22 @@ def prepare(
     overwrite: bool = False,
     workers: int | None = None,
     shard_bytes: int = SHARD_BYTES,
-    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_progress: Callable[[PreparationProgress], None] = lambda progress: None,
 ) -> Manifest:
     """Tokenizes documents into memory-mapped shards that `open_dataset(out)` reads.
 
     Run again after an interruption it resumes; run again when done it does nothing.
 
     Args:
-        sources: .jsonl files (a document a line), .parquet files (a document a row), text files of any other name (a
-            document each), and folders (see `sources.find_files`).
+        sources: text files (a document each), tables (.jsonl, .json, .csv, .tsv, .parquet, .arrow: a document a row),
+            folders of such files (see `sources.list_sources`), and datasets by the name that `datasets.load_dataset`
+            finds them by, as in "hf:NAME" or "hf:NAME,name=CONFIG,split=train".
         out: folder to write, new or left by an earlier run of the same.
         tokenizer: "bytes", "gpt2", "bpe" (trained on the training documents), a tokenizer.json, or a folder with a
             saved tokenizer.
         vocab_size: for "bpe", its number of tokens; by default 8,192.
         boundary_token: for a tokenizer.json, the token that separates documents.
-        field: key or column with the text.
+        field: column with the text.
         heldout: fraction of the documents to hold out, chosen by a hash of their text, so that copies stay together: at
             least one of several, and of a single document its end (see `sources.HeldoutRule`). By default 0.02, or
             with heldout_sources none; 0: nothing.
@@ -137,7 +137,7 @@ def prepare(
         skip_empty: skip and count empty documents, instead of refusing them.
         overwrite: replace what an earlier preparation left in `out`, once all arguments have been checked.
         workers: processes; by default one per core.
-        shard_bytes: source bytes per shard, at most, unless one document or row group has more.
+        shard_bytes: of text per shard, at most, unless one document has more.
         on_progress: called after every shard.
     """
     if heldout is None:
@@ -158,10 +158,7 @@ def prepare(
     out = Path(out)
     check_can_write("out", out, "folder")
 
-    listing, ignored = _list_sources(
-        sources, heldout_sources, BY_HASH if heldout else "train", shard_bytes, may_be_empty=skip_empty
-    )
-    groups = group_ranges(listing, shard_bytes)
+    listed = list_sources(sources, heldout_sources, BY_HASH if heldout else "train", may_be_empty=skip_empty)
     request: dict[str, Any] = {
         "tokenizer": _tokenizer_identity(tokenizer),
         "vocab_size": (vocab_size or BPE_VOCAB_SIZE) if tokenizer == "bpe" else None,
@@ -170,27 +167,41 @@ def prepare(
         "heldout": heldout,
         "skip_empty": skip_empty,
         "portion_bytes": shard_bytes,
-        "sources": _digest(groups),
+        "sources": fingerprint_of(listed.sources),
     }
     with _locked(out):
         earlier, finished = (None, None) if overwrite else _find_earlier(out)
         if earlier is None:
             _check_can_start(out)
-            check_field(listing, field)
+            check_field(listed.sources, field)
         else:
             _check_same(out, request, earlier)
             if finished is not None:
                 return finished
 
-        rule = HeldoutRule.for_documents(_contents(listing, field), heldout) if heldout else HeldoutRule(0)
-        job = Job(out, field, rule, skip_empty)
+        contents = (document.text.encode() for document in Reader(listed.sources, field) if document.text)
+        rule = HeldoutRule.for_documents(contents, heldout) if heldout else HeldoutRule(0)
         if earlier is None:
-            made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, groups, job, on_progress)
+            made = _make_tokenizer(tokenizer, request["vocab_size"], boundary_token, listed, field, rule, on_progress)
             # Only now, when all arguments are known to be right: `out` may hold earlier data, and this very tokenizer.
             _start(out, request, made)
-        records = _write_all(groups, job, workers, on_progress)
 
-        manifest = _summarize(records, listing, ignored, request, load_tokenizer(out), rule)
+        written = _load_written(out)
+        begin = next(number for number in count() if number not in written)
+        reader = Reader(listed.sources, field, written[begin - 1].end if begin else Place())
+        portions = _portions(reader, rule, skip_empty, shard_bytes, begin)
+        total = size_of(listed.sources)
+        on_progress(_progress(written.values(), total))
+        missing = (portion for portion in portions if portion.number not in written)
+        # Closed at once if this is interrupted, since that ends the workers.
+        with closing(_write_all(missing, out, workers or os.cpu_count() or 1)) as writing:
+            for done in writing:
+                written[done.number] = done
+                on_progress(_progress(written.values(), total))
+
+        in_order = [written[number] for number in range(len(written))]
+        on_progress(_progress(in_order, sum(done.source_bytes for done in in_order)))
+        manifest = _summarize(in_order, listed, request, load_tokenizer(out), rule)
         manifest.save(out)
         shutil.rmtree(out / WORK_FOLDER)
         for path in out.glob(f"*{PARTIAL_ENDING}"):
@@ -216,16 +227,15 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _summarize(
-    records: Sequence[Record],
-    listing: Sequence[FileRange],
-    ignored: Sequence[Path],
+    written: Sequence[WrittenPortion],
+    listed: SourceList,
     request: dict[str, Any],
     tokenizer: Tokenizer,
     rule: HeldoutRule,
 ) -> Manifest:
-    splits = {name: tuple(done.splits[name] for done in records if name in done.splits) for name in SPLITS}
+    splits = {name: tuple(done.splits[name] for done in written if name in done.splits) for name in SPLITS}
     documents = {name: sum(shard.documents for shard in shards) for name, shards in splits.items()}
-    heldout_wanted = request["heldout"] or any(file_range.split == "heldout" for file_range in listing)
+    heldout_wanted = request["heldout"] or any(source.split == "heldout" for source in listed.sources)
     for name in SPLITS if heldout_wanted else ("train",):
         if not documents[name]:
             raise ValueError(
@@ -236,11 +246,11 @@ def _summarize(
         tokenizer={"kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "boundary": tokenizer.boundary},
         dtype=id_dtype(tokenizer.vocab_size).name,
         counts={
-            "files": len({file_range.file for file_range in listing}),
-            "files_ignored": list(map(str, ignored)),
-            "source_bytes": sum(record.source_bytes for record in records),
+            "files": len(listed.sources),
+            "files_ignored": list(listed.ignored),
+            "source_bytes": sum(done.source_bytes for done in written),
             "documents": sum(documents.values()),
-            "empty_documents_skipped": sum(record.empty_documents_skipped for record in records),
+            "empty_documents_skipped": sum(done.empty_documents_skipped for done in written),
             "tokens": sum(shard.tokens for shards in splits.values() for shard in shards),
             # Each is in both splits: its beginning in one, its end in the other.
             **({"documents_cut_in_two": documents["heldout"]} if rule.tail else {}),
@@ -248,59 +258,6 @@ def _summarize(
         request=request,
         splits=splits,
     )
-
-
-def _list_sources(
-    sources: Sequence[Path | str],
-    heldout_sources: Sequence[Path | str],
-    split: str,
-    shard_bytes: int,
-    *,
-    may_be_empty: bool,
-) -> tuple[list[FileRange], list[Path]]:
-    """Ranges of all files, each with its split, and the files that are not documents.
-
-    A file of a folder among the sources that is held out is in the held-out split alone.
-
-    Args:
-        split: of the sources that are not held out.
-    """
-    found, heldout = find_files(sources), find_files(heldout_sources)
-    held = {path.resolve() for path in heldout.files}
-    for source in map(Path, sources):
-        if source.is_file() and source.resolve() in held:
-            raise ValueError(
-                f"sources and heldout_sources both contain {source}; name its folder among the sources to train on "
-                "the others of its files"
-            )
-    files = [path for path in found.files if path.resolve() not in held]
-    if not files:
-        raise ValueError("heldout_sources must leave a file of the sources for training, and contain all of them")
-
-    listing: list[FileRange] = []
-    seen: dict[Path, Path] = {}
-    for files_split, group in ((split, files), ("heldout", heldout.files)):
-        for path in group:
-            if (other := seen.setdefault(path.resolve(), path)) is not path:
-                raise ValueError(f"sources contain {path} twice, also as {other}")
-            listing += file_ranges(path, files_split, shard_bytes, may_be_empty=may_be_empty)
-    ignored = {path.resolve(): path for path in (*found.ignored, *heldout.ignored)}
-    return listing, [path for resolved, path in ignored.items() if resolved not in seen]
-
-
-def _contents(listing: Iterable[FileRange], field: str) -> Iterator[bytes]:
-    """Of all documents that will be written, in order."""
-    for file_range in listing:
-        yield from (document.text.encode() for document in _documents_of(file_range, field) if document.text)
-
-
-def _digest(groups: Iterable[tuple[FileRange, ...]]) -> str:
-    """Changes when a source does (its name, size, modification time, split) or when ranges do."""
-    state = [
-        [(e.file, e.begin, e.end, e.split == "heldout", Path(e.file).stat().st_mtime_ns) for e in group]
-        for group in groups
-    ]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def _tokenizer_identity(tokenizer: str) -> str:
@@ -362,189 +319,180 @@ def _make_tokenizer(
     name: str,
     vocab_size: int | None,
     boundary_token: str | None,
-    groups: Sequence[tuple[FileRange, ...]],
-    job: Job,
-    on_progress: Callable[[Progress], None],
+    listed: SourceList,
+    field: str,
+    rule: HeldoutRule,
+    on_progress: Callable[[PreparationProgress], None],
 ) -> Tokenizer:
     if name != "bpe":
         return load_tokenizer(name, boundary_token)
     assert vocab_size is not None
-    total = min(BPE_TRAINING_BYTES, sum(file_range.size for group in groups for file_range in group))
-    learned = train_bpe(_training_texts(groups, job, total, on_progress), vocab_size)
-    on_progress(Progress("merging pairs", total, total))
+    size = size_of(listed.sources)
+    total = None if size is None else min(BPE_TRAINING_BYTES, size)
+    read = 0
+
+    def training_texts() -> Iterator[str]:
+        """Of sources in random order, up to a number of bytes; the trainer merges when it has read them."""
+        nonlocal read
+        for number in permutation(len(listed.sources), 0).tolist():
+            for document in Reader([listed.sources[number]], field):
+                yield from (text for split, text in rule.split(document) if split == "train")
+                read += len(document.text.encode())
+                if read >= BPE_TRAINING_BYTES:
+                    break
+            on_progress(PreparationProgress("counting words", min(read, BPE_TRAINING_BYTES), total))
+            if read >= BPE_TRAINING_BYTES:
+                break
+        read = min(read, BPE_TRAINING_BYTES)
+        on_progress(PreparationProgress("counting words", read, read))
+        on_progress(PreparationProgress("merging pairs", 0, read))
+
+    learned = train_bpe(training_texts(), vocab_size)
+    on_progress(PreparationProgress("merging pairs", read, read))
     return learned
 
 
-def _training_texts(
-    groups: Sequence[tuple[FileRange, ...]], job: Job, total: int, on_progress: Callable[[Progress], None]
-) -> Iterator[str]:
-    """Training documents of randomly chosen groups, up to `total` bytes; the trainer merges when it has read them."""
-    read = 0
-    for file_range in (file_range for index in permutation(len(groups), 0).tolist() for file_range in groups[index]):
-        yield from (document.text for split, document in _split_documents(file_range, job) if split == "train")
-        read += file_range.size
-        on_progress(Progress("counting words", min(read, total), total))
-        if read >= total:
-            break
-    on_progress(Progress("merging pairs", 0, total))
+@dataclass
+class Portion:
+    """Consecutive documents, which become a shard of each split.
+
+    Attributes:
+        number: from 0 on.
+        documents: with their splits; one of which a part is held out is in it twice.
+        source_bytes: of text.
+        empty: documents that were skipped.
+        end: where the next portion begins.
+    """
+
+    number: int
+    documents: list[tuple[str, Document]] = field(default_factory=list)
+    source_bytes: int = 0
+    empty: int = 0
+    end: Place = field(default_factory=Place)
 
 
-def _write_all(
-    groups: Sequence[tuple[FileRange, ...]], job: Job, workers: int | None, on_progress: Callable[[Progress], None]
-) -> list[Record]:
-    sizes = [sum(file_range.size for file_range in group) for group in groups]
-    records: dict[int, Record] = {}
-    missing = []
-    for number in range(len(groups)):
-        path = _record_path(job.out, number)
-        if path.is_file():
-            records[number] = Record.load(path)
+@dataclass(frozen=True)
+class WrittenPortion:
+    """The record of a portion whose shards are written, from which an interrupted preparation resumes."""
+
+    number: int
+    splits: dict[str, TokenShard]
+    source_bytes: int
+    empty_documents_skipped: int
+    end: Place
+
+    @classmethod
+    def load(cls, path: Path) -> WrittenPortion:
+        content = read_json(path)
+        try:
+            splits = {name: TokenShard.from_dict(shard) for name, shard in content.pop("splits").items()}
+            return cls(**{**content, "splits": splits, "end": Place(**content["end"])})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
+
+
+def _load_written(out: Path) -> dict[int, WrittenPortion]:
+    found = (WrittenPortion.load(path) for path in (out / WORK_FOLDER).glob(RECORDS))
+    return {done.number: done for done in found}
+
+
+def _portions(reader: Reader, rule: HeldoutRule, skip_empty: bool, shard_bytes: int, first: int) -> Iterator[Portion]:
+    """The documents in portions of at most `shard_bytes` of text, or of one larger document."""
+    portion = Portion(first)
+    for document in reader:
+        size = len(document.text.encode())
+        if portion.source_bytes + size > shard_bytes and (portion.documents or portion.empty):
+            portion.end = reader.place
+            yield portion
+            portion = Portion(portion.number + 1)
+        portion.source_bytes += size
+        if document.text:
+            portion.documents += [(split, replace(document, text=text)) for split, text in rule.split(document)]
+        elif skip_empty:
+            portion.empty += 1
         else:
-            missing.append(number)
+            raise ValueError(f"{document}: the document is empty; skip_empty leaves such documents out")
+    if portion.documents or portion.empty:
+        portion.end = reader.place
+        yield portion
 
-    def report() -> None:
-        shards = [shard for record in records.values() for shard in record.splits.values()]
-        on_progress(
-            Progress(
-                "writing shards",
-                sum(sizes[number] for number in records),
-                sum(sizes),
-                sum(shard.documents for shard in shards),
-                sum(shard.tokens for shard in shards),
+
+def write_portion(portion: Portion, out: Path, tokenizer: Tokenizer) -> WrittenPortion:
+    """Tokenizes the documents of a portion and writes their shards, then the record."""
+    writers: dict[str, ShardWriter] = {}
+    for split, document in portion.documents:
+        ids = tokenizer.encode(document.text)
+        if len(ids) and ids.max() >= tokenizer.vocab_size:
+            raise ValueError(
+                f"{document}: token id {ids.max()} is beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
             )
-        )
+        if split not in writers:
+            writers[split] = ShardWriter(id_dtype(tokenizer.vocab_size), tokenizer.boundary)
+        writers[split].add(ids, document.source, document.position)
+    shards = {split: writer.save(out, f"{split}-{portion.number:05d}") for split, writer in writers.items()}
+    done = WrittenPortion(portion.number, shards, portion.source_bytes, portion.empty, portion.end)
+    path = out / WORK_FOLDER / RECORDS.replace("*", f"{portion.number:05d}")
+    write_atomically(path, json.dumps(asdict(done)).encode())
+    return done
 
-    report()
-    workers = min(workers or os.cpu_count() or 1, len(missing))
-    if workers <= 1:
-        tokenizer = load_tokenizer(job.out)
-        for number in missing:
-            records[number] = write_shards(groups[number], number, job, tokenizer)
-            report()
-        return [records[number] for number in range(len(groups))]
+
+def _write_all(portions: Iterator[Portion], out: Path, workers: int) -> Generator[WrittenPortion, None, None]:
+    """Writes all portions, a few of them at once."""
+    first = list(islice(portions, 2))
+    if workers == 1 or len(first) < 2:
+        tokenizer = load_tokenizer(out)
+        yield from (write_portion(portion, out, tokenizer) for portion in chain(first, portions))
+        return
     # Spawned, not forked: threads of torch and of the tokenizer do not survive a fork.
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(job,))
+    executor = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(out,))
+    running: set[Future[WrittenPortion]] = set()
     try:
-        futures = {executor.submit(_run_in_worker, groups[number], number): number for number in missing}
-        for future in as_completed(futures):
-            done = future.result()
-            if isinstance(done, ValueError):
-                raise done
-            records[futures[future]] = done
-            report()
+        for portion in chain(first, portions):
+            running.add(executor.submit(_write_in_worker, portion))
+            # What is read ahead is held in memory.
+            while len(running) > 2 * workers:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
     finally:
         executor.shutdown(cancel_futures=True)
-    return [records[number] for number in range(len(groups))]
 
 
-_worker: tuple[Job, Tokenizer] | None = None
+_worker: tuple[Path, Tokenizer] | None = None
 
 
-def _start_worker(job: Job) -> None:
+def _start_worker(out: Path) -> None:
     global _worker
-    # Ctrl-C reaches every process of the terminal; only the parent handles it, and workers finish their group.
+    # Ctrl-C reaches every process of the terminal; only the parent handles it, and workers finish their portion.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker = job, load_tokenizer(job.out)
+    _worker = out, load_tokenizer(out)
 
 
 def _end_with_parent() -> None:
     """Ends this process as soon as its parent has ended: killed, the parent cannot tell its workers to stop."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    wait([parent.sentinel])
+    connection.wait([parent.sentinel])
     # Not sys.exit, which would end this thread alone. A shard that is being written leaves a partial file.
     os._exit(1)
 
 
-def _run_in_worker(group: tuple[FileRange, ...], number: int) -> Record | ValueError:
-    """As `write_shards`, but returns sympow's own errors for the parent to raise.
-
-    An exception that leaves a worker loses its frames, by which a command tells a bad document from a bug.
-    """
+def _write_in_worker(portion: Portion) -> WrittenPortion:
     assert _worker is not None
-    try:
-        return write_shards(group, number, *_worker)
-    except ValueError as error:
-        if not raised_by_sympow(error):
-            raise
-        return error
+    return write_portion(portion, *_worker)
 
 
-@dataclass(frozen=True)
-class Job:
-    """Settings that are the same for all groups."""
-
-    out: Path
-    field: str
-    rule: HeldoutRule
-    skip_empty: bool
-
-
-@dataclass(frozen=True)
-class Record:
-    """The record of a finished group, from which an interrupted preparation resumes."""
-
-    splits: dict[str, Shard]
-    source_bytes: int
-    empty_documents_skipped: int
-
-    def save(self, path: Path) -> None:
-        write_atomically(path, json.dumps(asdict(self)).encode())
-
-    @classmethod
-    def load(cls, path: Path) -> Record:
-        content = read_json(path)
-        try:
-            splits = {name: Shard.from_dict(shard) for name, shard in content.pop("splits").items()}
-            return cls(**content, splits=splits)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not the record of a shard: {error}; overwrite what was prepared") from error
-
-
-def _split_documents(file_range: FileRange, job: Job) -> Iterator[tuple[str, Document]]:
-    """The documents of a file range, each with its split; a single document may be cut in two."""
-    for document in _documents_of(file_range, job.field):
-        if file_range.split != BY_HASH:
-            yield file_range.split, document
-            continue
-        for split, text in job.rule.split(document.text):
-            yield split, replace(document, text=text)
-
-
-def _documents_of(file_range: FileRange, field: str) -> Iterator[Document]:
-    """The documents of a file range. Text without a UTF-8 encoding (lone surrogates in JSON) is refused."""
-    for document in read_documents(file_range, field):
-        check_text(describe_position(file_range.file, document.position), document.text)
-        yield document
-
-
-def write_shards(group: tuple[FileRange, ...], number: int, job: Job, tokenizer: Tokenizer) -> Record:
-    """Tokenizes a group of file ranges and writes its shards, then its record."""
-    writers: dict[str, ShardWriter] = {}
-    skipped = 0
-    for file_range in group:
-        for split, document in _split_documents(file_range, job):
-            where = describe_position(file_range.file, document.position)
-            if not document.text:
-                if not job.skip_empty:
-                    raise ValueError(f"{where}: the document is empty; skip_empty leaves such documents out")
-                skipped += 1
-                continue
-            ids = tokenizer.encode(document.text)
-            if len(ids) and ids.max() >= tokenizer.vocab_size:
-                raise ValueError(
-                    f"{where}: token id {ids.max()} is beyond the tokenizer's vocabulary of {tokenizer.vocab_size:,}"
-                )
-            if split not in writers:
-                writers[split] = ShardWriter(id_dtype(tokenizer.vocab_size), tokenizer.boundary)
-            writers[split].add(ids, file_range.file, document.position)
-    shards = {split: writer.save(job.out, f"{split}-{number:05d}") for split, writer in writers.items()}
-    record = Record(shards, sum(file_range.size for file_range in group), skipped)
-    record.save(_record_path(job.out, number))
-    return record
-
-
-def _record_path(out: Path, number: int) -> Path:
-    return out / WORK_FOLDER / RECORDS.replace("*", f"{number:05d}")
+def _progress(written: Iterable[WrittenPortion], total: int | None) -> PreparationProgress:
+    written = list(written)
+    shards = [shard for done in written for shard in done.splits.values()]
+    return PreparationProgress(
+        "writing shards",
+        sum(done.source_bytes for done in written),
+        total,
+        sum(shard.documents for shard in shards),
+        sum(shard.tokens for shard in shards),
+    )

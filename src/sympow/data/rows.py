@@ -42,7 +42,7 @@ Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSlices:
     """Rows, each a sequence of slices of documents.
 
     Attributes:
@@ -60,15 +60,15 @@ class Rows:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def take(self, rows: Ints) -> Rows:
+    def take(self, rows: Ints) -> RowSlices:
         """Some rows, in the order given."""
         counts = self.offsets[rows + 1] - self.offsets[rows]
         offsets = np.append(0, np.cumsum(counts))
         slices = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
-        return Rows(self.documents[slices], self.starts[slices], self.stops[slices], offsets)
+        return RowSlices(self.documents[slices], self.starts[slices], self.stops[slices], offsets)
 
     @classmethod
-    def join(cls, all_rows: list[Rows]) -> Rows:
+    def join(cls, all_rows: list[RowSlices]) -> RowSlices:
         """Concatenates."""
         counts = np.concatenate([np.diff(rows.offsets) for rows in all_rows])
         return cls(
@@ -79,7 +79,7 @@ class Rows:
         )
 
 
-def full_rows(lengths: Ints, first: int, context: int) -> Rows:
+def full_rows(lengths: Ints, first: int, context: int) -> RowSlices:
     """All full rows of consecutive documents, one slice each.
 
     Args:
@@ -91,10 +91,10 @@ def full_rows(lengths: Ints, first: int, context: int) -> Rows:
     documents = np.repeat(np.arange(len(lengths)), counts)
     before = np.repeat(np.cumsum(counts) - counts, counts)
     starts = (np.arange(len(documents)) - before) * context
-    return Rows(documents + first, starts, starts + context, np.arange(len(documents) + 1))
+    return RowSlices(documents + first, starts, starts + context, np.arange(len(documents) + 1))
 
 
-def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> Rows:
+def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> RowSlices:
     """The remainders of consecutive documents after their full rows, concatenated and cut into rows.
 
     The last tokens, too few for a row, are dropped.
@@ -115,7 +115,7 @@ def joined_rows(lengths: Ints, first: int, context: int, order: Ints) -> Rows:
     documents = order[slices]
     starts = lengths[documents] - ends[slices] + begins
     offsets = np.searchsorted(begins, np.arange(0, kept + 1, context))
-    return Rows(documents + first, starts, starts + sizes, offsets)
+    return RowSlices(documents + first, starts, starts + sizes, offsets)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RowOrder:
         self._group = lru_cache(maxsize=2)(self._make_group)
         self._epoch = lru_cache(maxsize=1)(self._make_epoch)
 
-    def rows(self, epoch: int, start: int, stop: int) -> Rows:
+    def rows(self, epoch: int, start: int, stop: int) -> RowSlices:
         """Rows start to stop of an epoch."""
         order = self._epoch(epoch)
         found = []
@@ -170,7 +170,7 @@ class RowOrder:
             found.append(rows.take(shuffled[start - first : min(stop, last) - first]))
             start = min(stop, last)
             group += 1
-        return Rows.join(found)
+        return RowSlices.join(found)
 
     def _make_epoch(self, epoch: int) -> Epoch:
         order = self._permutation(len(self._block_tokens), epoch, 0)
@@ -178,7 +178,7 @@ class RowOrder:
         counts = [int(self._block_rows[group].sum()) for group in groups]
         return Epoch(tuple(map(tuple, groups)), np.append(0, np.cumsum(counts)))
 
-    def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[Rows, Ints]:
+    def _make_group(self, epoch: int, blocks: tuple[int, ...]) -> tuple[RowSlices, Ints]:
         by_block = []
         for block in blocks:
             first, last = self._blocks[block : block + 2].tolist()
@@ -187,7 +187,7 @@ class RowOrder:
             if self._join:
                 order = self._permutation(len(lengths), epoch, 1, block)
                 by_block.append(joined_rows(lengths, first, self._context, order))
-        rows = Rows.join(by_block)
+        rows = RowSlices.join(by_block)
         return rows, self._permutation(len(rows), epoch, 2, blocks[0])
 
     def _permutation(self, count: int, *numbers: int) -> Ints:

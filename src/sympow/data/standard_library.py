@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
+from sympow.data.formats.shards import id_dtype
 from sympow.data.sources import split_by_hash
-from sympow.data.token_shards import id_dtype
 from sympow.data.tokenizer import ByteTokenizer, Tokenizer
 
 # Its name as a source of data.

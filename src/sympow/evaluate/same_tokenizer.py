@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from sympow.data import open_dataset
-from sympow.data.token_shards import ShardDataset
+from sympow.data.formats.shards import ShardDataset
 from sympow.data.tokenizer import MODEL_FILE, SETTINGS_FILE, Tokenizer, beginning_of
 
 # Text to compare tokenizers on.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from sympow.checks import check_choice
 from sympow.data.dataset import SPLITS, Tokens, check_range
-from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, Shard, verify, verify_once
+from sympow.data.manifest import INDEX_ENDING, TOKENS_ENDING, Manifest, TokenShard, verify, verify_once
 from sympow.data.rows import group_by_size
 from sympow.data.sources import describe_position
 from sympow.data.tokenizer import Tokenizer, load_tokenizer
@@ -94,14 +94,14 @@ class ShardDataset:
     def _shard_of(self, document: int) -> int:
         return bisect_right(self._first_documents, document) - 1
 
-    def _map_tokens(self, shard: Shard) -> Tokens:
+    def _map_tokens(self, shard: TokenShard) -> Tokens:
         path = self.folder / shard.tokens_file
         dtype, shape = np.dtype(self.manifest.dtype), (shard.tokens,)
         offset = _find_content(path, dtype, shape)
         # As a plain array: slicing np.memmap costs several times as much.
         return np.asarray(np.memmap(path, dtype, "r", offset, shape))
 
-    def _read_index(self, shard: Shard) -> NDArray[np.int64]:
+    def _read_index(self, shard: TokenShard) -> NDArray[np.int64]:
         path = self.folder / shard.index_file
         dtype, shape = np.dtype(np.int64), (shard.documents, 3)
         offset = _find_content(path, dtype, shape)
@@ -159,10 +159,10 @@ class ShardWriter:
         source = self._sources.setdefault(file, len(self._sources))
         self._index.append((len(ids) + 1, source, position))
 
-    def save(self, folder: Path, name: str) -> Shard:
+    def save(self, folder: Path, name: str) -> TokenShard:
         tokens = np.concatenate(self._tokens)
         index = np.array(self._index, np.int64)
-        return Shard(
+        return TokenShard(
             name,
             documents=len(index),
             tokens=len(tokens),
