@@ -113,11 +113,27 @@ def prepare(
 
 
 @app.command()
+def tokenizer(
+    folder: Annotated[Path, typer.Argument(help="Folder with token files of datatrove, Megatron or nanoGPT.")],
+    tokenizer: Annotated[str, typer.Argument(help="gpt2, a tokenizer.json, or a folder with a saved tokenizer.")],
+    boundary_token: Annotated[
+        str | None, typer.Option(help="For a tokenizer.json: its token between documents.")
+    ] = None,
+) -> None:
+    """Say which tokenizer made the token files in a folder: it is saved beside them."""
+    from sympow.data.formats.token_files import name_tokenizer
+
+    made = name_tokenizer(folder, tokenizer, boundary_token)
+    typer.echo(f"{folder}: {made.kind}, {made.vocab_size:,} tokens, boundary token {made.boundary:,}")
+
+
+@app.command()
 def info(
     source: Annotated[
         str,
         typer.Argument(
-            help="A prepared folder, LongCrawl64's folder or address, mqar (as in mqar:pairs=32,length=256), or stdlib."
+            help="A prepared folder, token files of datatrove, Megatron or nanoGPT, LongCrawl64's folder or address, "
+            "mqar (as in mqar:pairs=32,length=256), or stdlib."
         ),
     ] = "stdlib",
     tokens: Annotated[int, typer.Option(help="Tokens to show of the first documents.")] = 32,

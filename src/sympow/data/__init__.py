@@ -1,8 +1,9 @@
 """Data: documents in, token batches out.
 
-`prepare` tokenizes text files into shards, `open_dataset` opens them (or the standard library, or LongCrawl64), and
-`Loader` makes batches. NumPy and torch are enough for reading; the extra `data` brings zarr, fsspec, pyarrow and
-tokenizers, each imported where it is used.
+`prepare` tokenizes text into shards, `open_dataset` opens them (or the standard library, LongCrawl64, or token files of
+datatrove, Megatron and nanoGPT), and `Loader` makes batches. NumPy and torch are enough for reading; the extra `data`
+brings zarr, fsspec and tokenizers, and the extra `datasets` tables and datasets of a hub. Each is imported where it is
+used.
 """
 
 from sympow.extras import require

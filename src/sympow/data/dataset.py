@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from numpy import int64, unsignedinteger
+from numpy import int64, integer
 from numpy.typing import NDArray
 
 from sympow.data.tokenizer import Tokenizer
 
 SPLITS = ("train", "heldout")
 
-Tokens = NDArray[unsignedinteger[Any]]
+Tokens = NDArray[integer[Any]]
 
 
 class TokenDataset(Protocol):

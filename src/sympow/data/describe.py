@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from sympow.checks import check_at_least
-from sympow.data.dataset import SPLITS, TokenDataset
-from sympow.data.formats.longcrawl64 import ARRAY_ENDING, split_of_array
+from sympow.data.dataset import TokenDataset
 from sympow.data.formats.shards import ShardDataset
-from sympow.data.manifest import MANIFEST_FILE, Manifest
-from sympow.data.open import open_dataset
+from sympow.data.formats.token_files import TokenFiles
+from sympow.data.open import open_dataset, splits_of
 from sympow.extras import require
 
 SHOWN_DOCUMENTS = 3
@@ -27,7 +25,7 @@ def describe(source: str, *, shown_tokens: int = 32, verify: bool = False) -> di
         verify: read all shards of prepared data and compare their hashes.
     """
     check_at_least("tokens", shown_tokens, 0)
-    datasets = {split: open_dataset(source, split) for split in _splits_of(source)}
+    datasets = {split: open_dataset(source, split) for split in splits_of(source)}
     any_split = next(iter(datasets.values()))
     described: dict[str, Any] = {
         "source": source,
@@ -39,23 +37,14 @@ def describe(source: str, *, shown_tokens: int = 32, verify: bool = False) -> di
     if isinstance(any_split, ShardDataset):
         manifest = any_split.manifest
         described |= {"dtype": manifest.dtype, "counts": manifest.counts, "request": manifest.request}
+    if isinstance(any_split, TokenFiles):
+        described["format"] = ", ".join(any_split.formats)
     if verify:
         for dataset in datasets.values():
             if not isinstance(dataset, ShardDataset):
                 raise ValueError(f"verify compares hashes of prepared shards; {source} has none")
             dataset.verify()
     return described
-
-
-def _splits_of(source: str) -> list[str]:
-    """The splits that exist; at an address, where looking is slow, both are assumed to."""
-    path = Path(source)
-    if path.suffix == ARRAY_ENDING:
-        return [split_of_array(source)]
-    if (path / MANIFEST_FILE).is_file():
-        return [split for split, shards in Manifest.load(path).splits.items() if shards]
-    arrays = [split for split in SPLITS if (path / f"{split}.zarr").is_dir()]
-    return arrays or list(SPLITS)
 
 
 def _describe_split(dataset: TokenDataset, shown_tokens: int) -> dict[str, Any]:
@@ -88,6 +77,8 @@ def print_description(described: dict[str, Any]) -> None:
     table = require("rich.table", "cli").Table
 
     facts = table(title=described["source"], show_header=False, title_justify="left")
+    if "format" in described:
+        facts.add_row("format", described["format"])
     facts.add_row("tokenizer", described["tokenizer"])
     facts.add_row("vocabulary", f"{described['vocab_size']:,} tokens")
     facts.add_row("boundary token", f"{described['boundary']:,}, the id between documents")

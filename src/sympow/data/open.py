@@ -1,4 +1,4 @@
-"""`open_dataset`: any dataset by its name, folder or address."""
+"""`open_dataset`: any dataset by its name, folder, file or address."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from sympow.data.associative_recall import RECALL, AssociativeRecall, RecallTask
-from sympow.data.dataset import TokenDataset
-from sympow.data.formats.longcrawl64 import LongCrawl64
+from sympow.data.dataset import SPLITS, TokenDataset
+from sympow.data.formats.longcrawl64 import ARRAY_ENDING, LongCrawl64, split_of_array
 from sympow.data.formats.shards import ShardDataset
-from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER
+from sympow.data.formats.token_files import ENDINGS, TokenFiles, find_token_files
+from sympow.data.manifest import MANIFEST_FILE, WORK_FOLDER, Manifest
 from sympow.data.standard_library import STANDARD_LIBRARY, StandardLibrary
 
 
@@ -21,9 +22,11 @@ def open_dataset(
     Args:
         source: "stdlib" (this Python's standard library as bytes), a folder that `prepare` wrote, or LongCrawl64: the
             folder or fsspec address that has `train.zarr` and `heldout.zarr`, or one of these arrays; or "mqar", the
-            synthetic task of associative recall, with options as in "mqar:pairs=32,length=256".
+            synthetic task of associative recall, with options as in "mqar:pairs=32,length=256"; or token files of
+            datatrove (.ds), Megatron (.bin with .idx) or nanoGPT (.bin): a folder of them, or one file.
         split: "train" or "heldout". A single array of LongCrawl64 has one of them: `heldout.zarr` documents that are
-            held out, an array of any other name training documents.
+            held out, an array of any other name training documents. Of token files, those with a word such as "val" or
+            "heldout" in their names are held out.
         storage_options: for an address, what fsspec needs to open it.
     """
     if source == STANDARD_LIBRARY:
@@ -37,10 +40,23 @@ def open_dataset(
         return LongCrawl64(source, split, storage_options=storage_options)
     if (path / WORK_FOLDER).is_dir():
         raise ValueError(f"{source} is only partly prepared: run the same `sympow data prepare` again to finish it")
+    if path.exists() and any(find_token_files(path).values()):
+        return TokenFiles(path, split)
     raise ValueError(
-        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}), {RECALL!r}, or a folder or "
-        f"address of LongCrawl64 (with a {split}.zarr); got {str(source)!r}"
+        f"source must be {STANDARD_LIBRARY!r}, a prepared folder (with a {MANIFEST_FILE}), {RECALL!r}, a folder or "
+        f"address of LongCrawl64 (with a {split}.zarr), or token files ({', '.join(ENDINGS)}); got {str(source)!r}"
     )
+
+
+def splits_of(source: Path | str) -> list[str]:
+    """The splits that a source has; at an address, where looking is slow, both are assumed to be there."""
+    path = Path(source)
+    if path.suffix == ARRAY_ENDING:
+        return [split_of_array(str(source))]
+    if (path / MANIFEST_FILE).is_file():
+        return [split for split, shards in Manifest.load(path).splits.items() if shards]
+    arrays = [split for split in SPLITS if (path / f"{split}{ARRAY_ENDING}").is_dir()]
+    return arrays or [split for split, files in find_token_files(path).items() if files] or list(SPLITS)
 
 
 def names_a_folder(source: str) -> bool:

@@ -45,8 +45,9 @@ class DataConfig:
     """Training data.
 
     Attributes:
-        data: "stdlib" (this Python's standard library), a folder of `sympow data prepare`, LongCrawl64's folder or
-            address, or "mqar" (associative recall, a synthetic task), with options as in "mqar:pairs=32,length=256".
+        data: "stdlib" (this Python's standard library), a folder of `sympow data prepare`, token files of datatrove,
+            Megatron or nanoGPT, LongCrawl64's folder or address, or "mqar" (associative recall, a synthetic task), with
+            options as in "mqar:pairs=32,length=256".
         context: tokens of a training sequence.
         short: what to do with documents and tails shorter than the context: refuse, drop, join or pack.
     """
