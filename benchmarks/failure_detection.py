@@ -64,14 +64,14 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
     import torch.distributed as dist
 
     import sympow.cli.train
-    from sympow.train import distributed, heartbeat, trainer
+    from sympow.train import distributed, heartbeat, loop, trainer
 
     if detection != "heartbeat":
         trainer.Heartbeat = NoHeartbeat if detection == "timeout" else Barrier  # type: ignore[attr-defined,assignment]
         distributed.torchrun_hosts_store = lambda: False
         dist.init_process_group = partial(dist.init_process_group, timeout=timedelta(seconds=timeout))
     barrier = partial(dist.monitored_barrier, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
-    rank, step, thread = int(os.environ["RANK"]), trainer._Run.step, heartbeat.Heartbeat._run
+    rank, step, thread = int(os.environ["RANK"]), loop.Training.step, heartbeat.Heartbeat._run
     (notes / f"pid{rank}").write_text(str(os.getpid()))
 
     def failing(self: Any, batch: Any) -> Any:
@@ -98,7 +98,7 @@ def worker(failure: str, detection: str, timeout: float, notes: Path, arguments:
         heartbeat.Heartbeat._run = timed  # type: ignore[method-assign]
         Barrier.__exit__ = timed_barrier  # type: ignore[method-assign]
     else:
-        trainer._Run.step = failing  # type: ignore[method-assign]
+        loop.Training.step = failing  # type: ignore[method-assign]
     sys.argv = ["sympow.train", *arguments]
     sympow.cli.train.main()
 

@@ -36,17 +36,18 @@ from sympow.convert import ConvertConfig, convert
 from sympow.convert.evaluation import Evaluation, difference
 from sympow.convert.objectives import NextToken
 from sympow.convert.report import draw_by_context, draw_by_position, layer_errors
-from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan
-from sympow.convert.training import StageTraining
+from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan, train_stage
 from sympow.data import open_dataset
 from sympow.data.manifest import MANIFEST_FILE
 from sympow.files import write_atomically
 from sympow.parsing import read_json
 from sympow.train.distributed import process_group
+from sympow.train.heartbeat import Heartbeat
+from sympow.train.loop import Surroundings
 from sympow.train.metrics import read_metrics
+from sympow.train.objective import fast_float32
 from sympow.train.run_folder import CHECKPOINTS, METRICS_FILE, claimed_folder
 from sympow.train.signals import stop_on_signals
-from sympow.train.trainer import fast_float32
 
 STEPS = (
     "data",
@@ -237,7 +238,8 @@ class Conversions:
         config = ConvertConfig().changed(compile=self.compile, save_every=0, tensorboard=False, **scale.teacher)
         with ExitStack() as held:
             place = held.enter_context(process_group(self.device))
-            folder = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place)).folder
+            claim = held.enter_context(claimed_folder(self.out / "teacher", resume=True, place=place))
+            folder = claim.folder
             stop = held.enter_context(stop_on_signals())
             on_gpu = place.device.type == "cuda"
             held.enter_context(fast_float32("bf16" if on_gpu else "fp32", place))
@@ -267,8 +269,8 @@ class Conversions:
             if begun.is_file() and read_json(begun) != trained:
                 raise SystemExit(f"{folder} holds a teacher that was begun with {read_json(begun)}; got {trained}")
             write_atomically(begun, (json.dumps(trained) + "\n").encode())
-            training = StageTraining(stage, config, folder, model, objective, objective.trainable(), dataset, place)
-            if not training.run(stop):
+            around = Surroundings(place, claim, stop, Heartbeat(place, stop, 0))
+            if not train_stage(stage, config, objective, dataset, folder, around):
                 return False
             unfinished = folder / "unfinished"
             model.save_pretrained(unfinished)

@@ -34,9 +34,9 @@ from sympow.model.config import EXECUTION_OPTIONS
 from sympow.model.gpt import SEGMENT_SIZE
 from sympow.model.storage import load_model
 from sympow.train import DataConfig, OptimizerConfig, RunConfig, TrainConfig, train
+from sympow.train.loop import NonFiniteLossError
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import CHECKPOINTS, CONFIG_FILE, EXPORT, METRICS_FILE
-from sympow.train.trainer import NonFiniteLossError
 
 # Settings of execution and logging. What a run learns does not depend on them, except through rounding.
 BOOKKEEPING = frozenset(

@@ -14,7 +14,7 @@ from sympow.cli.common import in_flags
 from sympow.cli.errors import BUG
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.storage import save_model
-from sympow.train.trainer import NonFiniteLossError
+from sympow.train.loop import NonFiniteLossError
 
 runner = CliRunner()
 

@@ -23,7 +23,7 @@ from sympow.ops import dispatch
 from sympow.ops.key_value_cache import KeyValueCache
 from sympow.ops.torch.softmax import softmax_attention
 from sympow.ops.window import Window
-from sympow.train.parallelize import Objective
+from sympow.train.objective import ModelWithLoss
 
 
 class KernelLaunchedError(Exception):
@@ -92,7 +92,7 @@ def test_the_loss_of_a_model(claimed_gpu, backend):
     object.__setattr__(model.config, "backend", backend)  # of the loss alone
     tokens = torch.zeros(1, 6, dtype=torch.int64)
     with kernel_expected(backend):
-        assert Objective(model, 8, None)(tokens, tokens).shape == ()
+        assert ModelWithLoss(model, 8, None)(tokens, tokens).shape == ()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -115,7 +115,7 @@ def test_no_kernel_is_launched_on_a_gpu():
     hook = triton.knobs.runtime.launch_enter_hook
     hook.add(launched.append)
     try:
-        Objective(model, 64, torch.bfloat16)(tokens, tokens).backward()
+        ModelWithLoss(model, 64, torch.bfloat16)(tokens, tokens).backward()
         model.bfloat16()
         with torch.no_grad():
             _, state = model(tokens)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from sympow.cli.app import app
 from sympow.convert import convert
 from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
-from sympow.convert.training import StageTraining
 from sympow.data import open_dataset
+from sympow.train.loop import Training
 
 
 def read(folder, name):
@@ -128,7 +128,7 @@ def test_the_report_has_every_model_and_figure(whole):
 @pytest.mark.slow
 def test_a_complete_conversion_is_not_repeated(whole, teacher, monkeypatch):
     out, config = whole
-    monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("a stage ran again"))
+    monkeypatch.setattr(Training, "run", lambda *_: pytest.fail("a stage ran again"))
     assert convert(teacher, config, out, device="cpu")
 
 
@@ -138,17 +138,17 @@ def test_an_interrupted_conversion_continues_exactly(whole, teacher, tmp_path, m
     reference, config = whole
     config = config.changed(without_match=False, save_every=3)
     out = tmp_path / "interrupted"
-    step = StageTraining._step
+    step = Training.step
 
     for stopped_in in ("match", "distill", "extend"):
 
         def stopping(self, batch, stopped_in=stopped_in):
-            if (self.stage.name, self.step_number) == (stopped_in, 4):
+            if (self.folder.name, self.step_number) == (stopped_in, 4):
                 os.kill(os.getpid(), signal.SIGTERM)
             return step(self, batch)
 
         with monkeypatch.context() as patch:
-            patch.setattr(StageTraining, "_step", stopping)
+            patch.setattr(Training, "step", stopping)
             assert not convert(teacher, config, out, device="cpu")
         assert not (out / "evaluations" / f"{stopped_in}.json").exists()
     assert convert(teacher, config, out, device="cpu")
@@ -165,24 +165,24 @@ def test_a_killed_conversion_continues_from_its_checkpoint(whole, teacher, tmp_p
     reference, config = whole
     config = config.changed(without_match=False, save_every=3)
     out = tmp_path / "killed"
-    step = StageTraining._step
+    step = Training.step
 
     def dying(self, batch):
-        if (self.stage.name, self.step_number) == ("distill", 5):
+        if (self.folder.name, self.step_number) == ("distill", 5):
             raise MemoryError
         return step(self, batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StageTraining, "_step", dying)
+        patch.setattr(Training, "step", dying)
         with pytest.raises(MemoryError):
             convert(teacher, config, out, device="cpu")
     repeated = []
 
     def counting(self, batch):
-        repeated.append((self.stage.name, self.step_number))
+        repeated.append((self.folder.name, self.step_number))
         return step(self, batch)
 
-    monkeypatch.setattr(StageTraining, "_step", counting)
+    monkeypatch.setattr(Training, "step", counting)
     assert convert(teacher, config, out, device="cpu")
     assert repeated[0] == ("distill", 3)
     one, other = (weights_of(folder / "model") for folder in (out, reference))
@@ -206,7 +206,7 @@ def test_a_conversion_killed_in_an_evaluation_does_not_train_again(teacher, sett
         with pytest.raises(MemoryError):
             convert(teacher, config, out, device="cpu")
     trained = weights_of(out / "stages" / "distill" / "model")
-    monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("the stage ran again"))
+    monkeypatch.setattr(Training, "run", lambda *_: pytest.fail("the stage ran again"))
     assert convert(teacher, config, out, device="cpu")
     result = weights_of(out / "model")
     assert all(torch.equal(result[name], trained[name]) for name in trained)
@@ -217,7 +217,7 @@ def test_more_contexts_are_evaluated_without_training_again(teacher, settings, t
     short, out = {"match_tokens": 0, "distill_tokens": 128}, tmp_path / "out"
     assert convert(teacher, settings(**short, evaluate_factors="1,4"), out, device="cpu")
     before = {name: read(out, name).by_context for name in ("teacher", "start", "distill")}
-    monkeypatch.setattr(StageTraining, "run", lambda *_: pytest.fail("the stage ran again"))
+    monkeypatch.setattr(Training, "run", lambda *_: pytest.fail("the stage ran again"))
     assert convert(teacher, settings(**short, evaluate_factors="1,2"), out, device="cpu")
     for name, found in before.items():
         after = read(out, name).by_context
@@ -323,7 +323,7 @@ def test_evaluations_are_of_held_out_text(whole, teacher, texts):
 def test_the_optimizer_is_the_one_asked_for(teacher, settings, tmp_path, monkeypatch):
     """Learning rates by step, Adam's decay, weight decay of matrices alone, and the clipped gradient."""
     chosen = {"warmup": 0.25, "final_rate": 0.2, "beta2": 0.9, "weight_decay": 0.125, "clip_norm": 1e-3}
-    step = StageTraining._step
+    step = Training.step
     clipped, groups = [], []
 
     def watched(self, batch):
@@ -338,7 +338,7 @@ def test_the_optimizer_is_the_one_asked_for(teacher, settings, tmp_path, monkeyp
         finally:
             handle.remove()
 
-    monkeypatch.setattr(StageTraining, "_step", watched)
+    monkeypatch.setattr(Training, "step", watched)
     config = settings(match_tokens=0, distill_rate=1e-2, **chosen)
     assert convert(teacher, config, tmp_path / "out", device="cpu")
     lines = [json.loads(line) for line in (tmp_path / "out/stages/distill/metrics.jsonl").read_text().splitlines()]

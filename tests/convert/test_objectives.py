@@ -59,16 +59,16 @@ def test_matching_is_the_mean_relative_error_given_the_teachers_inputs(pair, bat
     objective = Matching(teacher, student, None)
     returned = objective.backward(batch, 0.3)
     assert torch.allclose(returned, 0.3 * loss, rtol=0, atol=1e-12)
-    trained = {id(parameter) for parameter in objective.trainable()}
+    trained = {id(parameter) for parameter in objective.trained}
     for (name, mine), theirs in zip(student.named_parameters(), expected.parameters(), strict=True):
         assert (theirs.grad is None) == (mine.grad is None) == (id(mine) not in trained), name
         assert mine.grad is None or torch.allclose(mine.grad, theirs.grad, rtol=0, atol=1e-10), name
-    assert {f"match_loss/layer_{n}" for n in swapped_layers(student)} == set(objective.details())
+    assert {f"match_loss/layer_{n}" for n in swapped_layers(student)} == set(objective.details(batch))
     assert all(parameter.grad is None for parameter in teacher.parameters())
     # Hooks are removed: a plain forward pass of the teacher does not touch the student.
-    before = [parameter.grad.clone() for parameter in objective.trainable()]
+    before = [parameter.grad.clone() for parameter in objective.trained]
     features(teacher, batch.inputs)
-    assert all(torch.equal(one, other.grad) for one, other in zip(before, objective.trainable(), strict=True))
+    assert all(torch.equal(one, other.grad) for one, other in zip(before, objective.trained, strict=True))
 
 
 @pytest.mark.parametrize("kind", [Matching, Distillation])

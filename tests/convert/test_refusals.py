@@ -359,7 +359,7 @@ def test_several_processes(teacher, settings, tmp_path, monkeypatch):
 
 def test_a_loss_that_is_not_finite(teacher, settings, tmp_path, monkeypatch):
     from sympow.convert.objectives import Distillation
-    from sympow.train.trainer import NonFiniteLossError
+    from sympow.train.loop import NonFiniteLossError
 
     backward = Distillation.backward
     calls = []

@@ -4,9 +4,9 @@ import os
 import signal
 
 import sympow.cli.train
-from sympow.train import trainer
+from sympow.train import loop
 
-step = trainer._Run.step
+step = loop.Training.step
 
 
 def dying(self, batch):
@@ -16,6 +16,6 @@ def dying(self, batch):
     return step(self, batch)
 
 
-trainer._Run.step = dying
+loop.Training.step = dying
 if __name__ == "__main__":
     sympow.cli.train.main()

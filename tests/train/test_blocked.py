@@ -14,15 +14,15 @@ if os.environ["RANK"] == "1":
 """
 HANGING = """
 import os, time
-from sympow.train import trainer
+from sympow.train import loop
 from sympow.train import heartbeat
 heartbeat.STOP_GRACE, heartbeat.EXIT_GRACE = 2.0, 1.0
-step = trainer._Run.step
+step = loop.Training.step
 def hanging(self, batch):
     while os.environ["RANK"] == "{rank}" and self.step_number == 3:
         time.sleep(60)
     return step(self, batch)
-trainer._Run.step = hanging
+loop.Training.step = hanging
 """
 
 
@@ -81,7 +81,7 @@ def test_a_main_thread_that_hangs_ends_all_by_name(start, tmp_path, rank):
     assert len(said) == 3
     for line in said:
         assert line.startswith(f"stopped: rank {rank} (process {training.pids[rank]} on "), line
-        assert "hangs in run (trainer.py:" in line
+        assert "hangs in run (loop.py:" in line
         assert line.endswith("no progress for 8 s")
 
 

@@ -98,8 +98,8 @@ def test_several_processes_recompute_and_pack(finish, alone, tmp_path):
 
 
 def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losses, alone, tmp_path):
-    slower = "import time; from sympow.train import trainer; step = trainer._Run.step\n"
-    slower += "trainer._Run.step = lambda self, batch: (time.sleep(0.1), step(self, batch))[1]\n"
+    slower = "import time; from sympow.train import loop; step = loop.Training.step\n"
+    slower += "loop.Training.step = lambda self, batch: (time.sleep(0.1), step(self, batch))[1]\n"
     training = start(tmp_path / "run", processes=2, steps=STEPS, save_every=0, code=slower)
     training.wait_for_step(2)
     training.send(signal.SIGTERM, process=1)
@@ -114,12 +114,12 @@ def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losse
 def test_what_one_process_meets_stops_all_with_the_same_message(start, tmp_path):
     code = """
 import os
-from sympow.train import trainer
-loss = trainer._Run._loss
+from sympow.train import objective
+loss = objective.CrossEntropy.loss
 def spoiled(self, batch):
     broken = os.environ["RANK"] == "1" and self.step_number == 3
     return loss(self, batch) * (float("nan") if broken else 1.0)
-trainer._Run._loss = spoiled
+objective.CrossEntropy.loss = spoiled
 """
     training = start(tmp_path / "run", processes=2, code=code)
     assert training.wait() == [1, 1]

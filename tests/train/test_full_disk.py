@@ -5,41 +5,42 @@ import pytest
 # From a given step on, files are limited to a size that checkpoints exceed and metrics do not reach.
 LIMITED = """
 import resource
-from sympow.train import trainer
-{name} = trainer._Run.{name}
-def limited(self, *arguments):
-    if self.step_number >= {step}:
-        for checkpoints in arguments[:1]:
-            checkpoints.finish()
+from sympow.train import loop, trainer
+save = {owner}.{name}
+def limited(*arguments):
+    if {begins}:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    return {name}(self, *arguments)
-trainer._Run.{name} = limited
+    return save(*arguments)
+{owner}.{name} = limited
 """
+SAVE = {"owner": "loop.Training", "name": "save"}
+# None, after the checkpoint before is complete.
+FINISH = "arguments[0].checkpoints.finish()"
 # From the third step on, writing to a file fails as on a disk without space.
 FULL = """
 import os
-from sympow.train import trainer
-step = trainer._Run.step
+from sympow.train import loop
+step = loop.Training.step
 def full(self, batch):
     for handle in os.listdir("/proc/self/fd") if self.step_number == 2 else ():
         path = f"/proc/self/fd/{{handle}}"
         if os.path.exists(path) and {name!r} in os.readlink(path):
             os.dup2(os.open("/dev/full", os.O_WRONLY), int(handle))
     return step(self, batch)
-trainer._Run.step = full
+loop.Training.step = full
 """
 # The same for a file that is opened each time.
 REPLACED = """
 import os
-from sympow.train import trainer
-step = trainer._Run.step
+from sympow.train import loop
+step = loop.Training.step
 def full(self, batch):
     if self.step_number == 2:
-        for path in (self.out / "tensorboard").iterdir():
+        for path in (self.folder / "tensorboard").iterdir():
             path.unlink()
             path.symlink_to("/dev/full")
     return step(self, batch)
-trainer._Run.step = full
+loop.Training.step = full
 """
 
 
@@ -67,19 +68,23 @@ def fail(start, losses):
 def test_a_checkpoint_that_cannot_be_written(fail, tmp_path):
     folder = tmp_path / "run" / "checkpoints"
     message = f"error: {folder}/step-000000004 could not be written: File too large; the last one is "
-    fail(tmp_path / "run", LIMITED.format(name="_save", step=4), message + f"{folder}/step-000000002")
+    fail(
+        tmp_path / "run",
+        LIMITED.format(**SAVE, begins=f"arguments[0].step_number >= 4 and not {FINISH}"),
+        message + f"{folder}/step-000000002",
+    )
 
 
 @pytest.mark.slow
 def test_a_first_checkpoint_that_cannot_be_written(fail, tmp_path):
     message = "step-000000002 could not be written: File too large; there is none before it"
-    fail(tmp_path / "run", LIMITED.format(name="_save", step=0), message)
+    fail(tmp_path / "run", LIMITED.format(**SAVE, begins="True"), message)
 
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_written(fail, tmp_path):
     message = f"error: {tmp_path / 'run' / 'model' / 'model.safetensors'}: File too large"
-    fail(tmp_path / "run", LIMITED.format(name="_export", step=0), message)
+    fail(tmp_path / "run", LIMITED.format(owner="trainer", name="_export", begins="True"), message)
     assert not list((tmp_path / "run" / "model").glob(".*"))
 
 

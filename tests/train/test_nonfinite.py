@@ -10,22 +10,22 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from sympow.data import Loader, open_dataset
 from sympow.train import checkpoint as checkpoint_module
-from sympow.train import train, trainer
+from sympow.train import loop, train
+from sympow.train.loop import NonFiniteLossError
 from sympow.train.optimizer import take_step
-from sympow.train.trainer import NonFiniteLossError
 
 
 def spoil(monkeypatch, step, how):
     """Modifies the model before a given step, counted from 1."""
-    original = trainer._Run.step
+    original = loop.Training.step
 
     def spoiled(self, batch):
         if self.step_number + 1 == step:
             with torch.no_grad():
-                how(self.model)
+                how(self.objective.model)
         return original(self, batch)
 
-    monkeypatch.setattr(trainer._Run, "step", spoiled)
+    monkeypatch.setattr(loop.Training, "step", spoiled)
 
 
 def put(value, *names):
@@ -110,16 +110,16 @@ def test_a_gradient_that_is_not_finite_names_only_itself(tiny, tmp_path, monkeyp
 
 def test_no_checkpoint_is_made_of_parameters_that_are_not_finite(tiny, tmp_path, monkeypatch):
     """The last update can do this although the loss and gradients are finite."""
-    original = trainer._Run.step
+    original = loop.Training.step
 
     def overflowing(self, batch):
         numbers = original(self, batch)
         if self.step_number + 1 == 4:
             with torch.no_grad():
-                self.model.final_norm.weight[0] = math.inf
+                self.objective.model.final_norm.weight[0] = math.inf
         return numbers
 
-    monkeypatch.setattr(trainer._Run, "step", overflowing)
+    monkeypatch.setattr(loop.Training, "step", overflowing)
     with pytest.raises(NonFiniteLossError, match=r"step 4 left parameter final_norm\.weight with values that are not"):
         train(tiny(), tmp_path / "run", device="cpu")
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000000002"]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from support import assert_close
 from sympow.data.preparation import prepare
 from sympow.train import checkpoint as checkpoint_module
-from sympow.train import train, trainer
+from sympow.train import loop, train
 from sympow.train.checkpoint import SEAL, DamagedCheckpointError, read_seal
 from sympow.train.config import TrainConfig
 from sympow.train.metrics import JsonLines, read_metrics
@@ -24,12 +24,12 @@ STEPS = 24
 # Long enough that a signal arrives during the phase that a test wants.
 SLOWER = """
 import time
-from sympow.train import trainer
-step = trainer._Run.step
+from sympow.train import loop
+step = loop.Training.step
 def slower(self, batch):
     time.sleep(0.02)
     return step(self, batch)
-trainer._Run.step = slower
+loop.Training.step = slower
 """
 
 
@@ -145,14 +145,14 @@ def test_a_second_ctrl_c_stops_at_once():
 
 def test_a_signal_to_this_process_does_not_end_as_a_shorter_run(tiny, losses, tmp_path, monkeypatch):
     """The run saves and stops, and the signal then reaches whoever called it: here pytest."""
-    step = trainer._Run.step
+    step = loop.Training.step
 
     def interrupted(self, batch):
         if self.step_number == 1:
             signal.raise_signal(signal.SIGINT)
         return step(self, batch)
 
-    monkeypatch.setattr(trainer._Run, "step", interrupted)
+    monkeypatch.setattr(loop.Training, "step", interrupted)
     # A process that a shell started in the background ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -380,14 +380,14 @@ def test_what_a_resumed_run_changes_takes_effect(tiny, losses, expected_here, tm
     """A checkpoint also has Adam's settings, but those of the command apply."""
     out = train(tiny(steps=4), tmp_path / "run", device="cpu")
     seen = []
-    make = trainer.make_optimizer
+    make = loop.make_optimizer
 
     def remember(*arguments):
         seen.append(make(*arguments))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "make_optimizer", remember)
+        patch.setattr(loop, "make_optimizer", remember)
         train(tiny(weight_decay=0.5, beta2=0.95, rotation_rate=0.25, form="attention"), out, resume=True, device="cpu")
     (optimizer,) = seen
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
@@ -401,13 +401,13 @@ def test_what_a_resumed_run_changes_takes_effect(tiny, losses, expected_here, tm
 def test_the_random_state_is_part_of_a_checkpoint(tiny, tmp_path, monkeypatch):
     """Only initialization is random now; later additions such as dropout will need the RNG state."""
     drawn = []
-    step = trainer._Run.step
+    step = loop.Training.step
 
     def drawing(self, batch):
         drawn.append(torch.rand(()).item())
         return step(self, batch)
 
-    monkeypatch.setattr(trainer._Run, "step", drawing)
+    monkeypatch.setattr(loop.Training, "step", drawing)
     train(tiny(steps=4, save_every=0), tmp_path / "whole", device="cpu")
     out = train(tiny(steps=2, save_every=0), tmp_path / "parts", device="cpu")
     torch.manual_seed(99)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from sympow import locks
 from sympow.cli.app import app
 from sympow.locks import lock_file
-from sympow.train import TrainConfig, train, trainer
+from sympow.train import TrainConfig, loop, train
 from sympow.train.distributed import Place
 from sympow.train.metrics import read_metrics
 from sympow.train.run_folder import LostFolderError, claimed_folder
@@ -34,12 +34,12 @@ del sys.argv[at : at + 2]
 """
 SLOWER = """
 import time
-from sympow.train import trainer
-step = trainer._Run.step
+from sympow.train import loop
+step = loop.Training.step
 def slower(self, batch):
     time.sleep(0.05)
     return step(self, batch)
-trainer._Run.step = slower
+loop.Training.step = slower
 """
 
 
@@ -126,8 +126,8 @@ def test_two_runs_of_one_process_do_not_share_a_folder(tiny, tmp_path, monkeypat
         seen.append(True)
         return make(*arguments, **options)
 
-    make = trainer.make_optimizer
-    monkeypatch.setattr(trainer, "make_optimizer", second)
+    make = loop.make_optimizer
+    monkeypatch.setattr(loop, "make_optimizer", second)
     train(tiny(steps=1), tmp_path / "run", device="cpu")
     assert seen == [True]
 
@@ -175,7 +175,7 @@ def test_a_file_system_without_locks_is_named(tiny, losses, tmp_path, monkeypatc
 
 
 def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_path, monkeypatch):
-    out, step, refused = tmp_path / "run", trainer._Run.step, []
+    out, step, refused = tmp_path / "run", loop.Training.step, []
 
     def removing(self, batch):
         if self.step_number == 1:
@@ -190,7 +190,7 @@ def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_pat
             refused.append(True)
         return step(self, batch)
 
-    monkeypatch.setattr(trainer._Run, "step", removing)
+    monkeypatch.setattr(loop.Training, "step", removing)
     train(tiny(steps=4), out, device="cpu")
     assert refused == [True]
     assert len(losses(out)) == 4
@@ -198,7 +198,7 @@ def test_a_run_whose_lock_is_removed_still_admits_no_other(tiny, losses, tmp_pat
 
 
 def test_a_run_ends_when_another_has_taken_its_folder(tiny, tmp_path, monkeypatch):
-    out, step, others = tmp_path / "run", trainer._Run.step, ExitStack()
+    out, step, others = tmp_path / "run", loop.Training.step, ExitStack()
 
     def taken(self, batch):
         if self.step_number == 2:
@@ -206,7 +206,7 @@ def test_a_run_ends_when_another_has_taken_its_folder(tiny, tmp_path, monkeypatc
             others.enter_context(lock_file(out / "run.lock", wait=False)).write_note("process 1 on elsewhere")
         return step(self, batch)
 
-    monkeypatch.setattr(trainer._Run, "step", taken)
+    monkeypatch.setattr(loop.Training, "step", taken)
     message = r"run.lock was removed during the run, and process 1 on elsewhere has taken the folder"
     with others:
         with pytest.raises(LostFolderError, match=message):

@@ -39,8 +39,8 @@ def train(
     """
     from sympow.train.config import PRESETS, TrainConfig
     from sympow.train.flags import DEFAULT_PRESET
+    from sympow.train.loop import NonFiniteLossError
     from sympow.train.run_folder import CONFIG_FILE
-    from sympow.train.trainer import NonFiniteLossError
     from sympow.train.trainer import train as run
 
     if preset is not None and config is not None:

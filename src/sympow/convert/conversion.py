@@ -43,10 +43,9 @@ from sympow.convert.models import (
     most_positions,
     output_weight,
 )
-from sympow.convert.objectives import Distillation, Matching, NextToken, Objective
+from sympow.convert.objectives import Distillation, Matching, NextToken, StageObjective
 from sympow.convert.report import describe, write_report
-from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, plan
-from sympow.convert.training import StageTraining, make_loader
+from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, make_loader, plan, train_stage
 from sympow.data.dataset import TokenDataset
 from sympow.data.open import open_dataset
 from sympow.extras import require
@@ -56,11 +55,13 @@ from sympow.hf.without_code import load_without_code
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
 from sympow.train.config import DataConfig
-from sympow.train.distributed import Place, process_group
+from sympow.train.distributed import process_group
+from sympow.train.heartbeat import Heartbeat
+from sympow.train.loop import Surroundings
+from sympow.train.objective import fast_float32
 from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
-from sympow.train.signals import StopRequest, stop_on_signals
-from sympow.train.trainer import fast_float32
+from sympow.train.signals import stop_on_signals
 
 SETTINGS_FILE = "conversion.json"
 
@@ -95,7 +96,8 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
     with ExitStack() as held:
         held.enter_context(quiet())
         place = held.enter_context(process_group(device))
-        folder = held.enter_context(claimed_folder(Path(out), resume=True, place=place)).folder
+        claim = held.enter_context(claimed_folder(Path(out), resume=True, place=place))
+        folder = claim.folder
         if (folder / EXPORT).exists() and not (folder / SETTINGS_FILE).is_file():
             raise ValueError(
                 f"out must be a new folder or that of a conversion, got {folder}: the result would replace its {EXPORT}"
@@ -106,18 +108,21 @@ def convert(teacher: Path | str, config: ConvertConfig, out: Path | str, *, devi
             precision = "bf16" if place.device.type == "cuda" else "fp32"
         held.enter_context(fast_float32(precision, place))
         dtype = torch.bfloat16 if precision == "bf16" else None
-        return _Conversion(teacher, config, folder, place, dtype).run(stop)
+        # One process has no heartbeat.
+        around = Surroundings(place, claim, stop, Heartbeat(place, stop, 0))
+        return _Conversion(teacher, config, around, dtype).run()
 
 
 class _Conversion:
     def __init__(
-        self, source: Path | str, config: ConvertConfig, out: Path, place: Place, dtype: torch.dtype | None
+        self, source: Path | str, config: ConvertConfig, around: Surroundings, dtype: torch.dtype | None
     ) -> None:
-        self.source, self.config, self.out, self.place, self.dtype = source, config, out, place, dtype
+        self.source, self.config, self.around, self.dtype = source, config, around, dtype
+        self.out, self.device = around.claim.folder, around.place.device
         self.stages = plan(config)
         self.dataset: TokenDataset = open_dataset(config.text.data)
         find_teacher(source, say=_say)
-        self.teacher = load_model(source, place.device).requires_grad_(False)
+        self.teacher = load_model(source, self.device).requires_grad_(False)
         check_teacher(self.teacher, source)
         self.fingerprint = fingerprint(self.teacher)
         self._check_same_settings()
@@ -133,7 +138,7 @@ class _Conversion:
         # Written after all checks: from now on the folder refuses other conversions.
         write_atomically(self.out / SETTINGS_FILE, (json.dumps(self._facts(), indent=2) + "\n").encode())
 
-    def run(self, stop: StopRequest) -> bool:
+    def run(self) -> bool:
         for note in self.notes:
             _say(note)
         self._describe()
@@ -141,20 +146,20 @@ class _Conversion:
         if not self._is_evaluated(START):
             self._evaluate(START, 0, self._start())
         for stage in self.stages:
-            if stop:
+            if self.around.stop:
                 return False
-            if not self._is_evaluated(stage.name) and not self._run_stage(stage, stop):
+            if not self._is_evaluated(stage.name) and not self._run_stage(stage):
                 return False
         self._export()
         write_report(self.out, self.stages, self._evaluations(), self._facts())
         _say(f"wrote {self.out / EXPORT} and {self.out / 'report.html'}")
         return True
 
-    def _run_stage(self, stage: Stage, stop: StopRequest) -> bool:
+    def _run_stage(self, stage: Stage) -> bool:
         """Trains, saves and evaluates the student of a stage; returns whether the stage is complete (not stopped)."""
         folder = self.out / STAGES / stage.name
         if not (folder / EXPORT).is_dir():
-            if not self._train(stage, folder, stop):
+            if not self._train(stage, folder):
                 return False
             # Compiled layers are reference cycles, which would keep the trained student in memory.
             gc.collect()
@@ -164,7 +169,7 @@ class _Conversion:
         shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return True
 
-    def _train(self, stage: Stage, folder: Path, stop: StopRequest) -> bool:
+    def _train(self, stage: Stage, folder: Path) -> bool:
         """Trains and saves the student of a stage; returns whether it is complete (not stopped)."""
         student = self._student_after(stage.after)
         new = {name for name, _ in student.named_parameters()} - {name for name, _ in self.teacher.named_parameters()}
@@ -172,7 +177,7 @@ class _Conversion:
         adapters = None
         if self.config.recipe.lora and stage.kind != "match":
             adapters = Adapters(student, self.config.recipe.lora, new, self.config.execution.seed)
-        trainable = adapters.trainable() if adapters is not None else objective.trainable()
+            objective.trained = adapters.trainable()
         if self.config.execution.compile:
             objective.compile()
         if self.config.execution.recompute and stage.kind != "match":
@@ -184,10 +189,9 @@ class _Conversion:
         steps = stage.steps(self.config.execution.batch_tokens)
         _say(
             f"stage {stage.name}: {steps:,} steps of {self.config.execution.batch_tokens:,} tokens at context "
-            f"{stage.context:,}; {sum(p.numel() for p in trainable):,} parameters are trained"
+            f"{stage.context:,}; {sum(p.numel() for p in objective.trained):,} parameters are trained"
         )
-        training = StageTraining(stage, self.config, folder, student, objective, trainable, self.dataset, self.place)
-        if not training.run(stop):
+        if not train_stage(stage, self.config, objective, self.dataset, folder, self.around):
             return False
         if adapters is not None:
             student = adapters.merge()
@@ -195,7 +199,7 @@ class _Conversion:
             student.save_pretrained(unfinished)
         return True
 
-    def _objective(self, stage: Stage, student: Any) -> Objective:
+    def _objective(self, stage: Stage, student: Any) -> StageObjective:
         if stage.kind == "match":
             return Matching(self.teacher, student, self.dtype)
         if stage.kind == "distill":
@@ -205,7 +209,7 @@ class _Conversion:
     def _start(self) -> Any:
         """The untrained student: the teacher with attention replaced."""
         torch.manual_seed(self.config.execution.seed)
-        return make_student(self.source, self.config.swap, self.place.device)
+        return make_student(self.source, self.config.swap, self.device)
 
     def _student_after(self, name: str) -> Any:
         """The student after a stage, loaded from disk in any case: a resumed conversion then computes the same."""
@@ -214,7 +218,7 @@ class _Conversion:
         folder = self.out / STAGES / name / EXPORT
         if not folder.is_dir():
             raise ValueError(f"{folder} is missing; without {self._path(name)}, the same command trains it again")
-        return load_model(folder, self.place.device, torch.float32)
+        return load_model(folder, self.device, torch.float32)
 
     def _export(self) -> None:
         """Writes the final student, not the one without stage 1, in the teacher's dtype and with its tokenizer."""
@@ -296,7 +300,7 @@ class _Conversion:
 
     def _describe(self) -> None:
         parameters = sum(parameter.numel() for parameter in self.teacher.parameters())
-        where = self.place.device.type
+        where = self.device.type
         lengths = int(self.dataset.lengths.sum())
         _say(f"teacher {self.source}: {parameters:,} parameters on {where}; {self.dataset.name}: {lengths:,} tokens")
 

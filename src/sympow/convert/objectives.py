@@ -1,10 +1,10 @@
-"""The objective of each stage, which runs forward and backward passes and returns the detached loss."""
+"""The objective of each stage, which `sympow.train.loop` minimizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,27 +18,38 @@ from sympow.model.losses import linear_cross_entropy
 LAYER_ERROR = "match_loss/layer_"
 
 
-class Objective(Protocol):
-    """The loss of one stage."""
+class StageObjective:
+    """The objective of a stage; a subclass has its loss.
 
-    def trainable(self) -> list[nn.Parameter]:
-        """Parameters of the student that the stage trains; all others are frozen."""
-        ...
+    Args:
+        student: model to train.
+        dtype: dtype of autocast; None: no autocast.
+    """
+
+    flops_per_token: float | None = None
+
+    def __init__(self, student: Any, dtype: torch.dtype | None) -> None:
+        self.model = self.module = student
+        self.trained: list[nn.Parameter] = list(student.parameters())
+        self.dtype = dtype
+
+    def loss(self, batch: Batch) -> Tensor:
+        raise NotImplementedError
 
     def backward(self, batch: Batch, weight: float) -> Tensor:
-        """Adds `weight` times the gradient of a micro-batch's mean loss, and returns `weight` times that loss."""
-        ...
+        loss = self.loss(batch) * weight
+        loss.backward()
+        return loss.detach()
 
-    def details(self) -> dict[str, Tensor]:
-        """Further numbers of the last micro-batch, by the names of metrics."""
-        ...
+    def details(self, batch: Batch) -> dict[str, float]:
+        return {}
 
     def compile(self) -> None:
         """Compiles the layers of the models."""
-        ...
+        raise NotImplementedError
 
 
-class Matching:
+class Matching(StageObjective):
     """Stage 1: matches the attention outputs of converted layers, each given the teacher's inputs of that layer.
 
     The loss of a layer is the relative squared error of its output, |student − teacher|² / |teacher|², for each
@@ -57,16 +68,22 @@ class Matching:
     def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None) -> None:
         from sympow.hf import swapped_layers
 
-        self.teacher, self.dtype = teacher, dtype
+        super().__init__(student, dtype)
+        self.teacher = teacher
         of_teacher, of_student = decoder_layers(teacher), decoder_layers(student)
         self.pairs = {n: (of_teacher[n][1], of_student[n][1]) for n in swapped_layers(student)}
         self.layers = {n: of_teacher[n][0] for n in self.pairs}
-        self._last: dict[str, Tensor] = {}
+        self.trained = [parameter for _, attention in self.pairs.values() for parameter in attention.parameters()]
+        self._last: dict[int, Tensor] = {}
 
-    def trainable(self) -> list[nn.Parameter]:
-        return [parameter for _, attention in self.pairs.values() for parameter in attention.parameters()]
+    def loss(self, batch: Batch) -> Tensor:
+        return self._match(batch, lambda loss: None)
 
     def backward(self, batch: Batch, weight: float) -> Tensor:
+        return self._match(batch, lambda loss: (loss * (weight / len(self.pairs))).backward()) * weight
+
+    def _match(self, batch: Batch, use: Callable[[Tensor], None]) -> Tensor:
+        """The mean loss of the layers, each given to `use` while only its own activations are in memory."""
         losses: dict[int, Tensor] = {}
 
         def match(number: int, attention: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -79,7 +96,7 @@ class Matching:
                 difference = _first(attention(*args, **kwargs)) - expected
                 loss = (_energy(difference) / _energy(expected)).mean()
                 with torch.autocast(expected.device.type, enabled=False):
-                    (loss * (weight / len(self.pairs))).backward()
+                    use(loss)
             losses[number] = loss.detach()
 
         with ExitStack() as held:
@@ -88,11 +105,12 @@ class Matching:
             held.enter_context(torch.no_grad())
             held.enter_context(_autocast(batch.inputs, self.dtype))
             features(self.teacher, batch.inputs)
-        self._last = {f"{LAYER_ERROR}{number}": loss for number, loss in sorted(losses.items())}
-        return torch.stack(list(losses.values())).mean() * weight
+        self._last = dict(sorted(losses.items()))
+        return torch.stack(list(losses.values())).mean()
 
-    def details(self) -> dict[str, Tensor]:
-        return self._last
+    def details(self, batch: Batch) -> dict[str, float]:
+        """The loss of each layer, of the last micro-batch."""
+        return {f"{LAYER_ERROR}{number}": loss.item() for number, loss in self._last.items()}
 
     def compile(self) -> None:
         """Compiles the teacher's layers in parts: hooks on attention would not run inside compiled layers."""
@@ -103,61 +121,37 @@ class Matching:
                     child.compile(dynamic=False)
 
 
-class Distillation:
+class Distillation(StageObjective):
     """Stage 2: the KL divergence from the teacher's predictions. Arguments as for `Matching`."""
 
     def __init__(self, teacher: Any, student: Any, dtype: torch.dtype | None) -> None:
-        self.teacher, self.student, self.dtype = teacher, student, dtype
+        super().__init__(student, dtype)
+        self.teacher = teacher
 
-    def trainable(self) -> list[nn.Parameter]:
-        return list(self.student.parameters())
-
-    def backward(self, batch: Batch, weight: float) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         with _autocast(batch.inputs, self.dtype):
             with torch.no_grad():
                 taught = features(self.teacher, batch.inputs)
-            learned = features(self.student, batch.inputs)
-        loss = linear_kl_divergence(
-            learned, output_weight(self.student), taught, output_weight(self.teacher), dtype=self.dtype
-        )
-        (loss * weight).backward()
-        return loss.detach() * weight
-
-    def details(self) -> dict[str, Tensor]:
-        return {}
+            learned = features(self.model, batch.inputs)
+        table, teachers = output_weight(self.model), output_weight(self.teacher)
+        return linear_kl_divergence(learned, table, taught, teachers, dtype=self.dtype)
 
     def compile(self) -> None:
-        for model in (self.teacher, self.student):
+        for model in (self.teacher, self.model):
             _compile_layers(model)
 
 
-class NextToken:
-    """Stage 3: cross-entropy of the next tokens.
+class NextToken(StageObjective):
+    """Stage 3: cross-entropy of the next tokens."""
 
-    Args:
-        student: model to train.
-        dtype: dtype of autocast; None: no autocast.
-    """
-
-    def __init__(self, student: Any, dtype: torch.dtype | None) -> None:
-        self.student, self.dtype = student, dtype
-
-    def trainable(self) -> list[nn.Parameter]:
-        return list(self.student.parameters())
-
-    def backward(self, batch: Batch, weight: float) -> Tensor:
+    def loss(self, batch: Batch) -> Tensor:
         with _autocast(batch.inputs, self.dtype):
-            learned = features(self.student, batch.inputs)
-        table = output_weight(self.student)
-        loss = linear_cross_entropy(learned, table, batch.targets, tokens=rows_in_memory(table), dtype=self.dtype)
-        (loss * weight).backward()
-        return loss.detach() * weight
-
-    def details(self) -> dict[str, Tensor]:
-        return {}
+            learned = features(self.model, batch.inputs)
+        table = output_weight(self.model)
+        return linear_cross_entropy(learned, table, batch.targets, tokens=rows_in_memory(table), dtype=self.dtype)
 
     def compile(self) -> None:
-        _compile_layers(self.student)
+        _compile_layers(self.model)
 
 
 def _compile_layers(model: Any) -> None:

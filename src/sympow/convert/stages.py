@@ -1,16 +1,25 @@
-"""The stages of a conversion in order, including those of the second student, which skips stage 1."""
+"""The stages of a conversion: their order, also for the second student, which skips stage 1, and their training."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal
 
 from sympow.convert.config import ConvertConfig
+from sympow.convert.objectives import StageObjective
+from sympow.data.dataset import TokenDataset
+from sympow.data.loader import Loader
+from sympow.train.config import OptimizerConfig, RunConfig
+from sympow.train.loop import NonFiniteLossError, Surroundings, Training
+from sympow.train.run_folder import CHECKPOINTS
 
 Kind = Literal["match", "distill", "extend"]
 TEACHER, START, WITHOUT_MATCH = "teacher", "start", "without-match"
 # Folders of a conversion: of each stage, and of the evaluations.
 STAGES, EVALUATIONS = "stages", "evaluations"
+# Checkpoints of a stage.
+KEEP = 2
 # What a stage minimizes, for progress and reports.
 LOSSES: dict[Kind, str] = {
     "match": "relative squared error of attention outputs",
@@ -81,3 +90,83 @@ def _branch(config: ConvertConfig, ending: str, match_tokens: int, distill_token
             stages.append(Stage(kind + ending, kind, after, tokens, length, rate, seed, before))
             before, after = before + stages[-1].seen(config.execution.batch_tokens), stages[-1].name
     return stages
+
+
+def make_loader(stage: Stage, config: ConvertConfig, dataset: TokenDataset, *, pin_memory: bool = False) -> Loader:
+    """The batches of a stage.
+
+    Raises:
+        ValueError: the dataset has too little text for one batch.
+    """
+    return Loader(
+        dataset,
+        stage.context,
+        config.execution.batch_tokens // stage.context,
+        short=config.text.short,
+        seed=stage.seed,
+        pin_memory=pin_memory,
+    )
+
+
+def train_stage(
+    stage: Stage,
+    config: ConvertConfig,
+    objective: StageObjective,
+    dataset: TokenDataset,
+    folder: Path,
+    around: Surroundings,
+) -> bool:
+    """Trains the objective's model; returns whether the stage is complete (not stopped).
+
+    Args:
+        stage: the stage.
+        config: settings of the conversion.
+        objective: the loss; parameters that it does not train are frozen.
+        dataset: documents to train on.
+        folder: for metrics and checkpoints.
+        around: device, folder of the conversion, signals.
+    """
+    recipe, execution = config.recipe, config.execution
+    steps = stage.steps(execution.batch_tokens)
+    optimizer = OptimizerConfig(
+        learning_rate=stage.rate,
+        beta2=recipe.beta2,
+        weight_decay=recipe.weight_decay,
+        clip_norm=recipe.clip_norm,
+        warmup_steps=round(recipe.warmup * steps),
+        schedule="cosine",
+        final_rate=recipe.final_rate,
+    )
+    run = RunConfig(
+        steps=steps,
+        batch_tokens=execution.batch_tokens,
+        micro_batch_tokens=execution.micro_batch_tokens,
+        log_every=execution.log_every,
+        save_every=execution.save_every,
+        keep=KEEP,
+        tensorboard=execution.tensorboard,
+    )
+    objective.model.requires_grad_(False)
+    for parameter in objective.trained:
+        parameter.requires_grad_(True)
+    training = Training(
+        objective,
+        make_loader(stage, config, dataset, pin_memory=around.place.device.type == "cuda"),
+        optimizer,
+        run,
+        folder,
+        around,
+        record={**asdict(config), "model": asdict(config.swap)},
+        resume=(folder / CHECKPOINTS).is_dir(),
+        # The student is saved instead.
+        saves_last=False,
+        stage=stage.name,
+    )
+    try:
+        with training:
+            complete = training.run()
+            if complete:
+                training.prepare_to_save()
+            return complete
+    except NonFiniteLossError as error:
+        raise NonFiniteLossError(f"{error}. Choose a smaller {stage.kind}_rate in another folder") from error

@@ -90,7 +90,7 @@ def gate_and_rotation_metrics(model: GPT, run: Callable[[], Any]) -> dict[str, f
 
 
 @torch.no_grad()
-def find_nonfinite(model: GPT, run: Callable[[], Any]) -> list[str]:
+def find_nonfinite(model: nn.Module, run: Callable[[], Any]) -> list[str]:
     """Names of what is not finite: parameters, the first modules by their output, and gradients.
 
     Args:

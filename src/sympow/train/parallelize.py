@@ -1,4 +1,4 @@
-"""The module that training calls: model and loss, with activation checkpointing, torch.compile, and DDP or FSDP2."""
+"""How a model is run: DDP or FSDP2 over several processes, torch.compile, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -7,61 +7,31 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sympow.model.gpt import GPT, Block
-from sympow.model.losses import linear_cross_entropy
-from sympow.parallel.shards import Shards
 from sympow.train.distributed import Place
+from sympow.train.objective import ModelWithLoss
 
 
-class Objective(nn.Module):
-    """A model with its loss, the mean cross-entropy of the next tokens.
-
-    The loss is inside the module because it uses the embedding, which FSDP gathers only during the forward pass.
-
-    Args:
-        model: to train.
-        loss_tokens: tokens whose logits are in memory at once.
-        dtype: of matrix products under autocast; None: no autocast.
-    """
-
-    def __init__(self, model: GPT, loss_tokens: int, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_tokens = loss_tokens
-        self.dtype = dtype
-
-    def forward(
-        self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, shards: Shards | None = None
-    ) -> Tensor:
-        """A scalar, from (b, t) integers; with shards, the mean over this process's tokens."""
-        with torch.autocast(inputs.device.type, dtype=self.dtype, enabled=self.dtype is not None):
-            features, _ = self.model.features(inputs, return_state=False, cu_seqlens=cu_seqlens, shards=shards)
-        weight, backend = self.model.embedding.weight, self.model.config.backend
-        return linear_cross_entropy(
-            features, weight, targets, tokens=self.loss_tokens, dtype=self.dtype, backend=backend
-        )
-
-
-def parallelize(objective: Objective, place: Place, parallel: str) -> nn.Module:
-    """The objective wrapped by DDP or sharded by FSDP2, so that gradients are averaged over all processes."""
+def parallelize(module: ModelWithLoss, place: Place, parallel: str) -> nn.Module:
+    """The module wrapped by DDP or sharded by FSDP2, so that gradients are averaged over all processes."""
     if place.world_size == 1:
-        return objective
+        return module
     if parallel == "ddp":
         on_gpu = place.device.type == "cuda"
         return DistributedDataParallel(
-            objective, device_ids=[place.device.index] if on_gpu else None, gradient_as_bucket_view=True
+            module, device_ids=[place.device.index] if on_gpu else None, gradient_as_bucket_view=True
         )
     mesh = init_device_mesh(place.device.type, (place.world_size,), mesh_dim_names=("dp",))
-    for block in objective.model.blocks:
+    for block in module.model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(objective, mesh=mesh)
-    return objective
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 @contextmanager

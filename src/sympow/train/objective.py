@@ -1,0 +1,175 @@
+"""What the loop minimizes: the interface of objectives, and the cross-entropy of next tokens for `sympow train`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sympow.data.loader import Batch, Loader
+from sympow.model.gpt import GPT
+from sympow.model.losses import linear_cross_entropy
+from sympow.parallel.shards import Shards
+from sympow.train.distributed import Mesh, Place, mean_over_processes
+from sympow.train.heartbeat import Heartbeat
+from sympow.train.monitoring import gate_and_rotation_metrics, training_flops
+
+# Tokens for the statistics of gates and rotations.
+SAMPLE_TOKENS = 2_048
+
+
+class Objective(Protocol):
+    """What the loop minimizes, and of which model.
+
+    Attributes:
+        model: the model that learns; messages name its parameters.
+        module: the same as DDP or FSDP2 wrap it, whose parameters are updated and saved; elsewhere the model itself.
+        trained: the parameters of the module that are updated.
+        flops_per_token: FLOPs of a step per token, for the model FLOPs utilization; None: not known.
+    """
+
+    module: nn.Module
+    trained: list[nn.Parameter]
+    flops_per_token: float | None
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean loss of a micro-batch; of several processes, a number whose mean over them is that mean."""
+        ...
+
+    def backward(self, batch: Batch, weight: float) -> Tensor:
+        """Adds `weight` times the gradient of a micro-batch's mean loss, and returns `weight` times that loss."""
+        ...
+
+    def details(self, batch: Batch) -> dict[str, float]:
+        """Further metrics of a step, by name.
+
+        Args:
+            batch: of the step, before it was split into micro-batches.
+        """
+        ...
+
+
+class ModelWithLoss(nn.Module):
+    """A model with its loss, the mean cross-entropy of the next tokens.
+
+    The loss is inside the module because it uses the embedding, which FSDP gathers only during the forward pass.
+
+    Args:
+        model: to train.
+        loss_tokens: tokens whose logits are in memory at once.
+        dtype: of matrix products under autocast; None: no autocast.
+    """
+
+    def __init__(self, model: GPT, loss_tokens: int, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_tokens = loss_tokens
+        self.dtype = dtype
+
+    def forward(
+        self, inputs: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, shards: Shards | None = None
+    ) -> Tensor:
+        """A scalar, from (b, t) integers; with shards, the mean over this process's tokens."""
+        with torch.autocast(inputs.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            features, _ = self.model.features(inputs, return_state=False, cu_seqlens=cu_seqlens, shards=shards)
+        weight, backend = self.model.embedding.weight, self.model.config.backend
+        return linear_cross_entropy(
+            features, weight, targets, tokens=self.loss_tokens, dtype=self.dtype, backend=backend
+        )
+
+
+class CrossEntropy:
+    """The objective of `sympow train`: the cross-entropy of the next tokens.
+
+    Args:
+        module: a `ModelWithLoss` as `parallelize` returns it.
+        model: the model in it.
+        context: tokens of a sequence.
+        place: of this process.
+        mesh: how batches and sequences are shared by the processes.
+        heartbeat: of this process.
+    """
+
+    def __init__(
+        self, module: nn.Module, model: GPT, context: int, place: Place, mesh: Mesh, heartbeat: Heartbeat
+    ) -> None:
+        self.module, self.model, self.trained = module, model, list(module.parameters())
+        self.flops_per_token: float | None = training_flops(model.config, context)
+        self._place, self._mesh, self._heartbeat = place, mesh, heartbeat
+
+    def loss(self, batch: Batch) -> Tensor:
+        shards = self._mesh.shards(batch)
+        if shards is None:
+            return self._unsharded_loss(batch)
+        loss: Tensor = self.module(shards.take(batch.inputs), shards.take(batch.targets), shards=shards)
+        return loss * (shards.length * shards.size / shards.total)
+
+    def backward(self, batch: Batch, weight: float) -> Tensor:
+        loss = self.loss(batch) * weight
+        # Tells a process that hangs in the forward pass from those that wait for it in the backward pass.
+        self._heartbeat.report_progress()
+        loss.backward()
+        return loss.detach()
+
+    def details(self, batch: Batch) -> dict[str, float]:
+        """Statistics of gates and rotations."""
+        sample = _first_tokens(batch, SAMPLE_TOKENS).to(self._place.device)
+        return gate_and_rotation_metrics(self.model, lambda: self._unsharded_loss(sample))
+
+    @torch.no_grad()
+    def evaluate(self, heldout: Loader, rows: int) -> float:
+        """Mean loss on held-out documents: the same ones every time, and for any number of processes.
+
+        Args:
+            heldout: gives one row at a time.
+            rows: the most rows to evaluate.
+        """
+        heldout.load_state_dict({**heldout.state_dict(), "epoch": 0, "batch": 0})
+        chosen = islice(heldout, rows)
+        total, count, rank = torch.zeros((), device=self._place.device), 0, self._mesh.data_rank
+        while batches := list(islice(chosen, self._mesh.data_size)):
+            self._heartbeat.report_progress()
+            # Of the last rows some processes have none. They repeat one that does not count: a forward pass of sharded
+            # parameters needs all processes.
+            counts = rank < len(batches)
+            loss = self.loss(batches[rank if counts else 0].to(self._place.device))
+            total += loss * counts
+            count += len(batches)
+        return mean_over_processes(total * self._mesh.data_size / count, self._place).item()
+
+    def _unsharded_loss(self, batch: Batch) -> Tensor:
+        """The mean over a batch whose sequences are not sharded."""
+        loss: Tensor = self.module(batch.inputs, batch.targets, batch.cu_seqlens)
+        return loss
+
+
+@contextmanager
+def fast_float32(precision: str, place: Place) -> Iterator[None]:
+    """With bf16 on a GPU, computes float32 products (gates, rotations) in TF32, which is still finer than bf16."""
+    if precision != "bf16" or place.device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _first_tokens(batch: Batch, tokens: int) -> Batch:
+    """The beginning of a batch's first row."""
+    row = batch.split(1)[0]
+    tokens = min(tokens, batch.context)
+    bounds = row.cu_seqlens
+    if bounds is not None:
+        bounds = torch.cat([bounds[bounds < tokens], bounds.new_tensor([tokens])])
+    return replace(row, inputs=row.inputs[:, :tokens], targets=row.targets[:, :tokens], cu_seqlens=bounds)
