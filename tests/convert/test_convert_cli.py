@@ -10,7 +10,8 @@ from convert.tiny import TINY, losses_of
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
-from sympow.convert.config import SECTIONS, ConvertConfig
+from sympow.cli.convert import SECTIONS
+from sympow.convert.config import ConvertConfig
 
 runner = CliRunner()
 
@@ -55,8 +56,8 @@ def test_every_flag_reaches_its_field(asked):
     """Each flag is given a value that is not the default."""
     changes = {"layers": "0,2", "gating": "vector", "rotary": "pairs", "data": "elsewhere", "short": "drop"}
     changes |= {"precision": "fp32", "evaluate_factors": "1,2", "initial_gate": 0.9, "warmup": 0.3, "beta2": 0.9}
-    for kind, _ in SECTIONS.values():
-        for field in fields(kind):
+    for section in SECTIONS.values():
+        for field in fields(section):
             value = field.default
             if field.name not in changes:
                 changes[field.name] = not value if isinstance(value, bool) else 2 * value if value else 2_048

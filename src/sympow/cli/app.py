@@ -13,7 +13,7 @@ from sympow import __version__
 from sympow.cli.bench import bench
 from sympow.cli.check import check
 from sympow.cli.common import App
-from sympow.cli.convert import add_convert
+from sympow.cli.convert import convert
 from sympow.cli.data import app as data
 from sympow.cli.evaluate import evaluate
 from sympow.cli.generate import generate
@@ -22,7 +22,7 @@ from sympow.cli.inspect import inspect
 from sympow.cli.report import report
 from sympow.cli.serve import serve
 from sympow.cli.state import state
-from sympow.cli.train import add_train
+from sympow.cli.train import TrainCommand, train
 from sympow.invocation import program
 
 HELP = """Train, run and measure conformal symmetric power transformers.
@@ -32,8 +32,8 @@ and 130 if Ctrl-C ended it.
 """
 
 app = App(help=HELP, no_args_is_help=True)
-add_train(app)
-add_convert(app)
+app.command(cls=TrainCommand)(train)
+app.command()(convert)
 app.add_typer(data, name="data")
 for command in (generate, state, serve, evaluate, report, inspect, info, bench, check):
     app.command()(command)

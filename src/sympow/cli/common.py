@@ -88,26 +88,6 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
 
-def add_deferred(app: App, name: str, description: str | None, make: Callable[[], Any]) -> None:
-    """Adds a command that is made when it is called, since other commands need not wait for its many flags.
-
-    Args:
-        description: docstring, which the list of commands shows.
-        make: makes the command.
-    """
-
-    class Deferred(Command):
-        def make_context(self, info_name: Any, args: list[str], parent: Any = None, **extra: Any) -> Any:
-            with Reported(info_name if parent is None else f"{parent.command_path} {info_name}"):
-                command = make()
-            return command.make_context(info_name, args, parent=parent, **extra)
-
-    def listed() -> None: ...
-
-    listed.__doc__ = description
-    app.command(name, cls=Deferred)(listed)
-
-
 class Mistake(typer.BadParameter):
     """An error in the arguments; typer adds how to get help."""
 

@@ -1,4 +1,4 @@
-"""The command `sympow convert`. Its flags are the fields of `ConvertConfig`, added when it is called."""
+"""The command `sympow convert`. Its flags are the fields of `ConvertConfig`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from sympow.cli.common import App, Device, add_deferred
+from sympow.cli.common import Device
 from sympow.cli.errors import INTERRUPTED
+from sympow.cli.flags import flags_of
+from sympow.convert.config import ConvertConfig
+
+DEFAULT = ConvertConfig()
+# By their titles in --help.
+SECTIONS = {"Student": DEFAULT.swap, "Data": DEFAULT.text, "Recipe": DEFAULT.recipe, "Run": DEFAULT.execution}
 
 
+@flags_of(SECTIONS)
 def convert(
     teacher: Annotated[str, typer.Argument(help="Model of transformers: a folder, or a name on the Hub.")],
     out: Annotated[Path, typer.Option(help="Folder to write the conversion to; the result is OUT/model.")],
@@ -29,24 +36,10 @@ def convert(
 
     For a name on the Hub: --tokenizer "$(hf download -q TEACHER tokenizer.json)".
     """
-    from sympow.convert.config import ConvertConfig
     from sympow.convert.conversion import convert as run
 
-    if not run(teacher, ConvertConfig().changed(**changes), out, device=device):
+    config = DEFAULT.changed(**{name: value for name, value in changes.items() if value is not None})
+    if not run(teacher, config, out, device=device):
         typer.echo("stopped; the same command continues", err=True)
         raise typer.Exit(INTERRUPTED)
     typer.echo(f"{out / 'model'}")
-
-
-def add_convert(app: App) -> None:
-    """Adds the command to a group."""
-    add_deferred(app, "convert", convert.__doc__, _with_flags)
-
-
-def _with_flags() -> Any:
-    from sympow.convert.config import SECTIONS, ConvertConfig
-    from sympow.train.flags import with_config_flags
-
-    app = App()
-    app.command()(with_config_flags(convert, SECTIONS, ConvertConfig()))
-    return typer.main.get_command(app)

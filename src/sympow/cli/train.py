@@ -1,8 +1,4 @@
-"""The command `sympow train`, also as `python -m sympow.train`.
-
-Its flags are the fields of `TrainConfig`. They are added when the command is called, so that other commands do not
-wait for them.
-"""
+"""The command `sympow train`, also as `python -m sympow.train`. Its flags are the fields of `TrainConfig`."""
 
 from __future__ import annotations
 
@@ -14,11 +10,19 @@ from typing import Annotated, Any
 import typer
 
 from sympow.checks import check_choice
-from sympow.cli.common import App, Command, Device, Mistake, add_deferred
+from sympow.cli.common import App, Command, Device, Mistake
+from sympow.cli.flags import flags_of
 from sympow.invocation import first_process, may_be_restarted
 from sympow.model.config import PRESETS as MODELS
+from sympow.train.config import PRESETS, SECTIONS, TrainConfig
+
+# The preset whose values --help shows as defaults.
+DEFAULT_PRESET = "laptop"
+DEFAULT = PRESETS[DEFAULT_PRESET]()
 
 
+# The data determine the vocabulary size.
+@flags_of({name.capitalize(): getattr(DEFAULT, name) for name in SECTIONS}, without=("vocab_size",))
 def train(
     preset: Annotated[str | None, typer.Option(help="Config to start from: laptop or paper. [default: laptop]")] = None,
     model: Annotated[str | None, typer.Option(help=f"Model to train instead: {', '.join(MODELS)}.")] = None,
@@ -37,8 +41,6 @@ def train(
 
         torchrun --nproc-per-node 8 -m sympow train --preset paper --data DATA
     """
-    from sympow.train.config import PRESETS, TrainConfig
-    from sympow.train.flags import DEFAULT_PRESET
     from sympow.train.loop import NonFiniteLossError
     from sympow.train.run_folder import CONFIG_FILE
     from sympow.train.trainer import train as run
@@ -64,6 +66,7 @@ def train(
     if model is not None:
         check_choice("model", model, MODELS)
         settings = replace(settings, model=MODELS[model])
+    changes = {name: value for name, value in changes.items() if value is not None}
     settings = settings.changed(**changes)
     if "final_rate" in changes and settings.optimizer.schedule == "constant":
         raise ValueError(
@@ -121,22 +124,11 @@ class TrainCommand(Command):
         return super().parse_args(ctx, args)
 
 
-def add_train(app: App) -> None:
-    """Adds the command to a group."""
-    add_deferred(app, "train", train.__doc__, _with_flags)
-
-
 def main() -> None:
     """Entry point of `python -m sympow.train`, for torchrun."""
-    _with_flags()(prog_name=f"{Path(sys.executable).name} -m sympow.train")
-
-
-def _with_flags() -> Any:
-    from sympow.train.flags import with_config_flags
-
     app = App()
-    app.command(cls=TrainCommand)(with_config_flags(train))
-    return typer.main.get_command(app)
+    app.command(cls=TrainCommand)(train)
+    app(prog_name=f"{Path(sys.executable).name} -m sympow.train")
 
 
 def _latest() -> Path:

@@ -1,6 +1,6 @@
 """Configuration of a conversion: frozen dataclasses that check their values.
 
-A field's help text is its entry under "Attributes"; `sympow.train.flags` makes a command-line flag of every field.
+A field's help text is its entry under "Attributes"; `sympow.cli.flags` makes a command-line flag of every field.
 """
 
 from __future__ import annotations
@@ -260,12 +260,3 @@ class ConvertConfig:
     def settings(self) -> dict[str, Any]:
         """All fields of all sections, by the names that `changed` takes."""
         return {name: value for section in asdict(self).values() for name, value in section.items()}
-
-
-# The sections of `sympow convert --help`, by title and in order; every field has a flag.
-SECTIONS: dict[str, tuple[type, frozenset[str]]] = {
-    "Student": (SwapConfig, frozenset()),
-    "Data": (TextConfig, frozenset()),
-    "Recipe": (RecipeConfig, frozenset()),
-    "Run": (ExecutionConfig, frozenset()),
-}

@@ -1,6 +1,6 @@
 """Configuration of a training run: frozen dataclasses that check their values, presets, and YAML.
 
-A field's help text is its entry under "Attributes"; `sympow.train.flags` makes a command-line flag of every field.
+A field's help text is its entry under "Attributes"; `sympow.cli.flags` makes a command-line flag of every field.
 """
 
 from __future__ import annotations
