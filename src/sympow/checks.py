@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 DEVICES = ("cuda", "cpu")
 SMALLEST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
@@ -79,6 +81,57 @@ def check_finite(name: str, value: float) -> None:
     # math.isfinite would raise for an int beyond the largest float.
     if not -sys.float_info.max <= value <= sys.float_info.max:
         raise ValueError(f"{name} must be finite, got {value}")
+
+
+@dataclass(frozen=True)
+class Range:
+    """Annotates a number of a config with the values that it can have.
+
+    Attributes:
+        smallest: the least value.
+        below: what it must stay below; None: no limit.
+        largest: the greatest value; None: no limit.
+        why: the reason for `largest`, as in `check_at_most`.
+    """
+
+    smallest: int = 0
+    below: int | None = None
+    largest: int | None = None
+    why: str = ""
+
+
+PositiveInt = Annotated[int, Range(1)]
+NaturalInt = Annotated[int, Range()]
+NonNegative = Annotated[float, Range()]
+Decay = Annotated[float, Range(below=1)]
+
+
+def check_fields(config: Any) -> None:
+    """Raises unless every field of a dataclass has a value that its annotation admits."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        alternatives = get_args(hint)
+        if NoneType in alternatives:
+            if value is None:
+                continue
+            hint = alternatives[0]
+        limits: Any = next(iter(getattr(hint, "__metadata__", ())), None)
+        kind = hint.__origin__ if limits else hint
+        if get_origin(kind) is Literal:
+            check_choice(name, value, get_args(kind))
+        elif kind is bool:
+            check_bool(name, value)
+        elif kind is str:
+            check_str(name, value)
+        elif kind is int:
+            check_at_least(name, value, limits.smallest)
+            if limits.largest is not None:
+                check_at_most(name, value, limits.largest, limits.why)
+        elif kind is float:
+            check_finite(name, value)
+            if limits and (value < limits.smallest or (limits.below is not None and value >= limits.below)):
+                below = "" if limits.below is None else f" and below {limits.below}"
+                raise ValueError(f"{name} must be at least {limits.smallest}{below}, got {value}")
 
 
 def choose_device(device: str | None) -> str:

@@ -5,23 +5,12 @@ A field's help text is its entry under "Attributes"; `sympow.cli.flags` makes a 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from sympow.checks import (
-    check_at_least,
-    check_at_most,
-    check_bool,
-    check_choice,
-    check_finite,
-    check_positive,
-    check_str,
-)
+from sympow.checks import Decay, NaturalInt, NonNegative, PositiveInt, check_choice, check_fields
 from sympow.settings import GATES, INITIAL_GATE, WITH_GIVEN_RATES, check_initial_gate, check_takes_rates
-from sympow.train.config import MOST_TOKENS, REASON
-
-PRECISIONS = ("auto", "bf16", "fp32")
-SHORT = ("refuse", "drop", "join")
+from sympow.train.config import Sections, Tokens
 
 
 @dataclass(frozen=True)
@@ -38,14 +27,14 @@ class SwapConfig:
     """
 
     layers: str = "all"
-    power: int = 2
+    power: PositiveInt = 2
     gating: str = "scalar"
     rotary: str = "auto"
     initial_gate: float = INITIAL_GATE
 
     def __post_init__(self) -> None:
+        check_fields(self)
         self.chosen_layers()
-        check_positive("power", self.power)
         check_choice("gating", self.gating, GATES)
         check_takes_rates(self.rotary)
         check_choice("rotary", self.rotary, ("auto", *WITH_GIVEN_RATES))
@@ -54,7 +43,6 @@ class SwapConfig:
 
     def chosen_layers(self) -> Literal["all", "every-other"] | list[int]:
         """The argument `layers` of `swap_attention`: a name, or a list of indices."""
-        check_str("layers", self.layers)
         if self.layers == "all":
             return "all"
         if self.layers == "every-other":
@@ -84,22 +72,17 @@ class TextConfig:
     """
 
     data: str = "stdlib"
-    context: int = 2_048
+    context: Tokens = 2_048
     short: Literal["refuse", "drop", "join"] = "join"
-    evaluate_tokens: int = 262_144
+    evaluate_tokens: PositiveInt = 262_144
     evaluate_factors: str = "1,4,16"
 
     def __post_init__(self) -> None:
-        check_str("data", self.data)
+        check_fields(self)
         self.factors()
-        for name in ("context", "evaluate_tokens"):
-            check_positive(name, getattr(self, name))
-        check_at_most("context", self.context, MOST_TOKENS, REASON)
-        check_choice("short", self.short, SHORT)
 
     def factors(self) -> tuple[int, ...]:
         """`evaluate_factors` as numbers, in ascending order; the first is 1."""
-        check_str("evaluate_factors", self.evaluate_factors)
         numbers = [part.strip() for part in self.evaluate_factors.split(",")]
         factors = sorted({int(number) for number in numbers if number.isdecimal()})
         if not all(number.isdecimal() for number in numbers) or factors[0] != 1:
@@ -130,34 +113,25 @@ class RecipeConfig:
         clip_norm: largest norm of the gradient of all parameters; 0: no clipping.
     """
 
-    match_tokens: int = 10_000_000
-    distill_tokens: int = 40_000_000
-    extend_tokens: int = 0
-    extend_context: int = 0
-    match_rate: float = 1e-3
-    distill_rate: float = 3e-4
-    extend_rate: float = 1e-4
-    lora: int = 0
+    match_tokens: NaturalInt = 10_000_000
+    distill_tokens: NaturalInt = 40_000_000
+    extend_tokens: NaturalInt = 0
+    extend_context: NaturalInt = 0
+    match_rate: NonNegative = 1e-3
+    distill_rate: NonNegative = 3e-4
+    extend_rate: NonNegative = 1e-4
+    lora: NaturalInt = 0
     without_match: bool = False
-    warmup: float = 0.05
-    final_rate: float = 0.1
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
+    warmup: NonNegative = 0.05
+    final_rate: NonNegative = 0.1
+    beta2: Decay = 0.95
+    weight_decay: NonNegative = 0.0
+    clip_norm: NonNegative = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("match_tokens", "distill_tokens", "extend_tokens", "extend_context", "lora"):
-            check_at_least(name, getattr(self, name), 0)
-        for name in ("match_rate", "distill_rate", "extend_rate", "warmup", "final_rate", "weight_decay", "clip_norm"):
-            check_finite(name, getattr(self, name))
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        check_finite("beta2", self.beta2)
-        if not 0 <= self.beta2 < 1:
-            raise ValueError(f"beta2 must be at least 0 and below 1, got {self.beta2}")
+        check_fields(self)
         if self.warmup >= 1:
             raise ValueError(f"warmup must be a share of the steps, below 1; got {self.warmup}")
-        check_bool("without_match", self.without_match)
         if self.without_match and not self.match_tokens:
             raise ValueError("without_match compares with stage 1, so match_tokens must be above 0; got 0")
 
@@ -178,24 +152,18 @@ class ExecutionConfig:
         tensorboard: whether to write TensorBoard events beside metrics.jsonl.
     """
 
-    batch_tokens: int = 65_536
-    micro_batch_tokens: int = 16_384
-    seed: int = 0
+    batch_tokens: Tokens = 65_536
+    micro_batch_tokens: Tokens = 16_384
+    seed: NaturalInt = 0
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     compile: bool = False
     recompute: bool = False
-    log_every: int = 10
-    save_every: int = 200
+    log_every: PositiveInt = 10
+    save_every: NaturalInt = 200
     tensorboard: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("batch_tokens", "micro_batch_tokens", "log_every"):
-            check_positive(name, getattr(self, name))
-        for name in ("seed", "save_every"):
-            check_at_least(name, getattr(self, name), 0)
-        for name in ("compile", "recompute", "tensorboard"):
-            check_bool(name, getattr(self, name))
-        check_choice("precision", self.precision, PRECISIONS)
+        check_fields(self)
 
 
 # Settings that a resumed conversion may change, since they change results by rounding at most. Teacher and data are
@@ -216,7 +184,7 @@ FREE = frozenset(
 
 
 @dataclass(frozen=True)
-class ConvertConfig:
+class ConvertConfig(Sections):
     """A conversion.
 
     Attributes:
@@ -245,18 +213,3 @@ class ConvertConfig:
     def extended_context(self) -> int:
         """Tokens per sequence in stage 3."""
         return self.recipe.extend_context or 4 * self.text.context
-
-    def changed(self, **changes: Any) -> ConvertConfig:
-        """A copy with some fields changed, named without their section: field names are unique."""
-        made = {}
-        for section in fields(self):
-            value = getattr(self, section.name)
-            own = {one.name for one in fields(value)}
-            made[section.name] = replace(value, **{name: changes.pop(name) for name in own & changes.keys()})
-        if changes:
-            raise TypeError(f"no section of a ConvertConfig has a field {next(iter(changes))!r}")
-        return ConvertConfig(**made)
-
-    def settings(self) -> dict[str, Any]:
-        """All fields of all sections, by the names that `changed` takes."""
-        return {name: value for section in asdict(self).values() for name, value in section.items()}

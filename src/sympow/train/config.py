@@ -11,33 +11,21 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from sympow.checks import (
-    check_at_least,
-    check_at_most,
-    check_bool,
-    check_choice,
-    check_finite,
-    check_positive,
-    check_str,
-)
+from sympow.checks import Decay, NaturalInt, NonNegative, PositiveInt, Range, check_fields
 from sympow.extras import require
 from sympow.model.config import GPTConfig
 from sympow.parsing import LARGEST_YAML, parse_yaml
-from sympow.settings import DATA_DEPENDENT, SHORT, Short
+from sympow.settings import DATA_DEPENDENT, Short
 
-SCHEDULES = ("constant", "linear", "cosine")
-PRECISIONS = ("bf16", "fp32")
-PARALLEL = ("ddp", "fsdp")
 # Of a batch or context.
-MOST_TOKENS = 2**31 - 1
+Tokens = Annotated[int, Range(1, largest=2**31 - 1, why="since positions in a batch are 32-bit integers")]
 # By default a run is evaluated EVALUATIONS times, each time on a token for every EVALUATED_PART that it trains on, and
 # on MOST_EVALUATED at most. This adds 3 % to the run's time: a forward pass takes a third of a step's.
 EVALUATIONS = 4
 EVALUATED_PART = 50
 MOST_EVALUATED = 65_536
-REASON = "since positions in a batch are 32-bit integers"
 
 
 @dataclass(frozen=True)
@@ -53,14 +41,11 @@ class DataConfig:
     """
 
     data: str = "stdlib"
-    context: int = 1_024
+    context: Tokens = 1_024
     short: Short = "join"
 
     def __post_init__(self) -> None:
-        check_str("data", self.data)
-        check_positive("context", self.context)
-        check_at_most("context", self.context, MOST_TOKENS, REASON)
-        check_choice("short", self.short, SHORT)
+        check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -82,39 +67,21 @@ class OptimizerConfig:
         final_rate: learning rate of the last step, relative to learning_rate, with linear and cosine.
     """
 
-    learning_rate: float = 6e-4
-    rotation_rate: float = 1.0
-    rotation_gradient: float = 1.0
-    rotation_init: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 0.0
-    warmup_steps: int = 0
+    learning_rate: NonNegative = 6e-4
+    rotation_rate: NonNegative = 1.0
+    rotation_gradient: NonNegative = 1.0
+    rotation_init: NonNegative = 0.0
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
+    epsilon: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_norm: NonNegative = 0.0
+    warmup_steps: NaturalInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_rate: float = 0.1
+    final_rate: NonNegative = 0.1
 
     def __post_init__(self) -> None:
-        check_choice("schedule", self.schedule, SCHEDULES)
-        for name in (
-            "learning_rate",
-            "rotation_rate",
-            "rotation_gradient",
-            "rotation_init",
-            "epsilon",
-            "weight_decay",
-            "clip_norm",
-            "final_rate",
-        ):
-            check_finite(name, getattr(self, name))
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            check_finite(name, getattr(self, name))
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
-        check_at_least("warmup_steps", self.warmup_steps, 0)
+        check_fields(self)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of a step, counted from 0, of so many."""
@@ -154,43 +121,28 @@ class RunConfig:
         wandb: project to log to with Weights & Biases; empty: none.
     """
 
-    steps: int = 1_000
-    batch_tokens: int = 65_536
-    micro_batch_tokens: int = 65_536
-    seed: int = 0
+    steps: PositiveInt = 1_000
+    batch_tokens: Tokens = 65_536
+    micro_batch_tokens: Tokens = 65_536
+    seed: NaturalInt = 0
     precision: Literal["bf16", "fp32"] = "fp32"
     compile: bool = False
     recompute: bool = False
-    loss_tokens: int = 8_192
+    loss_tokens: PositiveInt = 8_192
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    context_parallel: int = 1
-    log_every: int = 10
-    evaluate_every: int | None = None
-    evaluate_tokens: int | None = None
+    context_parallel: PositiveInt = 1
+    log_every: PositiveInt = 10
+    evaluate_every: NaturalInt | None = None
+    evaluate_tokens: PositiveInt | None = None
     save: bool = True
-    save_every: int = 100
-    keep: int = 3
-    hang_after: int = 600
+    save_every: NaturalInt = 100
+    keep: PositiveInt = 3
+    hang_after: NaturalInt = 600
     tensorboard: bool = True
     wandb: str = ""
 
     def __post_init__(self) -> None:
-        for name in (
-            *("steps", "batch_tokens", "micro_batch_tokens", "loss_tokens", "log_every", "keep", "context_parallel"),
-            *(() if self.evaluate_tokens is None else ("evaluate_tokens",)),
-        ):
-            check_positive(name, getattr(self, name))
-        for name in ("batch_tokens", "micro_batch_tokens"):
-            check_at_most(name, getattr(self, name), MOST_TOKENS, REASON)
-        for name in ("seed", "save_every", "hang_after"):
-            check_at_least(name, getattr(self, name), 0)
-        if self.evaluate_every is not None:
-            check_at_least("evaluate_every", self.evaluate_every, 0)
-        for name in ("compile", "recompute", "save", "tensorboard"):
-            check_bool(name, getattr(self, name))
-        check_str("wandb", self.wandb)
-        check_choice("precision", self.precision, PRECISIONS)
-        check_choice("parallel", self.parallel, PARALLEL)
+        check_fields(self)
 
     def evaluates(self, step: int) -> bool:
         """Whether there is an evaluation after so many steps, if there is anything to evaluate on."""
@@ -206,6 +158,25 @@ class RunConfig:
         return min(MOST_EVALUATED, self.steps * self.batch_tokens // EVALUATED_PART)
 
 
+class Sections:
+    """A config of sections; their fields have names that are unique in it."""
+
+    def changed(self, **changes: Any) -> Self:
+        """A copy with some fields changed, named without their section."""
+        made = {}
+        for section in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, section.name)
+            made[section.name] = replace(value, **{name: changes.pop(name) for name in _names(value) & changes.keys()})
+        if changes:
+            raise TypeError(f"no section of a {type(self).__name__} has a field {next(iter(changes))!r}")
+        return type(self)(**made)
+
+    def settings(self) -> dict[str, Any]:
+        """All fields of all sections, by the names that `changed` takes."""
+        sections = asdict(self)  # type: ignore[call-overload]
+        return {name: value for section in sections.values() for name, value in section.items()}
+
+
 # Of a `TrainConfig`.
 SECTIONS: dict[str, type[Any]] = {
     "model": GPTConfig,
@@ -216,7 +187,7 @@ SECTIONS: dict[str, type[Any]] = {
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Sections):
     """A training run.
 
     Attributes:
@@ -262,21 +233,6 @@ class TrainConfig:
     def batch_rows(self) -> int:
         """Sequences of a batch."""
         return self.run.batch_tokens // self.data.context
-
-    def changed(self, **changes: Any) -> TrainConfig:
-        """A copy with some fields changed, named without their section: field names are unique."""
-        sections = {section.name: getattr(self, section.name) for section in fields(self)}
-        grouped: dict[str, dict[str, Any]] = {name: {} for name in sections}
-        for name, value in changes.items():
-            owner = next((title for title, section in sections.items() if name in _names(section)), None)
-            if owner is None:
-                raise TypeError(f"no section of a TrainConfig has a field {name!r}")
-            grouped[owner][name] = value
-        return TrainConfig(**{title: replace(section, **grouped[title]) for title, section in sections.items()})
-
-    def settings(self) -> dict[str, Any]:
-        """All fields of all sections, by the names that `changed` takes."""
-        return {name: value for section in asdict(self).values() for name, value in section.items()}
 
     def to_yaml(self) -> str:
         """The YAML that `from_yaml` reads."""
