@@ -8,10 +8,10 @@ import torch
 
 import sympow
 from sympow import GPTConfig
+from sympow.data.provenance import TrainedOn
 from sympow.model.storage import load_model
 from sympow.parsing import parse_yaml, read_json, read_yaml
 from sympow.train import TrainConfig, train
-from sympow.train.provenance import TrainedOn
 
 # Nine levels of nine aliases: a billion entries when expanded.
 LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))

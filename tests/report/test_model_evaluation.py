@@ -14,11 +14,11 @@ from support import assert_close
 from sympow import GPT, GPTConfig
 from sympow.cli.app import app
 from sympow.data import load_tokenizer, open_dataset, prepare
+from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.evaluate.evaluation_file import contexts_up_to
 from sympow.evaluate.model_evaluation import held_out_documents
 from sympow.model.storage import load_model, save_model
-from sympow.train.provenance import TrainedOn
 
 LENGTH = 48
 

@@ -14,6 +14,7 @@ from report.made_up import VARIANTS, write_run
 from typer.testing import CliRunner
 
 from sympow.cli.app import app
+from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import ByteTokenizer
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
@@ -23,7 +24,7 @@ from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import collect
 from sympow.report.run_page import build_report_page, report_data
 from sympow.report.run_report import measure_missing_heads, write_report
-from sympow.train.provenance import TrainedOn
+
 
 pytestmark = pytest.mark.slow  # reports of several runs
 plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")

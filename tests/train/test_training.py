@@ -11,6 +11,7 @@ from torch import nn
 from support import assert_close, assert_same_model
 from sympow.data import open_dataset
 from sympow.data.preparation import prepare
+from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import load_tokenizer
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
@@ -26,7 +27,6 @@ from sympow.train.monitoring import (
     training_flops,
 )
 from sympow.train.optimizer import make_optimizer, set_rate
-from sympow.train.provenance import TrainedOn
 
 
 @pytest.fixture

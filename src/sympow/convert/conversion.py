@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 
 from sympow.convert.config import FREE, ConvertConfig
 from sympow.convert.evaluation import Evaluation, LossAtContext, evaluate, held_out_sequences
-from sympow.convert.lora import Adapters
 from sympow.convert.models import (
     TOKENIZER_FILES,
+    add_adapters,
     cast_weights,
     check_contexts,
     check_swap,
@@ -48,18 +48,17 @@ from sympow.convert.report import describe, write_report
 from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, Stage, make_loader, plan, train_stage
 from sympow.data.dataset import TokenDataset
 from sympow.data.open import open_dataset
+from sympow.data.provenance import TrainedOn
 from sympow.extras import require
 from sympow.files import naming, write_atomically
 from sympow.hf.quiet import quiet
 from sympow.hf.without_code import load_without_code
 from sympow.invocation import under_torchrun
 from sympow.parsing import read_json
-from sympow.train.config import DataConfig
 from sympow.train.distributed import process_group
 from sympow.train.heartbeat import Heartbeat
 from sympow.train.loop import Surroundings
 from sympow.train.objective import fast_float32
-from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CHECKPOINTS, EXPORT, claimed_folder
 from sympow.train.signals import stop_on_signals
 
@@ -174,10 +173,9 @@ class _Conversion:
         student = self._student_after(stage.after)
         new = {name for name, _ in student.named_parameters()} - {name for name, _ in self.teacher.named_parameters()}
         objective = self._objective(stage, student)
-        adapters = None
+        adapted = None
         if self.config.recipe.lora and stage.kind != "match":
-            adapters = Adapters(student, self.config.recipe.lora, new, self.config.execution.seed)
-            objective.trained = adapters.trainable()
+            adapted, objective.trained = add_adapters(student, self.config.recipe.lora, new, self.config.execution.seed)
         if self.config.execution.compile:
             objective.compile()
         if self.config.execution.recompute and stage.kind != "match":
@@ -193,8 +191,8 @@ class _Conversion:
         )
         if not train_stage(stage, self.config, objective, self.dataset, folder, self.around):
             return False
-        if adapters is not None:
-            student = adapters.merge()
+        if adapted is not None:
+            student = adapted.merge_and_unload()
         with _replacing(folder / EXPORT) as unfinished:
             student.save_pretrained(unfinished)
         return True
@@ -226,12 +224,12 @@ class _Conversion:
         student = self._student_after(main[-1].name if main else START)
         text = self.config.text
         context = self.config.extended_context if self.config.recipe.extend_tokens else text.context
-        data = DataConfig(data=text.data, context=context, short=text.short)
         with _replacing(self.out / EXPORT) as folder:
             cast_weights(student, output_weight(self.teacher).dtype).save_pretrained(folder)
             if not Path(self.source).exists() or any((Path(self.source) / name).is_file() for name in TOKENIZER_FILES):
                 load_without_code(require("transformers", "hf").AutoTokenizer, self.source).save_pretrained(folder)
-            TrainedOn.of_run(data, self.dataset, self.dataset.load_tokenizer(), named=True).save(folder)
+            tokenizer = self.dataset.load_tokenizer()
+            TrainedOn.of_run(text.data, self.dataset, tokenizer, context=context, short=text.short).save(folder)
 
     def _known(self, name: str) -> dict[int, LossAtContext]:
         """The losses of a model that have been measured, by context."""

@@ -130,6 +130,31 @@ def _arguments(swap: SwapConfig) -> dict[str, Any]:
     }
 
 
+def add_adapters(student: Any, rank: int, new: set[str], seed: int) -> tuple[Any, list[nn.Parameter]]:
+    """Adds LoRA adapters to a student's linear layers in place, for stages 2 and 3.
+
+    Gates and rotations are new parameters and are trained directly.
+
+    Args:
+        rank: rank of the adapters.
+        new: names of parameters that the teacher does not have.
+        seed: seed of the adapters' initial values.
+
+    Returns:
+        a model of peft, whose `merge_and_unload` returns the student, and the parameters to train.
+    """
+    peft = require("peft", "lora")
+    # Modules that hold new parameters, such as the projection of gates.
+    own = sorted({name.rpartition(".")[0] for name in new})
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", exclude_modules=own or None, bias="none"
+    )
+    trained = [parameter for name, parameter in student.named_parameters() if name in new]
+    adapted = peft.get_peft_model(student, config)
+    return adapted, [x for name, x in adapted.named_parameters() if ".lora_" in name] + trained
+
+
 def cast_weights(student: Any, dtype: torch.dtype) -> Any:
     """Casts a student's parameters in place, except for gates and rotations, whose errors accumulate over a text."""
     from sympow.hf import attention_modules, swapped_layers

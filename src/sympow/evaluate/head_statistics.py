@@ -24,8 +24,8 @@ from sympow.files import write_atomically
 from sympow.layers.gates import Gate
 from sympow.layers.rotations import LearnedRotation, Rotation
 from sympow.model.gpt import GPT
+from sympow.model.hooks import forward_hooks
 from sympow.parsing import read_json
-from sympow.train.monitoring import forward_hooks
 from sympow.train.run_folder import EXPORT
 
 FILE = "heads.json"

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from sympow.checks import check_at_least, check_choice
 from sympow.data import TokenDataset, open_dataset
 from sympow.data.associative_recall import RECALL
+from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import Tokenizer, token_unit
 from sympow.evaluate.evaluation_file import ModelEvaluation
 from sympow.evaluate.held_out_loss import count_sequences, document_sequences, loss_by_position
@@ -35,7 +36,6 @@ from sympow.evaluate.same_tokenizer import check_same_tokenizer
 from sympow.extras import require
 from sympow.model.gpt import GPT, SEGMENT_SIZE
 from sympow.model.storage import load_model
-from sympow.train.provenance import TrainedOn
 
 # Training context of a model whose folder does not record it.
 UNKNOWN_CONTEXT = 1_024

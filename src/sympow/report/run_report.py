@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sympow.data.provenance import FILE as TRAINED_ON_FILE
+from sympow.data.provenance import TrainedOn
 from sympow.evaluate.head_statistics import held_out_rows, measure_heads, write_heads
 from sympow.extras import require
 from sympow.files import write_atomically
@@ -19,8 +21,6 @@ from sympow.report.plotting import assign_styles
 from sympow.report.run_collection import Collection, Run, collect
 from sympow.report.run_page import build_report_page
 from sympow.settings import TURNING
-from sympow.train.provenance import FILE as TRAINED_ON_FILE
-from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import EXPORT
 
 PAGE = "index.html"

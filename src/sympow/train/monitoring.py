@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from sympow.layers.rotations import Rotation
 from sympow.model.accounting import mixing_operations, other_operations
 from sympow.model.config import GPTConfig
 from sympow.model.gpt import GPT
+from sympow.model.hooks import forward_hooks
 
 # Peak dense bfloat16 FLOP/s, by a substring of the device's name.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
@@ -117,31 +116,6 @@ def find_nonfinite(model: nn.Module, run: Callable[[], Any]) -> list[str]:
 def nonfinite_parameters(model: nn.Module) -> list[str]:
     """Names of parameters that are not finite; of a sharded parameter, only the local shard is checked."""
     return [f"parameter {name}" for name, parameter in model.named_parameters() if not _finite(parameter)]
-
-
-@contextmanager
-def forward_hooks(
-    model: nn.Module, kinds: tuple[type[nn.Module], ...], call: Callable[[str, nn.Module, Any], None]
-) -> Iterator[None]:
-    """While the block runs, calls `call(name, module, output)` after each forward pass of a module of these kinds."""
-    handles = [
-        module.register_forward_hook(partial(_call_with_output, call, name))
-        for name, module in model.named_modules()
-        if isinstance(module, kinds)
-    ]
-    try:
-        # Compiled graphs would not run the hooks.
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _call_with_output(
-    call: Callable[[str, nn.Module, Any], None], name: str, module: nn.Module, _: Any, output: Any
-) -> None:
-    call(name, module, output)
 
 
 def _finite(x: Tensor) -> bool:

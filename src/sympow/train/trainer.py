@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from sympow.data.dataset import TokenDataset
 from sympow.data.loader import Loader
 from sympow.data.open import open_dataset
+from sympow.data.provenance import TrainedOn
 from sympow.data.tokenizer import Tokenizer
 from sympow.extras import require
 from sympow.files import write_atomically
@@ -31,7 +32,6 @@ from sympow.train.loop import Surroundings, Training
 from sympow.train.objective import CrossEntropy, ModelWithLoss, fast_float32
 from sympow.train.optimizer import set_up_rotations
 from sympow.train.parallelize import checkpoint_activations, compile_blocks, parallelize
-from sympow.train.provenance import TrainedOn
 from sympow.train.run_folder import CONFIG_FILE, EXPORT, claimed_folder
 from sympow.train.signals import stop_on_signals
 
@@ -293,5 +293,6 @@ def _export(
         weights = {name.removeprefix("model."): x for name, x in state.items() if isinstance(x, Tensor)}
         save_model(folder, config.model, weights)
         tokenizer.save(folder)
-        TrainedOn.of_run(config.data, data.training, tokenizer, named=data.named).save(folder)
+        name, context, short = config.data.data if data.named else None, config.data.context, config.data.short
+        TrainedOn.of_run(name, data.training, tokenizer, context=context, short=short).save(folder)
     dist.barrier()

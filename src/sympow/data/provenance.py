@@ -14,7 +14,6 @@ from sympow.data.standard_library import STANDARD_LIBRARY
 from sympow.data.tokenizer import Tokenizer
 from sympow.files import write_atomically
 from sympow.parsing import read_json
-from sympow.train.config import DataConfig
 
 FILE = "training_data.json"
 
@@ -42,18 +41,15 @@ class TrainedOn:
     name: str
 
     @classmethod
-    def of_run(cls, config: DataConfig, dataset: TokenDataset, tokenizer: Tokenizer, *, named: bool) -> TrainedOn:
-        """Of a run.
-
-        Args:
-            named: whether the dataset is the one that the config names.
-        """
-        folder = Path(config.data)
+    def of_run(
+        cls, data: str | None, dataset: TokenDataset, tokenizer: Tokenizer, *, context: int, short: str
+    ) -> TrainedOn:
+        """Of a run; the arguments are the attributes of these names, or have them."""
         return cls(
-            config.data if named else None,
-            str(folder.resolve()) if named and names_a_folder(config.data) else None,
-            config.context,
-            config.short,
+            data,
+            str(Path(data).resolve()) if data is not None and names_a_folder(data) else None,
+            context,
+            short,
             tokenizer.kind,
             dataset.fingerprint,
             dataset.name,
