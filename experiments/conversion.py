@@ -33,7 +33,7 @@ from experiments.prepare_corpus import unpack_shards
 from experiments.run import condense
 from sympow.checks import choose_device
 from sympow.convert import ConvertConfig, convert
-from sympow.convert.evaluation import Evaluation, difference
+from sympow.convert.evaluation import ModelLosses, difference
 from sympow.convert.objectives import NextToken
 from sympow.convert.report import draw_by_context, draw_by_position, layer_errors
 from sympow.convert.stages import EVALUATIONS, STAGES, START, TEACHER, WITHOUT_MATCH, Stage, plan, train_stage
@@ -346,15 +346,15 @@ SHOWN = {
 }
 
 
-def _evaluations(students: Path) -> Iterator[tuple[tuple[str, str], Evaluation]]:
+def _evaluations(students: Path) -> Iterator[tuple[tuple[str, str], ModelLosses]]:
     """By step and model."""
     for step in STEPS:
         for path in sorted((students / step / EVALUATIONS).glob("*.json")):
-            one = Evaluation.read(path)
+            one = ModelLosses.read(path)
             yield (step, one.name), one
 
 
-def _tables(found: dict[tuple[str, str], Evaluation], teacher: Evaluation) -> Iterator[str]:
+def _tables(found: dict[tuple[str, str], ModelLosses], teacher: ModelLosses) -> Iterator[str]:
     contexts = sorted(teacher.by_context)
     yield "Held-out loss in nats; mean over seeds, and in brackets what it has above the teacher (± over seeds).\n"
     yield f"| model | seeds | tokens | {' | '.join(f'{context:,}' for context in contexts)} |"
@@ -381,7 +381,7 @@ def _tables(found: dict[tuple[str, str], Evaluation], teacher: Evaluation) -> It
             yield f"| {label} | {len(seeds)} | {seeds[0].tokens:,} | {cells} |"
 
 
-def _cell(seeds: Sequence[Evaluation], teacher: Evaluation, context: int) -> str:
+def _cell(seeds: Sequence[ModelLosses], teacher: ModelLosses, context: int) -> str:
     losses = [one.by_context[context].loss for one in seeds]
     above = [loss - teacher.by_context[context].loss for loss in losses]
     spread = f" ± {statistics.stdev(above):.3f}" if len(above) > 1 else ""

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 from sympow.data import prepare
-from sympow.data.manifest import MANIFEST_FILE
 from sympow.data.formats.shards import ShardDataset
+from sympow.data.manifest import MANIFEST_FILE
 from sympow.data.tokenizer import SETTINGS_FILE
 
 # Small enough that the embedding is a small part of the model; a book still has more than 65,536 tokens.

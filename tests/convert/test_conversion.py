@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 
 from sympow.cli.app import app
 from sympow.convert import convert
-from sympow.convert.evaluation import Evaluation, evaluate, held_out_sequences
+from sympow.convert.evaluation import ModelLosses, evaluate, held_out_sequences
 from sympow.data import open_dataset
 from sympow.train.loop import Training
 
 
 def read(folder, name):
-    return Evaluation.read(folder / "evaluations" / f"{name}.json")
+    return ModelLosses.read(folder / "evaluations" / f"{name}.json")
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +289,7 @@ def test_activation_checkpointing_runs_layers_again_and_changes_nothing(teacher,
     calls = []
 
     def counting(self, *args, **kwargs):
-        # Evaluation has no gradients.
+        # ModelLosses has no gradients.
         if torch.is_grad_enabled():
             calls.append(self)
         return forward(self, *args, **kwargs)

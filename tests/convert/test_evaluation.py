@@ -7,7 +7,7 @@ import torch
 from convert.tiny import make_llama
 
 from sympow.convert.config import TextConfig
-from sympow.convert.evaluation import Evaluation, LossAtContext, difference, evaluate, held_out_sequences
+from sympow.convert.evaluation import LossAtContext, ModelLosses, difference, evaluate, held_out_sequences
 from sympow.data import open_dataset
 
 
@@ -71,9 +71,9 @@ def test_a_difference_has_the_error_over_sequences():
 
 
 def test_an_evaluation_is_read_back(tmp_path):
-    written = Evaluation("match", 7, {16: LossAtContext(3.0, [2.5, 3.5], 2.75, {"9.5": 3.25})})
+    written = ModelLosses("match", 7, {16: LossAtContext(3.0, [2.5, 3.5], 2.75, {"9.5": 3.25})})
     written.save(tmp_path / "match.json")
-    assert Evaluation.read(tmp_path / "match.json") == written
+    assert ModelLosses.read(tmp_path / "match.json") == written
     (tmp_path / "other.json").write_text('{"name": "match"}')
     with pytest.raises(ValueError, match=r"other.json is not an evaluation of a conversion"):
-        Evaluation.read(tmp_path / "other.json")
+        ModelLosses.read(tmp_path / "other.json")

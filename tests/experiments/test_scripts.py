@@ -8,7 +8,7 @@ import pytest
 
 from experiments import conversion, prepare_corpus, reproduction_tables
 from experiments.store import Store, StoredResult
-from sympow.convert.evaluation import Evaluation, LossAtContext
+from sympow.convert.evaluation import LossAtContext, ModelLosses
 from sympow.data import open_dataset, prepare
 
 
@@ -202,7 +202,7 @@ def test_students_of_a_conversion_are_compared_with_the_teacher(tmp_path):
 
     def measured(name, tokens, losses):
         entry = LossAtContext(sum(losses) / 2, losses, losses[1], {"9.5": losses[0]})
-        return Evaluation(name, tokens, {64: entry, 256: entry})
+        return ModelLosses(name, tokens, {64: entry, 256: entry})
 
     for seed, loss in enumerate((3.1, 3.2, 3.3)):
         folder = tmp_path / "students" / f"all-{seed}" / "evaluations"
@@ -252,7 +252,7 @@ def test_layers_are_chosen_by_how_well_stage_1_matched_them(tmp_path):
     ]
     written = "".join(json.dumps(line) + "\n" for line in [*metrics, {"step": 2, "loss": 0.1}])
     (folder / "stages" / "match" / "metrics.jsonl").write_text(written)
-    Evaluation("match", 40, {}).save(folder / "evaluations" / "match.json")
+    ModelLosses("match", 40, {}).save(folder / "evaluations" / "match.json")
     for seed in range(3):
         chosen = experiment.conversion(f"chosen-{seed}")
         assert chosen.swap.chosen_layers() == [1, 3]

@@ -25,7 +25,6 @@ from sympow.report.run_collection import collect
 from sympow.report.run_page import build_report_page, report_data
 from sympow.report.run_report import measure_missing_heads, write_report
 
-
 pytestmark = pytest.mark.slow  # reports of several runs
 plotly = pytest.importorskip("plotly", reason="needs plotly, which comes with the extra report")
 

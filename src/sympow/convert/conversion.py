@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 
 from sympow.convert.config import FREE, ConvertConfig
-from sympow.convert.evaluation import Evaluation, LossAtContext, evaluate, held_out_sequences
+from sympow.convert.evaluation import LossAtContext, ModelLosses, evaluate, held_out_sequences
 from sympow.convert.models import (
     TOKENIZER_FILES,
     add_adapters,
@@ -234,7 +234,7 @@ class _Conversion:
     def _known(self, name: str) -> dict[int, LossAtContext]:
         """The losses of a model that have been measured, by context."""
         path = self._path(name)
-        return Evaluation.read(path).by_context if path.is_file() else {}
+        return ModelLosses.read(path).by_context if path.is_file() else {}
 
     def _is_evaluated(self, name: str) -> bool:
         """Whether a model has been evaluated at all contexts; a resumed conversion may ask for more of them."""
@@ -247,13 +247,13 @@ class _Conversion:
         if not missing:
             return
         results = evaluate(model, missing, self.dtype)
-        Evaluation(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
+        ModelLosses(name, tokens, dict(sorted({**known, **results}.items()))).save(self._path(name))
         losses = ", ".join(f"{result.loss:.4f} at {length:,}" for length, result in results.items())
         _say(f"held-out loss of the {describe(name)}: {losses}")
 
-    def _evaluations(self) -> dict[str, Evaluation]:
+    def _evaluations(self) -> dict[str, ModelLosses]:
         names = [TEACHER, START, *(stage.name for stage in self.stages)]
-        return {name: Evaluation.read(self._path(name)) for name in names}
+        return {name: ModelLosses.read(self._path(name)) for name in names}
 
     def _path(self, name: str) -> Path:
         return self.out / EVALUATIONS / f"{name}.json"

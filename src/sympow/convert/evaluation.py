@@ -44,7 +44,7 @@ class LossAtContext:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ModelLosses:
     """Held-out losses of one model.
 
     Attributes:
@@ -61,7 +61,7 @@ class Evaluation:
         write_atomically(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @classmethod
-    def read(cls, path: Path) -> Evaluation:
+    def read(cls, path: Path) -> ModelLosses:
         content: Any = read_json(path)
         try:
             by_context = {int(n): LossAtContext(**entry) for n, entry in content["by_context"].items()}

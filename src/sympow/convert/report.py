@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sympow.convert.evaluation import Evaluation, difference
+from sympow.convert.evaluation import ModelLosses, difference
 from sympow.convert.objectives import LAYER_ERROR
 from sympow.convert.stages import LOSSES, STAGES, START, TEACHER, WITHOUT_MATCH, Stage
 from sympow.files import write_atomically
@@ -43,7 +43,7 @@ Table = list[list[str]]
 
 
 def write_report(
-    out: Path, stages: Sequence[Stage], evaluations: Mapping[str, Evaluation], facts: Mapping[str, Any]
+    out: Path, stages: Sequence[Stage], evaluations: Mapping[str, ModelLosses], facts: Mapping[str, Any]
 ) -> None:
     """Writes report.md, report.html and figures/ into the folder of a conversion.
 
@@ -91,7 +91,7 @@ def describe(name: str) -> str:
     return f"student after {after}" + (", without stage 1" if rest == WITHOUT_MATCH else "")
 
 
-def loss_table(evaluations: Mapping[str, Evaluation]) -> Table:
+def loss_table(evaluations: Mapping[str, ModelLosses]) -> Table:
     """Held-out loss, with a row per model and a column per context."""
     contexts = _contexts(evaluations)
     rows = [["model", "tokens", *(f"context {context:,}" for context in contexts)]]
@@ -100,7 +100,7 @@ def loss_table(evaluations: Mapping[str, Evaluation]) -> Table:
     return rows
 
 
-def difference_table(evaluations: Mapping[str, Evaluation]) -> Table:
+def difference_table(evaluations: Mapping[str, ModelLosses]) -> Table:
     """As `loss_table`, minus the teacher's loss, with the standard error over sequences."""
     contexts = _contexts(evaluations)
     (teacher,) = (one for one in evaluations.values() if one.name == TEACHER)
@@ -112,7 +112,7 @@ def difference_table(evaluations: Mapping[str, Evaluation]) -> Table:
     return rows
 
 
-def late_table(evaluations: Mapping[str, Evaluation]) -> Table:
+def late_table(evaluations: Mapping[str, ModelLosses]) -> Table:
     """As `loss_table`, for the last quarter of the positions."""
     contexts = _contexts(evaluations)
     rows = [["model", *(f"context {context:,}" for context in contexts)]]
@@ -145,7 +145,7 @@ def _layer_tables(curves: Mapping[str, tuple[Stage, list[dict[str, float]]]]) ->
     return {"Attention outputs at the end of stage 1": [["layer", "relative squared error"], *rows]}
 
 
-def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
+def draw_by_position(evaluations: Mapping[str, ModelLosses], path: Path) -> None:
     """Loss against position, on the longest sequences."""
     evaluations = _drawn(evaluations)
     longest, shortest = max(_contexts(evaluations)), min(_contexts(evaluations))
@@ -161,7 +161,7 @@ def draw_by_position(evaluations: Mapping[str, Evaluation], path: Path) -> None:
     _finish(figure, [axes], path)
 
 
-def draw_by_context(evaluations: Mapping[str, Evaluation], path: Path) -> None:
+def draw_by_context(evaluations: Mapping[str, ModelLosses], path: Path) -> None:
     """Mean loss against the length of sequences."""
     evaluations = _drawn(evaluations)
     contexts = _contexts(evaluations)
@@ -202,7 +202,7 @@ def _finish(figure: Any, panels: list[Any], path: Path) -> None:
     pyplot().close(figure)
 
 
-def _styles(evaluations: Mapping[str, Evaluation]) -> dict[str, Style]:
+def _styles(evaluations: Mapping[str, ModelLosses]) -> dict[str, Style]:
     """Line styles by model; the teacher has the style of softmax."""
     names = ((name, "softmax" if one.name == TEACHER else name) for name, one in evaluations.items())
     styles = assign_styles(names)
@@ -210,13 +210,13 @@ def _styles(evaluations: Mapping[str, Evaluation]) -> dict[str, Style]:
     return styles
 
 
-def _drawn(evaluations: Mapping[str, Evaluation]) -> Mapping[str, Evaluation]:
+def _drawn(evaluations: Mapping[str, ModelLosses]) -> Mapping[str, ModelLosses]:
     """Without the untrained student if there is another: on its scale the others could not be told apart."""
     trained = {name: one for name, one in evaluations.items() if one.name != START}
     return trained if any(one.name != TEACHER for one in trained.values()) else evaluations
 
 
-def _contexts(evaluations: Mapping[str, Evaluation]) -> list[int]:
+def _contexts(evaluations: Mapping[str, ModelLosses]) -> list[int]:
     """The contexts that all models were evaluated at."""
     return sorted(set.intersection(*(set(one.by_context) for one in evaluations.values())))
 
