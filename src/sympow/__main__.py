@@ -7,6 +7,7 @@ import sys
 from sympow import __version__
 from sympow.cli.errors import Reported
 from sympow.extras import require
+from sympow.invocation import program
 
 
 def main() -> None:
@@ -18,9 +19,9 @@ def main() -> None:
     with Reported("sympow"):
         require("typer", "cli")
         # Imported inside the block, because it takes seconds in which Ctrl-C may be pressed.
-        from sympow.cli.app import main as run
+        from sympow.cli.app import app
 
-        run()
+        app(prog_name=program())
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def test_two_processes_evaluate_as_one_does(tmp_path):
     alone = CliRunner().invoke(app, [*arguments, str(tmp_path / "alone")])
     assert alone.exit_code == 0, alone.output
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "sympow.cli.app", *arguments, str(tmp_path / "together")]
+    command = [*torchrun, "-m", "sympow", *arguments, str(tmp_path / "together")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,6 @@ from sympow.cli.report import report
 from sympow.cli.serve import serve
 from sympow.cli.state import state
 from sympow.cli.train import TrainCommand, train
-from sympow.invocation import program
 
 HELP = """Train, run and measure conformal symmetric power transformers.
 
@@ -52,12 +51,3 @@ def root(
     ] = False,
 ) -> None:
     """Options of `sympow` itself."""
-
-
-def main() -> None:
-    """Runs the command line; called by `sympow.__main__`."""
-    app(prog_name=program())
-
-
-if __name__ == "__main__":
-    main()

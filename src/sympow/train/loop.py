@@ -151,10 +151,8 @@ class Training:
         self.heartbeat.report_progress(saving=True)
         self.checkpoints.finish()
         if self.step_number < run.steps:
-            who, done = (
-                self.stop.signal or "a signal to another process",
-                "saved" if run.save else "stopped without saving",
-            )
+            who = self.stop.signal or "a signal to another process"
+            done = "saved" if run.save else "stopped without saving"
             self.say(f"{who}: {done} after step {self.step_number:,}{self.of_stage}")
         return self.step_number == run.steps
 
