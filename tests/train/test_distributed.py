@@ -114,12 +114,12 @@ def test_a_signal_to_one_process_stops_all_of_them_together(start, finish, losse
 def test_what_one_process_meets_stops_all_with_the_same_message(start, tmp_path):
     code = """
 import os
-from sympow.train import objective
-loss = objective.CrossEntropy.loss
-def spoiled(self, batch):
+from sympow.train import loop
+accumulate = loop.Training._accumulate_gradients
+def spoiled(self, micro_batches):
     broken = os.environ["RANK"] == "1" and self.step_number == 3
-    return loss(self, batch) * (float("nan") if broken else 1.0)
-objective.CrossEntropy.loss = spoiled
+    return accumulate(self, micro_batches) * (float("nan") if broken else 1.0)
+loop.Training._accumulate_gradients = spoiled
 """
     training = start(tmp_path / "run", processes=2, code=code)
     assert training.wait() == [1, 1]
