@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 import tokenizers
 from safetensors.torch import load_file, save_file
 from server_process import ServerProcess
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from support import assert_close
@@ -23,10 +23,8 @@ from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.hf import swap_attention, to_fast_tokenizer
 from sympow.hf.swap.swapped_gpt import SwappedGPT
-from sympow.hf.text_model import load_text_model
 from sympow.report.inspection import inspect_text
 from sympow.serving import Engine
-from sympow.serving.loading import ServedModel
 
 KINDS = ("llama", "llama3", "yarn", "mistral-window", "qwen2", "qwen3")
 GREEDY = Sampling(temperature=0)
@@ -131,7 +129,7 @@ def test_models_that_are_more_than_states_are_refused(swapped, pretrained):
 @pytest.mark.parametrize("kind", ["llama3", "qwen3"])
 def test_requests_in_company_get_what_transformers_generates(folder, kind):
     path, model = folder(kind)
-    text_model, _ = load_text_model(str(path))
+    text_model = TextModel.load(str(path))
     prompts = ["a", "Once upon a time", "x" * 70, "the end of it"]
     expected = [continued(model, [256, *prompt.encode()], 12) for prompt in prompts]
     options = {"sampling": GREEDY, "max_tokens": 12, "ignore_boundary": True}
@@ -145,10 +143,10 @@ def test_requests_in_company_get_what_transformers_generates(folder, kind):
 
 def test_prefixes_are_saved_for_their_model_alone(folder, pretrained, tmp_path):
     path, _ = folder("llama")
-    text_model, _ = load_text_model(path)
+    text_model = TextModel.load(path)
     prefix = text_model.prefill("some text", cache_policy="state")
     prefix.save(tmp_path / "prefix", text_model.model)
-    loaded = Prefix.load(tmp_path / "prefix", load_text_model(path)[0].model)
+    loaded = Prefix.load(tmp_path / "prefix", TextModel.load(path).model)
     assert torch.equal(loaded.logits, prefix.logits)
     rope = {"rope_type": "default", "rope_theta": 2e4}
     other = SwappedGPT(swap_attention(pretrained("llama", rope_parameters=rope, **BYTES)))
@@ -180,7 +178,7 @@ def tokenizer_with(beginning):
 def test_texts_begin_as_the_tokenizer_begins_them(folder, beginning):
     fast = tokenizer_with(beginning)
     path, model = folder(tokenizer=fast, vocab_size=10)
-    text_model, tokenizer = load_text_model(path)
+    text_model, tokenizer = TextModel.load(path), AutoTokenizer.from_pretrained(path)
     assert text_model.encode("cafe").tolist() == [tokenizer("cafe")["input_ids"]] == [fast("cafe")["input_ids"]]
     assert text_model.tokenizer.boundary == 9
     assert inspect_text(text_model, "cafe").texts[beginning:] == list("cafe")
@@ -212,7 +210,7 @@ def test_words_keep_their_spaces_in_continuations(folder):
     from sympow.serving.openai_api import TokenNames, TokenOffsets
 
     path, model = folder(tokenizer=word_tokenizer(), vocab_size=11)
-    text_model, fast = load_text_model(path)
+    text_model, fast = TextModel.load(path), AutoTokenizer.from_pretrained(path)
     tokenizer = text_model.tokenizer
     assert text_model.encode("once upon").tolist() == [fast("once upon")["input_ids"]] == [[6, 0, 1]]
     assert encode_continuation(tokenizer, " upon").tolist() == [1]
@@ -242,7 +240,7 @@ def test_texts_end_where_transformers_ends_them(folder):
     model.generation_config.eos_token_id = [256, end]
     model.save_pretrained(path)
     assert continued(model, [256, *b"Once"], 12) == text[:count]
-    text_model, _ = load_text_model(path)
+    text_model = TextModel.load(path)
     assert ends_of(text_model.tokenizer) == {256, end}
     with Engine(text_model, 2) as engine:
         result = engine.submit("Once", sampling=GREEDY, max_tokens=12).result(120)
@@ -256,13 +254,13 @@ def test_texts_end_where_transformers_ends_them(folder):
 def test_other_models_are_refused_with_what_to_do(pretrained, tmp_path):
     pretrained("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="type 'llama', which has no symmetric power attention: convert it first"):
-        ServedModel.load(tmp_path)
+        TextModel.load(tmp_path)
 
 
 def test_the_dtype_of_a_loaded_model(folder):
     path, model = folder()
     for dtype in (None, torch.float32):
-        gpt = load_text_model(path, dtype=dtype)[0].model
+        gpt = TextModel.load(path, dtype=dtype).model
         assert gpt.embedding.weight.dtype == (dtype or torch.float64)
         assert gpt.count_parameters() == sum(parameter.numel() for parameter in model.parameters())
         assert not gpt.training
@@ -274,10 +272,10 @@ def test_damaged_folders_are_refused(folder):
     name = "model.layers.1.self_attn.gate.gamma_proj.weight"
     save_file({key: value for key, value in tensors.items() if key != name}, path / "model.safetensors")
     with pytest.raises(ValueError, match=f"lacks {name}"):
-        load_text_model(path)
+        TextModel.load(path)
     (path / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="holds no tokenizer"):
-        ServedModel.load(path)
+        TextModel.load(path)
 
 
 def test_generate_takes_a_swapped_model(folder):

@@ -18,8 +18,9 @@ from sympow.convert.models import check_tokens, load_model
 from sympow.data.open import open_dataset
 from sympow.data.preparation import prepare
 from sympow.data.tokenizer import ByteTokenizer
+from sympow.generation.load import load_tokenizer
+from sympow.generation.text import TextModel
 from sympow.hf import convert_to_native, convert_to_transformers, to_fast_tokenizer
-from sympow.serving.loading import ServedModel, saved_tokenizer
 
 CODE = """from pathlib import Path
 Path({ran!r}).touch()
@@ -64,8 +65,8 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize(
     "load",
     [
-        ServedModel.load,
-        saved_tokenizer,
+        TextModel.load,
+        load_tokenizer,
         lambda folder: convert_to_native(folder, folder.parent / "converted"),
     ],
     ids=["serve", "evaluate", "to-native"],

@@ -20,7 +20,6 @@ from sympow.serving.contexts import ContextStore
 from sympow.serving.engine import Engine
 from sympow.serving.gatekeeping import allowed_hosts
 from sympow.serving.http import ServerOptions, Service, create_app
-from sympow.serving.loading import ServedModel
 
 GREEDY = Sampling(temperature=0)
 BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")
@@ -285,12 +284,12 @@ def test_a_full_queue_refuses_and_recovers(served):
     assert served.client.completions.create(model="chat", prompt="x", max_tokens=1).choices
 
 
-def ask_in_this_process(served, folder, engine, options, ask):
+def ask_in_this_process(folder, engine, options, ask):
     """Calls a coroutine with a client of a server in this process."""
 
     async def run():
-        contexts = ContextStore(engine, ContextFolder(folder, served.text_model.model, "a model's"), 0, 0)
-        service = Service(served, engine, contexts, options)
+        contexts = ContextStore(engine, ContextFolder(folder, engine.text_model.model, "a model's"), 0, 0)
+        service = Service("native", engine, contexts, options)
         app = create_app(service)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
         async with openai.AsyncOpenAI(
@@ -304,40 +303,40 @@ def ask_in_this_process(served, folder, engine, options, ask):
 
 
 def test_a_prompt_is_tokenized_once_for_all_its_choices(folders, tmp_path, monkeypatch):
-    served = ServedModel.load(folders.native)
+    text_model = TextModel.load(folders.native)
     encoded = []
-    encode = served.text_model.tokenizer.encode
+    encode = text_model.tokenizer.encode
 
     def counted(text):
         encoded.append(text)
         return encode(text)
 
-    monkeypatch.setattr(served.text_model.tokenizer, "encode", counted)
+    monkeypatch.setattr(text_model.tokenizer, "encode", counted)
 
     async def ask(client):
         answer = await client.completions.create(model="native", prompt=["a", "b"], n=3, max_tokens=1, echo=True)
         assert [choice.text[0] for choice in answer.choices] == [*"aaabbb"]
 
-    with Engine(served.text_model, 1) as engine:
-        ask_in_this_process(served, tmp_path, engine, ServerOptions(), ask)
+    with Engine(text_model, 1) as engine:
+        ask_in_this_process(tmp_path, engine, ServerOptions(), ask)
         assert encoded == ["a", "b"]
         with pytest.raises(ValueError, match="prompt was tokenized without a prefix"):
-            engine.submit(engine.tokenize("a"), max_tokens=1, prefix=served.text_model.prefill("b"))
+            engine.submit(engine.tokenize("a"), max_tokens=1, prefix=text_model.prefill("b"))
 
 
 def test_texts_that_take_long_to_tokenize_are_given_up(folders, tmp_path, monkeypatch):
     """The client hears of it in time, and what it asked for is not submitted after all."""
-    served = ServedModel.load(folders.native)
+    text_model = TextModel.load(folders.native)
     encoded = []
     go_on = threading.Event()
-    encode = served.text_model.tokenizer.encode
+    encode = text_model.tokenizer.encode
 
     def slow(text):
         encoded.append(text)
         assert go_on.wait(60)
         return encode(text)
 
-    monkeypatch.setattr(served.text_model.tokenizer, "encode", slow)
+    monkeypatch.setattr(text_model.tokenizer, "encode", slow)
 
     async def ask(client):
         with pytest.raises(openai.InternalServerError, match=r"longer than 0\.5 seconds"):
@@ -345,15 +344,15 @@ def test_texts_that_take_long_to_tokenize_are_given_up(folders, tmp_path, monkey
         assert encoded == ["a"]
         go_on.set()
 
-    with Engine(served.text_model, 1) as engine:
-        ask_in_this_process(served, tmp_path, engine, ServerOptions(timeout=0.5), ask)
+    with Engine(text_model, 1) as engine:
+        ask_in_this_process(tmp_path, engine, ServerOptions(timeout=0.5), ask)
         assert encoded == ["a"]
         assert engine.stats().submitted == 0
 
 
 def test_requests_have_a_time_limit(folders, tmp_path):
     """In this process, where the limit can be shorter than a busy machine takes for the other tests."""
-    served = ServedModel.load(folders.native)
+    text_model = TextModel.load(folders.native)
 
     async def ask(client):
         options = {"model": "native", **ENDLESS}
@@ -364,8 +363,8 @@ def test_requests_have_a_time_limit(folders, tmp_path):
         with pytest.raises(openai.APIError, match=r"longer than 0\.5 seconds"):
             [chunk async for chunk in await client.completions.create(**options, stream=True)]
 
-    with Engine(served.text_model, 1) as engine:
-        ask_in_this_process(served, tmp_path, engine, ServerOptions(timeout=0.5), ask)
+    with Engine(text_model, 1) as engine:
+        ask_in_this_process(tmp_path, engine, ServerOptions(timeout=0.5), ask)
         until(lambda: engine.stats().finished.get("cancelled") == 2)
 
 

@@ -14,13 +14,13 @@ import torch
 from sympow import GPT, GPTConfig
 from sympow.data import pieces
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
+from sympow.generation.chat import ChatTemplate
 from sympow.generation.text import TextModel
 from sympow.serving.api_errors import ApiError
 from sympow.serving.context_folder import ContextFolder
 from sympow.serving.contexts import ContextStore
 from sympow.serving.engine import Engine
 from sympow.serving.http import ServerOptions, Service, create_app
-from sympow.serving.loading import ChatTemplate, ServedModel
 
 LONG = "words " * 200_000
 PATIENCE = 60
@@ -49,7 +49,7 @@ def text_model():
 async def served(text_model, folder, **options):
     with Engine(text_model, 2, **options) as engine:
         contexts = ContextStore(engine, ContextFolder(folder, text_model.model, "a model's"), 0, 10)
-        service = Service(ServedModel("tiny", text_model), engine, contexts, ServerOptions())
+        service = Service("tiny", engine, contexts, ServerOptions())
         service.app = create_app(service)
         yield service
         text_model.tokenizer.go_on.set()

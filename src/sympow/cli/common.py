@@ -103,10 +103,10 @@ def print_json(content: Any) -> None:
 def load_text_model(checkpoint: Path, device: str | None, dtype: str | None) -> TextModel:
     import torch
 
-    from sympow.serving.loading import ServedModel
+    from sympow.generation.text import TextModel
 
     device, dtype = device_and_dtype(device, dtype)
-    return ServedModel.load(checkpoint, device, getattr(torch, dtype)).text_model
+    return TextModel.load(checkpoint, device, getattr(torch, dtype))
 
 
 def device_and_dtype(device: str | None, dtype: str | None) -> tuple[str, str]:

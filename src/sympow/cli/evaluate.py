@@ -66,8 +66,8 @@ def evaluate(
         choose_sample,
         evaluate_model,
     )
+    from sympow.generation.load import in_transformers_format, load_model, load_tokenizer
     from sympow.report.evaluation_summary import print_evaluations, save_evaluations
-    from sympow.serving.loading import in_transformers_format, load_from_transformers, saved_tokenizer
 
     device, dtype = device_and_dtype(device, dtype)
     for path in checkpoints if under_torchrun() else ():
@@ -92,7 +92,7 @@ def evaluate(
     names = [_name_of(path) for path in checkpoints]
     if len(set(names)) < len(names):
         raise ValueError(f"checkpoints must be of runs with different names, got {', '.join(names)}")
-    tokenizers = [saved_tokenizer(path) for path in checkpoints]
+    tokenizers = [load_tokenizer(path) for path in checkpoints]
     for path, tokenizer in zip(checkpoints, tokenizers, strict=True):
         check_tokenizer(path, tokenizer, setting)
     if first_process():
@@ -106,7 +106,7 @@ def evaluate(
                 setting,
                 group,
                 # Not kept in a variable, which would hold one model while the next is loaded.
-                model=load_from_transformers(path, device, torch.float32) if in_transformers_format(path) else None,
+                model=load_model(path, device, torch.float32) if in_transformers_format(path) else None,
                 tokenizer=tokenizer,
             )
             for name, path, tokenizer in zip(names, checkpoints, tokenizers, strict=True)

@@ -71,12 +71,12 @@ def serve(
     from sympow.data.plain_text import check_text, read_text
     from sympow.files import check_can_write
     from sympow.generation.prefix import fingerprint_of
+    from sympow.generation.text import TextModel
     from sympow.serving.context_folder import ContextFolder
     from sympow.serving.contexts import ContextStore
     from sympow.serving.engine import Engine
     from sympow.serving.gatekeeping import allowed_hosts, is_local, read_keys
     from sympow.serving.http import ServerOptions, Service, create_app
-    from sympow.serving.loading import ServedModel
     from sympow.serving.scheduler import EngineClosedError
     from sympow.serving.server import bind, run, url_of
 
@@ -94,11 +94,11 @@ def serve(
     with bind(host, port) as bound, TemporaryDirectory(prefix="sympow-contexts-") as temporary:
         started = time.perf_counter()
         _say(f"loading {model}")
-        served = ServedModel.load(model, device, getattr(torch, dtype), model_name)
-        parameters = sum(parameter.numel() for parameter in served.text_model.model.parameters())
-        _say(f"loaded {served.name}: {parameters:,} parameters, {dtype} on {device}, {_seconds(started)}")
+        text_model, name = TextModel.load(model, device, getattr(torch, dtype)), model_name or _name_of(model)
+        parameters = sum(parameter.numel() for parameter in text_model.model.parameters())
+        _say(f"loaded {name}: {parameters:,} parameters, {dtype} on {device}, {_seconds(started)}")
         engine = Engine(
-            served.text_model,
+            text_model,
             slots,
             segment_size=segment_size,
             max_context=max_context,
@@ -111,23 +111,29 @@ def serve(
             _say("warming up")
             engine.warm_up()
             _say(f"warmed up, {_seconds(started)}")
-            gpt = served.text_model.model
+            gpt = text_model.model
             folder = ContextFolder(contexts or Path(temporary), gpt, fingerprint_of(gpt))
             _say(_describe_contexts(folder, contexts))
             store = ContextStore(engine, folder, context_bytes, max_contexts)
-            service = Service(served, engine, store, ServerOptions(keys, hosts, max_body, max_tokens, timeout))
+            service = Service(name, engine, store, ServerOptions(keys, hosts, max_body, max_tokens, timeout))
             run(
                 create_app(service),
                 service,
                 bound,
                 grace=grace,
-                ready=lambda: typer.echo(f"serving {served.name} at {url_of(bound)}"),
+                ready=lambda: typer.echo(f"serving {name} at {url_of(bound)}"),
                 stopping=lambda: _say(f"stopping: running requests have {grace:g} seconds to end"),
             )
     if engine.failure is not None:
         traceback.print_exception(engine.failure)
         raise EngineClosedError("the engine has failed, as shown above")
     _say("stopped")
+
+
+def _name_of(folder: Path) -> str:
+    """The folder's name, and that of the run for a folder called `model`."""
+    whole = folder.absolute()
+    return whole.parent.name if whole.name == "model" and whole.parent.name else whole.name
 
 
 def _check_numbers(

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from sympow.checks import check_str
 from sympow.data.plain_text import check_text
-from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of, load_tokenizer
+from sympow.data.tokenizer import Tokenizer, beginning_of, encode_continuation, ends_of
 from sympow.generation.cache import CachePolicy
+from sympow.generation.chat import ChatTemplate
+from sympow.generation.load import load
 from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.model.gpt import GPT, SEGMENT_SIZE
-from sympow.model.storage import load_model
 
 # Decoders insert it for bytes that are not a character, or not yet a complete one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -28,22 +29,29 @@ RESTART_TOKENS = 16
 
 @dataclass(frozen=True)
 class TextModel:
-    """A model and the tokenizer it was trained with."""
+    """A model and the tokenizer it was trained with.
+
+    Attributes:
+        chat: the chat template of the tokenizer; None: it has none.
+    """
 
     model: GPT
     tokenizer: Tokenizer
+    chat: ChatTemplate | None = None
 
     @classmethod
     def load(
         cls, folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> TextModel:
-        """Loads the `model` folder of a training run.
+        """Loads a model folder: the `model` folder of a training run, or one in Hugging Face format.
 
         Args:
             dtype: of the parameters; None: as they were saved.
+
+        Raises:
+            ValueError: the folder has no tokenizer or no model, or one of another kind, or one that is damaged.
         """
-        model = load_model(folder, device).eval()
-        return cls(model if dtype is None else model.to(dtype), load_tokenizer(folder))
+        return cls(*load(folder, device, dtype))
 
     def encode(self, text: str) -> Tensor:
         """Tokens of a text, (1, t), after those that begin a text (`beginning_of`)."""

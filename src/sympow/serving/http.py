@@ -38,7 +38,6 @@ from sympow.serving.api_errors import ApiError, disconnected, from_argument_erro
 from sympow.serving.contexts import ContextStore
 from sympow.serving.engine import Engine, TokenizedPrompt
 from sympow.serving.gatekeeping import Gatekeeper, error_response
-from sympow.serving.loading import ChatText, ServedModel
 from sympow.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
 from sympow.serving.openai_api import (
     Answer,
@@ -128,22 +127,22 @@ class Service:
     """The objects that the routes share.
 
     Args:
-        model: the served model.
-        engine: decodes requests.
+        name: the model's name in the API.
+        engine: decodes requests with the model.
         contexts: the contexts.
         options: limits of the server.
     """
 
-    def __init__(self, model: ServedModel, engine: Engine, contexts: ContextStore, options: ServerOptions) -> None:
-        self.model, self.engine, self.contexts, self.options = model, engine, contexts, options
+    def __init__(self, name: str, engine: Engine, contexts: ContextStore, options: ServerOptions) -> None:
+        self.name, self.engine, self.contexts, self.options = name, engine, contexts, options
         # None for softmax models, whose keys and values grow with the text.
-        net = model.text_model.model
+        net = engine.text_model.model
         self.state_bytes = None if net.config.mixer == "softmax" else state_nbytes(empty_windows(net, 1))
         self.counts = HttpCounts()
         # Threads of its own, so that tokenizing long texts does not block other work in the default thread pool.
         self.tokenizing = ThreadPoolExecutor(TOKENIZING_THREADS, "sympow-tokenizing")
         self.tokenizing_long = ThreadPoolExecutor(1, "sympow-tokenizing-long")
-        self.names = TokenNames(model.text_model.tokenizer)
+        self.names = TokenNames(engine.text_model.tokenizer)
         self.started = int(time.time())
         self.stopping = False
         self._ended = False
@@ -165,7 +164,7 @@ class Service:
 
     async def complete(self, request: Request, jobs: list[Job], body: GenerationRequest, form: Form) -> Response:
         """Answers a request with a choice for each job."""
-        if body.model is not None and body.model != self.model.name:
+        if body.model is not None and body.model != self.name:
             raise _unknown_model(body.model)
         most = self.options.max_tokens
         if jobs[0].max_tokens > most:
@@ -176,16 +175,18 @@ class Service:
             message = f"a request must have at most {stats.slots + stats.max_queue:,} choices, got {len(jobs):,}"
             raise ApiError(400, message, param="prompt")
         prefix = None if body.context is None else await self.contexts.prefix(body.context)
-        group = await self._submit(request, jobs, prefix, body)
+        group = await self._submit(request, jobs, prefix, body, form)
         tokens = None if prefix is None else prefix.tokens
-        answer = Answer(form, self.model.name, self.names, tokens, tops=bool(jobs[0].logprobs), choices=body.n or 1)
+        answer = Answer(form, self.name, self.names, tokens, tops=bool(jobs[0].logprobs), choices=body.n or 1)
         if body.stream:
             return StreamedAnswer(group, answer, include_usage=body.include_usage)
         results = await answer_whole(request, group)
         # Formatting the log-probabilities of long prompts would block the event loop.
         return await asyncio.to_thread(lambda: JSONResponse(answer.whole(results)))
 
-    async def _submit(self, request: Request, jobs: list[Job], prefix: Prefix | None, body: GenerationRequest) -> Group:
+    async def _submit(
+        self, request: Request, jobs: list[Job], prefix: Prefix | None, body: GenerationRequest, form: Form
+    ) -> Group:
         """Submits all jobs to the engine, or none."""
         if self._ended:
             raise stopping()
@@ -203,9 +204,10 @@ class Service:
                 check_awaited()
                 if before is None or before.prompt is not job.prompt:
                     given: str | Iterable[int] = job.prompt
-                    if isinstance(given, ChatText):
-                        assert self.model.chat is not None
-                        given = self.model.chat.tokens(given)
+                    if form == "chat":
+                        assert self.engine.text_model.chat is not None
+                        assert isinstance(given, str)
+                        given = self.engine.text_model.chat.tokens(given)
                     tokenized.append(self.engine.tokenize(given, prefix, check_awaited))
                 else:
                     tokenized.append(tokenized[-1])
@@ -320,14 +322,14 @@ def _add_errors(app: FastAPI) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
         return {
-            "id": service.model.name,
+            "id": service.name,
             "object": "model",
             "created": service.started,
             "owned_by": "sympow",
-            "vocab_size": service.model.text_model.model.config.vocab_size,
+            "vocab_size": service.engine.text_model.model.config.vocab_size,
             "state_bytes": service.state_bytes,
             "slot_bytes": service.engine.stats().slot_nbytes,
-            "chat": service.model.chat is not None,
+            "chat": service.engine.text_model.chat is not None,
         }
 
     @app.get("/v1/models")
@@ -336,7 +338,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        if name != service.model.name:
+        if name != service.name:
             raise _unknown_model(name)
         return described()
 
@@ -353,7 +355,7 @@ def _add_completions(app: FastAPI, service: Service) -> None:
     async def chat(request: Request) -> Response:
         service.check_open()
         body = await _json(request, ChatRequest)
-        template = service.model.chat
+        template = service.engine.text_model.chat
         if template is None:
             message = "this model's tokenizer has no chat template: use /v1/completions"
             raise ApiError(400, message, param="messages", code="no_chat_template")

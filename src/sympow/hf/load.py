@@ -1,4 +1,4 @@
-"""Text models from folders in Hugging Face format: those of `SympowForCausalLM`, and those with swapped attention."""
+"""Reads folders in Hugging Face format for `sympow.generation.load`: our own models, those with swapped attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sympow.data.tokenizer import Tokenizer
-from sympow.generation.text import TextModel
+from sympow.generation.chat import ChatTemplate
 from sympow.hf.model.config import SympowConfig
 from sympow.hf.model.conversion import (
     TOKENIZER_CONFIG_FILE,
@@ -20,6 +20,7 @@ from sympow.hf.model.conversion import (
     from_fast_tokenizer,
     to_native,
 )
+from sympow.hf.quiet import quiet
 from sympow.hf.registration import SWAPPED_TYPE
 from sympow.hf.swap.swapped_gpt import SwappedGPT
 from sympow.hf.without_code import load_without_code
@@ -27,48 +28,42 @@ from sympow.model.gpt import GPT
 from sympow.parsing import read_json
 
 
-def load_text_model(
-    folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> tuple[TextModel, Any]:
-    """A model with its tokenizer, and the tokenizer of transformers.
-
-    Args:
-        folder: written by `save_pretrained`, or by `sympow convert`.
-        dtype: dtype of the parameters; None: as they were saved.
-
-    Raises:
-        ValueError: the folder has no tokenizer, or its model is of another kind, or damaged.
-    """
-    folder = Path(folder)
+def load(
+    folder: Path, device: torch.device | str, dtype: torch.dtype | None
+) -> tuple[GPT, Tokenizer, ChatTemplate | None]:
+    """As `sympow.generation.load.load`."""
     _check_kind(folder)
     if not (folder / TOKENIZER_CONFIG_FILE).is_file():
         raise ValueError(f"{folder} holds no tokenizer: {TOKENIZER_CONFIG_FILE} is missing")
-    model = load_gpt(folder, device, dtype)
-    tokenizer, fast = load_tokenizer_of_folder(folder, _ends(model) if isinstance(model, SwappedGPT) else ())
-    return TextModel(model, tokenizer), fast
+    model = load_model(folder, device, dtype)
+    tokenizer, fast = _load_tokenizers(folder, _ends(model) if isinstance(model, SwappedGPT) else ())
+    has_template = getattr(fast, "chat_template", None) is not None
+    return model, tokenizer, ChatTemplate(fast) if has_template else None
 
 
-def load_gpt(folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> GPT:
-    """The model of a folder, which may be without a tokenizer; arguments as in `load_text_model`.
-
-    Raises:
-        ValueError: the model is of another kind, or damaged.
-    """
-    folder = Path(folder)
-    if _check_kind(folder) == SWAPPED_TYPE:
-        return _load_swapped(folder, device, dtype)
-    model = to_native(folder)
-    return model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
+def load_model(folder: Path, device: torch.device | str, dtype: torch.dtype | None) -> GPT:
+    """As `sympow.generation.load.load_model`."""
+    with quiet():
+        if _check_kind(folder) == SWAPPED_TYPE:
+            return _load_swapped(folder, device, dtype)
+        model = to_native(folder)
+        return model.to(device=device, dtype=dtype or model.embedding.weight.dtype).eval()
 
 
-def load_tokenizer_of_folder(folder: Path | str, ends: Iterable[int] = ()) -> tuple[Tokenizer, Any]:
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """As `sympow.generation.load.load_tokenizer`."""
+    return _load_tokenizers(folder)[0] if (folder / TOKENIZER_CONFIG_FILE).is_file() else None
+
+
+def _load_tokenizers(folder: Path, ends: Iterable[int] = ()) -> tuple[Tokenizer, Any]:
     """The tokenizer of a folder, and that of transformers.
 
     Args:
         ends: ids that end a generated text besides those of the tokenizer.
     """
-    kind = _check_kind(Path(folder))
-    fast = load_without_code(AutoTokenizer, folder)
+    kind = _check_kind(folder)
+    with quiet():
+        fast = load_without_code(AutoTokenizer, folder)
     return from_fast_tokenizer(fast, own_beginning=kind == SWAPPED_TYPE, ends=ends), fast
 
 
