@@ -89,7 +89,7 @@ def test_several_programs_share_a_state_and_a_window(monkeypatch):
 def test_rows_split_their_sums_as_the_whole_batch_does(monkeypatch):
     """Bit for bit the outputs of the whole batch, for which fewer CTAs share a head than for two rows alone."""
     from sympow.kernels.decode import window_step as kernels
-    from sympow.serving.slots import SlotWindow
+    from sympow.serving.engine.slots import SlotWindow
 
     split_window = kernels.split_window
     monkeypatch.setattr(kernels, "split_window", lambda *a, **k: split_window(*a, **(k | {"programs": 8})))

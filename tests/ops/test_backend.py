@@ -156,9 +156,9 @@ ABOUT_CUDA = {
     "model/gpt.py",  # cuBLAS
     "model/losses.py",  # cuBLAS
     "ops/key_value_cache.py",  # waiting for the device
-    "serving/engine.py",  # sizes of segments and steps
-    "serving/prefill_graphs.py",  # CUDA graphs
-    "serving/row_sampling.py",  # CUDA graphs and events
+    "serving/engine/engine.py",  # sizes of segments and steps
+    "serving/engine/prefill_graphs.py",  # CUDA graphs
+    "serving/engine/row_sampling.py",  # CUDA graphs and events
     "train/optimizer.py",  # PyTorch's fused optimizers
 }
 

@@ -21,10 +21,10 @@ from server_process import ServerProcess, save_tiny_model, until
 from sympow import tensor_file
 from sympow.generation.prefix import Prefix, fingerprint_of
 from sympow.generation.text import TextModel
-from sympow.serving.api_errors import ApiError
-from sympow.serving.context_folder import WRITING, ContextFolder, Record, is_id, new_id
-from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import Engine
+from sympow.serving.engine.engine import Engine
+from sympow.serving.web.context_folder import WRITING, ContextFolder, Record, is_id, new_id
+from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.errors import ApiError
 
 # Writes contexts until it is killed, and says when each begins.
 WRITER = """
@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from sympow.generation.prefix import fingerprint_of
 from sympow.generation.text import TextModel
-from sympow.serving.context_folder import ContextFolder, Record, new_id
+from sympow.serving.web.context_folder import ContextFolder, Record, new_id
 text_model = TextModel.load(sys.argv[1])
 folder = ContextFolder(Path(sys.argv[2]), text_model.model, fingerprint_of(text_model.model))
 prefix = text_model.prefill("a text " * 20)

@@ -26,13 +26,11 @@ from sympow.serving import (
     Event,
     QueueFullError,
     RequestError,
-    prefill_graphs,
-    row_sampling,
-    slots,
 )
-from sympow.serving.prefix_cache import PrefixCache
-from sympow.serving.reading import Reading
-from sympow.serving.state_buffer import StateBuffer
+from sympow.serving.engine import prefill_graphs, row_sampling, slots
+from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefix_cache import PrefixCache
+from sympow.serving.engine.state_buffer import StateBuffer
 
 BOUNDARY = ByteTokenizer.boundary
 SETTINGS = (
@@ -530,7 +528,7 @@ def test_closing_finishes_or_cancels_what_is_left(small):
 @pytest.mark.parametrize("fails", [False, True], ids=["closed", "failed"])
 def test_closing_frees_the_slots_at_once(fails, monkeypatch):
     model = text_model()
-    monkeypatch.setattr("sympow.serving.engine.unsupported_reason", lambda _: None)
+    monkeypatch.setattr("sympow.serving.engine.engine.unsupported_reason", lambda _: None)
     engine = engine_of(model)
     worker = engine._scheduler
     engine.submit("a", max_tokens=6, seed=1).result(60)
@@ -642,7 +640,7 @@ def test_nothing_is_left_to_capture_after_warming_up(monkeypatch):
     for module in (prefill_graphs, row_sampling, slots):
         monkeypatch.setattr(module, "CapturedCall", Counted)
     monkeypatch.setattr(prefill_graphs, "SHORTEST", 4)
-    monkeypatch.setattr("sympow.serving.engine.unsupported_reason", lambda _: None)
+    monkeypatch.setattr("sympow.serving.engine.engine.unsupported_reason", lambda _: None)
     with engine_of(text_model(layers=1), 5, step_rows=2, window=16) as engine:
         engine._scheduler._device = torch.device("cuda")
         engine._scheduler._slots._capture = True

@@ -12,7 +12,7 @@ from sympow.data.tokenizer import ByteTokenizer
 from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
 from sympow.serving import Engine, RequestError
-from sympow.serving.launches import Launches, mark_now
+from sympow.serving.engine.launches import Launches, mark_now
 
 
 class SlowDevice:
@@ -49,7 +49,7 @@ class SlowMark:
 @pytest.fixture
 def device(monkeypatch):
     made = SlowDevice()
-    monkeypatch.setattr("sympow.serving.scheduler.mark_now", made.mark)
+    monkeypatch.setattr("sympow.serving.engine.scheduler.mark_now", made.mark)
     return made
 
 

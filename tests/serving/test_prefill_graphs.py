@@ -18,10 +18,11 @@ from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling, generate
 from sympow.generation.text import TextModel
 from sympow.model import GPT, GPTConfig
-from sympow.serving import Engine, prefill_graphs
-from sympow.serving.prefill_graphs import PrefillGraphs, recorded_lengths, unsupported_reason
-from sympow.serving.slots import Slots
-from sympow.serving.state_buffer import StateBuffer
+from sympow.serving import Engine
+from sympow.serving.engine import prefill_graphs
+from sympow.serving.engine.prefill_graphs import PrefillGraphs, recorded_lengths, unsupported_reason
+from sympow.serving.engine.slots import Slots
+from sympow.serving.engine.state_buffer import StateBuffer
 
 KINDS = [
     pytest.param({}, id="conformal"),
@@ -68,7 +69,7 @@ def four_lengths(monkeypatch):
 @pytest.fixture
 def on_any_device(monkeypatch):
     """Engines use graphs' segments on a CPU too."""
-    monkeypatch.setattr("sympow.serving.engine.unsupported_reason", lambda model: None)
+    monkeypatch.setattr("sympow.serving.engine.engine.unsupported_reason", lambda model: None)
 
 
 def members(state):

@@ -12,10 +12,10 @@ from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
 from sympow.ops.state import State
 from sympow.serving import Engine
-from sympow.serving.prefill_graphs import SHORTEST, PrefillGraphs, unsupported_reason
-from sympow.serving.prefix_cache import PrefixCache
-from sympow.serving.reading import Reading
-from sympow.serving.state_buffer import StateBuffer
+from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefill_graphs import SHORTEST, PrefillGraphs, unsupported_reason
+from sympow.serving.engine.prefix_cache import PrefixCache
+from sympow.serving.engine.state_buffer import StateBuffer
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 257

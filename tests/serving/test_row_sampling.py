@@ -5,7 +5,7 @@ import torch
 
 from support import assert_close
 from sympow.generation.sampling import Sampling
-from sympow.serving.row_sampling import RowSampler
+from sympow.serving.engine.row_sampling import RowSampler
 
 ROWS, VOCABULARY = 24, 50
 

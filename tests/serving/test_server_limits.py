@@ -15,11 +15,11 @@ from sympow.cli.app import app
 from sympow.generation.prefix import fingerprint_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextModel
-from sympow.serving.context_folder import ContextFolder
-from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import Engine
-from sympow.serving.gatekeeping import allowed_hosts
-from sympow.serving.http import ServerOptions, Service, create_app
+from sympow.serving.engine.engine import Engine
+from sympow.serving.web.app import ServerOptions, Service, create_app
+from sympow.serving.web.context_folder import ContextFolder
+from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.gatekeeping import allowed_hosts
 
 GREEDY = Sampling(temperature=0)
 BAD_HOSTS = ("models.example:443", "https://models.example", "models.example/v1", "*.example", "[::1]:80", "")

@@ -16,11 +16,11 @@ from sympow.data import pieces
 from sympow.data.tokenizer import ByteTokenizer, train_bpe
 from sympow.generation.chat import ChatTemplate
 from sympow.generation.text import TextModel
-from sympow.serving.api_errors import ApiError
-from sympow.serving.context_folder import ContextFolder
-from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import Engine
-from sympow.serving.http import ServerOptions, Service, create_app
+from sympow.serving.engine.engine import Engine
+from sympow.serving.web.app import ServerOptions, Service, create_app
+from sympow.serving.web.context_folder import ContextFolder
+from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.errors import ApiError
 
 LONG = "words " * 200_000
 PATIENCE = 60

@@ -15,8 +15,8 @@ from sympow.cli.common import Device, Dtype, device_and_dtype
 from sympow.extras import require
 
 if TYPE_CHECKING:
-    from sympow.serving.context_folder import ContextFolder
-    from sympow.serving.engine import EngineStats
+    from sympow.serving.engine.engine import EngineStats
+    from sympow.serving.web.context_folder import ContextFolder
 
 LARGEST_PORT = 65_535
 MODULES = ("fastapi", "uvicorn", "python_multipart")
@@ -72,13 +72,13 @@ def serve(
     from sympow.files import check_can_write
     from sympow.generation.prefix import fingerprint_of
     from sympow.generation.text import TextModel
-    from sympow.serving.context_folder import ContextFolder
-    from sympow.serving.contexts import ContextStore
-    from sympow.serving.engine import Engine
-    from sympow.serving.gatekeeping import allowed_hosts, is_local, read_keys
-    from sympow.serving.http import ServerOptions, Service, create_app
-    from sympow.serving.scheduler import EngineClosedError
-    from sympow.serving.server import bind, run, url_of
+    from sympow.serving.engine.engine import Engine
+    from sympow.serving.engine.scheduler import EngineClosedError
+    from sympow.serving.web.app import ServerOptions, Service, create_app
+    from sympow.serving.web.context_folder import ContextFolder
+    from sympow.serving.web.contexts import ContextStore
+    from sympow.serving.web.gatekeeping import allowed_hosts, is_local, read_keys
+    from sympow.serving.web.server import bind, run, url_of
 
     _check_numbers(port, context_bytes, max_contexts, max_tokens, max_body, timeout, grace)
     if model_name is not None:

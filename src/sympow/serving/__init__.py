@@ -1,8 +1,8 @@
 """Serving: `Engine`, continuous batching of requests with prompts, settings and lengths of their own."""
 
-from sympow.serving.completion import Completion, Event, Prefilling, RequestError, Result, TokenLogprob, Usage
-from sympow.serving.engine import Engine, EngineStats
-from sympow.serving.scheduler import EngineClosedError, QueueFullError
+from sympow.serving.engine.completion import Completion, Event, Prefilling, RequestError, Result, TokenLogprob, Usage
+from sympow.serving.engine.engine import Engine, EngineStats
+from sympow.serving.engine.scheduler import EngineClosedError, QueueFullError
 
 __all__ = [
     "Completion",

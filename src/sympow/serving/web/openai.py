@@ -19,8 +19,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from sympow.data.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, beginning_of, ends_of
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import REPLACEMENT, TextDecoder
-from sympow.serving.completion import Event, Result, TokenLogprob, Usage
-from sympow.serving.engine import MAX_LOGPROBS
+from sympow.serving.engine.completion import Event, Result, TokenLogprob, Usage
+from sympow.serving.engine.engine import MAX_LOGPROBS
 
 # Limits of a request that do not depend on the server's options.
 MOST_CHOICES = 128

@@ -22,13 +22,13 @@ import torch
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder
 from sympow.model.gpt import GPT
-from sympow.serving.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
-from sympow.serving.launches import Launches, mark_now
-from sympow.serving.prefill_graphs import PrefillGraphs
-from sympow.serving.prefix_cache import PrefixCache
-from sympow.serving.reading import Reading
-from sympow.serving.row_sampling import Choice, RowSampler
-from sympow.serving.slots import Slots
+from sympow.serving.engine.completion import Completion, Event, FinishReason, Prefilling, TokenLogprob, Usage
+from sympow.serving.engine.launches import Launches, mark_now
+from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefill_graphs import PrefillGraphs
+from sympow.serving.engine.prefix_cache import PrefixCache
+from sympow.serving.engine.row_sampling import Choice, RowSampler
+from sympow.serving.engine.slots import Slots
 
 # Upper bounds, in seconds, of the histogram of the time to first token; one more bucket counts those beyond.
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -20,7 +20,7 @@ from torch import Tensor
 from sympow.generation.decoder import CapturedCall
 from sympow.model.gpt import GPT, ModelState
 from sympow.ops.validation import values_are_checked_on_devices
-from sympow.serving.state_buffer import StateBuffer
+from sympow.serving.engine.state_buffer import StateBuffer
 
 # The shortest captured length. Kernels work on tiles of this many tokens, so shorter segments would take no less time.
 SHORTEST = 128

@@ -16,10 +16,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sympow.serving.api_errors import DISCONNECTED, ApiError, disconnected, failed, timed_out
-from sympow.serving.completion import Completion, Event, RequestError, Result, Usage
-from sympow.serving.metrics import HttpCounts
-from sympow.serving.openai_api import Answer
+from sympow.serving.engine.completion import Completion, Event, RequestError, Result, Usage
+from sympow.serving.web.errors import DISCONNECTED, ApiError, disconnected, failed, timed_out
+from sympow.serving.web.metrics import HttpCounts
+from sympow.serving.web.openai import Answer
 
 # Events of several completions that are queued for a slow client; further ones stay with their completions.
 WAITING_CHUNKS = 64

@@ -26,7 +26,7 @@ from sympow.ops.numerics import compute_dtype
 from sympow.ops.state import State
 from sympow.ops.torch.softmax import KeyValueState
 from sympow.ops.window import Window, copy_scales
-from sympow.serving.state_buffer import StateBuffer
+from sympow.serving.engine.state_buffer import StateBuffer
 
 
 class SlotWindow(Window):

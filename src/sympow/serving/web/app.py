@@ -33,13 +33,14 @@ import sympow
 from sympow.data.plain_text import decode
 from sympow.generation.cache import empty_windows, state_nbytes
 from sympow.generation.prefix import Prefix
-from sympow.serving.answering import Group, StreamedAnswer, answer_whole
-from sympow.serving.api_errors import ApiError, disconnected, from_argument_error, queue_full, stopping
-from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import Engine, TokenizedPrompt
-from sympow.serving.gatekeeping import Gatekeeper, error_response
-from sympow.serving.metrics import CONTENT_TYPE, HttpCounts, exposition
-from sympow.serving.openai_api import (
+from sympow.serving.engine.engine import Engine, TokenizedPrompt
+from sympow.serving.engine.scheduler import EngineClosedError, QueueFullError
+from sympow.serving.web.contexts import ContextStore
+from sympow.serving.web.errors import ApiError, disconnected, from_argument_error, queue_full, stopping
+from sympow.serving.web.exchange import Group, StreamedAnswer, answer_whole
+from sympow.serving.web.gatekeeping import Gatekeeper, error_response
+from sympow.serving.web.metrics import CONTENT_TYPE, HttpCounts, exposition
+from sympow.serving.web.openai import (
     Answer,
     ChatRequest,
     CompletionRequest,
@@ -50,7 +51,6 @@ from sympow.serving.openai_api import (
     chat_jobs,
     completion_jobs,
 )
-from sympow.serving.scheduler import EngineClosedError, QueueFullError
 
 # The page's files by ending; anything else in its folder is not served.
 PAGE_TYPES = {

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sympow.serving.api_errors import ApiError, disconnected
-from sympow.serving.metrics import HttpCounts
+from sympow.serving.web.errors import ApiError, disconnected
+from sympow.serving.web.metrics import HttpCounts
 
 # Seconds without data after which a request body is given up.
 BODY_PATIENCE = 30.0

@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from sympow.data.plain_text import check_text
 from sympow.generation.prefix import Prefix
-from sympow.serving.api_errors import NO_RETRY, ApiError, failed, from_argument_error, queue_full, stopping
-from sympow.serving.completion import Prefilling
-from sympow.serving.context_folder import ContextFolder, Record, is_id, new_id
-from sympow.serving.engine import Engine
-from sympow.serving.scheduler import EngineClosedError
+from sympow.serving.engine.completion import Prefilling
+from sympow.serving.engine.engine import Engine
+from sympow.serving.engine.scheduler import EngineClosedError
+from sympow.serving.web.context_folder import ContextFolder, Record, is_id, new_id
+from sympow.serving.web.errors import NO_RETRY, ApiError, failed, from_argument_error, queue_full, stopping
 
 logger = logging.getLogger(__name__)
 

@@ -36,14 +36,14 @@ from sympow.generation.prefix import Prefix
 from sympow.generation.sampling import Sampling
 from sympow.generation.text import TextDecoder, TextModel
 from sympow.ops.window import CAPACITY
-from sympow.serving.completion import Completion, Prefilling
-from sympow.serving.prefill_graphs import PrefillGraphs, unsupported_reason
-from sympow.serving.prefix_cache import TOKEN_TYPE, PrefixCache
-from sympow.serving.reading import Reading
-from sympow.serving.row_sampling import RowSampler
-from sympow.serving.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
-from sympow.serving.slots import Slots
-from sympow.serving.state_buffer import StateBuffer
+from sympow.serving.engine.completion import Completion, Prefilling
+from sympow.serving.engine.prefill import Reading
+from sympow.serving.engine.prefill_graphs import PrefillGraphs, unsupported_reason
+from sympow.serving.engine.prefix_cache import TOKEN_TYPE, PrefixCache
+from sympow.serving.engine.row_sampling import RowSampler
+from sympow.serving.engine.scheduler import TTFT_BUCKETS, Context, Request, Scheduler
+from sympow.serving.engine.slots import Slots
+from sympow.serving.engine.state_buffer import StateBuffer
 
 # The largest `logprobs` of a request.
 MAX_LOGPROBS = 20

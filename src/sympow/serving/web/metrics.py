@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from sympow.serving.contexts import ContextStore
-from sympow.serving.engine import EngineStats
-from sympow.serving.scheduler import TTFT_BUCKETS
+from sympow.serving.engine.engine import EngineStats
+from sympow.serving.engine.scheduler import TTFT_BUCKETS
+from sympow.serving.web.contexts import ContextStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -13,9 +13,9 @@ from torch.nn.functional import linear
 from sympow.generation.cache import CachePolicy, prefill_state
 from sympow.generation.prefix import Prefix
 from sympow.model.gpt import GPT, ModelState
-from sympow.serving.completion import TokenLogprob
-from sympow.serving.prefill_graphs import PrefillGraphs
-from sympow.serving.prefix_cache import PrefixCache, TokenChain
+from sympow.serving.engine.completion import TokenLogprob
+from sympow.serving.engine.prefill_graphs import PrefillGraphs
+from sympow.serving.engine.prefix_cache import PrefixCache, TokenChain
 
 # Positions of a prompt whose logits are in memory at once.
 SCORED_POSITIONS = 128
